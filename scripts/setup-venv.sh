@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Make .venv and install the package from the clone with one extra: scripts/setup-venv.sh demo|test
+# Does nothing when .venv already holds what pyproject.toml and constraints.txt ask for.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extra=$1
+python=.venv/bin/python
+stamp=.venv/installed-$extra
+
+# The clone's own path is part of it: a clone that was moved has an editable install that points nowhere.
+wanted=$({ pwd; cat pyproject.toml constraints.txt; } | cksum)
+if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then
+    exit 0
+fi
+
+find_python() {
+    local name
+    for name in python3 python3.11 python3.12 python3.13; do
+        if "$name" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    echo "No Python 3.11 or newer that can make virtual environments was found" >&2
+    echo "(tried python3, python3.11, python3.12 and python3.13)." >&2
+    echo "Install one; on Debian and Ubuntu it is two packages: python3 and python3-venv." >&2
+    return 1
+}
+
+# An environment whose making was interrupted has no pip yet: make it again.
+if ! "$python" -m pip --version >/dev/null 2>&1; then
+    base=$(find_python)
+    echo "Making .venv with $("$base" --version)" >&2
+    "$base" -m venv --clear .venv
+fi
+
+echo "Installing fp8calib[$extra] into .venv (once; takes some minutes)" >&2
+quiet=--quiet
+if [ -t 2 ]; then
+    quiet=
+fi
+pip_install() {
+    "$python" -m pip install $quiet --no-input --disable-pip-version-check -c constraints.txt "$@" >&2
+}
+# torch first and alone: nothing else in the list may choose another, larger build of it.
+pip_install torch
+pip_install -e ".[$extra]"
+echo "$wanted" >"$stamp"
