@@ -55,6 +55,8 @@ def convert(gguf: Path, out: Path) -> None:
     # Some versions of transformers 5 leave it there, though nothing is quantized any more.
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(out)
+    # safetensors makes files that only their owner can read; a checkpoint's other files are not so.
+    (out / "model.safetensors").chmod(0o644)
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 
 
