@@ -1,0 +1,138 @@
+"""Rows to token ids, and token ids to sequences."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp8calib.data.chat import render_messages
+from fp8calib.data.rows import Row
+from fp8calib.errors import DataError
+
+MIN_TOKENS = 2
+"""A shorter sequence predicts nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Sequences and the rows they came from."""
+
+    sequences: tuple[torch.Tensor, ...]
+    """1-D int64, each of at least two tokens."""
+    row_hashes: frozenset[int]
+    """`hash_tokens` of every row, whole, that has a token in a sequence."""
+    num_rows: int
+    """Rows that were read."""
+    num_dropped: int
+    """Rows that were too short to use."""
+
+
+def encode_rows(
+    rows: Iterable[Row], *, tokenizer: Callable[[], Any], vocab_size: int
+) -> Iterator[Sequence[int]]:
+    """Yield the token ids of each row; `tokenizer` is called when a row needs it, and never else.
+
+    Text gets the tokenizer's own special tokens, `input_ids` get none, blank text has no tokens.
+
+    Raises:
+        DataError: a token id is not within the vocabulary, or a conversation cannot be rendered.
+    """
+    for row in rows:
+        if row.input_ids is not None:
+            _check_given_ids(row.input_ids, vocab_size, row.origin)
+            yield row.input_ids
+        else:
+            ids = _tokenize(row, tokenizer)
+            _check_tokenizer_ids(ids, vocab_size, row.origin)
+            yield ids
+
+
+def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
+    """Join rows and cut them into at most `samples` sequences of exactly `seq_len` tokens.
+
+    A last shorter sequence is kept when it has two tokens. No row is read that is not needed.
+    """
+    stream, starts, num_rows, num_dropped = array("q"), [], 0, 0
+    for ids in rows:
+        num_rows += 1
+        if ids:
+            starts.append((len(stream), hash_tokens(ids)))
+            stream.extend(ids)
+        else:
+            num_dropped += 1
+        if len(stream) >= samples * seq_len:
+            break
+    sequences = _cut(stream, samples=samples, seq_len=seq_len)
+    num_kept = sum(map(len, sequences))
+    hashes = frozenset(digest for start, digest in starts if start < num_kept)
+    return PackedRows(sequences, hashes, num_rows, num_dropped)
+
+
+def keep_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
+    """Make one sequence of each of the first `samples` rows of two tokens, cut to `seq_len`."""
+    sequences: list[torch.Tensor] = []
+    hashes, num_rows = set(), 0
+    for ids in rows:
+        num_rows += 1
+        if len(ids) >= MIN_TOKENS:
+            sequences.append(torch.tensor(ids[:seq_len], dtype=torch.int64))
+            hashes.add(hash_tokens(ids))
+        if len(sequences) == samples:
+            break
+    return PackedRows(tuple(sequences), frozenset(hashes), num_rows, num_rows - len(sequences))
+
+
+def hash_tokens(ids: Sequence[int]) -> int:
+    """Return the first 8 bytes of the sha256 over the ids, as a signed integer.
+
+    Ids are hashed as little-endian int64, and the 8 bytes are read little-endian.
+    """
+    digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _cut(stream: array[int], *, samples: int, seq_len: int) -> tuple[torch.Tensor, ...]:
+    num_tokens = min(len(stream), samples * seq_len)
+    pieces = (stream[start : start + seq_len] for start in range(0, num_tokens, seq_len))
+    return tuple(
+        torch.tensor(piece, dtype=torch.int64) for piece in pieces if len(piece) >= MIN_TOKENS
+    )
+
+
+def _tokenize(row: Row, tokenizer: Callable[[], Any]) -> list[int]:
+    if row.messages is not None:
+        return render_messages(tokenizer(), row.messages, row.origin)
+    if row.text is None or not row.text.strip():
+        return []
+    # verbose=False: a text longer than the model's context is cut later, no reason to warn.
+    return list(tokenizer()(row.text, verbose=False)["input_ids"])
+
+
+def _check_given_ids(ids: Sequence[int], vocab_size: int, origin: str) -> None:
+    bad = _find_outside(ids, vocab_size)
+    if bad is not None:
+        raise DataError(
+            f"{origin}: input_ids holds {ids[bad]} at position {bad}, "
+            f"but the model's vocabulary is 0 to {vocab_size - 1}",
+            hint="tokenize the data with this model's tokenizer, or give rows with `text`",
+        )
+
+
+def _check_tokenizer_ids(ids: Sequence[int], vocab_size: int, origin: str) -> None:
+    bad = _find_outside(ids, vocab_size)
+    if bad is not None:
+        raise DataError(
+            f"{origin}: the tokenizer gives token {ids[bad]}, "
+            f"but the model's embedding holds 0 to {vocab_size - 1}",
+            hint="the tokenizer is not this model's: use the files the model was published with",
+        )
+
+
+def _find_outside(ids: Sequence[int], vocab_size: int) -> int | None:
+    return next((index for index, token in enumerate(ids) if not 0 <= token < vocab_size), None)

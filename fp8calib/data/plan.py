@@ -1,0 +1,184 @@
+"""The data plan: every token a run will see, in order, and how it is cut into batches."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp8calib.data.mixing import mix_rows
+from fp8calib.data.packing import MIN_TOKENS, PackedRows, encode_rows, keep_rows, pack_rows
+from fp8calib.data.sources import Part, iter_rows
+from fp8calib.data.specs import DataSpec, FileSource, parse_spec
+from fp8calib.errors import DataError, UsageError
+
+FEW_TOKENS = 4096
+"""With fewer tokens than this the plan carries a warning."""
+
+
+@dataclass(frozen=True, eq=False)
+class DataPlan:
+    """The sequences of a run and what identifies them."""
+
+    sequences: tuple[torch.Tensor, ...]
+    """1-D int64, each of 2 to `seq_len` tokens."""
+    packed: bool
+    seq_len: int
+    fingerprint: str
+    """sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited."""
+    row_hashes: torch.Tensor
+    """int64, sorted, unique: `hash_tokens` of every row that gave a token."""
+    sources: tuple[str, ...]
+    """The specs as given, paths cut down to their last part."""
+    warnings: tuple[str, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, without padding."""
+        return sum(map(len, self.sequences))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Neighbouring sequences of one plan, padded on the right with id 0."""
+
+    first: int
+    """Global index of the first sequence."""
+    input_ids: torch.Tensor
+    """int64 [B, L]."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, without padding."""
+    quarter: int
+    """The part of the data the batch lies in, from 0."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(self.lengths)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Bool [B, L], true where a token stands; None when nothing is padded."""
+        width = self.input_ids.shape[1]
+        if all(length == width for length in self.lengths):
+            return None
+        return torch.arange(width)[None, :] < torch.tensor(self.lengths)[:, None]
+
+
+def build_plan(
+    specs: Sequence[str],
+    *,
+    tokenizer: Callable[[], Any],
+    vocab_size: int,
+    samples: int,
+    seq_len: int,
+    pack: bool = True,
+    seed: int = 0,
+    part: Part = "calibrate",
+) -> DataPlan:
+    """Read the first `samples` sequences of at most `seq_len` tokens.
+
+    `tokenizer` loads the tokenizer; it is called once at most, when the first row needs it. No
+    specs mean the built-in text, of which `part` says the end. `seed` orders weighted specs only.
+
+    Raises:
+        UsageError: a spec, `samples` or `seq_len` makes no sense.
+        DataError: the data cannot be read, or holds no sequence of two tokens.
+    """
+    _check_sizes(samples=samples, seq_len=seq_len)
+    parsed = [parse_spec(text) for text in specs or ("builtin",)]
+    rows = mix_rows([(iter_rows(spec, part=part), spec.weight) for spec in parsed], seed=seed)
+    encoded = encode_rows(rows, tokenizer=functools.cache(tokenizer), vocab_size=vocab_size)
+    found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
+    sources = tuple(spec.label for spec in parsed)
+    if not found.sequences:
+        raise DataError(
+            f"{', '.join(sources)}: no sequence of two tokens in {found.num_rows} rows",
+            hint="give more text" if pack else "give longer rows, or leave out --no-pack",
+        )
+    return DataPlan(
+        sequences=found.sequences,
+        packed=pack,
+        seq_len=seq_len,
+        fingerprint=_compute_fingerprint(found.sequences, packed=pack, seq_len=seq_len),
+        row_hashes=torch.tensor(sorted(found.row_hashes), dtype=torch.int64),
+        sources=sources,
+        warnings=tuple(_list_warnings(specs, parsed, found, samples=samples)),
+    )
+
+
+def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Batch]:
+    """Cut a plan into batches of at most `batch_size` neighbouring sequences.
+
+    Sequence i of n lies in group `groups * i // n`, and no batch holds sequences of two groups.
+    Packed sequences of different lengths never share a batch, so that packed data is never padded.
+    What a batch holds depends on the plan, `batch_size` and `groups` alone.
+    """
+    if batch_size < 1:
+        raise UsageError(f"--batch-size {batch_size}: must be 1 or more", hint="use 1")
+    first, num_sequences = 0, len(plan.sequences)
+    while first < num_sequences:
+        stop = first + 1
+        while stop < min(first + batch_size, num_sequences) and _may_join(
+            plan, first, stop, groups
+        ):
+            stop += 1
+        yield _make_batch(plan, first, stop, groups)
+        first = stop
+
+
+def _may_join(plan: DataPlan, first: int, index: int, groups: int) -> bool:
+    num_sequences = len(plan.sequences)
+    if groups * first // num_sequences != groups * index // num_sequences:
+        return False
+    return not plan.packed or len(plan.sequences[first]) == len(plan.sequences[index])
+
+
+def _make_batch(plan: DataPlan, first: int, stop: int, groups: int) -> Batch:
+    sequences = plan.sequences[first:stop]
+    return Batch(
+        first=first,
+        input_ids=torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True),
+        lengths=tuple(map(len, sequences)),
+        quarter=groups * first // len(plan.sequences),
+    )
+
+
+def _check_sizes(*, samples: int, seq_len: int) -> None:
+    if samples < 1:
+        raise UsageError(f"--samples {samples}: must be 1 or more", hint="the default is 512")
+    if seq_len < MIN_TOKENS:
+        raise UsageError(
+            f"--seq-len {seq_len}: must be {MIN_TOKENS} or more",
+            hint="one token alone predicts nothing",
+        )
+
+
+def _compute_fingerprint(sequences: Sequence[torch.Tensor], *, packed: bool, seq_len: int) -> str:
+    digest = hashlib.sha256(np.array([packed, seq_len], dtype="<i8").tobytes())
+    for sequence in sequences:
+        digest.update(np.array([len(sequence)], dtype="<i8").tobytes())
+        digest.update(sequence.numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _list_warnings(
+    specs: Sequence[str], parsed: Sequence[DataSpec], found: PackedRows, *, samples: int
+) -> Iterator[str]:
+    if not specs:
+        yield "no --data given: using the text that ships with Python (builtin)"
+    for spec in parsed:
+        if isinstance(spec.source, FileSource) and spec.source.ignored:
+            yield f"{spec.label}: not read, no data files: {', '.join(spec.source.ignored)}"
+    if found.num_dropped:
+        yield f"{found.num_dropped} of {found.num_rows} rows were too short and left out"
+    if len(found.sequences) < samples:
+        yield f"the data gave {len(found.sequences)} sequences of the {samples} asked for"
+    num_tokens = sum(map(len, found.sequences))
+    if num_tokens < FEW_TOKENS:
+        yield f"only {num_tokens} tokens, fewer than {FEW_TOKENS}: scales may miss large values"

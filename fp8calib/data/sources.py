@@ -1,0 +1,197 @@
+"""Rows of every kind of source, read lazily in the order they stand there."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from fp8calib.data.rows import FIELDS, Row, parse_row
+from fp8calib.data.specs import DataSpec, FileSource, HubSource
+from fp8calib.errors import DataError
+
+Part = Literal["calibrate", "verify"]
+"""Which end of the built-in text is read; other sources are the same for both."""
+
+_UTF8_HINT = "save the file as UTF-8"
+_PARQUET_ROWS_AT_ONCE = 64
+
+
+def iter_rows(spec: DataSpec, *, part: Part = "calibrate") -> Iterator[Row]:
+    """Yield the rows of one spec.
+
+    Raises:
+        DataError: on the first row that cannot be read, or at the end of a file without rows.
+    """
+    match spec.source:
+        case FileSource(paths=paths):
+            for path in paths:
+                yield from iter_file_rows(path)
+        case HubSource() as source:
+            yield from _require_rows(_read_hub(source), spec.label)
+        case _:
+            yield from iter_builtin_rows(part)
+
+
+def iter_file_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of one data file; its ending says how it is read."""
+    try:
+        yield from _require_rows(_READERS[path.suffix.lower()](path), path.name)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or error})", hint="check its permissions"
+        ) from error
+
+
+def iter_builtin_rows(part: Part) -> Iterator[Row]:
+    """Yield one row per topic of Python's own `help()`, sorted by name.
+
+    A topic belongs to `calibrate` when it ends within the first 80 % of all characters, and to
+    `verify` otherwise.
+    """
+    topics = _load_topics()
+    total = sum(map(len, topics.values()))
+    end = 0
+    for name in sorted(topics):
+        end += len(topics[name])
+        if (part == "calibrate") == (5 * end <= 4 * total):
+            yield Row(f"builtin:{name}", text=topics[name])
+
+
+def _load_topics() -> dict[str, str]:
+    try:
+        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte, seldom needed
+    except ImportError as error:
+        raise DataError(
+            "builtin: this Python comes without pydoc_data, the text of its help()",
+            hint="give a file with --data",
+        ) from error
+    return {name: text.strip() + "\n" for name, text in topics.items() if text.strip()}
+
+
+def _require_rows(rows: Iterator[Row], where: str) -> Iterator[Row]:
+    first = next(rows, None)
+    if first is None:
+        raise DataError(f"{where}: no rows", hint="leave it out, or give a file that holds data")
+    yield first
+    yield from rows
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            origin = f"{path.name}:{number}"
+            line = _decode(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw, origin)
+            if line.strip():
+                yield parse_row(_parse_json(line, origin), origin)
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    text = _decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), path.name)
+    if not text.strip():
+        return
+    for number, value in enumerate(_find_rows(_parse_json(text, path.name), path.name), start=1):
+        origin = f"{path.name} row {number}"
+        yield parse_row(value, origin)
+
+
+def _read_txt(path: Path) -> Iterator[Row]:
+    text = _decode(path.read_bytes().removeprefix(codecs.BOM_UTF8), path.name)
+    if text:
+        yield parse_row({"text": text}, path.name)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    for number, value in enumerate(_iter_parquet_values(path), start=1):
+        yield parse_row(value, f"{path.name} row {number}")
+
+
+def _iter_parquet_values(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: PLC0415  slow, seldom needed
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            names = file.schema_arrow.names
+            # Columns nobody asked for may be images: they are not decoded, only named.
+            unread = dict.fromkeys(name for name in names if name not in FIELDS)
+            columns = [name for name in names if name in FIELDS]
+            for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=columns):
+                yield from ({**unread, **value} for value in _list_values(batch, columns))
+    except (pa.ArrowException, ValueError) as error:
+        raise DataError(
+            f"{path.name}: not a readable parquet file ({_first_line(error)})",
+            hint="write the file again, or use .jsonl",
+        ) from error
+
+
+def _list_values(batch: Any, columns: list[str]) -> list[dict[str, Any]]:
+    # A batch without columns has rows all the same, but to_pylist() forgets them.
+    return batch.to_pylist() if columns else [{} for _ in range(batch.num_rows)]
+
+
+def _read_hub(source: HubSource) -> Iterator[Row]:
+    for number, value in enumerate(_iter_hub_values(source), start=1):
+        # Hub datasets such as wikitext hold blank lines as rows, which nobody can take out.
+        yield parse_row(value, f"hub:{source.name} row {number}", allow_blank=True)
+
+
+def _iter_hub_values(source: HubSource) -> Iterator[Any]:
+    try:
+        from datasets import load_dataset  # noqa: PLC0415  takes seconds to import
+
+        yield from load_dataset(source.name, source.config, split=source.split, streaming=True)
+    except Exception as error:  # the hub's failures share no base class
+        raise DataError(
+            f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
+            "the hub cannot be reached or has no such data "
+            f"({type(error).__name__}: {_first_line(error)})",
+            hint="check name, configuration and split, or give a local file with --data",
+        ) from error
+
+
+def _find_rows(value: object, where: str) -> list[Any]:
+    candidates = list(value.values()) if isinstance(value, dict) else [value]
+    lists = [item for item in candidates if isinstance(item, list)]
+    if len(lists) == 1:
+        return lists[0]
+    raise DataError(
+        f"{where}: holds neither a list of rows nor an object with one list of rows",
+        hint="write [{...}, {...}], or one object a line in a .jsonl file",
+    )
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {error.start}", hint=_UTF8_HINT) from error
+
+
+def _parse_json(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}: not JSON, {error.msg} (line {error.lineno}, column {error.colno})",
+            hint="a .jsonl file holds one object a line, a .json file one list of objects",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{where}: JSON that cannot be read ({_first_line(error)})",
+            hint="check the row for endless numbers or nesting",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or ["no message"])[0][:200]
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".txt": _read_txt,
+}

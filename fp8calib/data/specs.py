@@ -1,0 +1,182 @@
+"""What `--data SPEC` means: which files, which hub dataset, with which weight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.errors import DataError, UsageError
+
+ACCEPTED_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+"""The endings a data file may have, in any case."""
+
+_SPEC_HINT = (
+    "give a .jsonl, .json, .parquet or .txt file, a folder of them, "
+    "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several"
+)
+# The names a single word after `hub:NAME:` is a split by; any other word is a configuration.
+_SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev"})
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """One file, or the files of one folder sorted by name."""
+
+    paths: tuple[Path, ...]
+    ignored: tuple[str, ...] = ()
+    """Names in the folder that are no data files; hidden ones are not listed."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """One split of a dataset on the Hugging Face hub."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+
+
+@dataclass(frozen=True)
+class BuiltinSource:
+    """The text every CPython carries."""
+
+
+Source = FileSource | HubSource | BuiltinSource
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """One `--data`, resolved."""
+
+    source: Source
+    label: str
+    """The spec as given, a path cut down to its last part: fit for an artifact."""
+    weight: float | None = None
+    """Share of the rows when specs are mixed; None when none was written."""
+
+
+def parse_spec(text: str) -> DataSpec:
+    """Resolve one SPEC against the file system.
+
+    A path that exists is taken as written, whatever '@' or ':' it holds; otherwise a number after
+    the last '@' is a weight. `builtin` always means the built-in text (`./builtin` is a folder).
+
+    Raises:
+        UsageError: the spec is none of the accepted forms, or its weight is not positive.
+        DataError: the file or folder does not exist, or the folder holds no data file.
+    """
+    if _is_data_path(text):
+        return _resolve(text)
+    body, separator, weight = text.rpartition("@")
+    if not separator or not _is_number(weight):
+        return _resolve(text)
+    return _resolve(body, weight=weight, spec=text)
+
+
+def _resolve(body: str, *, weight: str | None = None, spec: str | None = None) -> DataSpec:
+    if not body.strip():
+        raise UsageError(f"--data {spec or body!r}: the spec is empty", hint=_SPEC_HINT)
+    value = None if weight is None else _parse_weight(weight, spec or body)
+    source, label = _parse_source(body)
+    return DataSpec(source, label if weight is None else f"{label}@{weight}", value)
+
+
+def _parse_source(body: str) -> tuple[Source, str]:
+    if body == "builtin":
+        return BuiltinSource(), body
+    if body.startswith("hub:") and not _is_data_path(body):
+        return _parse_hub(body), body
+    path = Path(body)
+    return _parse_path(path, body), path.absolute().name or body
+
+
+def _parse_hub(body: str) -> HubSource:
+    name, *rest = body.removeprefix("hub:").split(":")
+    if not name or len(rest) > 2:
+        raise UsageError(
+            f"--data {body}: not of the form hub:NAME[:CONFIG][:SPLIT]",
+            hint="for example hub:wikitext:wikitext-2-raw-v1:test",
+        )
+    if len(rest) == 1:
+        rest = ["", rest[0]] if rest[0] in _SPLIT_NAMES else [rest[0], ""]
+    config, split = rest or ["", ""]
+    return HubSource(name, config or None, split or "train")
+
+
+def _parse_path(path: Path, body: str) -> FileSource:
+    if _is_dir(path):
+        return _list_folder(path, body)
+    suffix = path.suffix.lower()
+    if suffix not in ACCEPTED_SUFFIXES and (suffix or _is_file(path)):
+        raise UsageError(
+            f"--data {body}: files ending in {suffix or 'nothing'!r} are not read; "
+            f"accepted are {', '.join(ACCEPTED_SUFFIXES)}",
+            hint=_SPEC_HINT,
+        )
+    if not _is_file(path):
+        raise DataError(
+            f"--data {body}: no such file or folder",
+            hint=f"check the path; a dataset of the hub is written hub:{body}",
+        )
+    return FileSource((path,))
+
+
+def _list_folder(path: Path, body: str) -> FileSource:
+    try:
+        entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise DataError(
+            f"--data {body}: the folder cannot be listed ({error.strerror})",
+            hint="check its permissions",
+        ) from error
+    paths = tuple(entry for entry in entries if _is_file(entry) and _has_accepted_suffix(entry))
+    if not paths:
+        raise DataError(
+            f"--data {body}: the folder holds no {', '.join(ACCEPTED_SUFFIXES)} file",
+            hint="name the folder that holds the files themselves; folders in it are not searched",
+        )
+    return FileSource(paths, tuple(entry.name for entry in entries if entry not in paths))
+
+
+def _parse_weight(weight: str, spec: str) -> float:
+    value = float(weight)
+    if not math.isfinite(value) or value <= 0:
+        raise UsageError(
+            f"--data {spec}: the weight {weight} is not a positive finite number",
+            hint="leave the spec out instead of giving it no weight, or write e.g. @0.5",
+        )
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_data_path(text: str) -> bool:
+    path = Path(text)
+    if not text or text == "builtin":
+        return False
+    return _is_dir(path) or (_is_file(path) and _has_accepted_suffix(path))
+
+
+def _has_accepted_suffix(path: Path) -> bool:
+    return path.suffix.lower() in ACCEPTED_SUFFIXES
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long, a folder without permission: nothing we can read
+        return False
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False
