@@ -1,0 +1,308 @@
+"""Output that is there whole or not at all: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from fp8calib.errors import ExportError, UsageError
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_TOKEN_DIGITS = 8
+_MAX_NAME_BYTES = 200  # of 255 that file systems allow; the rest is for the temporary name
+
+
+class OutputFolder:
+    """Give a temporary folder to write into; on leaving, rename it to `path` or remove it.
+
+    The temporary folder is a hidden sibling of `path`. It lies inside `path` where a rename of the
+    whole folder is impossible or unkind: a mount point (a container's volume), the working
+    directory, a parent folder that cannot be written. Then, and where `path` holds owned files the
+    run did not write, its entries are exchanged one by one; a failure puts the old ones back.
+
+    An `OSError` that leaves the `with` block becomes an `ExportError`; any other exception leaves
+    as it is; either way nothing temporary stays, nor a parent folder that was made for it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        owned: frozenset[str],
+        force: bool = False,
+        inputs: Collection[Path] = (),
+    ) -> None:
+        self.path = path
+        self._owned = owned
+        self._force = force
+        self._inputs = tuple(inputs)
+        self._made_parents: list[Path] = []
+
+    def __enter__(self) -> Path:
+        self._check()
+        self._target = self.path.resolve()
+        try:
+            _make_folders(self._target.parent, self._made_parents)
+            self._staging = _choose_staging_parent(self._target) / _name_temporary(self._target)
+            self._staging.mkdir()
+        except OSError as error:
+            _remove_empty(self._made_parents)
+            raise explain_os_error(error, self.path) from error
+        self._aside = self._staging.with_name(f"{self._staging.name}.old")
+        return self._staging
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if isinstance(exc, OSError):
+                needed_bytes = _measure(self._staging)
+                raise explain_os_error(exc, self.path, needed_bytes=needed_bytes) from exc
+            if exc is None:
+                self._commit()
+        except OSError as error:
+            raise explain_os_error(error, self.path) from error
+        finally:
+            shutil.rmtree(self._staging, ignore_errors=True)
+            _remove_empty([*self._made_parents, self._aside])
+
+    def _check(self) -> None:
+        check_output(self.path, self._owned, self._force, inputs=self._inputs)
+
+    def _commit(self) -> None:
+        self._check()  # again, for hours may have passed
+        target, new = self._target, {entry.name for entry in self._staging.iterdir()}
+        old = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
+        if target.is_dir():
+            shutil.copymode(target, self._staging)
+        if self._staging.parent == target or not old <= new:
+            self._exchange_entries(old & new, new)
+        elif old:
+            _move_all([(target, self._aside), (self._staging, target)])
+        else:
+            self._staging.rename(target)
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _exchange_entries(self, replaced: Collection[str], new: Collection[str]) -> None:
+        self._aside.mkdir()
+        away = [(self._target / name, self._aside / name) for name in sorted(replaced)]
+        _move_all([*away, *((self._staging / name, self._target / name) for name in sorted(new))])
+
+
+def check_output(
+    path: Path, owned: frozenset[str], force: bool, *, inputs: Collection[Path] = ()
+) -> None:
+    """Refuse an output folder that `OutputFolder` would refuse; write nothing.
+
+    Args:
+        path: the folder to be written; it may be missing, its parents too.
+        owned: the names of the entries the command writes, all of them.
+        force: replace owned entries that are there.
+        inputs: what the command reads; the output may not stand in its place, nor around it.
+
+    Raises:
+        UsageError: the folder holds something, or cannot be made or written.
+    """
+    try:
+        target = path.resolve()
+        for source in inputs:
+            if source.resolve().is_relative_to(target):
+                message = f"{path}: the output would replace {source}, which is read"
+                raise UsageError(message, hint="name another folder")
+        if target.exists():
+            _check_entries(path, owned, force)
+        _check_writable(target, path)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise UsageError(f"{path}: cannot be an output folder: {error}") from error
+
+
+def check_output_file(path: Path) -> None:
+    """Refuse a path that `write_file_atomic` could not write; write nothing.
+
+    Raises:
+        UsageError: it is a folder or a device, or cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: not a file that can be replaced", hint="name another file")
+        parent = path.resolve().parent
+        _refuse_unwritable(_find_existing(parent), path)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise UsageError(f"{path}: cannot be an output file: {error}") from error
+
+
+def write_file_atomic(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, then rename it; missing parents are made.
+
+    Raises:
+        UsageError: the path is a folder or a device.
+        ExportError: it cannot be written; then nothing has changed.
+    """
+    check_output_file(path)
+    target = path.resolve()
+    temporary = target.with_name(_name_temporary(target))
+    made_parents: list[Path] = []
+    try:
+        _make_folders(target.parent, made_parents)
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        raise explain_os_error(error, path, needed_bytes=len(data)) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        _remove_empty(made_parents)
+
+
+def require_free_space(path: Path, size_bytes: int) -> None:
+    """Refuse to start writing what the disk under `path` (which may be missing) cannot hold.
+
+    Raises:
+        ExportError: naming the bytes needed and the bytes free.
+    """
+    free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
+    if free_bytes < size_bytes:
+        needed, free = format_size(size_bytes), format_size(free_bytes)
+        message = f"{path}: {needed} are needed and {free} are free on its disk"
+        raise ExportError(message, hint="free some space or name a folder on another disk")
+
+
+def format_size(size_bytes: int) -> str:
+    """Spell a number of bytes for people, in powers of 1000."""
+    size = float(size_bytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def explain_os_error(error: OSError, path: Path, *, needed_bytes: int = 0) -> ExportError:
+    """Turn a failure to write into the error a user reads; `needed_bytes` is the least needed."""
+    reason = error.strerror or str(error)
+    where = f" ({error.filename})" if error.filename else ""
+    message = f"{path}: cannot be written: {reason}{where}"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ExportError(message, hint="nothing was left behind")
+    free = ""
+    with suppress(OSError):
+        free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
+        free = f", {format_size(free_bytes)} are free"
+    if needed_bytes:
+        message += f"; more than {format_size(needed_bytes)} are needed{free}"
+    return ExportError(message, hint="free some space or name a folder on another disk")
+
+
+def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
+    if not path.is_dir():
+        raise UsageError(f"{path}: a file, not a folder", hint="name another folder")
+    names = _list_entries(path.resolve())
+    if not names:
+        return
+    strangers = sorted(names - owned)
+    if strangers:
+        shown = ", ".join(strangers[:5]) + (", ..." if len(strangers) > 5 else "")
+        message = f"{path}: the folder holds what this command does not write: {shown}"
+        raise UsageError(message, hint="name another folder")
+    if not force:
+        message = f"{path}: the folder is not empty"
+        raise UsageError(message, hint="--force replaces what is there, or name another folder")
+
+
+def _check_writable(target: Path, path: Path) -> None:
+    _refuse_unwritable(_choose_staging_parent(target), path)
+    if target.is_dir():
+        _refuse_unwritable(target, path)
+
+
+def _refuse_unwritable(folder: Path, path: Path) -> None:
+    if not folder.is_dir():
+        raise UsageError(f"{path}: {folder} is not a folder", hint="name another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{path}: {folder} cannot be written", hint="name another path")
+
+
+def _choose_staging_parent(target: Path) -> Path:
+    """Choose where the temporary folder lies: beside `target`, or inside it where it must."""
+    parent = _find_existing(target.parent)
+    if target.is_dir() and (
+        Path.cwd().is_relative_to(target)
+        or _is_mount_point(target)
+        or not os.access(parent, os.W_OK | os.X_OK)
+    ):
+        return target
+    return parent
+
+
+def _is_mount_point(path: Path) -> bool:
+    """Tell mount points, those inside one file system (container volumes) too."""
+    if path.is_mount():
+        return True
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+    except OSError:  # not Linux
+        return False
+    spelled = str(path).replace("\\", "\\134").replace(" ", "\\040")
+    return any(line.split(" ")[4] == spelled for line in lines)
+
+
+def _find_existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _make_folders(path: Path, made: list[Path]) -> None:
+    """Make a folder and its missing parents; note each in `made`, outermost first."""
+    for folder in [folder for folder in (path, *path.parents) if not folder.exists()][::-1]:
+        folder.mkdir(exist_ok=True)
+        made.append(folder)
+
+
+def _remove_empty(folders: Collection[Path]) -> None:
+    """Remove those of the folders, innermost last, that are there and hold nothing."""
+    for folder in reversed(list(folders)):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _name_temporary(target: Path) -> str:
+    name = os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
+    return f".{name}.tmp-{secrets.token_hex(_TOKEN_DIGITS // 2)}"
+
+
+def _list_entries(folder: Path) -> set[str]:
+    """List a folder without the temporary folders of its own output, running or killed."""
+    if not folder.is_dir():
+        return set()
+    stem = re.escape(_name_temporary(folder)[:-_TOKEN_DIGITS])
+    temporary = re.compile(rf"{stem}[0-9a-f]{{{_TOKEN_DIGITS}}}(\.old)?")
+    return {entry.name for entry in folder.iterdir() if not temporary.fullmatch(entry.name)}
+
+
+def _move_all(moves: Collection[tuple[Path, Path]]) -> None:
+    """Rename in order; on any failure rename back what was moved, and raise."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, destination in moves:
+            source.rename(destination)
+            done.append((source, destination))
+    except BaseException:
+        for source, destination in reversed(done):
+            destination.rename(source)
+        raise
+
+
+def _measure(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

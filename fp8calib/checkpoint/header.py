@@ -1,0 +1,228 @@
+"""The header of a safetensors file, read strictly and without touching the data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import BinaryIO, NoReturn
+
+from fp8calib.errors import ModelError
+
+MAX_HEADER_BYTES = 100_000_000  # the cap of the reference implementation
+ITEM_SIZE_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "BOOL": 1,
+        "U8": 1,
+        "I8": 1,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "F8_E4M3FNUZ": 1,
+        "F8_E5M2FNUZ": 1,
+        "U16": 2,
+        "I16": 2,
+        "F16": 2,
+        "BF16": 2,
+        "U32": 4,
+        "I32": 4,
+        "F32": 4,
+        "U64": 8,
+        "I64": 8,
+        "F64": 8,
+    }
+)
+_LFS_POINTER = b"version "
+_MAX_COUNT_DIGITS = 19
+_TORN_HINT = "download or copy the file again"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies in its file; `start` and `stop` count from the file's first byte.
+
+    `dtype` is spelled as in the file, for example "BF16".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Tell the bytes the tensor takes in the file."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What one safetensors file says it holds; tensors stand in the order of their data."""
+
+    path: Path
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path) -> ShardHeader:
+    """Read and check the header of a safetensors file.
+
+    Nothing is allocated before the header's length is checked against the file and the cap.
+
+    Raises:
+        ModelError: the file is missing, torn, or not a well-formed safetensors file.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file" if not path.exists() else f"{path}: not a file")
+    try:
+        with path.open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            raw = _read_raw_header(file, path=path, size_bytes=size_bytes)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    document = _parse_header(raw, path)
+    metadata = _check_metadata(document.pop("__metadata__", None), path)
+    data_start = 8 + len(raw)
+    entries = {name: _parse_entry(path, name, document[name], data_start) for name in document}
+    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    _check_layout(path, tensors, data_start=data_start, size_bytes=size_bytes)
+    return ShardHeader(path, MappingProxyType(tensors), MappingProxyType(metadata))
+
+
+def load_unique_json(text: str, *, counts_only: bool = False) -> object:
+    """Parse JSON in which no object repeats a key; `counts_only` also refuses negative integers.
+
+    Raises:
+        ValueError: with one line that says what is wrong.
+    """
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_refuse_duplicates,
+            parse_int=_parse_count if counts_only else None,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _read_raw_header(file: BinaryIO, *, path: Path, size_bytes: int) -> bytes:
+    prefix = file.read(8)
+    if prefix == _LFS_POINTER:
+        message = f"{path}: a Git LFS pointer, not the weights"
+        raise ModelError(message, hint="run `git lfs pull` in the folder")
+    if len(prefix) < 8:
+        message = f"{path}: torn or truncated: {size_bytes} bytes cannot hold a safetensors header"
+        raise ModelError(message, hint=_TORN_HINT)
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        _refuse(path, f"not a safetensors file: its header would be {length} bytes long")
+    if 8 + length > size_bytes:
+        message = (
+            f"{path}: torn or truncated: the header alone ends at byte {8 + length}, "
+            f"the file has {size_bytes} bytes"
+        )
+        raise ModelError(message, hint=_TORN_HINT)
+    return file.read(length)
+
+
+def _parse_header(raw: bytes, path: Path) -> dict[str, object]:
+    if not raw.startswith(b"{"):
+        _refuse(path, "not a safetensors file: its header is not a JSON object")
+    try:
+        document = load_unique_json(raw.decode("utf-8"), counts_only=True)
+    except ValueError as error:
+        raise ModelError(f"{path}: the header is not valid: {error}") from error
+    if not isinstance(document, dict):
+        _refuse(path, "not a safetensors file: its header is not a JSON object")
+    return document
+
+
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {repeated!r} stands twice")
+    return fields
+
+
+def _parse_count(digits: str) -> int:
+    if digits.startswith("-") or len(digits) > _MAX_COUNT_DIGITS:
+        raise ValueError(f"{digits[:40]} is not a size or an offset")
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_metadata(value: object, path: Path) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        _refuse(path, "__metadata__ is not an object of strings")
+    if not all(_is_unicode(key) and _is_unicode(text) for key, text in value.items()):
+        _refuse(path, "__metadata__ holds text that is not valid Unicode")
+    return dict(value)
+
+
+def _parse_entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntry:
+    where = f"tensor {name!a:.200}"
+    if not _is_unicode(name):
+        _refuse(path, f"{where}: the name is not valid Unicode")
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        _refuse(path, f"{where}: not an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZE_BYTES:
+        _refuse(path, f"{where}: unknown dtype {dtype!a:.60}")
+    if not _is_count_list(shape):
+        _refuse(path, f"{where}: shape {shape!a:.60} is not a list of sizes")
+    if not _is_count_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _refuse(path, f"{where}: data_offsets {offsets!a:.60} are not a start and a stop")
+    needed = _count_bytes(shape, ITEM_SIZE_BYTES[dtype])
+    start, stop = offsets
+    if stop - start != needed:
+        _refuse(path, f"{where}: {dtype} {shape!r:.60} takes {needed} bytes, not {stop - start}")
+    return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
+
+
+def _count_bytes(shape: list[int], item_size_bytes: int) -> int:
+    """Multiply, stopping once no file can hold the result: digits must not grow without bound."""
+    if 0 in shape:
+        return 0
+    total = item_size_bytes
+    for size in shape:
+        total *= size
+        if total >= 2**63:
+            break
+    return total
+
+
+def _check_layout(
+    path: Path, tensors: Mapping[str, TensorEntry], *, data_start: int, size_bytes: int
+) -> None:
+    end = data_start
+    for name, entry in tensors.items():
+        if entry.start != end:
+            fault = "overlaps the tensor before it" if entry.start < end else "leaves a gap before"
+            _refuse(path, f"tensor {name!a:.200}: its data {fault} (byte {entry.start})")
+        end = entry.stop
+    if end != size_bytes:
+        fault = "torn or truncated" if end > size_bytes else "longer than its header says"
+        message = f"{path}: {fault}: header says the file has {end} bytes, it has {size_bytes}"
+        raise ModelError(message, hint=_TORN_HINT)
+
+
+def _is_count_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _refuse(path: Path, fault: str) -> NoReturn:
+    raise ModelError(f"{path}: {fault}")

@@ -1,0 +1,239 @@
+"""A complete checkpoint folder made of a source's weights and a small file of extra tensors.
+
+Forms and their reasons: FORMATS.md, Appendix B. A server must find weights and scales through the
+index, so no file may be called `model.safetensors`: transformers would read that one alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.atomic import explain_os_error, require_free_space, write_file_atomic
+from fp8calib.checkpoint.discovery import INDEX_NAME
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.errors import ExportError
+
+CONFIG_NAME = "config.json"
+_SINGLE_WEIGHTS_NAME = "model-00001-of-00002.safetensors"
+_SINGLE_SCALES_NAME = "model-00002-of-00002.safetensors"
+_SHARDED_SCALES_STEM = "model-kv-scales"  # TGI skips names with "arguments", "args", "training"
+_TEMPLATES_FOLDER = "additional_chat_templates"
+_WEIGHT_SUFFIXES = frozenset(
+    {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pt", ".pth"}
+)
+_MAX_SIDE_FILE_BYTES = 100_000_000
+_LARGE_SIDE_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
+_NO_LINK_ERRORS = frozenset(
+    {
+        errno.EXDEV,
+        errno.EPERM,
+        errno.EACCES,
+        errno.EMLINK,
+        errno.ENOSYS,
+        errno.EOPNOTSUPP,
+        errno.ENOTSUP,
+    }
+)
+
+
+@dataclass(frozen=True)
+class OverlayPlan:
+    """Which file of the source becomes which file of an overlay.
+
+    Attributes:
+        weights: the new name of every weight file, and the file it is.
+        scales_name: the name of the file of extra tensors.
+        side_files: the files copied as they are, by their path below the folder.
+        skipped: the entries of the source that are left out, each with the reason.
+    """
+
+    weights: Mapping[str, Path]
+    scales_name: str
+    side_files: Mapping[str, Path]
+    skipped: Mapping[str, str]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Give the top-level names of everything the overlay holds."""
+        sides = {name.split("/")[0] for name in self.side_files}
+        return frozenset({*self.weights, self.scales_name, INDEX_NAME, CONFIG_NAME, *sides})
+
+
+def plan_overlay(source: Checkpoint) -> OverlayPlan:
+    """Decide what an overlay of `source` will hold, without writing anything."""
+    if source.is_sharded:
+        weights = {path.name: path for path in source.weight_files}
+        scales_name = _choose_free_name(weights)
+    else:
+        weights = {_SINGLE_WEIGHTS_NAME: source.weight_files[0]}
+        scales_name = _SINGLE_SCALES_NAME
+    sides, skipped = find_side_files(source)
+    return OverlayPlan(weights, scales_name, sides, skipped)
+
+
+def write_overlay(
+    source: Checkpoint,
+    destination: Path,
+    *,
+    scales: Mapping[str, torch.Tensor],
+    config_updates: Mapping[str, object],
+    remove_config: Collection[str] = (),
+) -> Mapping[str, str]:
+    """Write `source` with extra tensors and a changed config as a checkpoint of its own.
+
+    Weights are hard-linked, or copied where the file system cannot; all else is copied. The
+    folder may be there if it is empty. Half an overlay stays behind on failure: write it inside an
+    `OutputFolder`.
+
+    Args:
+        source: the checkpoint whose weights are taken as they are.
+        destination: the folder of the overlay.
+        scales: the extra tensors by name; not one may be in the source.
+        config_updates: top-level keys of config.json with their new values.
+        remove_config: top-level keys of config.json to drop.
+
+    Returns:
+        The entries of the source that were left out, each with the reason.
+
+    Raises:
+        ModelError: the source's config.json is missing or broken.
+        ExportError: a name is taken, the folder is not empty, or the disk is full.
+    """
+    _refuse_taken_names(source, scales)
+    config = source.load_config()
+    plan = plan_overlay(source)
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+        if any(destination.iterdir()):
+            raise ExportError(f"{destination}: the folder of an overlay must be empty")
+        _link_or_copy(plan.weights, destination)
+        copy_side_files(plan.side_files, destination)
+    except OSError as error:
+        raise explain_os_error(error, destination) from error
+    save_tensors(destination / plan.scales_name, scales, metadata={"format": "pt"})
+    _write_json(destination / INDEX_NAME, _make_index(source, plan, scales))
+    changed = {**config, **config_updates}
+    kept = {key: value for key, value in changed.items() if key not in remove_config}
+    _write_json(destination / CONFIG_NAME, kept)
+    return plan.skipped
+
+
+def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]]:
+    """Find what a server needs beside weights, index and config: tokenizer, templates, code.
+
+    Returns:
+        The files to copy by their path below the folder, and what is left out with the reason.
+    """
+    sides: dict[str, Path] = {}
+    skipped: dict[str, str] = {}
+    weights = {path.name for path in source.weight_files}
+    for path in sorted(source.folder.iterdir()):
+        if path.name.startswith(".") or path.name in {CONFIG_NAME, *weights}:
+            continue
+        if path.name == _TEMPLATES_FOLDER and path.is_dir():
+            sides |= {f"{path.name}/{file.name}": file for file in _list_visible_files(path)}
+        elif reason := _explain_skipping(path, is_indexed=source.is_sharded):
+            skipped[path.name] = reason
+        elif path.name != INDEX_NAME:
+            sides[path.name] = path
+    return sides, skipped
+
+
+def copy_side_files(side_files: Mapping[str, Path], destination: Path) -> None:
+    """Copy files, links followed, to their paths below `destination`.
+
+    Raises:
+        ExportError: the disk cannot hold them.
+        OSError: a file cannot be read or written.
+    """
+    require_free_space(destination, sum(path.stat().st_size for path in side_files.values()))
+    for name, path in side_files.items():
+        target = destination / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def _choose_free_name(taken: Collection[str]) -> str:
+    name, number = f"{_SHARDED_SCALES_STEM}.safetensors", 1
+    while name in taken:
+        number += 1
+        name = f"{_SHARDED_SCALES_STEM}-{number}.safetensors"
+    return name
+
+
+def _explain_skipping(path: Path, *, is_indexed: bool) -> str:
+    """Tell why an entry of the source is not copied; empty when it is, or is made anew."""
+    reason = ""
+    if path.name == INDEX_NAME:
+        reason = "" if is_indexed else "one weights file goes before it"
+    elif path.suffix == ".safetensors":
+        reason = "the index does not name it" if is_indexed else "not the weights file"
+    elif path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
+        reason = "belongs to weights in another form"
+    elif path.is_dir():
+        reason = "a folder"
+    elif not path.is_file():
+        reason = "not a file, or a link to nothing"
+    elif path.stat().st_size > _MAX_SIDE_FILE_BYTES and not _may_be_large(path):
+        reason = "larger than 100 MB"
+    return reason
+
+
+def _may_be_large(path: Path) -> bool:
+    return path.name.startswith(_LARGE_SIDE_FILES) or path.suffix == ".tiktoken"
+
+
+def _list_visible_files(folder: Path) -> list[Path]:
+    files = (path for path in folder.iterdir() if path.is_file())
+    return sorted(path for path in files if not path.name.startswith("."))
+
+
+def _refuse_taken_names(source: Checkpoint, scales: Mapping[str, torch.Tensor]) -> None:
+    unlisted = {tensor.name for tensor in source.unlisted}
+    for name in scales:
+        if name in source or name in unlisted:
+            message = f"{source.folder}: the checkpoint already has a tensor {name}"
+            raise ExportError(message, hint="start from the model without scales")
+
+
+def _link_or_copy(files: Mapping[str, Path], destination: Path) -> None:
+    unlinked: dict[str, Path] = {}
+    for name, path in files.items():
+        blob = path.resolve()  # a link to a link would break when the hub's cache is cleaned
+        try:
+            (destination / name).hardlink_to(blob)
+        except OSError as error:
+            if error.errno not in _NO_LINK_ERRORS:
+                raise
+            unlinked[name] = blob
+    require_free_space(destination, sum(blob.stat().st_size for blob in unlinked.values()))
+    for name, blob in unlinked.items():
+        shutil.copyfile(blob, destination / name)
+
+
+def _make_index(
+    source: Checkpoint, plan: OverlayPlan, scales: Mapping[str, torch.Tensor]
+) -> dict[str, object]:
+    metadata = dict(source.index.metadata) if source.index else {}
+    metadata["total_size"] = source.total_size_bytes + sum(
+        tensor.numel() * tensor.element_size() for tensor in scales.values()
+    )
+    weight_map = (
+        dict(source.index.weight_map)
+        if source.index
+        else dict.fromkeys(sorted(source.tensors), _SINGLE_WEIGHTS_NAME)
+    )
+    weight_map.update(dict.fromkeys(sorted(scales), plan.scales_name))
+    return {"metadata": metadata, "weight_map": weight_map}
+
+
+def _write_json(path: Path, value: object) -> None:
+    write_file_atomic(path, (json.dumps(value, indent=2) + "\n").encode())

@@ -1,0 +1,177 @@
+"""A Hugging Face checkpoint folder, whose tensors are read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import torch
+
+from fp8calib.checkpoint.discovery import WeightIndex, find_weights
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class UnlistedTensor:
+    """A tensor of a listed file which the index does not look for in that file."""
+
+    file_name: str
+    name: str
+
+
+class Checkpoint:
+    """The safetensors weights of a folder: every header is checked, no tensor is held.
+
+    Made by `Checkpoint.open`; used as a context manager it gives its descriptors back.
+
+    Attributes:
+        folder: where the checkpoint lies.
+        index: the index as it was read; None where one file holds all tensors.
+        weight_files: the files that hold the tensors, by name.
+        tensors: the tensors in the order of files and, within a file, of data.
+        unlisted: tensors of these files which the index does not name.
+        unlisted_files: other `*.safetensors` files of the folder, which are not read.
+    """
+
+    def __init__(
+        self, folder: Path, *, files: Mapping[str, TensorFile], index: WeightIndex | None
+    ) -> None:
+        self.folder = folder
+        self.index = index
+        self._files = {
+            name: file
+            for file in files.values()
+            for name in file.tensors
+            if index is None or index.weight_map.get(name) == file.path.name
+        }
+        self.weight_files = tuple(file.path for file in files.values())
+        self.tensors: Mapping[str, TensorEntry] = MappingProxyType(
+            {name: file.tensors[name] for name, file in self._files.items()}
+        )
+        self.unlisted = tuple(
+            UnlistedTensor(file.path.name, name)
+            for file in files.values()
+            for name in file.tensors
+            if self._files.get(name) is not file
+        )
+        others = set(folder.glob("*.safetensors")) - set(self.weight_files)
+        self.unlisted_files = tuple(sorted(others))
+
+    @classmethod
+    def open(cls, folder: Path, *, require_config: bool = False) -> Self:
+        """Find the weights as transformers does and check every header; no data is read.
+
+        `model.safetensors` goes before an index, as in transformers.
+
+        Raises:
+            ModelError: there are no safetensors weights, or they do not fit together.
+        """
+        names, index = find_weights(folder)
+        files = {name: TensorFile(folder / name) for name in names}
+        if index is not None:
+            _check_index(index, files)
+        checkpoint = cls(folder, files=files, index=index)
+        if require_config:
+            checkpoint.load_config()
+        return checkpoint
+
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether an index says which file holds which tensor."""
+        return self.index is not None
+
+    @property
+    def total_size_bytes(self) -> int:
+        """Sum the bytes of all listed tensors."""
+        return sum(entry.size_bytes for entry in self.tensors.values())
+
+    def load_config(self) -> dict[str, object]:
+        """Load `config.json`, its keys in the file's order.
+
+        Raises:
+            ModelError: there is none, or it is not a JSON object.
+        """
+        path = self.folder / "config.json"
+        if not path.is_file():
+            message = f"{self.folder}: there is no config.json"
+            raise ModelError(message, hint="name the folder that holds config.json and the weights")
+        try:
+            config = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{path}: not valid JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{path}: not a JSON object")
+        return config
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor whole, into memory of its own.
+
+        Raises:
+            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
+        """
+        return self._file(name).read(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read the rows `start` to `stop` (exclusive) of the leading dimension.
+
+        Raises:
+            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
+            IndexError: the tensor does not have these rows.
+        """
+        return self._file(name).read_rows(name, start, stop)
+
+    def sample_bytes(self, name: str, size_bytes: int) -> bytes:
+        """Read `size_bytes` from the middle of a tensor, or all of it when it is smaller."""
+        return self._file(name).sample_bytes(name, size_bytes)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Tell the dtype `read` gives."""
+        return TORCH_DTYPES[self._file(name).tensors[name].dtype]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Tell the shape `read` gives."""
+        return self._file(name).tensors[name].shape
+
+    def file_of(self, name: str) -> Path:
+        """Tell which weight file holds a tensor."""
+        return self._file(name).path
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def close(self) -> None:
+        """Give all descriptors back; a later read opens its file again."""
+        for file in set(self._files.values()):
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _file(self, name: str) -> TensorFile:
+        try:
+            return self._files[name]
+        except KeyError:
+            raise ModelError(f"{self.folder}: there is no tensor {name!r}") from None
+
+
+def _check_index(index: WeightIndex, files: Mapping[str, TensorFile]) -> None:
+    for name, file_name in index.weight_map.items():
+        if name not in files[file_name].tensors:
+            message = f"{index.path}: the tensor {name!r} is not in {file_name}, as it says"
+            raise ModelError(message, hint="index and shards are of two kinds; download both again")

@@ -1,0 +1,169 @@
+"""One safetensors file: tensors read one at a time without mmap, and written in one piece."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from safetensors.torch import save as serialize
+
+from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.header import TensorEntry, read_header
+from fp8calib.errors import ModelError
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+_READ_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
+
+
+class TensorFile:
+    """A safetensors file whose tensors are read one at a time, into memory of their own.
+
+    The descriptor is opened by the first read and kept until `close`. Reads name their offset, so
+    several threads may share one file. Pages of the file never count as the process's own memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = read_header(path)
+        self._file: io.FileIO | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """List the tensors in the order of their data."""
+        return self.header.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor whole.
+
+        Raises:
+            ModelError: the file holds no such tensor, or cannot be read any more.
+        """
+        entry = self._entry(name)
+        flat = self._read_flat(entry.start, entry.size_bytes)
+        return flat.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read the rows `start` to `stop` (exclusive) of the leading dimension.
+
+        Raises:
+            ModelError: the file holds no such tensor, or cannot be read any more.
+            IndexError: the tensor does not have these rows.
+        """
+        entry = self._entry(name)
+        if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
+            raise IndexError(f"{name} of shape {list(entry.shape)} has no rows {start}:{stop}")
+        row_bytes = entry.size_bytes // max(entry.shape[0], 1)
+        flat = self._read_flat(entry.start + start * row_bytes, (stop - start) * row_bytes)
+        return flat.view(TORCH_DTYPES[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+
+    def sample_bytes(self, name: str, size_bytes: int) -> bytes:
+        """Read `size_bytes` from the middle of a tensor, or all of it when it is smaller."""
+        entry = self._entry(name)
+        size_bytes = min(size_bytes, entry.size_bytes)
+        start = entry.start + (entry.size_bytes - size_bytes) // 2
+        return self._read_flat(start, size_bytes).numpy().tobytes()
+
+    def close(self) -> None:
+        """Give the descriptor back; a later read opens the file again."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _entry(self, name: str) -> TensorEntry:
+        try:
+            return self.header.tensors[name]
+        except KeyError:
+            raise ModelError(f"{self.path}: there is no tensor {name!r}") from None
+
+    def _read_flat(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """Read bytes into a fresh uint8 tensor, aligned for every dtype."""
+        flat = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        try:
+            self._fill(flat.numpy().data, offset)
+        except OSError as error:
+            raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
+        return flat
+
+    def _fill(self, target: memoryview, offset: int) -> None:
+        descriptor = self._descriptor()
+        done = 0
+        while done < len(target):
+            piece = target[done : done + _READ_CHUNK_BYTES]
+            count = os.preadv(descriptor, [piece], offset + done)
+            if count == 0:
+                raise ModelError(f"{self.path}: the file became shorter while it was read")
+            done += count
+
+    def _descriptor(self) -> int:
+        with self._lock:
+            if self._file is None:
+                self._file = io.FileIO(self.path, "rb")
+            return self._file.fileno()
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file under a temporary name and rename it; equal input, equal bytes.
+
+    The order of several metadata keys changes from process to process, so one key is all there
+    may be: put a JSON text under it. Tensors that share memory are written each for itself.
+
+    Raises:
+        ValueError: `metadata` has more than one key.
+        ExportError: the file cannot be written.
+    """
+    if len(metadata) > 1:
+        raise ValueError(f"one metadata key at most, not {sorted(metadata)}")
+    write_file_atomic(path, serialize(_separate(tensors), dict(metadata) or None))
+
+
+def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give every tensor a contiguous storage that is its alone, as the format demands."""
+    seen: set[int] = set()
+    separate: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != plain.nbytes:
+            plain = plain.clone()
+        seen.add(plain.untyped_storage().data_ptr())
+        separate[name] = plain
+    return separate
