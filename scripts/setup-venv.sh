@@ -14,10 +14,14 @@ if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; th
     exit 0
 fi
 
+is_fit() {
+    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
 find_python() {
     local name
     for name in python3 python3.11 python3.12 python3.13; do
-        if "$name" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if is_fit "$name"; then
             echo "$name"
             return
         fi
@@ -28,11 +32,13 @@ find_python() {
     return 1
 }
 
-# An environment whose making was interrupted has no pip yet: make it again.
-if ! "$python" -m pip --version >/dev/null 2>&1; then
+if ! is_fit "$python"; then
     base=$(find_python)
     echo "Making .venv with $("$base" --version)" >&2
     "$base" -m venv --clear .venv
+elif ! "$python" -m pip --version >/dev/null 2>&1; then
+    # Its making was interrupted, or another tool made it.
+    "$python" -m ensurepip >&2
 fi
 
 echo "Installing fp8calib[$extra] into .venv (once; takes some minutes)" >&2
