@@ -1,0 +1,92 @@
+"""Tests of fp8calib.data.rows."""
+
+from typing import Any
+
+import pytest
+
+from fp8calib.data.rows import Row, parse_row
+from fp8calib.errors import DataError
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"text": "hi"}, Row("x:1", text="hi")),
+        ({"text": "hi", "id": 3, "messages": None}, Row("x:1", text="hi")),
+        ({"text": "hi", "messages": [USER]}, Row("x:1", messages=(USER,))),
+        ({"messages": [USER], "input_ids": [5, 0]}, Row("x:1", input_ids=(5, 0))),
+        ({"conversations": [USER]}, Row("x:1", messages=(USER,))),
+    ],
+)
+def test_the_first_usable_field_is_taken(value: dict[str, Any], expected: Row) -> None:
+    assert parse_row(value, "x:1") == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (USER, USER),
+        ({**USER, "name": None}, USER),
+        ({**USER, "name": "Ann"}, {**USER, "name": "Ann"}),
+        ({"from": "human", "value": "q"}, {"role": "user", "content": "q"}),
+        ({"from": "gpt", "value": "r"}, {"role": "assistant", "content": "r"}),
+        ({"from": "system", "value": ""}, {"role": "system", "content": ""}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": x} for x in ("a", "b")]},
+            {"role": "user", "content": "ab"},
+        ),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [1]},
+            {"role": "assistant", "content": "", "tool_calls": [1]},
+        ),
+    ],
+)
+def test_a_message_becomes_role_and_text(message: object, expected: object) -> None:
+    assert parse_row({"messages": [message]}, "x:1").messages == (expected,)
+
+
+@pytest.mark.parametrize(
+    ("value", "fragment"),
+    [
+        ([1], "a row must be a JSON object, found a list"),
+        ("hi", "a row must be a JSON object, found a string"),
+        (7, "a row must be a JSON object, found int 7"),
+        ({}, "no usable field; the object is empty"),
+        ({"prompt": "x", "id": 1}, "no usable field; the keys are: prompt, id"),
+        ({"text": None}, "no usable field; the keys are: text"),
+        ({"text": 5}, "text must be a string, found int 5"),
+        ({"text": ["a"]}, "text must be a string, found a list"),
+        ({"text": ""}, "text is empty"),
+        ({"text": " \n"}, "text is empty"),
+        ({"text": "a\ud800"}, "text: character 1 is half of a surrogate pair"),
+        ({"input_ids": "12"}, "input_ids must be a list"),
+        ({"input_ids": []}, "input_ids must be a list of at least one"),
+        ({"input_ids": [1, 2.0]}, "input_ids holds 2.0 at position 1, not an integer"),
+        ({"input_ids": [True]}, "input_ids holds True at position 0, not an integer"),
+        ({"input_ids": [1, "2"]}, "input_ids holds '2' at position 1, not an integer"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": "hi"}, "messages must be a list of messages, found a string"),
+        ({"messages": ["hi"]}, "messages[0] must be an object, found a string"),
+        ({"messages": [USER, {"text": "x"}]}, "messages[1] has neither `role` nor `from`"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "messages[0]: the role must be a string"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content must be text or a list of parts"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0] is not a text part",
+        ),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien', which is no known"),
+        ({"conversations": [{"from": "gpt"}]}, "conversations[0].value must be text"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_with_the_reason(value: object, fragment: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_row(value, "calib.jsonl:17")
+    assert caught.value.message.startswith("calib.jsonl:17: ")
+    assert fragment in caught.value.message
+    assert caught.value.hint
+
+
+def test_blank_text_passes_where_it_is_allowed() -> None:
+    assert parse_row({"text": ""}, "x:1", allow_blank=True) == Row("x:1", text="")

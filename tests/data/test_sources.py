@@ -1,0 +1,245 @@
+"""Tests of fp8calib.data.sources."""
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fp8calib.data.rows import Row
+from fp8calib.data.sources import iter_builtin_rows, iter_file_rows, iter_rows
+from fp8calib.data.specs import parse_spec
+from fp8calib.errors import DataError
+
+A_AND_B = [{"text": "a"}, {"text": "b"}]
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("x.jsonl", b'{"text": "a"}\n', [Row("x.jsonl:1", text="a")]),
+        (
+            "x.jsonl",
+            b'\xef\xbb\xbf{"text": "\xc3\xa9"}\r\n\r\n  \n{"input_ids": [1, 2]}',
+            [Row("x.jsonl:1", text="é"), Row("x.jsonl:4", input_ids=(1, 2))],
+        ),
+        (
+            "x.JSON",
+            b'[{"text": "a"}, {"text": "b"}]',
+            [Row("x.JSON row 1", text="a"), Row("x.JSON row 2", text="b")],
+        ),
+        (
+            "x.json",
+            b'\xef\xbb\xbf{"version": 1, "data": [{"text": "a"}]}',
+            [Row("x.json row 1", text="a")],
+        ),
+        ("x.txt", b"\xef\xbb\xbfa\n\nb\n", [Row("x.txt", text="a\n\nb\n")]),
+    ],
+)
+def test_a_text_file_gives_its_rows_in_order(
+    tmp_path: Path, name: str, content: bytes, expected: list[Row]
+) -> None:
+    assert list(iter_file_rows(write(tmp_path / name, content))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fragment"),
+    [
+        ("x.jsonl", b"", "x.jsonl: no rows"),
+        ("x.jsonl", b"\n \n", "x.jsonl: no rows"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": \n', "x.jsonl:2: not JSON"),
+        ("x.jsonl", b'{"text": "a"} {"text": "b"}', "x.jsonl:1: not JSON"),
+        ("x.jsonl", b'{"text": "a"}\n[1]\n', "x.jsonl:2: a row must be a JSON object"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "x.jsonl:2: not UTF-8 at byte 10"),
+        ("x.jsonl", "{}".encode("utf-16"), "x.jsonl:1: not UTF-8 at byte 0"),
+        ("x.jsonl", b"[" * 200_000, "x.jsonl:1: JSON that cannot be read"),
+        ("x.jsonl", b'{"input_ids": [' + b"9" * 5000 + b"]}", "x.jsonl:1: JSON that cannot be"),
+        ("x.json", b"", "x.json: no rows"),
+        ("x.json", b"[]", "x.json: no rows"),
+        ("x.json", b"3", "x.json: holds neither a list of rows"),
+        ("x.json", b'{"a": [], "b": []}', "x.json: holds neither a list of rows"),
+        ("x.json", b'[{"text": "a"}, 5]', "x.json row 2: a row must be a JSON object"),
+        ("x.json", b'{"text": "a"}\n{"text": "b"}', "x.json: not JSON, Extra data (line 2"),
+        ("x.json", b"\xff", "x.json: not UTF-8 at byte 0"),
+        ("x.txt", b"", "x.txt: no rows"),
+        ("x.txt", b" \n", "x.txt: text is empty"),
+        ("x.txt", b"abc\xff", "x.txt: not UTF-8 at byte 3"),
+        ("x.parquet", b"", "x.parquet: not a readable parquet file"),
+        ("x.parquet", b"PAR1 but no more PAR1", "x.parquet: not a readable parquet file"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_place(
+    tmp_path: Path, name: str, content: bytes, fragment: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        list(iter_file_rows(write(tmp_path / name, content)))
+    assert fragment in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_file_that_went_away_is_a_data_error(tmp_path: Path) -> None:
+    for name in ("x.jsonl", "x.json", "x.txt", "x.parquet"):
+        with pytest.raises(DataError, match=f"{name}: cannot be read"):
+            list(iter_file_rows(tmp_path / name))
+
+
+def test_rows_before_a_bad_one_are_given_first(tmp_path: Path) -> None:
+    rows = iter_file_rows(write(tmp_path / "x.jsonl", b'{"text": "a"}\nbroken\n'))
+    assert next(rows) == Row("x.jsonl:1", text="a")
+    with pytest.raises(DataError, match="x.jsonl:2"):
+        next(rows)
+
+
+def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
+    pq.write_table(pa.table(columns), path, row_group_size=2)
+    return path
+
+
+def test_parquet_rows_come_in_order_over_batches_and_row_groups(tmp_path: Path) -> None:
+    texts = [f"t{index}" for index in range(150)]
+    path = write_parquet(tmp_path / "x.parquet", {"id": list(range(150)), "text": texts})
+    expected = [Row(f"x.parquet row {i}", text=text) for i, text in enumerate(texts, start=1)]
+    assert list(iter_file_rows(path)) == expected
+
+
+def test_parquet_holds_messages_and_ids_too(tmp_path: Path) -> None:
+    conversation = [{"role": "user", "content": "q", "name": None}]
+    path = write_parquet(
+        tmp_path / "x.parquet", {"messages": [conversation, None], "input_ids": [None, [1, 2]]}
+    )
+    assert list(iter_file_rows(path)) == [
+        Row("x.parquet row 1", messages=({"role": "user", "content": "q"},)),
+        Row("x.parquet row 2", input_ids=(1, 2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "fragment"),
+    [
+        ({"prompt": ["a"], "id": [1]}, "row 1: no usable field; the keys are: prompt, id"),
+        ({"text": ["a", None], "id": [1, 2]}, "row 2: no usable field; the keys are: id, text"),
+        ({"text": [b"a"]}, "row 1: text must be a string, found bytes"),
+        ({"text": pa.array([], pa.string())}, "x.parquet: no rows"),
+    ],
+)
+def test_a_bad_parquet_row_is_named(
+    tmp_path: Path, columns: dict[str, Any], fragment: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        list(iter_file_rows(write_parquet(tmp_path / "x.parquet", columns)))
+    assert fragment in caught.value.message
+
+
+def test_the_files_of_a_folder_follow_one_another_and_each_must_hold_rows(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", b"b")
+    write(tmp_path / "a.jsonl", b'{"text": "a"}')
+    rows = iter_rows(parse_spec(str(tmp_path)))
+    assert [row.origin for row in rows] == ["a.jsonl:1", "b.txt"]
+    write(tmp_path / "c.jsonl", b"")
+    with pytest.raises(DataError, match="c.jsonl: no rows"):
+        list(iter_rows(parse_spec(str(tmp_path))))
+
+
+def test_builtin_text_is_split_at_four_fifths_without_overlap() -> None:
+    calibrate, verify = list(iter_builtin_rows("calibrate")), list(iter_builtin_rows("verify"))
+    names = [row.origin for row in calibrate + verify]
+    assert names == sorted(names)
+    assert len(set(names)) == len(names) > 50
+    sizes = [sum(len(row.text or "") for row in rows) for rows in (calibrate, verify)]
+    assert sum(sizes) > 300_000
+    next_size = len(verify[0].text or "")
+    assert sizes[0] <= 0.8 * sum(sizes) < sizes[0] + next_size
+
+
+def test_builtin_rows_are_the_topics_of_help() -> None:
+    row = next(iter(iter_builtin_rows("calibrate")))
+    assert row.origin == "builtin:assert"
+    assert (row.text or "").startswith('The "assert" statement\n****')
+
+
+def test_a_python_without_help_text_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(DataError, match="comes without pydoc_data"):
+        list(iter_builtin_rows("calibrate"))
+
+
+def fake_hub(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[Any]:
+    """Put a `datasets` in place whose load_dataset gives or raises `result`; return its calls."""
+    calls: list[Any] = []
+
+    def load_dataset(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return calls
+
+
+def test_a_hub_dataset_is_streamed_with_its_blank_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_hub(monkeypatch, [{"text": ""}, {"text": "a"}])
+    rows = list(iter_rows(parse_spec("hub:org/name:cfg:test")))
+    assert rows == [Row("hub:org/name row 1", text=""), Row("hub:org/name row 2", text="a")]
+    assert calls == [(("org/name", "cfg"), {"split": "test", "streaming": True})]
+
+
+def test_a_hub_that_fails_is_a_data_error_naming_the_dataset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_hub(monkeypatch, ConnectionError("no route\nmore"))
+    with pytest.raises(DataError) as caught:
+        list(iter_rows(parse_spec("hub:org/name")))
+    assert caught.value.message == (
+        "hub:org/name, config default, split train: the hub cannot be reached or has no such data "
+        "(ConnectionError: no route)"
+    )
+    assert "local file" in caught.value.hint
+
+
+def test_a_hub_that_fails_in_the_middle_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_off() -> Iterator[dict[str, str]]:
+        yield {"text": "a"}
+        raise OSError("connection lost")
+
+    fake_hub(monkeypatch, break_off())
+    with pytest.raises(DataError, match="OSError: connection lost"):
+        list(iter_rows(parse_spec("hub:org/name")))
+
+
+def test_a_hub_row_that_cannot_be_used_keeps_its_own_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_hub(monkeypatch, [{"prompt": "a"}])
+    with pytest.raises(DataError, match="hub:a row 1: no usable field; the keys are: prompt"):
+        list(iter_rows(parse_spec("hub:a")))
+
+
+def test_an_empty_hub_split_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub(monkeypatch, [])
+    with pytest.raises(DataError, match="hub:a: no rows"):
+        list(iter_rows(parse_spec("hub:a")))
+
+
+def test_importing_the_package_imports_no_slow_library() -> None:
+    names = ["specs", "rows", "sources", "chat", "mixing", "packing", "plan"]
+    code = (
+        f"import sys; {'; '.join(f'import fp8calib.data.{name}' for name in names)}; "
+        "import json; print(json.dumps(sorted(sys.modules)))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    slow = {"transformers", "datasets", "tokenizers", "pyarrow", "pydoc_data.topics"}
+    assert slow & set(json.loads(output)) == set()

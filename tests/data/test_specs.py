@@ -1,0 +1,132 @@
+"""Tests of fp8calib.data.specs."""
+
+from pathlib import Path
+
+import pytest
+
+from fp8calib.data.specs import BuiltinSource, DataSpec, FileSource, HubSource, parse_spec
+from fp8calib.errors import DataError, UsageError
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("builtin", DataSpec(BuiltinSource(), "builtin")),
+        ("builtin@2", DataSpec(BuiltinSource(), "builtin@2", 2.0)),
+        ("hub:wikitext", DataSpec(HubSource("wikitext"), "hub:wikitext")),
+        ("hub:a/b:cfg", DataSpec(HubSource("a/b", "cfg"), "hub:a/b:cfg")),
+        ("hub:a/b:test", DataSpec(HubSource("a/b", None, "test"), "hub:a/b:test")),
+        ("hub:a/b:cfg:test", DataSpec(HubSource("a/b", "cfg", "test"), "hub:a/b:cfg:test")),
+        ("hub:a/b::extra", DataSpec(HubSource("a/b", None, "extra"), "hub:a/b::extra")),
+        ("hub:a@0.25", DataSpec(HubSource("a"), "hub:a@0.25", 0.25)),
+        ("hub:a@main", DataSpec(HubSource("a@main"), "hub:a@main")),
+    ],
+)
+def test_a_spec_without_path_is_read_as_its_grammar_says(spec: str, expected: DataSpec) -> None:
+    assert parse_spec(spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "weight"),
+    [
+        ("x.jsonl", "", None),
+        ("x.json", "", None),
+        ("x.PARQUET", "", None),
+        ("x.txt", "@3", 3.0),
+        ("a@b.jsonl", "", None),
+        ("a@b.jsonl", "@1e-1", 0.1),
+        ("a@2/x.jsonl", "", None),
+        ("v1:2/hub:x.jsonl", "@2", 2.0),
+    ],
+)
+def test_a_file_may_hold_at_and_colon_in_its_path(
+    tmp_path: Path, name: str, suffix: str, weight: float | None
+) -> None:
+    path = touch(tmp_path / name)
+    expected = DataSpec(FileSource((path,)), f"{path.name}{suffix}", weight)
+    assert parse_spec(f"{path}{suffix}") == expected
+
+
+def test_a_relative_path_that_looks_like_a_hub_name_is_a_file_when_it_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path / "hub:x.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert parse_spec("hub:x.jsonl").source == FileSource((Path("hub:x.jsonl"),))
+
+
+def test_builtin_means_the_builtin_text_beside_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path / "builtin" / "x.txt")
+    monkeypatch.chdir(tmp_path)
+    assert parse_spec("builtin").source == BuiltinSource()
+    assert parse_spec("./builtin").source == FileSource((Path("builtin/x.txt"),))
+
+
+def test_a_folder_that_ends_like_a_weight_is_taken_whole(tmp_path: Path) -> None:
+    path = touch(tmp_path / "corpus@2" / "x.txt")
+    assert parse_spec(str(path.parent)) == DataSpec(FileSource((path,)), "corpus@2")
+    assert parse_spec(f"{path.parent}@3") == DataSpec(FileSource((path,)), "corpus@2@3", 3.0)
+
+
+def test_a_folder_gives_its_data_files_by_name_and_tells_what_it_left(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl", "C.json", "README.md", ".hidden.txt", "deep/z.txt"):
+        touch(tmp_path / name)
+    expected = FileSource(
+        (tmp_path / "C.json", tmp_path / "a.jsonl", tmp_path / "b.txt"), ("README.md", "deep")
+    )
+    assert parse_spec(str(tmp_path)).source == expected
+
+
+def test_the_label_of_the_current_folder_is_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch(tmp_path / "corpus" / "x.txt")
+    monkeypatch.chdir(tmp_path / "corpus")
+    assert parse_spec(".").label == "corpus"
+
+
+@pytest.mark.parametrize(
+    ("spec", "fragment"),
+    [
+        ("", "empty"),
+        ("@2", "empty"),
+        ("x.csv", "'.csv' are not read; accepted are .jsonl, .json, .parquet, .txt"),
+        ("x.jsonl@half", "'.jsonl@half' are not read"),
+        ("x.jsonl@0", "weight 0 is not a positive"),
+        ("x.jsonl@-1", "weight -1 is not a positive"),
+        ("x.jsonl@nan", "weight nan is not a positive"),
+        ("x.jsonl@inf", "weight inf is not a positive"),
+        ("hub:", "not of the form hub:NAME[:CONFIG][:SPLIT]"),
+        ("hub:a:b:c:d", "not of the form hub:NAME[:CONFIG][:SPLIT]"),
+        ("bare", "'nothing' are not read"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, fragment: str
+) -> None:
+    touch(tmp_path / "bare")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        parse_spec(spec)
+    assert fragment in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("spec", ["gone.jsonl", "gone", "gone.txt@2", "a\0b.txt", "x" * 5000])
+def test_a_missing_file_or_folder_is_a_data_error(spec: str) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        parse_spec(spec)
+
+
+def test_a_folder_without_data_files_is_a_data_error(tmp_path: Path) -> None:
+    touch(tmp_path / "README.md")
+    with pytest.raises(DataError, match=r"the folder holds no \.jsonl, \.json, \.parquet, \.txt"):
+        parse_spec(str(tmp_path))

@@ -1,0 +1,34 @@
+"""Tiny word tokenizers whose every id can be written down by hand."""
+
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+WORDS = ("<s>", "</s>", "<unk>", "user", "assistant", "system", ":", "a", "b", "c", "d", "e")
+"""Word number i has id i: BOS 0, EOS 1, unknown 2, roles 3 to 5, colon 6, a to e 7 to 11."""
+
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
+BOS_TEMPLATE = "{{ bos_token }} " + PLAIN_TEMPLATE
+
+
+def make_tokenizer(
+    *, adds_bos: bool = True, bos: str | None = "<s>", template: str | None = None
+) -> Any:
+    """Build a tokenizer that splits at spaces; its context is 4 tokens, to provoke warnings."""
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=bos,
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=4,
+    )
+    tokenizer.chat_template = template
+    return tokenizer
