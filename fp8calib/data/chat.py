@@ -17,6 +17,7 @@ def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) ->
 
     Raises:
         DataError: there is no template, or it refuses this conversation.
+
     """
     text = require_unicode(_render(tokenizer, messages, origin), f"{origin}: the rendered chat")
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

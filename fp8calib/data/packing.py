@@ -42,6 +42,7 @@ def encode_rows(
 
     Raises:
         DataError: a token id is not within the vocabulary, or a conversation cannot be rendered.
+
     """
     for row in rows:
         if row.input_ids is not None:

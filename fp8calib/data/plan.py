@@ -89,6 +89,7 @@ def build_plan(
     Raises:
         UsageError: a spec, `samples` or `seq_len` makes no sense.
         DataError: the data cannot be read, or holds no sequence of two tokens.
+
     """
     _check_sizes(samples=samples, seq_len=seq_len)
     parsed = [parse_spec(text) for text in specs or ("builtin",)]

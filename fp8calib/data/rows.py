@@ -42,6 +42,7 @@ def parse_row(value: object, origin: str, *, allow_blank: bool = False) -> Row:
 
     Raises:
         DataError: no field is usable, or the one that counts has the wrong type or is empty.
+
     """
     if not isinstance(value, dict):
         raise _row_error(f"{origin}: a row must be a JSON object, found {_name_type(value)}")

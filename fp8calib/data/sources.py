@@ -24,6 +24,7 @@ def iter_rows(spec: DataSpec, *, part: Part = "calibrate") -> Iterator[Row]:
 
     Raises:
         DataError: on the first row that cannot be read, or at the end of a file without rows.
+
     """
     match spec.source:
         case FileSource(paths=paths):

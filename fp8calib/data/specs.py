@@ -65,6 +65,7 @@ def parse_spec(text: str) -> DataSpec:
     Raises:
         UsageError: the spec is none of the accepted forms, or its weight is not positive.
         DataError: the file or folder does not exist, or the folder holds no data file.
+
     """
     if _is_data_path(text):
         return _resolve(text)

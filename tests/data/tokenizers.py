@@ -17,7 +17,7 @@ def make_tokenizer(
 ) -> Any:
     """Build a tokenizer that splits at spaces; its context is 4 tokens, to provoke warnings."""
     vocabulary = {word: index for index, word in enumerate(WORDS)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  a word, not a password
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if adds_bos:
         backend.post_processor = processors.TemplateProcessing(
@@ -26,8 +26,8 @@ def make_tokenizer(
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=bos,
-        eos_token="</s>",
-        unk_token="<unk>",
+        eos_token="</s>",  # noqa: S106  a word, not a password
+        unk_token="<unk>",  # noqa: S106  a word, not a password
         model_max_length=4,
     )
     tokenizer.chat_template = template

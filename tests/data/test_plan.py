@@ -1,0 +1,251 @@
+"""Tests of fp8calib.data.plan."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8calib.data.packing import hash_tokens
+from fp8calib.data.plan import Batch, DataPlan, batches, build_plan
+from fp8calib.errors import DataError, UsageError
+
+from .tokenizers import PLAIN_TEMPLATE, make_tokenizer
+
+
+def refuse_tokenizer() -> Any:
+    raise AssertionError("no row needs a tokenizer")
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def write_ids(path: Path, *rows: Sequence[int]) -> str:
+    return write_rows(path, *({"input_ids": list(ids)} for ids in rows))
+
+
+def plan_of(*specs: str, **options: Any) -> DataPlan:
+    settings = {"tokenizer": refuse_tokenizer, "vocab_size": 100, "samples": 8, "seq_len": 4}
+    return build_plan(specs, **{**settings, **options})
+
+
+def lists(plan: DataPlan) -> list[list[int]]:
+    return [sequence.tolist() for sequence in plan.sequences]
+
+
+def test_text_messages_and_ids_are_packed_in_file_order(tmp_path: Path) -> None:
+    loads: list[int] = []
+
+    def load() -> Any:
+        loads.append(1)
+        return make_tokenizer(template=PLAIN_TEMPLATE)
+
+    spec = write_rows(
+        tmp_path / "x.jsonl",
+        {"text": "a b"},
+        {"messages": [{"role": "user", "content": "c"}]},
+        {"input_ids": [11, 1]},
+    )
+    plan = plan_of(spec, tokenizer=load)
+    assert lists(plan) == [[0, 7, 8, 0], [3, 6, 9, 11]]
+    assert loads == [1]
+    assert {sequence.dtype for sequence in plan.sequences} == {torch.int64}
+
+
+def test_specs_without_weights_are_read_in_command_line_order(tmp_path: Path) -> None:
+    b, a = write_ids(tmp_path / "b.jsonl", [1, 2]), write_ids(tmp_path / "a.jsonl", [3, 4])
+    plan = plan_of(b, a)
+    assert lists(plan) == [[1, 2, 3, 4]]
+    assert plan.sources == ("b.jsonl", "a.jsonl")
+
+
+def test_weighted_specs_are_mixed_by_the_seed(tmp_path: Path) -> None:
+    a = write_ids(tmp_path / "a.jsonl", *[[1, 1]] * 4)
+    b = write_ids(tmp_path / "b.jsonl", *[[2, 2]] * 4)
+    plan = plan_of(f"{a}@1", b, seq_len=2)
+    assert [ids[0] for ids in lists(plan)] == [2, 2, 1, 1, 2, 1, 2, 1]
+    assert plan.sources == ("a.jsonl@1", "b.jsonl")
+    assert lists(plan_of(f"{a}@1", b, seq_len=2, seed=3)) != lists(plan)
+
+
+def test_samples_stop_the_reading_before_a_bad_row(tmp_path: Path) -> None:
+    spec = write_ids(tmp_path / "x.jsonl", [1, 2, 3], [4, 5], [999])
+    assert lists(plan_of(spec, samples=1)) == [[1, 2, 3, 4]]
+    with pytest.raises(DataError, match=r"x\.jsonl:3: input_ids holds 999"):
+        plan_of(spec, samples=2)
+
+
+def test_unpacked_rows_stay_whole(tmp_path: Path) -> None:
+    spec = write_ids(tmp_path / "x.jsonl", [1, 2], [3], [4, 5, 6, 7, 8])
+    plan = plan_of(spec, pack=False)
+    assert lists(plan) == [[1, 2], [4, 5, 6, 7]]
+    assert not plan.packed
+    assert plan.num_tokens == 6
+    assert plan.row_hashes.tolist() == sorted(map(hash_tokens, ([1, 2], [4, 5, 6, 7, 8])))
+    assert plan.row_hashes.dtype == torch.int64
+    assert "1 of 3 rows were too short and left out" in plan.warnings
+
+
+def test_the_fingerprint_is_the_digest_of_flag_length_and_ids(tmp_path: Path) -> None:
+    plan = plan_of(write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4, 5, 6]))
+    expected = hashlib.sha256(struct.pack("<10q", 1, 4, 4, 1, 2, 3, 4, 2, 5, 6)).hexdigest()
+    assert plan.fingerprint == expected
+
+
+def test_the_fingerprint_tells_apart_what_differs_and_nothing_else(tmp_path: Path) -> None:
+    one = write_ids(tmp_path / "one.jsonl", [1, 2, 3, 4])
+    two = write_ids(tmp_path / "two.jsonl", [1, 2], [3, 4])
+    cut = write_ids(tmp_path / "cut.jsonl", [1, 2, 3], [4, 5])
+    same = [plan_of(one), plan_of(two), plan_of(one, samples=1, seed=7)]
+    other = [
+        plan_of(one, seq_len=8),
+        plan_of(one, pack=False),
+        plan_of(two, pack=False),
+        plan_of(cut, pack=False),
+        plan_of(one, seq_len=2),
+    ]
+    assert len({plan.fingerprint for plan in same}) == 1
+    assert len({plan.fingerprint for plan in [same[0], *other]}) == 6
+
+
+def test_few_sequences_and_few_tokens_are_warned_of(tmp_path: Path) -> None:
+    plan = plan_of(write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4]), samples=3)
+    assert plan.warnings == (
+        "the data gave 1 sequences of the 3 asked for",
+        "only 4 tokens, fewer than 4096: scales may miss large values",
+    )
+
+
+def test_enough_data_gives_no_warning(tmp_path: Path) -> None:
+    spec = write_ids(tmp_path / "x.jsonl", [1] * 4096)
+    assert plan_of(spec, samples=1, seq_len=4096).warnings == ()
+    few = plan_of(spec, samples=1, seq_len=4095).warnings
+    assert few == ("only 4095 tokens, fewer than 4096: scales may miss large values",)
+
+
+def test_files_of_a_folder_that_were_not_read_are_named(tmp_path: Path) -> None:
+    write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4])
+    (tmp_path / "notes.md").touch()
+    assert plan_of(str(tmp_path)).warnings[0] == (
+        f"{tmp_path.name}: not read, no data files: notes.md"
+    )
+
+
+def test_no_path_of_this_machine_enters_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").touch()
+    spec = write_ids(tmp_path / "x.jsonl", [1, 2])
+    plan = plan_of(spec, f"{tmp_path}/@2")
+    assert plan.sources == ("x.jsonl", f"{tmp_path.name}@2")
+    assert str(tmp_path) not in " ".join(plan.sources + plan.warnings)
+
+
+def test_without_specs_the_builtin_text_is_used_and_said_so() -> None:
+    options: dict[str, Any] = {"tokenizer": make_tokenizer, "samples": 9999, "seq_len": 64}
+    calibrate, verify = plan_of(**options), plan_of(part="verify", **options)
+    assert calibrate.sources == verify.sources == ("builtin",)
+    assert calibrate.warnings[0] == (
+        "no --data given: using the text that ships with Python (builtin)"
+    )
+    assert not set(calibrate.row_hashes.tolist()) & set(verify.row_hashes.tolist())
+    assert calibrate.num_tokens > 3 * verify.num_tokens > 20_000
+    assert plan_of("builtin", **options).fingerprint == calibrate.fingerprint
+    assert not any("no --data" in text for text in plan_of("builtin", **options).warnings)
+
+
+@pytest.mark.parametrize(("pack", "hint"), [(True, "give more text"), (False, "--no-pack")])
+def test_data_without_any_sequence_is_an_error(tmp_path: Path, pack: bool, hint: str) -> None:
+    spec = write_ids(tmp_path / "x.jsonl", [1])
+    with pytest.raises(DataError, match=r"x\.jsonl: no sequence of two tokens in 1 rows") as caught:
+        plan_of(spec, pack=pack)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 0}, "--samples 0: must be 1 or more"),
+        ({"seq_len": 1}, "--seq-len 1: must be 2 or more"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_usage_errors(options: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_of("builtin", **options)
+    assert caught.value.message == message
+
+
+def test_every_spec_is_checked_before_any_is_read(tmp_path: Path) -> None:
+    bad = write_rows(tmp_path / "bad.jsonl", {"prompt": "x"})
+    with pytest.raises(UsageError, match=r"x\.csv"):
+        plan_of(bad, "x.csv")
+
+
+def make_plan(lengths: Sequence[int], *, packed: bool) -> DataPlan:
+    """Make a plan whose sequence i holds the id i + 1 throughout."""
+    sequences = tuple(torch.full((length,), i + 1) for i, length in enumerate(lengths))
+    return DataPlan(sequences, packed, max(lengths), "", torch.tensor([]), (), ())
+
+
+def shape(batch: Batch) -> tuple[int, int, tuple[int, ...]]:
+    return batch.first, batch.quarter, batch.lengths
+
+
+@pytest.mark.parametrize(
+    ("lengths", "packed", "batch_size", "expected"),
+    [
+        ([4] * 8, True, 2, [(i, i // 2, (4, 4)) for i in (0, 2, 4, 6)]),
+        ([4] * 8, True, 9, [(i, i // 2, (4, 4)) for i in (0, 2, 4, 6)]),
+        ([4] * 3, True, 3, [(0, 0, (4,)), (1, 1, (4,)), (2, 2, (4,))]),
+        ([4], True, 2, [(0, 0, (4,))]),
+        (
+            [4] * 9,
+            True,
+            2,
+            [(0, 0, (4, 4)), (2, 0, (4,)), (3, 1, (4, 4)), (5, 2, (4, 4)), (7, 3, (4, 4))],
+        ),
+        (
+            [4] * 7 + [2],
+            True,
+            2,
+            [(0, 0, (4, 4)), (2, 1, (4, 4)), (4, 2, (4, 4)), (6, 3, (4,)), (7, 3, (2,))],
+        ),
+        (
+            [3, 2, 5, 4, 2, 2, 2, 3],
+            False,
+            2,
+            [(0, 0, (3, 2)), (2, 1, (5, 4)), (4, 2, (2, 2)), (6, 3, (2, 3))],
+        ),
+    ],
+)
+def test_batches_hold_neighbours_of_one_quarter(
+    lengths: list[int], packed: bool, batch_size: int, expected: list[Any]
+) -> None:
+    plan = make_plan(lengths, packed=packed)
+    assert [shape(batch) for batch in batches(plan, batch_size)] == expected
+
+
+def test_padding_stands_on_the_right_as_zeros_outside_the_mask() -> None:
+    padded, even = batches(make_plan([3, 2, 2, 2], packed=False), 2, groups=2)
+    assert padded.input_ids.tolist() == [[1, 1, 1], [2, 2, 0]]
+    assert padded.input_ids.dtype == torch.int64
+    assert padded.mask is not None
+    assert padded.mask.tolist() == [[True, True, True], [True, True, False]]
+    assert padded.mask.dtype == torch.bool
+    assert padded.num_tokens == 5
+    assert even.input_ids.tolist() == [[3, 3], [4, 4]]
+    assert even.mask is None
+
+
+def test_packed_batches_are_never_padded(tmp_path: Path) -> None:
+    plan = plan_of(write_ids(tmp_path / "x.jsonl", range(1, 15)))
+    assert [batch.mask for batch in batches(plan, 8, groups=1)] == [None, None]
+
+
+def test_a_batch_size_below_one_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="--batch-size 0"):
+        list(batches(make_plan([2], packed=True), 0))
