@@ -1,0 +1,155 @@
+"""The shape of a model, as far as scales depend on it.
+
+A `ModelGeometry` is found once on a live model (`fp8calib.model.topology`) and travels in the stats
+file, so that every export, at any tensor-parallel degree, can be made without the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fp8calib.sites import Role, Site
+
+Shard = Literal["column", "row", "replicated"]
+"""How tensor parallelism cuts a linear: its outputs, its inputs, or not at all."""
+Section = Literal["attention", "mlp", "other"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Part(_Frozen):
+    """The output rows of one logical projection inside a (possibly fused) weight.
+
+    The rows come in `count` units of `unit` consecutive rows: a head of q, k or v, or one row of an
+    MLP projection. Unit u begins at `first + (u // per_group) * group_stride + (u % per_group) * unit`,
+    which covers stacked ([q;k;v]), interleaved (q k v per head) and grouped (q..q k v) layouts.
+    """
+
+    name: str
+    """Suffix in Hugging Face's terms (`q_proj`, `gate_proj`, `fc1`)."""
+    count: int = Field(ge=1)
+    unit: int = Field(ge=1)
+    first: int = 0
+    per_group: int = Field(ge=1)
+    group_stride: int = 0
+
+    def rows(self, units: range) -> list[int]:
+        """List the output rows of `units`, in order."""
+        return [start + row for start in map(self._start, units) for row in range(self.unit)]
+
+    def _start(self, unit: int) -> int:
+        group, place = divmod(unit, self.per_group)
+        return self.first + group * self.group_stride + place * self.unit
+
+
+class Linear(_Frozen):
+    """A linear projection of a decoder layer, or one projection of all experts of a layer."""
+
+    module: str
+    """Path in the model. For experts, the experts' module and the projection's name."""
+    section: Section
+    root: str
+    """Path of the attention or MLP module that keys of JSON dialects are relative to."""
+    in_features: int
+    out_features: int
+    shard: Shard
+    parts: tuple[Part, ...]
+    num_experts: int = 0
+    expert_block: int = 0
+    """Experts: how many consecutive channels of the cut axis share one stored amax."""
+    weight_name: str
+    """The parameter in the model that holds the weight."""
+    checkpoint_name: str | None = None
+    """The tensor in the checkpoint, where exactly one tensor is the whole weight."""
+    shares_input_with: str | None = None
+    """The first of the linears that read the same tensor (q of q/k/v, gate of gate/up)."""
+
+    def logical(self, part: Part, expert: int | None = None) -> str:
+        """Path of `part` as if nothing were fused: `...self_attn.q_proj`, `...experts.3.up_proj`."""
+        parent = self.module.rpartition(".")[0]
+        middle = "" if expert is None else f"{expert}."
+        return f"{parent}.{middle}{part.name}"
+
+    def key(self, part: Part, expert: int | None = None) -> str:
+        """Path of `part` relative to its attention or MLP module, as JSON dialects spell it."""
+        return self.logical(part, expert).removeprefix(f"{self.root}.")
+
+    @property
+    def experts(self) -> tuple[int | None, ...]:
+        """The expert numbers, or (None,) for a linear that is not an expert's."""
+        return tuple(range(self.num_experts)) if self.num_experts else (None,)
+
+
+class Attention(_Frozen):
+    """An attention module that reads a KV cache."""
+
+    module: str
+    checkpoint_module: str
+    """The module's path as the checkpoint's own tensor names spell it."""
+    kind: Literal["heads", "latent"]
+    """`latent`: multi-head latent attention; k is the latent, v the rotary part, one cache for both."""
+    num_heads: int
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    sliding_window: int | None = None
+    producer: int | None = None
+    """The layer whose K and V this layer reads instead of its own (shared KV)."""
+    query_divisor: float = 1.0
+    """What the model multiplied q by before attention; engines cache and quantize q without it."""
+
+    def site(self, role: Role) -> Site:
+        """Name the k, v or q site of this module."""
+        return Site(self.module, role)
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """How many numbers a server caches per token, 0 when another layer holds them."""
+        if self.producer is not None:
+            return 0
+        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+
+
+class Layer(_Frozen):
+    """A decoder layer."""
+
+    index: int
+    module: str
+    mixer: str
+    """Class name of the module that mixes tokens (attention, linear attention, mamba)."""
+    attention: Attention | None
+    """None where the layer caches no K and V."""
+    linears: tuple[Linear, ...]
+
+
+class ModelGeometry(_Frozen):
+    """Everything about a model that scales and their files depend on."""
+
+    architecture: str
+    model_type: str
+    """`model_type` of the text decoder's config."""
+    checkpoint_dtype: str
+    layers: tuple[Layer, ...]
+
+    def linears(self) -> Iterator[tuple[Layer, Linear]]:
+        """Every linear with its layer, in the model's order."""
+        return ((layer, linear) for layer in self.layers for linear in layer.linears)
+
+    def attentions(self) -> Iterator[tuple[Layer, Attention]]:
+        """Every layer that reads a KV cache, with its attention module."""
+        return ((layer, layer.attention) for layer in self.layers if layer.attention is not None)
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """How many numbers a server caches per token over all layers."""
+        return sum(attention.kv_elements_per_token for _, attention in self.attentions())
+
+    @property
+    def has_latent_attention(self) -> bool:
+        """Whether any layer is multi-head latent attention."""
+        return any(attention.kind == "latent" for _, attention in self.attentions())

@@ -1,0 +1,65 @@
+"""Histograms of log2|x| with integer counts.
+
+Eight bins an octave from 2**-40 to 2**24. Values are binned by their upper 16 bits (sign cleared),
+that is, truncated to bfloat16 first: a bin's edges lie on bfloat16 values, and counting is a plain
+integer operation that is the same on every device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import floor, log2
+
+import torch
+
+BINS_PER_OCTAVE = 8
+LOWEST_OCTAVE = -40
+HIGHEST_OCTAVE = 24
+NUM_BINS = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * BINS_PER_OCTAVE + 1
+"""Bin 0 holds zeros and everything under 2**-40; the last bin everything from its lower edge up."""
+_CODES_PER_OCTAVE = 2**7
+_LOWEST_CODE = (127 + LOWEST_OCTAVE) * _CODES_PER_OCTAVE
+_NUM_CODES = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * _CODES_PER_OCTAVE + 1
+"""Codes in range, shifted so that code 0 is everything below it."""
+
+
+def lower_edge(bin_index: int) -> float:
+    """Smallest magnitude of a bin before truncation to bfloat16; 0.0 for bin 0."""
+    if bin_index == 0:
+        return 0.0
+    return float(2.0 ** (LOWEST_OCTAVE + (bin_index - 1) / BINS_PER_OCTAVE))
+
+
+def count_bins(x: torch.Tensor) -> torch.Tensor:
+    """Count the magnitudes of `x` by bin: int64 [NUM_BINS], on the device of `x`."""
+    codes = _codes(x).clamp_(_LOWEST_CODE - 1, _LOWEST_CODE + _NUM_CODES - 2)
+    codes = codes.sub_(_LOWEST_CODE - 1).flatten()
+    if x.device.type == "cpu":
+        counts = torch.bincount(codes, minlength=_NUM_CODES)
+    else:
+        # bincount on a GPU reads the largest code back to the host; adding ones does not.
+        index = codes.to(torch.int64)
+        counts = torch.zeros(_NUM_CODES, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, index, torch.ones_like(index))
+    bins = torch.zeros(NUM_BINS, dtype=torch.int64, device=x.device)
+    return bins.index_add_(0, _bin_of_code(x.device), counts)
+
+
+def _codes(x: torch.Tensor) -> torch.Tensor:
+    """Give the bfloat16 code of each magnitude as int16."""
+    if x.dtype is torch.bfloat16:
+        return x.contiguous().view(torch.int16) & 0x7FFF
+    bits = x.float().contiguous().view(torch.int32)
+    return ((bits >> 16) & 0x7FFF).to(torch.int16)
+
+
+@cache
+def _bin_of_code(device: torch.device) -> torch.Tensor:
+    codes = torch.arange(_LOWEST_CODE - 1, _LOWEST_CODE + _NUM_CODES - 1, dtype=torch.int16)
+    values = codes.view(torch.bfloat16).to(torch.float64).tolist()
+    return torch.tensor([_bin_of_value(value) for value in values], device=device)
+
+
+def _bin_of_value(value: float) -> int:
+    index = floor((log2(value) - LOWEST_OCTAVE) * BINS_PER_OCTAVE) + 1
+    return min(max(index, 0), NUM_BINS - 1)

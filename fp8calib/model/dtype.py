@@ -1,0 +1,85 @@
+"""The dtype the forward pass runs in: a choice of the machine's, not only the checkpoint's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.errors import UsageError
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16")
+_HEADROOM = 1.2
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """Name the dtype that most of the checkpoint's bytes are stored in."""
+    sizes: dict[str, int] = {}
+    for entry in checkpoint.tensors.values():
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.size_bytes
+    most = max(sizes, key=lambda name: sizes[name], default="F32")
+    return _STORED.get(most, most.lower())
+
+
+def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tuple[str, str]:
+    """Turn `auto` into a dtype.
+
+    On a GPU that is the checkpoint's. On a CPU it is bfloat16 where the processor multiplies it in
+    hardware, else float32, unless only bfloat16 fits into memory. Nothing is timed.
+
+    Returns:
+        The dtype's name, and the reason in words.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise UsageError(f"--dtype {requested}: not one of auto, {', '.join(DTYPES)}")
+        return requested, "as asked"
+    stored = stored_dtype(checkpoint)
+    if device != "cpu":
+        is_known = stored in DTYPES
+        return (stored, "the checkpoint's") if is_known else ("bfloat16", f"for {stored} weights")
+    flags = _cpu_flags()
+    flag = next((name for name in _BF16_FLAGS if name in flags), None)
+    if flag is not None:
+        return "bfloat16", f"the processor has {flag}"
+    needed = _num_elements(checkpoint) * 4 * _HEADROOM
+    available = _available_bytes()
+    if needed > available:
+        return "bfloat16", (
+            f"float32 needs {needed / 2**30:.1f} GiB and {available / 2**30:.1f} GiB are free"
+        )
+    return "float32", f"the processor has neither {' nor '.join(_BF16_FLAGS)}"
+
+
+def _num_elements(checkpoint: Checkpoint) -> int:
+    return sum(
+        entry.size_bytes // ITEM_SIZE_BYTES[entry.dtype] for entry in checkpoint.tensors.values()
+    )
+
+
+def _cpu_flags() -> frozenset[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return frozenset()
+    for line in cpuinfo.read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def _available_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

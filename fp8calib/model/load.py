@@ -1,0 +1,240 @@
+"""From a folder or a hub id to a model ready for a forward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.errors import ModelError, UsageError
+
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A checkpoint folder on disk and what its config says."""
+
+    folder: Path
+    config: PreTrainedConfig
+    raw_config: Mapping[str, object]
+    trust_remote_code: bool
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the text decoder (the config itself for a text-only model)."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model's positions reach, where its config tells."""
+        value = getattr(self.text_config, "max_position_embeddings", None)
+        return int(value) if value else None
+
+
+def open_source(model: str, *, revision: str | None, trust_remote_code: bool) -> ModelSource:
+    """Find the model's folder (fetched from the hub when it is an id) and read its config.
+
+    Raises:
+        ModelError: nothing there, no usable config, already quantized, not a decoder.
+    """
+    folder = _find_folder(model, revision)
+    with Checkpoint.open(folder, require_config=True) as checkpoint:
+        raw = checkpoint.load_config()
+    _refuse_quantized(raw, folder)
+    config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
+    source = ModelSource(
+        folder=folder, config=config, raw_config=raw, trust_remote_code=trust_remote_code
+    )
+    _model_class(source)
+    return source
+
+
+def _find_folder(model: str, revision: str | None) -> Path:
+    path = Path(model)
+    if path.exists():
+        return path
+    looks_local = model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
+    if looks_local:
+        raise ModelError(f"no model folder at {model}", hint="pass a folder or a hub id")
+    return _fetch(model, revision)
+
+
+def _fetch(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 -- only hub ids need it
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{model} is no folder here, and fetching it from the hub failed: {_first_line(error)}",
+            hint="check the name and the network, or pass a local folder",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
+
+
+def _refuse_quantized(raw: Mapping[str, object], folder: Path) -> None:
+    text = raw.get("text_config")
+    for config in (raw, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            found = config.get(key)
+            if found:
+                method = found.get("quant_method", "unnamed") if isinstance(found, dict) else found
+                raise ModelError(
+                    f"{folder} is already quantized (quant_method {method}): scales measured on it "
+                    "would carry its errors",
+                    hint="calibrate the unquantized model it was made from",
+                )
+
+
+def _load_config(
+    folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool
+) -> PreTrainedConfig:
+    if "auto_map" in raw and not trust_remote_code:
+        known = raw.get("model_type") in transformers.CONFIG_MAPPING
+        if not known:
+            raise ModelError(
+                f"{folder}: model_type {raw.get('model_type')} runs code of its own",
+                hint="pass --trust-remote-code if you trust that code",
+            )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # noqa: BLE001 -- transformers validates with many kinds of errors
+        raise ModelError(
+            f"{folder}/config.json: transformers {transformers.__version__} cannot use it: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _model_class(source: ModelSource) -> Any:
+    config = source.config
+    named = (source.raw_config.get("architectures") or ["?"])[0]  # type: ignore[index]
+    auto_map = source.raw_config.get("auto_map")
+    if source.trust_remote_code and isinstance(auto_map, dict):
+        return transformers.AutoModelForCausalLM
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            found = found[0] if isinstance(found, tuple) else found
+            if not _is_encoder(config, str(named)):
+                return found
+    raise ModelError(
+        f"{source.folder}: {named} (model_type {config.model_type}) is not a decoder-only language "
+        "model (looked for a causal or image-text-to-text class of transformers)"
+    )
+
+
+def _is_encoder(config: PreTrainedConfig, architecture: str) -> bool:
+    if getattr(config, "is_encoder_decoder", False):
+        return True
+    is_generative = architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    return not is_generative and getattr(config, "is_decoder", None) is False
+
+
+def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
+    """Load the tokenizer.
+
+    Raises:
+        ModelError: missing or unreadable, or its vocabulary is larger than the embedding.
+    """
+    has_files = any((source.folder / name).is_file() for name in _TOKENIZER_FILES) or any(
+        source.folder.glob("*.tiktoken")
+    )
+    if not has_files:
+        raise ModelError(
+            f"{source.folder} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})",
+            hint="copy the tokenizer beside the weights, or pass rows of input_ids",
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.folder, trust_remote_code=source.trust_remote_code
+        )
+    except Exception as error:  # noqa: BLE001 -- tokenizers raise bare Exception on a bad file
+        raise ModelError(
+            f"{source.folder}: the tokenizer cannot be loaded: {_first_line(error)}"
+        ) from error
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"{source.folder}: the tokenizer has {len(tokenizer)} tokens, the embedding "
+            f"{vocab_size} rows",
+            hint="the tokenizer belongs to another model, or the embedding was not resized",
+        )
+    return tokenizer
+
+
+def load_model(
+    source: ModelSource, *, dtype: torch.dtype, device: str, device_map: str | None
+) -> PreTrainedModel:
+    """Load the weights and put the model into evaluation mode.
+
+    Raises:
+        ModelError: a weight is missing or has another shape, or transformers refuses.
+    """
+    placement = device_map if device_map is not None else (None if device == "cpu" else device)
+    try:
+        model, info = _model_class(source).from_pretrained(
+            source.folder,
+            dtype=dtype,
+            device_map=placement,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{source.folder}: transformers cannot load the model: {_first_line(error)}"
+        ) from error
+    _check_loading(source.folder, info)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        more = f" and {len(missing) - 3} more" if missing[3:] else ""
+        raise ModelError(
+            f"{folder}: the checkpoint lacks {', '.join(missing[:3])}{more}; the model would run "
+            "with random numbers in their place"
+        )
+    mismatched = info.get("mismatched_keys") or ()
+    if mismatched:
+        raise ModelError(f"{folder}: tensors of another shape than the config says: {mismatched}")
+
+
+def choose_device(device: str) -> str:
+    """Turn `auto` into a device, and check that the named one exists."""
+    if device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return device
+    match = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if match is None:
+        raise UsageError(f"--device {device}: not auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count()
+    index = int(match.group(1) or 0)
+    if index >= count:
+        raise UsageError(
+            f"--device {device}: this machine has {count} CUDA devices", hint="use --device cpu"
+        )
+    return f"cuda:{index}"

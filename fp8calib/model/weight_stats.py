@@ -1,0 +1,96 @@
+"""Magnitudes of weights, read from the shards; no forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fp8calib.errors import ModelError
+from fp8calib.geometry import Linear, ModelGeometry, Part
+from fp8calib.model.layouts import gate_up_parts, rows_part
+from fp8calib.model.topology import is_transposed
+from fp8calib.model.weights import WeightSource
+from fp8calib.observe.reductions import block_amax, channel_amax, row_amax
+from fp8calib.sites import Role, Site
+from fp8calib.stats import SiteStats
+
+
+def observe_weights(
+    model: PreTrainedModel,
+    geometry: ModelGeometry,
+    source: WeightSource,
+    *,
+    ignored: Collection[str],
+) -> Iterator[tuple[Site, SiteStats]]:
+    """Read every linear's weight and reduce it per output and per input channel.
+
+    Raises:
+        ModelError: a weight holds NaN or inf; the message names tensor and index.
+    """
+    modules = dict(model.named_modules())
+    done: set[str] = set()
+    for _, linear in geometry.linears():
+        parent = linear.module.rpartition(".")[0]
+        if linear.module in ignored or (linear.num_experts and parent in ignored):
+            continue
+        if not linear.num_experts:
+            weight = source.read(linear.weight_name)
+            if is_transposed(modules[linear.module]):
+                weight = weight.T
+            yield Site(linear.module, Role.WEIGHT), _reduce(weight, linear.weight_name)
+        elif linear.weight_name not in done:
+            done.add(linear.weight_name)
+            yield from _observe_experts(modules[parent], parent, linear, source)
+
+
+def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
+    amax_out = row_amax(weight)
+    if not bool(amax_out.isfinite().all()):
+        index = (~weight.isfinite()).nonzero()[0].tolist()
+        raise ModelError(
+            f"{name} holds {float(weight[tuple(index)])} at {index}",
+            hint="the checkpoint is damaged, or overflowed in training or conversion",
+        )
+    return SiteStats(count=0, amax=amax_out, amax_in=channel_amax(weight))
+
+
+def _observe_experts(
+    experts: nn.Module, path: str, linear: Linear, source: WeightSource
+) -> Iterator[tuple[Site, SiteStats]]:
+    parts = _parts(experts, linear)
+    seen: dict[str, list[tuple[SiteStats, torch.Tensor]]] = {part.name: [] for part in parts}
+    for expert, stored in enumerate(source.read_experts(linear.weight_name)):
+        weight = stored.T if getattr(experts, "is_transposed", False) else stored
+        for part in parts:
+            rows = weight[part.rows(range(part.count))] if len(parts) > 1 else weight
+            stats = _reduce(rows, f"{linear.weight_name}[{expert}]")
+            seen[part.name].append((stats, _blocks(stats, part.name, linear.expert_block)))
+    for name, per_expert in seen.items():
+        yield Site(f"{path}.{name}", Role.WEIGHT), _join(per_expert)
+
+
+def _parts(experts: nn.Module, linear: Linear) -> tuple[Part, ...]:
+    if linear.weight_name.endswith("gate_up_proj"):
+        is_interleaved = not getattr(experts, "is_concatenated", True)
+        return gate_up_parts(2 * linear.out_features, interleaved=is_interleaved)
+    return (rows_part(linear.module.rpartition(".")[2], linear.out_features),)
+
+
+def _blocks(stats: SiteStats, name: str, block: int) -> torch.Tensor:
+    """Reduce the axis tensor parallelism cuts (down: inputs, else outputs) to blocks: [blocks]."""
+    cut = stats.amax_in if name == "down_proj" else stats.amax
+    assert cut is not None  # noqa: S101 -- a weight's stats always hold both axes
+    return block_amax(cut.unsqueeze(0), block)[0]
+
+
+def _join(per_expert: list[tuple[SiteStats, torch.Tensor]]) -> SiteStats:
+    inputs = [stats.amax_in for stats, _ in per_expert if stats.amax_in is not None]
+    return SiteStats(
+        count=0,
+        amax=torch.stack([stats.amax for stats, _ in per_expert]).amax(0),
+        amax_in=torch.stack(inputs).amax(0),
+        experts=torch.stack([blocks for _, blocks in per_expert]),
+    )

@@ -1,0 +1,116 @@
+"""Which tensors of a checkpoint make up which parameter of the model, and reading them.
+
+transformers renames and merges checkpoint tensors while it loads (experts become one 3-D
+parameter); its own conversion tables are used here, so every model it can load can be read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.errors import ModelError
+
+
+class WeightSource:
+    """Parameters of a model, read from its checkpoint in the checkpoint's own dtype."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        conversions = getattr(model, "_weight_conversions", None)
+        if conversions is None:
+            conversions = get_model_conversion_mapping(model)
+        self._converters = {
+            pattern: entry
+            for entry in conversions
+            if isinstance(entry, WeightConverter)
+            for pattern in entry.source_patterns
+        }
+        self._parts = _map_names(model, checkpoint, conversions)
+
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """For each parameter that is one whole tensor of the checkpoint, that tensor's name."""
+        return {
+            parameter: parts[0][0]
+            for parameter, parts in self._parts.items()
+            if len(parts) == 1 and parts[0][1] is None
+        }
+
+    def read(self, parameter: str) -> torch.Tensor:
+        """Read one parameter as the model holds it, in the dtype of the checkpoint.
+
+        Raises:
+            ModelError: the checkpoint holds nothing for it.
+        """
+        parts = self._find(parameter)
+        if len(parts) == 1 and parts[0][1] is None:
+            return self._checkpoint.read(parts[0][0])
+        return self._convert(parameter, parts)
+
+    def read_experts(self, parameter: str) -> Iterator[torch.Tensor]:
+        """Read a 3-D parameter of experts one expert at a time, each [rows, columns]."""
+        parts = self._find(parameter)
+        if len(parts) == 1 and parts[0][1] is None:
+            name = parts[0][0]
+            for expert in range(self._checkpoint.shape(name)[0]):
+                yield self._checkpoint.read_rows(name, expert, expert + 1)[0]
+        elif all(pattern is not None and "*" in pattern for _, pattern in parts):
+            for one_expert in _by_expert(parts):
+                yield self._convert(parameter, one_expert)[0]
+        else:
+            yield from self._convert(parameter, parts)
+
+    def _find(self, parameter: str) -> list[tuple[str, str | None]]:
+        if parameter not in self._parts:
+            raise ModelError(
+                f"{self._checkpoint.folder}: the checkpoint holds no tensor for {parameter}"
+            )
+        return self._parts[parameter]
+
+    def _convert(self, parameter: str, parts: list[tuple[str, str | None]]) -> torch.Tensor:
+        converter = deepcopy(self._converters[str(parts[0][1])])
+        for name, pattern in parts:
+            converter.add_tensor(parameter, name, pattern, self._checkpoint.read(name))
+        converted = converter.convert(parameter, model=self._model, config=self._model.config)
+        value = converted[parameter]
+        return value[0] if isinstance(value, list) else value
+
+
+def _map_names(
+    model: PreTrainedModel, checkpoint: Checkpoint, conversions: list[Any]
+) -> dict[str, list[tuple[str, str | None]]]:
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    known = model.state_dict()
+    parts: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    for name in sorted(checkpoint.tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
+        if target not in known and name in known:
+            target, pattern = name, None
+        parts[target].append((name, pattern))
+    return dict(parts)
+
+
+def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, str | None]]]:
+    by_pattern: dict[str | None, list[str]] = defaultdict(list)
+    for name, pattern in parts:
+        by_pattern[pattern].append(name)
+    for names in zip(*by_pattern.values(), strict=True):
+        yield list(zip(names, by_pattern, strict=True))

@@ -1,0 +1,283 @@
+"""The recorder: running statistics of every site, kept beside the model, never on it.
+
+Everything stays on the device of the tensors it came from; the host reads nothing back until
+`check_finite` or `stats` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8calib.errors import CalibrationError
+from fp8calib.histogram import count_bins
+from fp8calib.observe.reductions import channel_amax, head_amax, tokens_first
+from fp8calib.sites import Role, Site
+from fp8calib.stats import NUM_QUARTERS, SiteStats
+
+KV_HISTOGRAM_STRIDE = 4
+INPUT_HISTOGRAM_STRIDE = 16
+"""Every how many tokens one enters a histogram; amax and counts always see all of them."""
+_REMEMBERED_INPUTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchView:
+    """Which tokens of a batch count.
+
+    Rows are tokens in batch-major order, `shape` is (B, S). `kept` lists the rows that are no
+    padding, None when all are kept. The sampled rows enter histograms; they depend on the global
+    sequence index and the position only.
+    """
+
+    shape: tuple[int, int]
+    num_tokens: int
+    quarter: int
+    kept: torch.Tensor | None
+    kv_sample: torch.Tensor
+    input_sample: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRows:
+    """The input of one projection of all experts, reduced."""
+
+    amax: torch.Tensor
+    """Per channel, over all experts: fp32 [C]."""
+    per_expert: torch.Tensor
+    """Per expert and block of channels: fp32 [E, B]."""
+    counts: torch.Tensor
+    """Tokens per expert: int64 [E]."""
+    histogram: torch.Tensor
+    """Of sampled rows: int64 [NUM_BINS]."""
+
+
+def view_batch(shape: tuple[int, int], lengths: tuple[int, ...], first: int, quarter: int) -> BatchView:
+    """Work out which rows of a right-padded batch count.
+
+    Args:
+        shape: (B, S) of the batch.
+        lengths: tokens of each sequence.
+        first: global index of the batch's first sequence.
+        quarter: which quarter of the data the batch belongs to.
+    """
+    is_padded = any(length != shape[1] for length in lengths)
+    return BatchView(
+        shape=shape,
+        num_tokens=sum(lengths),
+        quarter=quarter,
+        kept=_rows(shape, lengths, first, 1) if is_padded else None,
+        kv_sample=_rows(shape, lengths, first, KV_HISTOGRAM_STRIDE),
+        input_sample=_rows(shape, lengths, first, INPUT_HISTOGRAM_STRIDE),
+    )
+
+
+def _rows(
+    shape: tuple[int, int], lengths: tuple[int, ...], first: int, stride: int
+) -> torch.Tensor:
+    parts = [
+        torch.arange(-(first + i) % stride, length, stride) + i * shape[1]
+        for i, length in enumerate(lengths)
+    ]
+    return torch.cat(parts)
+
+
+@dataclass(slots=True)
+class _Running:
+    """The running statistics of one site."""
+
+    count: int = 0
+    amax: torch.Tensor | None = None
+    quarter: torch.Tensor | None = None
+    progress: list[torch.Tensor | None] = field(default_factory=lambda: [None] * NUM_QUARTERS)
+    experts: torch.Tensor | None = None
+    expert_counts: torch.Tensor | None = None
+    histogram: torch.Tensor | None = None
+
+    def observe(self, amax: torch.Tensor, num_tokens: int) -> None:
+        self.count += num_tokens
+        self.quarter = _larger(self.quarter, amax)
+
+    def close_quarter(self, quarter: int) -> None:
+        if self.quarter is None:
+            return
+        self.progress[quarter] = _larger(self.progress[quarter], self.quarter.max())
+        self.amax = _larger(self.amax, self.quarter)
+        self.quarter = None
+
+
+def _larger(running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    if running is None:
+        return new.clone()
+    return torch.maximum(running, new.to(running.device), out=running)
+
+
+def _sum(running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    return new.clone() if running is None else running.add_(new.to(running.device))
+
+
+class Recorder:
+    """Collects statistics batch by batch; `begin_batch` first, then the observations."""
+
+    def __init__(self) -> None:
+        self._running: dict[Site, _Running] = {}
+        self._quarter = 0
+        self._batch: BatchView | None = None
+        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._remembered: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def batch(self) -> BatchView:
+        """The batch being observed."""
+        if self._batch is None:
+            msg = "an observation outside of a batch"
+            raise RuntimeError(msg)
+        return self._batch
+
+    def begin_batch(self, batch: BatchView) -> None:
+        """Open a batch; what is observed from now on belongs to it."""
+        if batch.quarter != self._quarter:
+            self._close_quarter()
+            self._quarter = batch.quarter
+        self._batch = batch
+        self._on_device.clear()
+        self._remembered.clear()
+
+    def end_batch(self) -> None:
+        """Close the batch and let go of its tensors."""
+        self._batch = None
+        self._on_device.clear()
+        self._remembered.clear()
+
+    def observe_heads(self, site: Site, x: torch.Tensor) -> None:
+        """Take K, V or q of one layer: [B, H, S, D]."""
+        batch = self.batch
+        counted = x
+        if batch.kept is not None:
+            rows = tokens_first(x)[self.rows("kept", x.device)]
+            counted = rows.unflatten(1, (x.shape[1], x.shape[3])).transpose(0, 1).unsqueeze(0)
+        running = self._site(site)
+        running.observe(head_amax(counted), batch.num_tokens)
+        if site.role is not Role.Q:
+            sample = tokens_first(x)[self.rows("kv_sample", x.device)]
+            running.histogram = _sum(running.histogram, count_bins(sample))
+
+    def observe_input(self, site: Site, x: torch.Tensor) -> None:
+        """Take the input of a linear: [..., C], the leading axes ending in (B, S) or flat."""
+        amax, bins, num_tokens = self._input(site, x)
+        running = self._site(site)
+        running.observe(amax, num_tokens)
+        running.histogram = _sum(running.histogram, bins)
+
+    def observe_experts(self, site: Site, seen: ExpertRows) -> None:
+        """Take what the experts of a layer were given, as one projection."""
+        running = self._site(site)
+        running.observe(seen.amax, self.batch.num_tokens)
+        running.experts = _larger(running.experts, seen.per_expert)
+        running.expert_counts = _sum(running.expert_counts, seen.counts)
+        running.histogram = _sum(running.histogram, seen.histogram)
+
+    def rows(self, which: str, device: torch.device) -> torch.Tensor:
+        """Give an index list of the batch on `device`, moved there once a batch."""
+        key = (which, device)
+        if key not in self._on_device:
+            index: torch.Tensor = getattr(self.batch, which)
+            self._on_device[key] = index.to(device, non_blocking=True)
+        return self._on_device[key]
+
+    def check_finite(self) -> Site | None:
+        """Name the first site, in the order of execution, that saw NaN or inf; waits for devices."""
+        found = {site: running.quarter for site, running in self._running.items()}
+        by_device: dict[torch.device, list[tuple[Site, torch.Tensor]]] = {}
+        for site, amax in found.items():
+            if amax is not None:
+                by_device.setdefault(amax.device, []).append((site, amax))
+        if all(_all_finite([amax for _, amax in pairs]) for pairs in by_device.values()):
+            return None
+        bad = (s for s, amax in found.items() if amax is not None and not _all_finite([amax]))
+        return next(bad)
+
+    def stats(self) -> dict[Site, SiteStats]:
+        """Close the last quarter and give what was seen, on the CPU."""
+        self._close_quarter()
+        return {site: _freeze(running) for site, running in self._running.items()}
+
+    def forget(self) -> None:
+        """Drop everything seen so far."""
+        self._running.clear()
+
+    def counts(self) -> Mapping[Site, int]:
+        """Tokens seen per site so far."""
+        return {site: running.count for site, running in self._running.items()}
+
+    def _site(self, site: Site) -> _Running:
+        return self._running.setdefault(site, _Running())
+
+    def _close_quarter(self) -> None:
+        for running in self._running.values():
+            running.close_quarter(self._quarter)
+
+    def _input(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Reduce an input, once for all the linears that read the same tensor."""
+        for tensor, version, amax, bins in self._remembered:
+            if tensor is x and version == x._version:  # noqa: SLF001 -- torch's own change counter
+                return amax, bins, self._num_rows(x)
+        rows = self._counted_rows(site, x)
+        amax = channel_amax(rows) if len(rows) else rows.new_zeros(rows.shape[1]).float()
+        bins = count_bins(self._sampled_rows(x, rows))
+        self._remembered.append((x, x._version, amax, bins))  # noqa: SLF001
+        del self._remembered[:-_REMEMBERED_INPUTS]
+        return amax, bins, self._num_rows(x)
+
+    def _num_rows(self, x: torch.Tensor) -> int:
+        num_rows = x.shape[:-1].numel()
+        size = self.batch.shape[0] * self.batch.shape[1]
+        return self.batch.num_tokens if num_rows % size == 0 and num_rows else num_rows
+
+    def _counted_rows(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.batch.kept is None:
+            return rows
+        kept = self.rows("kept", x.device)
+        size = self.batch.shape[0] * self.batch.shape[1]
+        if len(rows) == size:
+            return rows[kept]
+        if x.shape[-3:-1] == self.batch.shape:
+            return rows.unflatten(0, (-1, size))[:, kept].flatten(0, 1)
+        raise CalibrationError(
+            f"{site}: its shape {tuple(x.shape)} does not tell which rows are padding of the batch "
+            f"{self.batch.shape}",
+            hint="use --batch-size 1, which needs no padding",
+        )
+
+    def _sampled_rows(self, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        size = self.batch.shape[0] * self.batch.shape[1]
+        if x.shape[:-1].numel() != size:
+            return counted[::INPUT_HISTOGRAM_STRIDE]
+        return x.reshape(size, -1)[self.rows("input_sample", x.device)]
+
+
+def _all_finite(tensors: list[torch.Tensor]) -> bool:
+    return bool(torch.cat([tensor.flatten() for tensor in tensors]).isfinite().all())
+
+
+def _freeze(running: _Running) -> SiteStats:
+    progress = torch.zeros(NUM_QUARTERS)
+    for quarter, amax in enumerate(running.progress):
+        if amax is not None:
+            progress[quarter] = amax.cpu()
+    amax = running.amax if running.amax is not None else torch.zeros(0)
+    return SiteStats(
+        count=running.count,
+        amax=amax.cpu(),
+        experts=_to_cpu(running.experts),
+        expert_counts=_to_cpu(running.expert_counts),
+        progress=progress,
+        histogram=_to_cpu(running.histogram),
+    )
+
+
+def _to_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.cpu()

@@ -1,0 +1,55 @@
+"""Magnitudes of activations: tensors in, small fp32 tensors out, no model in sight.
+
+Shapes: B batch, S sequence, H heads, D head size, N rows (tokens), C channels, E experts, K experts
+a token goes to. The largest and the smallest value are reduced apart: torch's reductions of those
+are vectorised over the leading axis, its absolute value would write a copy of the tensor. NaN
+passes through every reduction here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suffixes
+    """Largest magnitude per channel: fp32 [C]."""
+    return torch.maximum(x_NC.amax(0), x_NC.amin(0).neg_()).float()
+
+
+def row_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    """Largest magnitude per row: fp32 [N]."""
+    return torch.maximum(x_NC.amax(-1), x_NC.amin(-1).neg_()).float()
+
+
+def head_amax(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    """Largest magnitude per head: fp32 [H]."""
+    axes = (0, 2, 3)
+    return torch.maximum(x_BHSD.amax(axes), x_BHSD.amin(axes).neg_()).float()
+
+
+def tokens_first(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    """Lay heads side by side, one row per token: [B*S, H*D]."""
+    return x_BHSD.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def block_amax(x_NC: torch.Tensor, block: int) -> torch.Tensor:  # noqa: N803
+    """Largest magnitude per row and block of consecutive channels: fp32 [N, C / block]."""
+    blocks = x_NC.unflatten(-1, (-1, block))
+    return row_amax(blocks)
+
+
+def expert_amax(
+    values_NB: torch.Tensor,  # noqa: N803
+    experts_N: torch.Tensor,  # noqa: N803
+    num_experts: int,
+) -> torch.Tensor:
+    """Largest of non-negative `values` among the rows of each expert: fp32 [E, B]; 0 for no row."""
+    result = values_NB.new_zeros(num_experts, values_NB.shape[1])
+    index = experts_N.unsqueeze(1).expand_as(values_NB)
+    return result.scatter_reduce_(0, index, values_NB, "amax")
+
+
+def expert_counts(experts_N: torch.Tensor, num_experts: int) -> torch.Tensor:  # noqa: N803
+    """Count the rows of each expert: int64 [E]."""
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts_N.device)
+    return counts.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=torch.int64))

@@ -1,0 +1,306 @@
+"""ScaleTable: what the statistics mean. `x ~= q * scale`, `scale = amax / fmt.max`, fp32.
+
+The convention is that of every server (multiply to dequantize); torch's float8 training code names
+the reciprocal. A scale is always finite and positive, and never made up in silence: a tensor that
+was all zeros, or an expert that no token reached, takes a fallback and is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from fp8calib.errors import ExportError, UsageError
+from fp8calib.fp8 import Fp8Format
+from fp8calib.geometry import Attention, Linear, ModelGeometry, Part
+from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats, SiteStats
+from fp8calib.tensor_parallel import (
+    check_heads,
+    owned_blocks,
+    owned_channels,
+    owned_rows,
+    rank_range,
+)
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal fp32, so that 1 / scale is finite."""
+
+RULES = ("amax",)
+
+
+class Fallback(StrEnum):
+    """What a site gets whose amax is zero, or that nothing was seen at."""
+
+    LAYER_MAX = "layer-max"
+    """The largest scale of the same role in the layer; 1.0 where there is none."""
+    ONE = "one"
+    """1.0."""
+    REFUSE = "refuse"
+    """An error that names the sites."""
+
+
+class Origin(StrEnum):
+    """Where a scale comes from."""
+
+    OBSERVED = "observed"
+    SHARED = "shared"
+    """Another layer's: this layer reads that layer's cache."""
+    DEAD = "dead"
+    """The fallback: the amax was zero."""
+    UNSEEN = "unseen"
+    """The fallback: no token came by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The scales of one site: fp32 [tp], or [tp, heads] per head."""
+
+    values: torch.Tensor
+    origin: Origin
+
+    def per_rank(self) -> list[float]:
+        """Give one number per rank (per-tensor scales only)."""
+        return [float(value) for value in self.values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleTable:
+    """Scales of one model, in one format, for one tensor-parallel degree."""
+
+    geometry: ModelGeometry
+    fmt: Fp8Format
+    tp: int
+    per_head: bool
+    scales: Mapping[Site, Scale]
+
+    def kv(self, attention: Attention, rank: int = 0) -> float:
+        """Give the one scale that covers k and v of a layer on `rank`: the larger of the two."""
+        pair = (self.scales[attention.site(role)] for role in (Role.K, Role.V))
+        return max(float(scale.values[rank].max()) for scale in pair)
+
+    def not_observed(self) -> list[tuple[Site, Scale]]:
+        """List the sites whose scale was not computed from what was seen there."""
+        return [item for item in self.scales.items() if item[1].origin is not Origin.OBSERVED]
+
+
+def compute_kv_scales(
+    stats: CalibrationStats,
+    fmt: Fp8Format,
+    *,
+    tp: int = 1,
+    per_head: bool = False,
+    query: bool = False,
+    fallback: Fallback | None = None,
+) -> ScaleTable:
+    """Compute scales of K and V (and of q when asked) for every layer that reads a KV cache.
+
+    With `tp` ranks a per-tensor scale covers the heads of its rank; a per-head scale belongs to its
+    head, whatever the rank, so per-head tables have one rank. Latent attention stores latent and
+    rotary part in one cache under one scale, so both get the larger.
+
+    Args:
+        fallback: None takes `layer-max` for tensors of zeros and refuses sites where nothing was
+            seen.
+
+    Raises:
+        UsageError: `tp` does not fit the heads.
+        ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.
+    """
+    check_heads(stats.geometry, tp)
+    roles = (Role.K, Role.V, Role.Q) if query else (Role.K, Role.V)
+    scales: dict[Site, Scale] = {}
+    for _, attention in stats.geometry.attentions():
+        producer = _producer(stats.geometry, attention)
+        for role in roles:
+            seen = _find(stats, (attention if role is Role.Q else producer).site(role), fallback)
+            scale = _kv_scale(attention, role, seen, fmt, tp=tp, per_head=per_head)
+            if producer is not attention and role is not Role.Q:
+                scale = Scale(values=scale.values, origin=Origin.SHARED)
+            scales[attention.site(role)] = scale
+        if attention.kind == "latent":
+            _share_latent(scales, attention)
+    pools = {site: [scale] for site, scale in scales.items()}
+    return ScaleTable(
+        geometry=stats.geometry,
+        fmt=fmt,
+        tp=tp,
+        per_head=per_head,
+        scales=_fill(scales, pools, fallback),
+    )
+
+
+def compute_linear_scales(
+    stats: CalibrationStats, fmt: Fp8Format, *, tp: int = 1, fallback: Fallback | None = None
+) -> ScaleTable:
+    """Compute per-tensor input and weight scales of every attention and MLP projection.
+
+    Fused weights are told apart (`q_proj` of a `qkv_proj`), experts one by one. Column-parallel
+    weights take the rows of the rank, row-parallel weights and inputs its channels.
+
+    Raises:
+        ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.
+    """
+    scales: dict[Site, Scale] = {}
+    pools: dict[Site, list[Scale]] = {}
+    for _, linear in stats.geometry.linears():
+        if linear.section == "other":
+            continue
+        for part in linear.parts:
+            for role in (Role.INPUT, Role.WEIGHT):
+                seen = _find(stats, Site(linear.module, role), fallback)
+                found = {
+                    Site(linear.logical(part, expert), role): scale
+                    for expert, scale in _linear_scales(seen, linear, part, role, fmt, tp).items()
+                }
+                scales |= found
+                pools |= dict.fromkeys(found, list(found.values()))
+    return ScaleTable(
+        geometry=stats.geometry,
+        fmt=fmt,
+        tp=tp,
+        per_head=False,
+        scales=_fill(scales, pools, fallback),
+    )
+
+
+def scale_of(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Turn magnitudes into scales: amax / fmt.max in fp32, at least 2**-126."""
+    return (amax.to(torch.float32) / fmt.max).clamp(min=SMALLEST_SCALE)
+
+
+def check_rule(rule: str) -> None:
+    """Refuse a scale rule that is not known."""
+    if rule not in RULES:
+        raise UsageError(f"--rule {rule}: unknown rule", hint=f"known rules: {', '.join(RULES)}")
+
+
+def _producer(geometry: ModelGeometry, attention: Attention) -> Attention:
+    if attention.producer is None:
+        return attention
+    producer = geometry.layers[attention.producer].attention
+    if producer is None:
+        raise ExportError(f"{attention.module} reads the K/V of a layer that caches none")
+    return producer
+
+
+def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> SiteStats:
+    if site not in stats.sites:
+        reasons = [skipped.why for skipped in stats.header.skipped if skipped.site == str(site)]
+        raise ExportError(
+            f"the stats hold nothing for {site}" + "".join(f": {why}" for why in reasons),
+            hint="" if reasons else "calibrate with a recipe that observes it",
+        )
+    found = stats.sites[site]
+    if found.count == 0 and site.role is not Role.WEIGHT and fallback is None:
+        raise ExportError(
+            f"no token was seen at {site}", hint="name what it should get with --fallback"
+        )
+    return found
+
+
+def _kv_scale(
+    attention: Attention, role: Role, seen: SiteStats, fmt: Fp8Format, *, tp: int, per_head: bool
+) -> Scale:
+    amax = seen.amax / attention.query_divisor if role is Role.Q else seen.amax
+    unseen = seen.count == 0
+    if per_head:
+        values = _scales_or_nan(amax, fmt).unsqueeze(0)
+    elif attention.kind == "latent" and role is not Role.Q:
+        values = _scales_or_nan(amax.max(), fmt).expand(tp)
+    else:
+        ranges = (rank_range(len(amax), tp, rank) for rank in range(tp))
+        values = _scales_or_nan(
+            torch.stack([amax[heads.start : heads.stop].max() for heads in ranges]), fmt
+        )
+    return Scale(values=values, origin=_origin(values, unseen=unseen))
+
+
+def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:
+    k, v = (scales[attention.site(role)] for role in (Role.K, Role.V))
+    values = torch.fmax(k.values, v.values)
+    for role, scale in ((Role.K, k), (Role.V, v)):
+        scales[attention.site(role)] = Scale(values=values, origin=scale.origin)
+
+
+def _linear_scales(
+    seen: SiteStats, linear: Linear, part: Part, role: Role, fmt: Fp8Format, tp: int
+) -> dict[int | None, Scale]:
+    if linear.num_experts:
+        return _expert_scales(seen, linear, fmt, tp)
+    amax = torch.stack([_rank_amax(seen, linear, part, role, tp, rank) for rank in range(tp)])
+    values = _scales_or_nan(amax, fmt)
+    return {None: Scale(values=values, origin=_origin(values, unseen=False))}
+
+
+def _rank_amax(
+    seen: SiteStats, linear: Linear, part: Part, role: Role, tp: int, rank: int
+) -> torch.Tensor:
+    channels = owned_channels(linear, tp, rank)
+    if role is Role.INPUT:
+        return seen.amax[channels.start : channels.stop].max()
+    if linear.shard == "row":
+        assert seen.amax_in is not None  # noqa: S101 -- a weight's stats always hold both axes
+        return seen.amax_in[channels.start : channels.stop].max()
+    return seen.amax[owned_rows(linear, part, tp, rank)].max()
+
+
+def _expert_scales(
+    seen: SiteStats, linear: Linear, fmt: Fp8Format, tp: int
+) -> dict[int | None, Scale]:
+    assert seen.experts is not None  # noqa: S101 -- an expert projection's stats always hold it
+    blocks = seen.experts
+    if blocks.shape[1] == 1:
+        amax = blocks.expand(-1, tp)
+    else:
+        ranges = [owned_blocks(linear, tp, rank) for rank in range(tp)]
+        amax = torch.stack([blocks[:, own.start : own.stop].amax(1) for own in ranges], dim=1)
+    values = _scales_or_nan(amax, fmt)
+    counts = seen.expert_counts
+    return {
+        expert: Scale(
+            values=values[expert],
+            origin=_origin(
+                values[expert], unseen=counts is not None and int(counts[expert]) == 0
+            ),
+        )
+        for expert in range(linear.num_experts)
+    }
+
+
+def _scales_or_nan(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    return torch.where(amax > 0, scale_of(amax, fmt), torch.nan)
+
+
+def _origin(values: torch.Tensor, *, unseen: bool) -> Origin:
+    if unseen:
+        return Origin.UNSEEN
+    return Origin.DEAD if bool(values.isnan().any()) else Origin.OBSERVED
+
+
+def _fill(
+    scales: Mapping[Site, Scale], pools: Mapping[Site, list[Scale]], fallback: Fallback | None
+) -> dict[Site, Scale]:
+    dead = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
+    if dead and fallback is Fallback.REFUSE:
+        listed = ", ".join(map(str, dead[:5])) + (f" and {len(dead) - 5} more" if dead[5:] else "")
+        raise ExportError(
+            f"no scale can be computed for {len(dead)} sites ({listed}): their amax is zero",
+            hint="--fallback layer-max takes the largest scale of the same role in the layer",
+        )
+    return {
+        site: Scale(values=_filled(scale, pools[site], fallback), origin=scale.origin)
+        for site, scale in scales.items()
+    }
+
+
+def _filled(scale: Scale, pool: Iterable[Scale], fallback: Fallback | None) -> torch.Tensor:
+    if not bool(scale.values.isnan().any()):
+        return scale.values
+    known = torch.cat([other.values.flatten() for other in pool])
+    known = known[~known.isnan()]
+    use_max = fallback is not Fallback.ONE and len(known) > 0
+    return scale.values.nan_to_num(float(known.max()) if use_max else 1.0)

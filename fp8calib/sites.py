@@ -1,0 +1,33 @@
+"""A site: the place in a model where a tensor is observed or scaled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What the tensor at a site is."""
+
+    K = "k"
+    V = "v"
+    Q = "q"
+    INPUT = "input"
+    WEIGHT = "weight"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Site:
+    """A module's path in the model and the role of the tensor there."""
+
+    module: str
+    role: Role
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.role}"
+
+    @classmethod
+    def parse(cls, text: str) -> Site:
+        """Read `model.layers.7.self_attn.v`; ValueError when the role is none of ours."""
+        module, _, role = text.rpartition(".")
+        return cls(module, Role(role))

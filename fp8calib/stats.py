@@ -1,0 +1,194 @@
+"""CalibrationStats: what was seen, and nothing that depends on how it was run.
+
+Only exact reductions are kept (maxima and integer counts), so merging parts in any order equals
+the whole, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fp8calib.checkpoint.header import read_header
+from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
+from fp8calib.errors import DataError, ModelError, UsageError
+from fp8calib.geometry import ModelGeometry
+from fp8calib.sites import Site
+
+METADATA_KEY = "fp8calib"
+KIND = "fp8calib-stats"
+SCHEMA_VERSION = 1
+NUM_QUARTERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteStats:
+    """What was seen at one site. Magnitudes are fp32, counts int64."""
+
+    count: int
+    """Tokens that passed (0 for weights, which are read, not run)."""
+    amax: torch.Tensor
+    """Per input channel (input), per head (k, v, q), per output channel (weight): [C]."""
+    amax_in: torch.Tensor | None = None
+    """Weights: per input channel: [I]."""
+    experts: torch.Tensor | None = None
+    """Experts: per expert, per block of channels along the axis tensor parallelism cuts: [E, B]."""
+    expert_counts: torch.Tensor | None = None
+    """Experts: tokens routed to each: [E]."""
+    progress: torch.Tensor | None = None
+    """Tensor-wide amax inside each quarter of the data, by global sequence index: [4]."""
+    histogram: torch.Tensor | None = None
+    """Counts of log2 magnitudes (`fp8calib.histogram`), of the sampled tokens: [NUM_BINS]."""
+
+
+_TENSOR_FIELDS = tuple(f.name for f in fields(SiteStats) if f.name != "count")
+
+
+class Skipped(BaseModel):
+    """Something that was not observed, and why."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    site: str
+    why: str
+
+
+class StatsHeader(BaseModel):
+    """What the numbers belong to. Without time, path, host, rank, shard or batch size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: str = KIND
+    schema_version: int = SCHEMA_VERSION
+    geometry: ModelGeometry
+    model_fingerprint: str
+    data_fingerprint: str
+    data_sources: tuple[str, ...]
+    num_sequences: int
+    num_tokens: int
+    recipe_name: str
+    recipe_hash: str
+    compute_dtype: str
+    kv_histogram_stride: int
+    input_histogram_stride: int
+    skipped: tuple[Skipped, ...]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationStats:
+    """The header, the sites and hashes of the data rows (sorted int64, to find overlap)."""
+
+    header: StatsHeader
+    sites: Mapping[Site, SiteStats]
+    row_hashes: torch.Tensor
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The shape of the model that was observed."""
+        return self.header.geometry
+
+
+def save_stats(stats: CalibrationStats, path: Path) -> None:
+    """Write one safetensors file; equal stats give equal bytes."""
+    tensors: dict[str, torch.Tensor] = {"row_hashes": stats.row_hashes}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for site in sorted(stats.sites):
+        for name, tensor in _site_tensors(stats.sites[site]):
+            key = f"{site}/{name}"
+            identity = (tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes())
+            if (first := seen.setdefault(identity, key)) == key:
+                tensors[key] = tensor
+            else:
+                aliases[key] = first
+    counts = {str(site): stats.sites[site].count for site in sorted(stats.sites)}
+    envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases)
+    save_tensors(path, tensors, {METADATA_KEY: envelope.model_dump_json()})
+
+
+class _Envelope(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    header: StatsHeader
+    counts: dict[str, int]
+    aliases: dict[str, str]
+    """Tensors that equal another one of the file, such as the shared input of q, k and v."""
+
+
+def _site_tensors(site: SiteStats) -> Iterable[tuple[str, torch.Tensor]]:
+    for name in _TENSOR_FIELDS:
+        tensor = getattr(site, name)
+        if tensor is not None:
+            yield name, tensor.contiguous()
+
+
+def is_stats_file(path: Path) -> bool:
+    """Whether `path` is a safetensors file that says it holds calibration statistics."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    try:
+        return METADATA_KEY in read_header(path).metadata
+    except ModelError:
+        return False
+
+
+def load_stats(path: Path) -> CalibrationStats:
+    """Read a stats file.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: the file is damaged, or holds no statistics of this tool.
+    """
+    if not path.is_file():
+        raise UsageError(f"no stats file at {path}", hint="calibrate writes stats.safetensors")
+    try:
+        metadata = read_header(path).metadata
+        envelope = _Envelope.model_validate_json(metadata.get(METADATA_KEY, "{}"))
+        with TensorFile(path) as file:
+            tensors = {name: file.read(name) for name in file.tensors}
+        sites = _build_sites(envelope, tensors)
+    except ModelError as error:
+        raise DataError(f"stats file {path}: {error.message}") from error
+    except (ValidationError, KeyError, ValueError) as error:
+        raise DataError(
+            f"{path} is not a stats file of this tool, or of another version: {error}",
+            hint="pass the stats.safetensors that calibrate wrote",
+        ) from error
+    return CalibrationStats(
+        header=envelope.header, sites=sites, row_hashes=tensors["row_hashes"].contiguous()
+    )
+
+
+def _build_sites(
+    envelope: _Envelope, tensors: Mapping[str, torch.Tensor]
+) -> dict[Site, SiteStats]:
+    by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
+    everything = {
+        **{key: tensor for key, tensor in tensors.items() if key != "row_hashes"},
+        **{key: tensors[first] for key, first in envelope.aliases.items()},
+    }
+    for key, tensor in everything.items():
+        text, _, name = key.rpartition("/")
+        if name not in _TENSOR_FIELDS:
+            msg = f"unknown tensor {key}"
+            raise ValueError(msg)
+        by_site[text][name] = tensor
+    return {
+        Site.parse(text): _checked(text, SiteStats(count=envelope.counts[text], **found))  # type: ignore[arg-type]
+        for text, found in by_site.items()
+    }
+
+
+def _checked(text: str, site: SiteStats) -> SiteStats:
+    for name in ("amax", "amax_in", "experts", "progress"):
+        tensor = getattr(site, name)
+        if tensor is None:
+            continue
+        if tensor.dtype is not torch.float32 or not bool(
+            (torch.isfinite(tensor) & (tensor >= 0)).all()
+        ):
+            msg = f"{text}/{name} holds values that are no magnitudes"
+            raise ValueError(msg)
+    return site

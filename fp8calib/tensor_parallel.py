@@ -1,0 +1,97 @@
+"""Which heads, rows and channels each tensor-parallel rank owns.
+
+The split is the one of Megatron-style engines (vLLM `model_executor/layers/linear.py`): contiguous,
+equal parts; KV heads are replicated when there are fewer of them than ranks.
+"""
+
+from __future__ import annotations
+
+from fp8calib.errors import UsageError
+from fp8calib.geometry import Linear, ModelGeometry, Part
+
+
+def rank_range(count: int, tp: int, rank: int) -> range:
+    """Units of `count` that `rank` of `tp` owns; one shared unit when there are fewer than ranks."""
+    if count < tp:
+        owned = rank * count // tp
+        return range(owned, owned + 1)
+    return range(rank * count // tp, (rank + 1) * count // tp)
+
+
+def check_heads(geometry: ModelGeometry, tp: int) -> None:
+    """Refuse a degree that does not divide the attention heads, or neither divides the KV heads.
+
+    Latent attention caches one latent that is whole on every rank, so only its query heads count.
+    """
+    _check_positive(tp)
+    for layer, attention in geometry.attentions():
+        if attention.num_heads % tp:
+            raise UsageError(
+                f"--tp {tp} does not divide the {attention.num_heads} attention heads of layer "
+                f"{layer.index}",
+                hint=f"use a divisor of {attention.num_heads}",
+            )
+        kv = attention.num_kv_heads
+        if attention.kind == "heads" and kv % tp and tp % kv:
+            raise UsageError(
+                f"--tp {tp} and the {kv} KV heads of layer {layer.index}: neither divides the other",
+                hint="use a degree that divides the KV heads, or a multiple of their number",
+            )
+
+
+def check_linears(geometry: ModelGeometry, tp: int) -> None:
+    """Refuse a degree that does not cut every attention and MLP weight into equal parts."""
+    for layer, linear in geometry.linears():
+        if linear.section == "other" or linear.shard == "replicated":
+            continue
+        if linear.shard == "row":
+            _check_divides(tp, linear.in_features, f"{linear.module} (layer {layer.index})")
+        elif linear.section == "mlp":
+            for part in linear.parts:
+                _check_divides(tp, part.count, f"{linear.module} (layer {layer.index})")
+        if linear.num_experts:
+            _check_blocks(linear, tp)
+
+
+def owned_rows(linear: Linear, part: Part, tp: int, rank: int) -> list[int]:
+    """List the output rows of `part` that `rank` owns."""
+    if linear.shard == "column":
+        return part.rows(rank_range(part.count, tp, rank))
+    return part.rows(range(part.count))
+
+
+def owned_channels(linear: Linear, tp: int, rank: int) -> range:
+    """List the input channels of `linear` that `rank` owns."""
+    if linear.shard == "row":
+        return rank_range(linear.in_features, tp, rank)
+    return range(linear.in_features)
+
+
+def owned_blocks(linear: Linear, tp: int, rank: int) -> range:
+    """List the stored blocks of an expert projection's cut axis that `rank` owns."""
+    num_channels = linear.in_features if linear.shard == "row" else linear.out_features
+    return rank_range(num_channels // linear.expert_block, tp, rank)
+
+
+def _check_positive(tp: int) -> None:
+    if tp < 1:
+        raise UsageError(f"--tp {tp}: the tensor-parallel degree is a whole number from 1 up")
+
+
+def _check_divides(tp: int, count: int, where: str) -> None:
+    if count % tp:
+        raise UsageError(
+            f"--tp {tp} does not divide the {count} channels of {where}",
+            hint=f"use a divisor of {count}",
+        )
+
+
+def _check_blocks(linear: Linear, tp: int) -> None:
+    num_channels = linear.in_features if linear.shard == "row" else linear.out_features
+    num_blocks = num_channels // linear.expert_block
+    if num_blocks % tp:
+        raise UsageError(
+            f"--tp {tp}: the stats keep {num_blocks} blocks of {linear.expert_block} channels per "
+            f"expert of {linear.module}, which {tp} ranks cannot share evenly",
+            hint=f"use a divisor of {num_blocks}",
+        )

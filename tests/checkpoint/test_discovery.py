@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8calib.checkpoint.discovery import find_weights, read_index
+from fp8calib.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+
+
+def _touch(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+def _write_index(folder: Path, document: object) -> Path:
+    path = folder / INDEX
+    path.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
+    return path
+
+
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    _touch(tmp_path, "model.safetensors", "a.safetensors")
+    _write_index(tmp_path, {"weight_map": {"x": "a.safetensors"}})
+
+    assert find_weights(tmp_path) == (("model.safetensors",), None)
+
+
+def test_the_index_names_the_files(tmp_path: Path) -> None:
+    _touch(tmp_path, "a.safetensors", "b.safetensors", "consolidated.safetensors")
+    _write_index(
+        tmp_path,
+        {"metadata": {"total_size": 1}, "weight_map": {"x": "b.safetensors", "y": "a.safetensors"}},
+    )
+
+    names, index = find_weights(tmp_path)
+
+    assert names == ("a.safetensors", "b.safetensors")
+    assert index is not None
+    assert dict(index.weight_map) == {"x": "b.safetensors", "y": "a.safetensors"}
+    assert dict(index.metadata) == {"total_size": 1}
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "model-00001-of-00001.safetensors"])
+def test_a_single_file_of_another_name_is_taken(tmp_path: Path, name: str) -> None:
+    assert find_weights(_touch(tmp_path, name, "adapter_model.safetensors")) == ((name,), None)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model-00001-of-00002.safetensors"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ["a.safetensors", "b.safetensors"],
+    ],
+)
+def test_parts_without_an_index_are_refused(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(ModelError, match=f"{INDEX} is missing"):
+        find_weights(_touch(tmp_path, *names))
+
+
+@pytest.mark.parametrize(
+    ("names", "message", "hint"),
+    [
+        ([], "the folder is empty", "download"),
+        (["config.json"], "no *.safetensors weights", "model.safetensors"),
+        (["config.json", "training_args.bin"], "no *.safetensors weights", "model.safetensors"),
+        (["pytorch_model.bin"], "pickled (pytorch_model.bin)", "save_pretrained"),
+        (["a.bin", "b.bin", "c.bin", "d.bin"], "a.bin, b.bin, c.bin and 1 more", "save_pretrained"),
+        (["consolidated.00.pth"], "pickled (consolidated.00.pth)", "save_pretrained"),
+        (["model.pt"], "pickled (model.pt)", "save_pretrained"),
+        (["model-Q8.gguf"], "GGUF (model-Q8.gguf)", "safetensors"),
+        (["adapter_model.safetensors"], "an adapter", "merge"),
+    ],
+)
+def test_a_folder_without_weights_is_told_what_it_holds_instead(
+    tmp_path: Path, names: list[str], message: str, hint: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        find_weights(_touch(tmp_path, *names))
+
+    assert message in caught.value.message
+    assert str(tmp_path) in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_a_missing_folder_and_a_file_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        find_weights(tmp_path / "missing")
+    with pytest.raises(ModelError, match="a file, not a model folder"):
+        find_weights(_touch(tmp_path, "x") / "x")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff{}", "not valid JSON"),
+        (b"[" * 200_000, "nested too deeply"),
+        ([], "not a JSON object"),
+        ({}, "no weight_map"),
+        ({"weight_map": {}}, "no weight_map"),
+        ({"weight_map": ["a.safetensors"]}, "no weight_map"),
+        (b'{"weight_map":{"x":"a.safetensors","x":"b.safetensors"}}', "'x' stands twice"),
+        ({"weight_map": {"x": 1}}, "tensor 'x' points to 1"),
+        ({"weight_map": {"x": "/etc/a.safetensors"}}, "points to '/etc/a.safetensors'"),
+        ({"weight_map": {"x": "../a.safetensors"}}, "points to '../a.safetensors'"),
+        ({"weight_map": {"x": "sub/a.safetensors"}}, "points to 'sub/a.safetensors'"),
+        ({"weight_map": {"x": "..\\a.safetensors"}}, "points to"),
+        ({"weight_map": {"x": "a\0.safetensors"}}, "points to"),
+        ({"weight_map": {"x": ".safetensors"}}, "points to"),
+        ({"weight_map": {"x": "pytorch_model.bin"}}, "points to 'pytorch_model.bin'"),
+    ],
+)
+def test_a_broken_index_is_a_model_error(tmp_path: Path, document: object, message: str) -> None:
+    path = _write_index(tmp_path, document)
+
+    with pytest.raises(ModelError) as caught:
+        read_index(path)
+
+    assert message in caught.value.message
+    assert str(path) in caught.value.message
+
+
+def test_missing_shards_are_counted_and_named(tmp_path: Path) -> None:
+    names = [f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)]
+    _write_index(tmp_path, {"weight_map": {name: name for name in names}})
+    _touch(tmp_path, names[2])
+
+    with pytest.raises(ModelError) as caught:
+        find_weights(tmp_path)
+
+    shown = f"{names[0]}, {names[1]}, {names[3]} and 1 more"
+    assert f"4 of 5 shards are missing: {shown}" in caught.value.message
+
+
+def test_a_link_to_nothing_is_a_missing_shard(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").symlink_to(tmp_path / "blob")
+    _write_index(tmp_path, {"weight_map": {"x": "a.safetensors"}})
+
+    with pytest.raises(ModelError, match="1 of 1 shards are missing"):
+        find_weights(tmp_path)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load, save_file
+
+from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, save_tensors
+from fp8calib.errors import ExportError, ModelError
+
+from .handmade import GOLDEN_FILE
+
+
+def test_golden_bytes_become_the_numbers_they_mean(golden_path: Path) -> None:
+    with TensorFile(golden_path) as file:
+        assert file.read("a").tolist() == [1.0, -2.5, 448.0]
+        assert file.read("b").tolist() == [[1.0, -1.0], [2.0, 0.5]]
+        assert file.read("bytes").tolist() == [10, 20, 30, 40, 50]
+
+
+def test_tensors_without_elements_or_dimensions_are_read(golden_path: Path) -> None:
+    with TensorFile(golden_path) as file:
+        none, scalar = file.read("none"), file.read("scalar")
+
+    assert (none.shape, none.dtype) == ((0, 7), torch.float16)
+    assert (scalar.shape, scalar.item()) == ((), 0.125)
+
+
+def test_every_dtype_of_the_header_has_its_torch_dtype_of_the_same_size() -> None:
+    assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == dict(ITEM_SIZE_BYTES)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=str)
+def test_what_safetensors_writes_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    raw = torch.arange(48, dtype=torch.uint8)
+    tensor = (raw % 2).bool() if dtype == torch.bool else raw.view(dtype)
+    save_file({"x": tensor.reshape(2, -1), "odd": raw[:3].clone()}, tmp_path / "x.safetensors")
+
+    with TensorFile(tmp_path / "x.safetensors") as file:
+        read = file.read("x")
+
+    assert (read.dtype, read.shape) == (dtype, tensor.reshape(2, -1).shape)
+    assert read.view(torch.uint8).equal(tensor.reshape(2, -1).view(torch.uint8))
+
+
+def test_rows_are_slices_of_the_leading_dimension(golden_path: Path) -> None:
+    with TensorFile(golden_path) as file:
+        assert file.read_rows("b", 1, 2).tolist() == [[2.0, 0.5]]
+        assert file.read_rows("a", 1, 3).tolist() == [-2.5, 448.0]
+        assert file.read_rows("b", 1, 1).shape == (0, 2)
+        assert file.read_rows("none", 0, 0).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "stop"), [("a", 0, 4), ("a", -1, 2), ("a", 2, 1), ("scalar", 0, 1)]
+)
+def test_rows_a_tensor_does_not_have_are_an_index_error(
+    golden_path: Path, name: str, start: int, stop: int
+) -> None:
+    with TensorFile(golden_path) as file, pytest.raises(IndexError, match="has no rows"):
+        file.read_rows(name, start, stop)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "expected"),
+    [(0, b""), (1, bytes([30])), (2, bytes([20, 30])), (99, bytes([10, 20, 30, 40, 50]))],
+)
+def test_a_sample_lies_in_the_middle_of_the_tensor(
+    golden_path: Path, size_bytes: int, expected: bytes
+) -> None:
+    with TensorFile(golden_path) as file:
+        assert file.sample_bytes("bytes", size_bytes) == expected
+
+
+def test_an_unknown_tensor_is_a_model_error(golden_path: Path) -> None:
+    with TensorFile(golden_path) as file, pytest.raises(ModelError, match="no tensor 'c'"):
+        file.read("c")
+
+
+def test_a_file_that_shrinks_while_open_is_a_model_error(golden_path: Path) -> None:
+    with TensorFile(golden_path) as file:
+        file.read("a")
+        os.truncate(golden_path, len(GOLDEN_FILE) - 2)
+        with pytest.raises(ModelError, match="became shorter"):
+            file.read("bytes")
+
+
+def test_what_was_read_belongs_to_the_reader_alone(golden_path: Path) -> None:
+    with TensorFile(golden_path) as file:
+        file.read("a").zero_()
+        assert file.read("a").tolist() == [1.0, -2.5, 448.0]
+    assert golden_path.read_bytes() == GOLDEN_FILE
+
+
+def _count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_descriptor_is_opened_once_and_given_back(golden_path: Path) -> None:
+    before = _count_descriptors()
+    file = TensorFile(golden_path)
+    assert _count_descriptors() == before
+    for name in file.tensors:
+        file.read(name)
+    assert _count_descriptors() == before + 1
+    file.close()
+    file.close()
+    assert _count_descriptors() == before
+
+
+def test_a_default_device_of_the_caller_changes_nothing(golden_path: Path) -> None:
+    with torch.device("meta"), TensorFile(golden_path) as file:
+        assert file.read("a").device.type == "cpu"
+
+
+def test_threads_share_a_file(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.full((5000,), float(number)) for number in range(40)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    wrong: list[str] = []
+    file = TensorFile(tmp_path / "x.safetensors")
+
+    def read_all() -> None:
+        wrong.extend(name for name in tensors if not file.read(name).equal(tensors[name]))
+
+    threads = [threading.Thread(target=read_all) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+    assert wrong == []
+
+
+def test_reading_a_file_does_not_add_its_pages_to_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    save_file({f"t{number}": torch.ones(2_000_000) for number in range(30)}, path)
+    script = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from fp8calib.checkpoint.tensor_file import TensorFile\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
+        "file = TensorFile(Path(sys.argv[1])); before = peak()\n"
+        "for name in file.tensors: file.read(name)\n"
+        "print(peak() - before)\n"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert path.stat().st_size > 240_000_000
+    assert int(done.stdout) < 60  # MiB: one tensor has 8 MB, all have 240 MB
+
+
+SCALES = {
+    "model.layers.1.self_attn.k_scale": torch.tensor(0.25),
+    "model.layers.0.self_attn.k_scale": torch.tensor(0.5),
+    "heads": torch.tensor([1.0, 2.0]).reshape(2, 1, 1),
+    "weight": torch.ones(3, 2).to(torch.float8_e4m3fn),
+}
+
+
+def test_saved_tensors_are_read_back_by_safetensors_with_their_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    save_tensors(path, SCALES, metadata={"format": "pt"})
+
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(SCALES)
+        for name, tensor in SCALES.items():
+            stored = file.get_tensor(name)
+            assert (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
+            assert stored.float().equal(tensor.float())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s.safetensors"]
+
+
+def test_saving_gives_the_same_bytes_in_any_order_and_any_process(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "a", SCALES, metadata={"format": "pt"})
+    save_tensors(tmp_path / "b", dict(reversed(SCALES.items())), metadata={"format": "pt"})
+    script = (
+        "import sys, torch; from pathlib import Path\n"
+        "from safetensors.torch import load_file\n"
+        "from fp8calib.checkpoint.tensor_file import save_tensors\n"
+        "save_tensors(Path(sys.argv[2]), load_file(sys.argv[1]), metadata={'format': 'pt'})\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "a"), str(tmp_path / "c")]
+    subprocess.run(command, check=True)
+
+    first = (tmp_path / "a").read_bytes()
+    assert (tmp_path / "b").read_bytes() == first
+    assert (tmp_path / "c").read_bytes() == first
+
+
+def test_a_second_metadata_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one metadata key at most"):
+        save_tensors(tmp_path / "x", SCALES, metadata={"a": "1", "b": "2"})
+
+
+def test_tensors_that_share_memory_are_saved_each_for_itself(tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+    shared = {"k": base, "v": base, "part": base[2:4], "rows": base.reshape(2, 3).T, "e": base[:0]}
+    save_tensors(tmp_path / "x", {**shared, "wide": base[:1].expand(3)}, metadata={})
+
+    stored = load((tmp_path / "x").read_bytes())
+    assert all(stored[name].equal(tensor) for name, tensor in shared.items())
+    assert stored["wide"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_full_disk_is_an_export_error_that_leaves_nothing(small_disk: Path) -> None:
+    with pytest.raises(ExportError) as caught:
+        save_tensors(small_disk / "x", {"x": torch.ones(500_000)}, metadata={})
+
+    assert str(small_disk / "x") in caught.value.message
+    assert "2.0 MB are needed" in caught.value.message
+    assert list(small_disk.iterdir()) == []
