@@ -1,3 +1,5 @@
+"""What the folder holds, and what a user is told when it holds no weights."""
+
 from __future__ import annotations
 
 import json

@@ -1,0 +1,460 @@
+"""Folders and files that appear whole or not at all, whatever fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8calib.checkpoint.atomic import (
+    OutputFolder,
+    check_output,
+    check_output_file,
+    explain_os_error,
+    format_size,
+    require_free_space,
+    write_file_atomic,
+)
+from fp8calib.errors import ExportError, UsageError
+
+OWNED = frozenset({"stats", "tree"})
+
+
+def _list_tree(folder: Path) -> dict[str, str]:
+    """Map every file below a folder, hidden ones too, to its text, and folders to ''."""
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def _fill(folder: Path, text: str = "new") -> None:
+    (folder / "stats").write_text(text)
+    (folder / "tree").mkdir()
+    (folder / "tree" / "leaf").write_text(text)
+
+
+def _write(path: Path, *, force: bool = False, text: str = "new") -> None:
+    with OutputFolder(path, owned=OWNED, force=force) as folder:
+        _fill(folder, text)
+
+
+def _write_and_raise(path: Path, error: type[BaseException]) -> None:
+    with OutputFolder(path, owned=OWNED, force=True) as folder:
+        _fill(folder)
+        raise error("stop")
+
+
+def _write_while_another_fills(path: Path) -> None:
+    with OutputFolder(path, owned=OWNED, force=True) as folder:
+        _fill(folder)
+        path.mkdir()
+        (path / "theirs").write_text("x")
+
+
+def _write_more_than_a_megabyte(path: Path) -> None:
+    with OutputFolder(path, owned=OWNED) as folder:
+        for name in "abcdefghijkl":
+            (folder / name).write_bytes(bytes(100_000))
+
+
+FILLED = {"stats": "new", "tree": "", "tree/leaf": "new"}
+
+
+@pytest.fixture
+def refuse_rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Give a function that lets the n-th rename from now on fail."""
+    real = Path.rename
+
+    def arm(failing: int) -> None:
+        calls = iter(range(1, 100))
+
+        def rename(self: Path, target: Path) -> Path:
+            if next(calls) == failing:
+                raise OSError(errno.EIO, "Input/output error", str(self))
+            return real(self, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+
+    return arm
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """Mount a folder on another one of the same file system, as containers do."""
+    source, folder = tmp_path / "volume", tmp_path / "root" / "out"
+    source.mkdir()
+    folder.mkdir(parents=True)
+    command = ["mount", "--bind", str(source), str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_new_folder_appears_whole_with_its_parents(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "out"
+    with OutputFolder(path, owned=OWNED) as folder:
+        assert folder.parent == path.parent
+        assert folder.name.startswith(".out.tmp-")
+        _fill(folder)
+        assert not path.exists()
+
+    assert _list_tree(path) == FILLED
+    assert [entry.name for entry in path.parent.iterdir()] == ["out"]
+
+
+def test_a_new_folder_has_the_permissions_of_any_new_folder(tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    _write(tmp_path / "out")
+
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_an_existing_empty_folder_is_accepted_and_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.mkdir(mode=0o750)
+    _write(path)
+
+    assert _list_tree(path) == FILLED
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+
+
+def test_a_folder_that_is_not_empty_is_refused_without_force(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    _write(path, text="old")
+
+    with pytest.raises(UsageError, match="not empty") as caught:
+        _write(path)
+
+    assert "--force" in caught.value.hint
+    assert _list_tree(tmp_path)["out/stats"] == "old"
+
+
+def test_force_replaces_what_the_command_writes(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    _write(path, text="old")
+    (path / "tree" / "older").write_text("old")
+    _write(path, force=True)
+
+    assert _list_tree(path) == FILLED
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_folder_that_holds_anything_else_is_refused_even_with_force(
+    tmp_path: Path, force: bool
+) -> None:
+    path = tmp_path / "out"
+    _write(path, text="old")
+    (path / "thesis.tex").write_text("years of work")
+    before = _list_tree(tmp_path)
+
+    with pytest.raises(UsageError, match=r"does not write: thesis\.tex"):
+        _write(path, force=force)
+
+    assert _list_tree(tmp_path) == before
+
+
+def test_force_leaves_an_owned_entry_that_the_run_does_not_write(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    _write(path, text="old")
+    with OutputFolder(path, owned=OWNED, force=True) as folder:
+        (folder / "stats").write_text("new")
+
+    assert _list_tree(path) == {"stats": "new", "tree": "", "tree/leaf": "old"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(UsageError, match="a file, not a folder"):
+        _write(tmp_path / "out", force=True)
+    with pytest.raises(UsageError, match="is not a folder"):
+        _write(tmp_path / "out" / "below")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, ExportError])
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_exception_leaves_nothing_behind_and_is_not_changed(
+    tmp_path: Path, error: type[BaseException], exists: bool
+) -> None:
+    path = tmp_path / "a" / "out"
+    if exists:
+        path.mkdir(parents=True)
+        _write(path, text="old")
+    before = _list_tree(tmp_path)
+
+    with pytest.raises(error, match="stop"):
+        _write_and_raise(path, error)
+
+    assert _list_tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failing_exchange_restores_the_old_folder(
+    tmp_path: Path, refuse_rename: Callable[[int], None], failing: int
+) -> None:
+    path = tmp_path / "out"
+    _write(path, text="old")
+    before = _list_tree(tmp_path)
+    refuse_rename(failing)
+
+    with pytest.raises(ExportError, match="Input/output error"):
+        _write(path, force=True)
+
+    assert _list_tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_a_failing_exchange_inside_a_mount_point_restores_every_entry(
+    mounted: Path, refuse_rename: Callable[[int], None], failing: int
+) -> None:
+    _write(mounted, text="old")
+    before = _list_tree(mounted)
+    refuse_rename(failing)
+
+    with pytest.raises(ExportError, match="Input/output error"):
+        _write(mounted, force=True)
+
+    assert _list_tree(mounted) == before
+
+
+def test_a_mount_point_is_filled_from_inside(mounted: Path) -> None:
+    with OutputFolder(mounted, owned=OWNED) as folder:
+        assert folder.parent == mounted
+        _fill(folder)
+    assert _list_tree(mounted) == FILLED
+    _write(mounted, force=True, text="newer")
+    assert _list_tree(mounted) == {"stats": "newer", "tree": "", "tree/leaf": "newer"}
+    assert _list_tree(mounted.parent.parent / "volume") == _list_tree(mounted)
+
+
+def test_the_working_directory_stays_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inode = tmp_path.stat().st_ino
+    _write(Path())
+
+    assert _list_tree(tmp_path) == FILLED
+    assert tmp_path.stat().st_ino == inode
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to("real")
+    _write(tmp_path / "out")
+
+    assert (tmp_path / "out").is_symlink()
+    assert _list_tree(tmp_path / "real") == FILLED
+
+
+def test_what_a_killed_run_left_inside_is_not_a_stranger(mounted: Path) -> None:
+    (mounted / ".out.tmp-0123abcd").mkdir()
+    (mounted / ".out.tmp-0123abcd" / "stats").write_text("half")
+    _write(mounted)
+
+    assert (mounted / "stats").read_text() == "new"
+
+
+def test_a_folder_filled_by_someone_else_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with pytest.raises(UsageError, match="does not write: theirs"):
+        _write_while_another_fills(path)
+
+    assert _list_tree(tmp_path) == {"out": "", "out/theirs": "x"}
+
+
+def test_a_long_name_leaves_room_for_the_temporary_one(tmp_path: Path) -> None:
+    path = tmp_path / ("ä" * 127)
+    _write(path)
+    assert _list_tree(path) == FILLED
+
+
+@pytest.mark.parametrize("inside", [".", "sub/deeper"])
+def test_an_output_that_would_replace_what_is_read_is_refused(tmp_path: Path, inside: str) -> None:
+    model = tmp_path / inside
+    model.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "link").symlink_to(tmp_path)
+    owned = frozenset({"sub", "link", "deeper"})
+
+    for path in (tmp_path, tmp_path / "link"):
+        with pytest.raises(UsageError, match="would replace"):
+            check_output(path, owned, True, inputs=[model])
+    check_output(tmp_path / "new", owned, True, inputs=[model])
+
+
+def test_checking_early_writes_nothing(tmp_path: Path) -> None:
+    before = tmp_path.stat()
+    check_output(tmp_path / "a" / "b", OWNED, False)
+    check_output(tmp_path, OWNED, False)
+
+    assert _list_tree(tmp_path) == {}
+    assert tmp_path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "loop/out"])
+def test_an_impossible_path_is_a_usage_error(tmp_path: Path, path: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UsageError):
+        check_output(tmp_path / path, OWNED, False)
+    with pytest.raises(UsageError):
+        check_output_file(tmp_path / path)
+
+
+def test_a_read_only_disk_is_refused_early_even_for_root(small_disk: Path) -> None:
+    (small_disk / "out").mkdir()
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    subprocess.run(remount, check=True)
+
+    for path in (small_disk / "new", small_disk / "out", small_disk):
+        with pytest.raises(UsageError, match=r"cannot be written|does not write"):
+            check_output(path, OWNED, False)
+    with pytest.raises(UsageError, match="cannot be written"):
+        check_output_file(small_disk / "report.html")
+
+
+def test_a_folder_without_permission_is_refused_early(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o555)
+    tmp_path.chmod(0o755)
+    script = (
+        "import os, sys; from pathlib import Path\n"
+        "from fp8calib.checkpoint.atomic import check_output\n"
+        "from fp8calib.errors import UsageError\n"
+        "if os.getuid() == 0: os.chdir('/'); os.setuid(65534)\n"
+        "for name in ('locked/out', 'locked'):\n"
+        "    try: check_output(Path(sys.argv[1]) / name, frozenset(), False)\n"
+        "    except UsageError as error: print(error.message)\n"
+    )
+    for folder in list(tmp_path.parents)[:3]:  # pytest's own folders are closed to others
+        if folder.name.startswith("pytest-") and os.getuid() == 0:
+            folder.chmod(0o755)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    locked = tmp_path / "locked"
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        f"{locked / 'out'}: {locked} cannot be written",
+        f"{locked}: {locked} cannot be written",
+    ]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
+def test_an_os_error_while_writing_is_an_export_error_that_names_the_path(
+    tmp_path: Path, code: int
+) -> None:
+    path = tmp_path / "out"
+    with (
+        pytest.raises(ExportError) as caught,
+        OutputFolder(path, owned=OWNED) as folder,
+    ):
+        raise OSError(code, os.strerror(code), str(folder / "stats"))
+
+    assert str(path) in caught.value.message
+    assert os.strerror(code) in caught.value.message
+    assert caught.value.hint
+    assert _list_tree(tmp_path) == {}
+
+
+def test_a_disk_that_fills_up_leaves_nothing_behind(small_disk: Path) -> None:
+    path = small_disk / "a" / "out"
+    with pytest.raises(ExportError) as caught:
+        _write_more_than_a_megabyte(path)
+
+    assert str(path) in caught.value.message
+    assert "No space left on device" in caught.value.message
+    assert "MB are needed" in caught.value.message
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_file_over_the_size_limit_leaves_nothing_behind(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(ExportError, match=r"20\.0 kB are needed"):
+            write_file_atomic(tmp_path / "x", bytes(20_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_whole_and_its_parents_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "x"
+    write_file_atomic(path, b"old")
+    write_file_atomic(path, b"new")
+
+    assert path.read_bytes() == b"new"
+    assert [entry.name for entry in path.parent.iterdir()] == ["x"]
+
+
+def test_a_failing_write_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "x").write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ExportError, match="more than 3 bytes are needed"):
+        write_file_atomic(tmp_path / "x", b"new")
+    with pytest.raises(ExportError):
+        write_file_atomic(tmp_path / "a" / "b" / "x", b"new")
+
+    assert _list_tree(tmp_path) == {"x": "old"}
+
+
+def test_a_folder_or_a_device_is_never_replaced_by_a_file(tmp_path: Path) -> None:
+    for path in (tmp_path, Path("/dev/null")):
+        with pytest.raises(UsageError, match="not a file that can be replaced"):
+            write_file_atomic(path, b"x")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "x").symlink_to("real")
+    write_file_atomic(tmp_path / "x", b"new")
+
+    assert (tmp_path / "x").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_free_space_is_asked_of_the_disk_the_path_will_lie_on(small_disk: Path) -> None:
+    require_free_space(small_disk / "a" / "b", 900_000)
+    with pytest.raises(ExportError) as caught:
+        require_free_space(small_disk / "a" / "b", 1_100_000)
+
+    assert caught.value.message == (
+        f"{small_disk / 'a' / 'b'}: 1.1 MB are needed and 1.0 MB are free on its disk"
+    )
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "expected"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (1_250_000, "1.2 MB"),
+        (134_500_000_000, "134.5 GB"),
+        (2 * 10**15, "2000.0 TB"),
+    ],
+)
+def test_sizes_are_spelled_in_powers_of_a_thousand(size_bytes: int, expected: str) -> None:
+    assert format_size(size_bytes) == expected
+
+
+def test_the_reason_and_the_file_of_an_os_error_are_told(tmp_path: Path) -> None:
+    error = OSError(errno.EROFS, "Read-only file system", "/x/y")
+    message = explain_os_error(error, tmp_path).message
+    assert message == f"{tmp_path}: cannot be written: Read-only file system (/x/y)"

@@ -1,0 +1,382 @@
+"""Overlays of one-file and sharded sources, loaded by transformers and by safetensors."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from fp8calib.checkpoint import overlay
+from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.overlay import find_side_files, plan_overlay, write_overlay
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.errors import ExportError, ModelError, UsageError
+
+INDEX = "model.safetensors.index.json"
+KV_CONFIG = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "ignore": ["re:.*"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["re:^no-module$"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+            }
+        },
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    }
+}
+# One element, not 0-dim: compressed-tensors 0.20 under transformers 5.23 refuses shape [] for [1].
+SCALES = {
+    f"model.layers.{layer}.self_attn.{part}_scale": torch.tensor([0.25 + layer + (part == "v") / 2])
+    for layer in range(2)
+    for part in "kv"
+}
+SIDE_FILES = {
+    "tokenizer.json": "{}",
+    "tokenizer_config.json": "{}",
+    "chat_template.jinja": "{{ messages }}",
+    "modeling_tiny.py": "x = 1",
+    "LICENSE": "Apache",
+    "cl100k.tiktoken": "a",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+}
+LEFT_OUT = ["pytorch_model.bin", "model.gguf", "tf_model.h5", "pytorch_model.bin.index.json"]
+
+
+@pytest.fixture(params=["one file", "sharded"])
+def source_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Save a tiny Llama with everything a real folder has around its weights."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    folder = tmp_path / "model"
+    size = "4KB" if request.param == "sharded" else "1GB"
+    model.save_pretrained(folder, max_shard_size=size)
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in {**SIDE_FILES, **dict.fromkeys(LEFT_OUT, "x"), ".hidden": "x"}.items():
+        (folder / name).write_text(text)
+    (folder / "onnx").mkdir()
+    return folder
+
+
+def _write(folder: Path, destination: Path) -> dict[str, str]:
+    with Checkpoint.open(folder) as source:
+        skipped = write_overlay(
+            source,
+            destination,
+            scales=SCALES,
+            config_updates={**KV_CONFIG, "dtype": "bfloat16"},
+            remove_config=["initializer_range"],
+        )
+    return dict(skipped)
+
+
+def _read_index(folder: Path) -> dict[str, dict[str, object]]:
+    index: dict[str, dict[str, object]] = json.loads((folder / INDEX).read_text())
+    return index
+
+
+def test_transformers_loads_weights_and_scales_of_the_overlay(
+    source_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    destination = tmp_path / "overlay"
+    _write(source_folder, destination)
+
+    plain = AutoModelForCausalLM.from_pretrained(source_folder)
+    model, report = AutoModelForCausalLM.from_pretrained(destination, output_loading_info=True)
+
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    state = dict(model.state_dict())
+    for name, tensor in plain.state_dict().items():
+        assert state[name].equal(tensor), name
+    for name, scale in SCALES.items():
+        assert state[name].item() == scale.item(), name
+
+
+def test_transformers_finds_the_weights_without_a_quantization_config(
+    source_folder: Path, tmp_path: Path
+) -> None:
+    with Checkpoint.open(source_folder) as source:
+        write_overlay(source, tmp_path / "overlay", scales=SCALES, config_updates={})
+
+    plain = AutoModelForCausalLM.from_pretrained(source_folder)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "overlay", output_loading_info=True
+    )
+
+    assert not report["missing_keys"]
+    assert set(report["unexpected_keys"]) == set(SCALES)
+    for name, tensor in plain.state_dict().items():
+        assert model.state_dict()[name].equal(tensor), name
+
+
+def test_every_tensor_is_where_the_index_says_and_equal_to_the_source(
+    source_folder: Path, tmp_path: Path
+) -> None:
+    destination = tmp_path / "overlay"
+    _write(source_folder, destination)
+
+    weight_map = _read_index(destination)["weight_map"]
+    with Checkpoint.open(source_folder) as source:
+        assert set(weight_map) == set(source.tensors) | set(SCALES)
+        for name, file_name in weight_map.items():
+            with safe_open(destination / str(file_name), "pt") as oracle:
+                stored = oracle.get_tensor(name)
+            expected = SCALES[name] if name in SCALES else source.read(name)
+            assert (stored.dtype, stored.shape) == (expected.dtype, expected.shape)
+            assert stored.equal(expected)
+    assert set(weight_map.values()) == {path.name for path in destination.glob("*.safetensors")}
+
+
+def test_weight_files_are_the_same_inodes_and_all_else_is_copied(
+    source_folder: Path, tmp_path: Path
+) -> None:
+    destination = tmp_path / "overlay"
+    _write(source_folder, destination)
+
+    with Checkpoint.open(source_folder) as source:
+        plan = plan_overlay(source)
+    for name, path in plan.weights.items():
+        assert (destination / name).samefile(path)
+    for name, text in SIDE_FILES.items():
+        assert (destination / name).read_text() == text
+        assert not (destination / name).samefile(source_folder / name)
+    assert {path.name for path in destination.iterdir()} == plan.names
+
+
+@pytest.mark.parametrize("source_folder", ["one file"], indirect=True)
+def test_a_one_file_source_takes_the_sharded_form(tmp_path: Path, source_folder: Path) -> None:
+    destination = tmp_path / "overlay"
+    _write(source_folder, destination)
+
+    assert sorted(path.name for path in destination.glob("*.safetensors*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        INDEX,
+    ]
+    weight_map = _read_index(destination)["weight_map"]
+    assert weight_map["model.norm.weight"] == "model-00001-of-00002.safetensors"
+    assert weight_map["model.layers.0.self_attn.k_scale"] == "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("source_folder", ["sharded"], indirect=True)
+def test_a_sharded_source_keeps_its_names_order_and_metadata(
+    tmp_path: Path, source_folder: Path
+) -> None:
+    before = _read_index(source_folder)
+    before["metadata"] |= {"total_parameters": 5, "note": "kept"}
+    (source_folder / INDEX).write_text(json.dumps(before))
+    destination = tmp_path / "overlay"
+    _write(source_folder, destination)
+
+    after = _read_index(destination)
+    names = list(after["weight_map"].items())
+    assert names[: len(before["weight_map"])] == list(before["weight_map"].items())
+    assert names[len(before["weight_map"]) :] == [
+        (name, "model-kv-scales.safetensors") for name in sorted(SCALES)
+    ]
+    assert not (destination / "model.safetensors").exists()
+    total = before["metadata"]["total_size"]
+    assert isinstance(total, int)
+    assert after["metadata"] == {"total_parameters": 5, "note": "kept", "total_size": total + 16}
+
+
+@pytest.mark.parametrize("source_folder", ["sharded"], indirect=True)
+def test_the_shard_of_scales_never_takes_a_name_in_use(tmp_path: Path, source_folder: Path) -> None:
+    index = _read_index(source_folder)
+    first = sorted(str(name) for name in index["weight_map"].values())[0]
+    taken = "model-kv-scales.safetensors"
+    (source_folder / first).rename(source_folder / taken)
+    renamed = {name: taken if at == first else at for name, at in index["weight_map"].items()}
+    (source_folder / INDEX).write_text(json.dumps({"weight_map": renamed}))
+
+    _write(source_folder, tmp_path / "overlay")
+
+    after = _read_index(tmp_path / "overlay")["weight_map"]
+    assert {after[name] for name in SCALES} == {"model-kv-scales-2.safetensors"}
+
+
+def test_the_config_is_updated_in_place(source_folder: Path, tmp_path: Path) -> None:
+    _write(source_folder, tmp_path / "overlay")
+
+    before = json.loads((source_folder / "config.json").read_text())
+    text = (tmp_path / "overlay" / "config.json").read_text()
+    expected = {**before, **KV_CONFIG}
+    del expected["initializer_range"]
+    assert list(json.loads(text).items()) == list(expected.items())
+    assert text == json.dumps(expected, indent=2) + "\n"
+
+
+def test_what_is_left_out_is_told_with_the_reason(source_folder: Path, tmp_path: Path) -> None:
+    (source_folder / "consolidated.safetensors").write_bytes(b"")
+    (source_folder / "link").symlink_to("nothing")
+    with (source_folder / "trace.log").open("wb") as file:
+        file.truncate(100_000_001)
+    with (source_folder / "tokenizer.dat").open("wb") as file:
+        file.truncate(100_000_001)
+
+    skipped = _write(source_folder, tmp_path / "overlay")
+
+    assert set(skipped) == {*LEFT_OUT, "onnx", "consolidated.safetensors", "link", "trace.log"}
+    assert skipped["model.gguf"] == "belongs to weights in another form"
+    assert skipped["trace.log"] == "larger than 100 MB"
+    assert (tmp_path / "overlay" / "tokenizer.dat").stat().st_size == 100_000_001
+
+
+def test_two_runs_write_the_same_bytes(source_folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        _write(source_folder, tmp_path / name)
+    files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+
+    assert len(files) > 10
+    for path in files:
+        twin = tmp_path / "b" / path.relative_to(tmp_path / "a")
+        assert path.read_bytes() == twin.read_bytes()
+
+
+def test_links_of_the_hub_cache_are_followed_to_the_blob(
+    source_folder: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in source_folder.iterdir():
+        (snapshot / path.name).symlink_to(Path("..") / "model" / path.name)
+    _write(snapshot, tmp_path / "overlay")
+
+    for path in (tmp_path / "overlay").iterdir():
+        assert not path.is_symlink()
+    with Checkpoint.open(source_folder) as source:
+        for name, path in plan_overlay(source).weights.items():
+            assert (tmp_path / "overlay" / name).samefile(path)
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
+def test_weights_are_copied_where_links_are_impossible(
+    source_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(_self: Path, _target: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    _write(source_folder, tmp_path / "overlay")
+
+    with Checkpoint.open(source_folder) as source:
+        for name, path in plan_overlay(source).weights.items():
+            assert (tmp_path / "overlay" / name).read_bytes() == path.read_bytes()
+            assert not (tmp_path / "overlay" / name).samefile(path)
+
+
+def test_another_disk_gets_a_copy_and_a_full_one_is_told_before_copying(
+    source_folder: Path, small_disk: Path
+) -> None:
+    _write(source_folder, small_disk / "overlay")
+    with Checkpoint.open(small_disk / "overlay") as copy:
+        assert set(SCALES) <= set(copy.tensors)
+
+    with (source_folder / "notes.md").open("wb") as file:
+        file.truncate(2_000_000)
+    with (
+        pytest.raises(ExportError, match=r"2\.0 MB are needed and"),
+        OutputFolder(small_disk / "second", owned=frozenset()) as folder,
+    ):
+        _write(source_folder, folder)
+    assert [path.name for path in small_disk.iterdir()] == ["overlay"]
+
+
+def test_a_scale_the_source_already_has_is_refused(source_folder: Path, tmp_path: Path) -> None:
+    _write(source_folder, tmp_path / "overlay")
+
+    with pytest.raises(ExportError, match=r"already has a tensor model\.layers\.0"):
+        _write(tmp_path / "overlay", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_scale_hidden_in_a_listed_shard_is_refused_too(
+    source_folder: Path, tmp_path: Path
+) -> None:
+    _write(source_folder, tmp_path / "overlay")
+    index = _read_index(tmp_path / "overlay")
+    del index["weight_map"]["model.layers.0.self_attn.k_scale"]
+    (tmp_path / "overlay" / INDEX).write_text(json.dumps(index))
+    name = "model.layers.0.self_attn.k_scale"
+
+    with (
+        Checkpoint.open(tmp_path / "overlay") as source,
+        pytest.raises(ExportError, match="already has a tensor"),
+    ):
+        write_overlay(source, tmp_path / "x", scales={name: SCALES[name]}, config_updates={})
+
+
+def test_a_folder_that_holds_something_is_not_mixed_into(
+    source_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "overlay").mkdir()
+    (tmp_path / "overlay" / "x").write_text("x")
+    with pytest.raises(ExportError, match="must be empty"):
+        _write(source_folder, tmp_path / "overlay")
+
+
+def test_a_source_without_config_is_a_model_error(source_folder: Path, tmp_path: Path) -> None:
+    (source_folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        _write(source_folder, tmp_path / "overlay")
+
+
+def test_a_failure_in_the_middle_leaves_nothing_and_harms_no_source(
+    source_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = {path: path.stat().st_size for path in source_folder.rglob("*")}
+    monkeypatch.setattr(overlay.shutil, "copyfile", fail)
+    with (
+        pytest.raises(ExportError, match="No space left"),
+        OutputFolder(tmp_path / "out", owned=frozenset({"kv-overlay"})) as folder,
+    ):
+        _write(source_folder, folder / "kv-overlay")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert {path: path.stat().st_size for path in source_folder.rglob("*")} == before
+
+
+def test_the_plan_names_what_an_output_folder_may_replace(
+    source_folder: Path, tmp_path: Path
+) -> None:
+    with Checkpoint.open(source_folder) as source:
+        names = plan_overlay(source).names
+    for _ in range(2):
+        with OutputFolder(
+            tmp_path / "out", owned=names, force=True, inputs=[source_folder]
+        ) as folder:
+            _write(source_folder, folder)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+
+    with pytest.raises(UsageError, match="would replace"):
+        OutputFolder(source_folder, owned=names, force=True, inputs=[source_folder]).__enter__()
+
+
+def test_side_files_are_found_for_other_writers_too(source_folder: Path) -> None:
+    with Checkpoint.open(source_folder) as source:
+        sides, skipped = find_side_files(source)
+    assert set(sides) == {*SIDE_FILES, "generation_config.json"}
+    assert set(skipped) == {*LEFT_OUT, "onnx"}
