@@ -106,7 +106,7 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
                 aliases[key] = first
     counts = {str(site): stats.sites[site].count for site in sorted(stats.sites)}
     envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases)
-    save_tensors(path, tensors, {METADATA_KEY: envelope.model_dump_json()})
+    save_tensors(path, tensors, metadata={METADATA_KEY: envelope.model_dump_json()})
 
 
 class _Envelope(BaseModel):

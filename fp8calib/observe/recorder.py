@@ -78,7 +78,7 @@ def _rows(
     shape: tuple[int, int], lengths: tuple[int, ...], first: int, stride: int
 ) -> torch.Tensor:
     parts = [
-        torch.arange(-(first + i) % stride, length, stride) + i * shape[1]
+        torch.arange(length)[-(first + i) % stride :: stride] + i * shape[1]
         for i, length in enumerate(lengths)
     ]
     return torch.cat(parts)
@@ -151,15 +151,20 @@ class Recorder:
         self._on_device.clear()
         self._remembered.clear()
 
-    def observe_heads(self, site: Site, x: torch.Tensor) -> None:
-        """Take K, V or q of one layer: [B, H, S, D]."""
+    def observe_heads(self, site: Site, x: torch.Tensor, *, num_heads: int) -> None:
+        """Take K, V or q of one layer: [B, H, S, D], H a multiple of `num_heads`.
+
+        Falcon repeats its KV heads before it caches them; a server does not, so the amax of the
+        copies is folded into the head they come from.
+        """
         batch = self.batch
         counted = x
         if batch.kept is not None:
             rows = tokens_first(x)[self.rows("kept", x.device)]
             counted = rows.unflatten(1, (x.shape[1], x.shape[3])).transpose(0, 1).unsqueeze(0)
         running = self._site(site)
-        running.observe(head_amax(counted), batch.num_tokens)
+        amax = head_amax(counted).unflatten(0, (num_heads, -1)).amax(1)
+        running.observe(amax, batch.num_tokens)
         if site.role is not Role.Q:
             sample = tokens_first(x)[self.rows("kv_sample", x.device)]
             running.histogram = _sum(running.histogram, count_bins(sample))

@@ -60,15 +60,16 @@ class ObservingCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record K and V ([B, H, S, D] each) and hand them back."""
         attention = self._attentions.get(layer_idx)
-        if attention is None or attention.num_kv_heads != key_states.shape[1]:
+        if attention is None or key_states.shape[1] % attention.num_kv_heads:
             expected = "no K/V" if attention is None else f"{attention.num_kv_heads} KV heads"
             raise CalibrationError(
                 f"layer {layer_idx} caches {key_states.shape[1]} KV heads where the topology found "
                 f"{expected}"
             )
         if attention.module not in self._ignored:
-            self._recorder.observe_heads(attention.site(Role.K), key_states)
-            self._recorder.observe_heads(attention.site(Role.V), value_states)
+            num_heads = attention.num_kv_heads
+            self._recorder.observe_heads(attention.site(Role.K), key_states, num_heads=num_heads)
+            self._recorder.observe_heads(attention.site(Role.V), value_states, num_heads=num_heads)
         return key_states, value_states
 
 
@@ -156,7 +157,7 @@ def _observe_queries(
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if (site := sites.get(module)) is not None:
-                recorder.observe_heads(site, query)
+                recorder.observe_heads(site, query, num_heads=query.shape[1])
             return function(module, query, *args, **kwargs)
 
         return attend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fp8calib.checkpoint import overlay
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.overlay import find_side_files, plan_overlay, write_overlay
 from fp8calib.checkpoint.reader import Checkpoint
@@ -348,7 +348,7 @@ def test_a_failure_in_the_middle_leaves_nothing_and_harms_no_source(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = {path: path.stat().st_size for path in source_folder.rglob("*")}
-    monkeypatch.setattr(overlay.shutil, "copyfile", fail)
+    monkeypatch.setattr(shutil, "copyfile", fail)
     with (
         pytest.raises(ExportError, match="No space left"),
         OutputFolder(tmp_path / "out", owned=frozenset({"kv-overlay"})) as folder,

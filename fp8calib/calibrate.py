@@ -1,0 +1,194 @@
+"""The verb: run calibration data through a model and gather its statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import DataPlan, batches
+from fp8calib.errors import CalibrationError
+from fp8calib.geometry import ModelGeometry
+from fp8calib.model.load import ModelSource
+from fp8calib.model.topology import Unobserved, find_geometry
+from fp8calib.model.weight_stats import observe_weights
+from fp8calib.model.weights import WeightSource
+from fp8calib.observe.recorder import INPUT_HISTOGRAM_STRIDE, KV_HISTOGRAM_STRIDE, Recorder
+from fp8calib.observe.seams import observed
+from fp8calib.provenance import fingerprint_model, versions
+from fp8calib.recipe import Recipe, match_modules
+from fp8calib.run.whole import WholeRunner
+from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats, SiteStats, Skipped, StatsHeader
+
+
+class Progress(Protocol):
+    """Is told how far the run is."""
+
+    def stage(self, name: str, total: int | None) -> None:
+        """Begin a stage of `total` steps."""
+
+    def advance(self, steps: int) -> None:
+        """Go on by `steps`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model, its geometry and what the recipe leaves out of it: ready to run."""
+
+    model: PreTrainedModel
+    geometry: ModelGeometry
+    unobserved: tuple[Unobserved, ...]
+    ignored: frozenset[str]
+    weights: WeightSource
+
+
+def prepare(
+    model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe, *, checkpoint_dtype: str
+) -> Prepared:
+    """Find the geometry of `model` and resolve the recipe's patterns against it.
+
+    Raises:
+        ModelError: the architecture is not understood.
+        RecipeError: a pattern matches no module.
+    """
+    weights = WeightSource(model, checkpoint)
+    geometry, unobserved = find_geometry(model, weights.whole, checkpoint_dtype=checkpoint_dtype)
+    return Prepared(
+        model=model,
+        geometry=geometry,
+        unobserved=unobserved,
+        ignored=match_modules(recipe.observe.ignore, _module_names(geometry)),
+        weights=weights,
+    )
+
+
+def _module_names(geometry: ModelGeometry) -> list[str]:
+    names = [attention.module for _, attention in geometry.attentions()]
+    for _, linear in geometry.linears():
+        experts = linear.module.rpartition(".")[0] if linear.num_experts else linear.module
+        names.append(experts)
+    return list(dict.fromkeys(names))
+
+
+def calibrate(
+    prepared: Prepared,
+    plan: DataPlan | None,
+    source: ModelSource,
+    checkpoint: Checkpoint,
+    *,
+    recipe: Recipe,
+    batch_size: int,
+    progress: Progress,
+) -> CalibrationStats:
+    """Gather the statistics that `recipe` asks for; `plan` is None when it asks for weights alone.
+
+    Raises:
+        ModelError: a weight is NaN or inf.
+        CalibrationError: an activation is NaN or inf, or a site that must be seen was not.
+    """
+    sites: dict[Site, SiteStats] = {}
+    if recipe.observe.weights:
+        sites |= _weights(prepared, progress)
+    if plan is not None:
+        sites |= _activations(prepared, plan, recipe, batch_size, progress)
+    header = StatsHeader(
+        geometry=prepared.geometry,
+        model_fingerprint=fingerprint_model(source.raw_config, checkpoint),
+        data_fingerprint=plan.fingerprint if plan else "",
+        data_sources=plan.sources if plan else (),
+        num_sequences=len(plan.sequences) if plan else 0,
+        num_tokens=plan.num_tokens if plan else 0,
+        recipe_name=recipe.name,
+        recipe_hash=recipe.observation_hash,
+        compute_dtype=str(prepared.model.dtype).removeprefix("torch."),
+        kv_histogram_stride=KV_HISTOGRAM_STRIDE,
+        input_histogram_stride=INPUT_HISTOGRAM_STRIDE,
+        skipped=tuple(_skipped(prepared, recipe, sites)),
+        versions=versions(),
+    )
+    rows = plan.row_hashes if plan else torch.zeros(0, dtype=torch.int64)
+    return CalibrationStats(header=header, sites=sites, row_hashes=rows)
+
+
+def _weights(prepared: Prepared, progress: Progress) -> dict[Site, SiteStats]:
+    linears = list(prepared.geometry.linears())
+    progress.stage("reading weights", len(linears))
+    found: dict[Site, SiteStats] = {}
+    for site, stats in observe_weights(
+        prepared.model, prepared.geometry, prepared.weights, ignored=prepared.ignored
+    ):
+        found[site] = stats
+        progress.advance(1)
+    return found
+
+
+def _activations(
+    prepared: Prepared, plan: DataPlan, recipe: Recipe, batch_size: int, progress: Progress
+) -> dict[Site, SiteStats]:
+    observe = recipe.observe
+    recorder = Recorder()
+    runner = WholeRunner(
+        prepared.model, prepared.geometry, observe_kv=observe.kv, ignored=prepared.ignored
+    )
+    progress.stage("calibrating", plan.num_tokens)
+    with observed(
+        prepared.model,
+        prepared.geometry,
+        recorder,
+        query=observe.query,
+        inputs=observe.inputs,
+        ignored=prepared.ignored,
+    ):
+        runner.run(batches(plan, batch_size), recorder, progress.advance)
+    if observe.kv:
+        _require_kv(prepared, recorder)
+    return recorder.stats()
+
+
+def _require_kv(prepared: Prepared, recorder: Recorder) -> None:
+    counts = recorder.counts()
+    for layer, attention in prepared.geometry.attentions():
+        is_own = attention.producer is None and attention.module not in prepared.ignored
+        if is_own and not counts.get(attention.site(Role.K)):
+            raise CalibrationError(
+                f"layer {layer.index} ({layer.mixer}) never wrote to the KV cache, though its "
+                "topology says it keeps one"
+            )
+
+
+def _skipped(
+    prepared: Prepared, recipe: Recipe, sites: dict[Site, SiteStats]
+) -> list[Skipped]:
+    skipped = [
+        Skipped(site=f"{item.module}.weight", why=item.why) for item in prepared.unobserved
+    ]
+    for layer, attention in prepared.geometry.attentions():
+        site = attention.site(Role.Q)
+        if recipe.observe.query and site not in sites and attention.module not in prepared.ignored:
+            why = f"{layer.mixer} does not go through transformers' attention interface"
+            skipped.append(Skipped(site=str(site), why=why))
+    skipped += [
+        Skipped(site=module, why="left out by the recipe (observe.ignore)")
+        for module in sorted(prepared.ignored)
+    ]
+    skipped += [Skipped(site=name, why=why) for name, why in _outside(prepared)]
+    return skipped
+
+
+def _outside(prepared: Prepared) -> list[tuple[str, str]]:
+    """Name what lies outside the decoder layers and holds weights of its own."""
+    found: list[tuple[str, str]] = []
+    layers = prepared.geometry.layers[0].module.rpartition(".")[0]
+    decoder = layers.rpartition(".")[0]
+    if prepared.model.get_output_embeddings() is not None:
+        found.append(("lm_head", "not run: calibration needs no logits, engines leave it as it is"))
+    for name, module in prepared.model.named_modules():
+        siblings = name.count(".") == decoder.count(".") and name != decoder
+        inside = decoder.startswith(f"{name}.") or name.startswith(f"{decoder}.")
+        if name and siblings and not inside and "." in decoder and any(module.parameters()):
+            found.append((name, f"{type(module).__name__}: not part of the text decoder"))
+    return found
