@@ -41,8 +41,6 @@ def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
 
 def _with_one_bos(ids: list[int], tokenizer: Any) -> list[int]:
     bos = tokenizer.bos_token_id
-    if bos is None:
-        return ids
     num_leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
     return [bos, *ids[num_leading:]] if num_leading or _adds_bos(tokenizer) else ids
 

@@ -120,17 +120,12 @@ def _iter_parquet_values(path: Path) -> Iterator[dict[str, Any]]:
             unread = dict.fromkeys(name for name in names if name not in FIELDS)
             columns = [name for name in names if name in FIELDS]
             for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=columns):
-                yield from ({**unread, **value} for value in _list_values(batch, columns))
+                yield from ({**unread, **value} for value in batch.to_pylist())
     except (pa.ArrowException, ValueError) as error:
         raise DataError(
             f"{path.name}: not a readable parquet file ({_first_line(error)})",
             hint="write the file again, or use .jsonl",
         ) from error
-
-
-def _list_values(batch: Any, columns: list[str]) -> list[dict[str, Any]]:
-    # A batch without columns has rows all the same, but to_pylist() forgets them.
-    return batch.to_pylist() if columns else [{} for _ in range(batch.num_rows)]
 
 
 def _read_hub(source: HubSource) -> Iterator[Row]:

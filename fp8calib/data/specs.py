@@ -160,7 +160,7 @@ def _is_number(text: str) -> bool:
 
 def _is_data_path(text: str) -> bool:
     path = Path(text)
-    if not text or text == "builtin":
+    if not text:  # Path("") is the current folder
         return False
     return _is_dir(path) or (_is_file(path) and _has_accepted_suffix(path))
 

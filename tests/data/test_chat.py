@@ -31,6 +31,12 @@ def test_a_conversation_has_one_bos_when_template_or_tokenizer_writes_one(
     assert render_messages(tokenizer, MESSAGES, "x:1") == expected
 
 
+def test_the_tokenizers_closing_token_is_left_to_the_template() -> None:
+    tokenizer = make_tokenizer(adds_eos=True, template=PLAIN_TEMPLATE)
+    assert tokenizer("a")["input_ids"] == [0, 7, 1]
+    assert render_messages(tokenizer, MESSAGES, "x:1") == WITH_BOS
+
+
 def test_a_tokenizer_without_template_is_named_with_the_row() -> None:
     with pytest.raises(DataError) as caught:
         render_messages(make_tokenizer(), MESSAGES, "x.jsonl:3")

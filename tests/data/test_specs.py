@@ -85,6 +85,14 @@ def test_a_folder_gives_its_data_files_by_name_and_tells_what_it_left(tmp_path: 
     assert parse_spec(str(tmp_path)).source == expected
 
 
+def test_the_order_of_a_folder_is_by_name_whatever_the_file_system_says(tmp_path: Path) -> None:
+    for index in (5, 2, 9, 0, 7, 4, 1, 8, 3, 6):
+        touch(tmp_path / f"{index}.txt")
+    source = parse_spec(str(tmp_path)).source
+    assert isinstance(source, FileSource)
+    assert [path.name for path in source.paths] == [f"{index}.txt" for index in range(10)]
+
+
 def test_the_label_of_the_current_folder_is_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,16 +13,20 @@ BOS_TEMPLATE = "{{ bos_token }} " + PLAIN_TEMPLATE
 
 
 def make_tokenizer(
-    *, adds_bos: bool = True, bos: str | None = "<s>", template: str | None = None
+    *,
+    adds_bos: bool = True,
+    adds_eos: bool = False,
+    bos: str | None = "<s>",
+    template: str | None = None,
 ) -> Any:
     """Build a tokenizer that splits at spaces; its context is 4 tokens, to provoke warnings."""
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  a word, not a password
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
-        )
+    wrapped = f"{'<s>' if adds_bos else ''} $A {'</s>' if adds_eos else ''}"
+    backend.post_processor = processors.TemplateProcessing(
+        single=wrapped.strip(), special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=bos,
