@@ -1,1 +1,56 @@
+"""The command line: parse, run one command, show the outcome or one clear error."""
 
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from typer.exceptions import Abort, Exit, TyperException
+from typer.main import get_command
+
+from fp8calib.cli.app import app
+from fp8calib.cli.arguments import spread_formats
+from fp8calib.cli.console import show_error
+from fp8calib.errors import Fp8CalibError
+
+BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the program and leave with its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    sys.exit(_guarded(arguments))
+
+
+def main_inner(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors are raised, so that tests can see them."""
+    command = get_command(app)
+    outcome = command.main(spread_formats(arguments), prog_name="fp8calib", standalone_mode=False)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _guarded(arguments: Sequence[str]) -> int:
+    as_json = "--json" in arguments
+    try:
+        return main_inner(arguments)
+    except Fp8CalibError as error:
+        return show_error(
+            error.kind, error.message, error.hint, as_json=as_json, exit_code=error.exit_code
+        )
+    except TyperException as error:
+        message = error.format_message().strip()
+        return show_error("usage", message, "see --help", as_json=as_json, exit_code=2)
+    except (KeyboardInterrupt, Abort):
+        return show_error("usage", "interrupted", "", as_json=as_json, exit_code=130)
+    except Exit as leaving:
+        return leaving.exit_code
+    except BrokenPipeError:
+        # Whoever read our output is gone; closing stdout again at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 -- the outermost frame: anything left is our bug
+        traceback.print_exc()
+        message = f"{type(error).__name__}: {error}"
+        return show_error("bug", message, BUG_HINT, as_json=as_json, exit_code=1)

@@ -51,7 +51,7 @@ def open_source(model: str, *, revision: str | None, trust_remote_code: bool) ->
     Raises:
         ModelError: nothing there, no usable config, already quantized, not a decoder.
     """
-    folder = _find_folder(model, revision)
+    folder = find_folder(model, revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         raw = checkpoint.load_config()
     _refuse_quantized(raw, folder)
@@ -63,7 +63,8 @@ def open_source(model: str, *, revision: str | None, trust_remote_code: bool) ->
     return source
 
 
-def _find_folder(model: str, revision: str | None) -> Path:
+def find_folder(model: str, revision: str | None) -> Path:
+    """Give the folder of a model: the path itself, or where the hub id was fetched to."""
     path = Path(model)
     if path.exists():
         return path
@@ -238,3 +239,25 @@ def choose_device(device: str) -> str:
             f"--device {device}: this machine has {count} CUDA devices", hint="use --device cpu"
         )
     return f"cuda:{index}"
+
+
+def build_skeleton(source: ModelSource) -> PreTrainedModel:
+    """Build the model without weights, to look at its modules before hours of loading.
+
+    Raises:
+        ModelError: transformers cannot build the class from this config.
+    """
+    found = _model_class(source)
+    try:
+        with torch.device("meta"):
+            if found is transformers.AutoModelForCausalLM:
+                model = found.from_config(source.config, trust_remote_code=True)
+            else:
+                model = found._from_config(source.config)  # noqa: SLF001 -- what the auto classes call
+    except Exception as error:
+        raise ModelError(
+            f"{source.folder}: transformers cannot build {source.config.model_type}: "
+            f"{_first_line(error)}"
+        ) from error
+    built: PreTrainedModel = model.eval()
+    return built

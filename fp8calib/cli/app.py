@@ -1,0 +1,44 @@
+"""The program's commands. Importing this pays for typer alone; bodies import what they need."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fp8calib import __version__
+from fp8calib.cli.calibrate_command import calibrate_command
+from fp8calib.cli.export_command import export_command
+from fp8calib.cli.recipes_command import recipes_command
+from fp8calib.cli.show_command import show_command
+
+app = typer.Typer(
+    name="fp8calib",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="FP8 calibration of Hugging Face language models: scales that engines really load.",
+)
+app.command("calibrate")(calibrate_command)
+app.command("export")(export_command)
+app.command("show")(show_command)
+app.command("recipes")(recipes_command)
+
+
+def _print_version(value: bool) -> None:  # noqa: FBT001 -- typer calls it with the flag's value
+    if value:
+        typer.echo(f"fp8calib {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,67 @@
+"""Options that several commands share, and what typer's grammar lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+FORMAT_NAMES = ("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json", "rfc")
+
+FormatOption = Annotated[
+    list[str] | None,
+    typer.Option("--format", metavar="NAME", help=f"What to write: {', '.join(FORMAT_NAMES)}."),
+]
+TpOption = Annotated[
+    list[int] | None,
+    typer.Option("--tp", metavar="N", help="Tensor-parallel degree of the JSON formats; repeat."),
+]
+RuleOption = Annotated[
+    str | None, typer.Option("--rule", metavar="NAME", help="How amax becomes a scale: amax.")
+]
+FallbackOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fallback",
+        metavar="NAME",
+        help="Scale where none can be computed: layer-max, one or refuse.",
+    ),
+]
+Fp8DtypeOption = Annotated[
+    str | None,
+    typer.Option("--fp8-dtype", metavar="NAME", help="e4m3fn (default) or e4m3fnuz."),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace what this command wrote there before.")
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout, talk on stderr.")
+]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the hub.")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code a checkpoint carries.")
+]
+
+
+def spread_formats(arguments: Sequence[str]) -> list[str]:
+    """Let one --format take several names: `--format tgi rfc` becomes `--format tgi --format rfc`."""
+    spread: list[str] = []
+    in_formats = False
+    for argument in arguments:
+        if in_formats and spread[-1] != "--format" and argument in FORMAT_NAMES:
+            spread.append("--format")
+        elif spread[-1:] != ["--format"]:
+            in_formats = argument == "--format"
+        spread.append(argument)
+    return spread
+
+
+def split_names(values: Sequence[str] | None) -> list[str] | None:
+    """Split `a,b` into two names and drop repetitions; None stays None (not given)."""
+    if values is None:
+        return None
+    names = [name.strip() for value in values for name in value.split(",")]
+    return list(dict.fromkeys(name for name in names if name))

@@ -1,0 +1,60 @@
+"""The nouns of `fp8calib calibrate`: what was asked for, and what was decided before running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.calibrate import Prepared
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import DataPlan
+from fp8calib.dialects.registry import paths
+from fp8calib.model.load import ModelSource
+from fp8calib.recipe import Recipe
+
+STATS_NAME = "stats.safetensors"
+REPORT_NAME = "report.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The command line, resolved."""
+
+    model: str
+    recipe: Recipe
+    out: Path | None
+    device: str
+    dtype: str
+    device_map: str | None
+    revision: str | None
+    trust_remote_code: bool
+    force: bool
+    dry_run: bool
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything decided before a weight is loaded."""
+
+    settings: Settings
+    source: ModelSource
+    checkpoint: Checkpoint
+    prepared: Prepared
+    """Of the model without weights."""
+    plan: DataPlan | None
+    out: Path
+    device: str
+    dtype: str
+    dtype_why: str
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe with the command line's changes."""
+        return self.settings.recipe
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Names of what the command writes under the output folder."""
+        formats = paths(self.recipe.formats, self.recipe.tp)
+        return frozenset({STATS_NAME, REPORT_NAME}) | formats

@@ -1,0 +1,172 @@
+"""The report of a calibration: as JSON for machines, as a page for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8calib.cli.calibrate_job import Job
+from fp8calib.cli.console import print_json, print_table, print_text, say, warn
+from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
+from fp8calib.fp8 import E4M3FN, FORMATS
+from fp8calib.saturation import compute_saturation
+from fp8calib.sites import Role
+from fp8calib.stats import CalibrationStats
+
+UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
+"""Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the run cost, and where it ran."""
+
+    duration_s: float
+    device: str
+
+
+def build_report(
+    job: Job,
+    stats: CalibrationStats,
+    measured: Measured,
+    *,
+    files: Sequence[str],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Gather what a user or a script wants to know about a run that has ended."""
+    fmt = FORMATS[job.recipe.scales.fp8_dtype]
+    geometry = stats.geometry
+    before, after = kv_bytes_per_token(geometry)
+    saturation = compute_saturation(stats)
+    tokens = stats.header.num_tokens
+    return {
+        "model": job.settings.model,
+        "architecture": geometry.architecture,
+        "out": str(job.out),
+        "files": list(files),
+        "tokens": tokens,
+        "sequences": stats.header.num_sequences,
+        "duration_s": measured.duration_s,
+        "tokens_per_s": tokens / measured.duration_s,
+        "dtype": job.dtype,
+        "dtype_why": job.dtype_why,
+        "device": measured.device,
+        "batch_size": job.recipe.data.batch_size,
+        "coverage": {
+            "observed": len(stats.sites),
+            "skipped": [item.model_dump() for item in stats.header.skipped],
+        },
+        "saturation": saturation.model_dump() if saturation else None,
+        "expert_tokens": _expert_tokens(stats),
+        "kv_bytes_per_token": {"before": before, "after": after},
+        "serving": [
+            {"format": name, "engine": item.engine, "command": item.command}
+            for name in job.recipe.formats
+            for item in serving_commands(geometry, name, str(job.out))
+        ],
+        "limitations": [
+            {"format": name, "engine": item.engine, "why": item.why}
+            for name in job.recipe.formats
+            for item in limitations(geometry, name, fmt)
+        ],
+        "warnings": [
+            *(job.plan.warnings if job.plan else ()),
+            *_query_warnings(job, stats),
+            *notes,
+        ],
+        "versions": stats.header.versions,
+    }
+
+
+def save_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report as JSON."""
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _expert_tokens(stats: CalibrationStats) -> dict[str, list[int]]:
+    return {
+        site.module.rpartition(".")[0]: found.expert_counts.tolist()
+        for site, found in stats.sites.items()
+        if found.expert_counts is not None and site.module.endswith(".up_proj")
+    }
+
+
+def _query_warnings(job: Job, stats: CalibrationStats) -> Iterator[str]:
+    if job.recipe.query_scale:
+        return
+    for layer, attention in stats.geometry.attentions():
+        seen = stats.sites.get(attention.site(Role.Q))
+        if seen is None or not seen.count:
+            continue
+        amax = float(seen.amax.max()) / attention.query_divisor
+        if amax > E4M3FN.max or amax < UNSCALED_QUERY_FLOOR:
+            what = "clips" if amax > E4M3FN.max else "underflows"
+            yield (
+                f"q of layer {layer.index} reaches {amax:.4g} and {what} where an engine quantizes "
+                "q with scale 1.0: use --query-scale"
+            )
+
+
+def describe_plan(job: Job) -> dict[str, Any]:
+    """Say what a run would do."""
+    plan = job.plan
+    return {
+        "plan": {
+            "model": job.settings.model,
+            "architecture": job.prepared.geometry.architecture,
+            "layers": len(job.prepared.geometry.layers),
+            "weights_size_bytes": job.checkpoint.total_size_bytes,
+            "dtype": job.dtype,
+            "dtype_why": job.dtype_why,
+            "device": job.device,
+            "sequences": len(plan.sequences) if plan else 0,
+            "tokens": plan.num_tokens if plan else 0,
+            "data": list(plan.sources) if plan else [],
+            "out": str(job.out),
+            "writes": sorted(job.owned),
+        }
+    }
+
+
+def show_plan(plan: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a plan."""
+    if as_json:
+        print_json(plan)
+        return
+    rows = [[key, _spell(value)] for key, value in plan["plan"].items()]
+    print_table("plan (nothing was run or written)", ["what", "value"], rows)
+
+
+def _spell(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) -> None:
+    """Print the report for people: on stderr when stdout is for JSON."""
+    show = say if job.settings.as_json else print_text
+    show(
+        f"{report['tokens']:,} tokens in {report['sequences']} sequences, "
+        f"{report['duration_s']:.1f} s ({report['tokens_per_s']:,.0f} tokens/s), "
+        f"{report['coverage']['observed']} sites observed"
+    )
+    for item in stats.header.skipped:
+        show(f"  not observed: {item.site}: {item.why}")
+    if (saturation := compute_saturation(stats)) is not None:
+        show(saturation.describe())
+    before, after = report["kv_bytes_per_token"].values()
+    show(f"KV cache: {before:,} bytes per token now, {after:,} with FP8")
+    for text in report["warnings"][len(job.plan.warnings if job.plan else ()) :]:
+        warn(text)
+    show(f"written to {job.out}: {', '.join(_top_level(report['files']))}")
+    for item in report["serving"]:
+        show(f"serve with {item['engine']} ({item['format']}):\n    {item['command']}")
+    for item in report["limitations"]:
+        show(f"  {item['format']}: not for {item['engine']}: {item['why']}")
+
+
+def _top_level(files: Sequence[str]) -> list[str]:
+    names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
+    return list(dict.fromkeys(names))

@@ -1,0 +1,182 @@
+"""What `fp8calib calibrate` does: open, plan, run, write, show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8calib.calibrate import Prepared, calibrate, prepare
+from fp8calib.checkpoint.atomic import OutputFolder, check_output
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job, Settings
+from fp8calib.cli.calibrate_report import (
+
+
+    Measured,
+    build_report,
+    describe_plan,
+    save_report,
+    show_plan,
+    show_report,
+)
+from fp8calib.cli.console import Bar, print_json, say, warn
+from fp8calib.data.plan import DataPlan, build_plan
+from fp8calib.dialects.registry import check_export, check_formats, paths, write_formats
+from fp8calib.errors import UsageError
+from fp8calib.fp8 import FORMATS
+from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
+from fp8calib.model.load import (
+    ModelSource,
+    build_skeleton,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    open_source,
+)
+from fp8calib.model.weights import WeightSource
+from fp8calib.recipe import Recipe
+from fp8calib.stats import CalibrationStats, save_stats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEFAULT_SEQ_LEN = 2048
+
+
+def run_calibrate(settings: Settings) -> None:
+    """Calibrate as the settings say, and show the outcome."""
+    _quiet_libraries()
+    with _opened(settings) as job:
+        for text in job.plan.warnings if job.plan else ():
+            warn(text)
+        if settings.dry_run:
+            show_plan(describe_plan(job), as_json=settings.as_json)
+            return
+        started = time.monotonic()
+        with Bar() as bar:
+            stats, model_device = _run(job, bar)
+        measured = Measured(duration_s=time.monotonic() - started, device=model_device)
+        report = _write(job, stats, measured)
+    if settings.as_json:
+        print_json(report)
+    show_report(job, stats, report)
+
+
+def _quiet_libraries() -> None:
+    """Keep the libraries' own bars and advice off the terminal: ours says what matters."""
+    import transformers  # noqa: PLC0415
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def _opened(settings: Settings) -> Iterator[Job]:
+    recipe = settings.recipe
+    check_formats(recipe.formats)
+    device = choose_device(settings.device)
+    _check_device_map(settings)
+    source = open_source(
+        settings.model,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
+    with Checkpoint.open(source.folder, require_config=True) as checkpoint:
+        dtype, why = choose_dtype(settings.dtype, device=device, checkpoint=checkpoint)
+        prepared = prepare(
+            build_skeleton(source), checkpoint, recipe, checkpoint_dtype=stored_dtype(checkpoint)
+        )
+        check_export(prepared.geometry, recipe.formats, recipe.tp)
+        job = Job(
+            settings=settings,
+            source=source,
+            checkpoint=checkpoint,
+            prepared=prepared,
+            plan=None,
+            out=out,
+            device=device,
+            dtype=dtype,
+            dtype_why=why,
+        )
+        if not settings.dry_run:
+            check_output(out, job.owned, settings.force, inputs=[source.folder])
+        yield replace(job, plan=_plan(settings, source))
+
+
+def _check_device_map(settings: Settings) -> None:
+    if settings.device_map not in {None, "auto"}:
+        raise UsageError(f"--device-map {settings.device_map}: only auto is known")
+    if settings.device_map and settings.device != "auto":
+        raise UsageError("--device-map auto chooses the devices itself: leave out --device")
+
+
+def _plan(settings: Settings, source: ModelSource) -> DataPlan | None:
+    recipe = settings.recipe
+    if not recipe.observe.needs_forward:
+        return None
+    vocab_size = int(source.text_config.vocab_size)
+    longest = source.max_positions
+    seq_len = recipe.data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    if longest is not None and seq_len > longest:
+        raise UsageError(
+            f"--seq-len {seq_len} is above the model's maximum of {longest} positions",
+            hint=f"use --seq-len {longest} or less",
+        )
+    return build_plan(
+        recipe.data.sources,
+        tokenizer=lambda: load_tokenizer(source, vocab_size),
+        vocab_size=vocab_size,
+        samples=recipe.data.samples,
+        seq_len=seq_len,
+        pack=recipe.data.pack,
+        seed=recipe.data.seed,
+    )
+
+
+def _run(job: Job, bar: Bar) -> tuple[CalibrationStats, str]:
+    say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
+    bar.stage("loading the model", None)
+    model = load_model(
+        job.source,
+        dtype=DTYPES[job.dtype],
+        device=job.device,
+        device_map=job.settings.device_map,
+    )
+    loaded = replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
+    stats = calibrate(
+        loaded,
+        job.plan,
+        job.source,
+        job.checkpoint,
+        recipe=job.recipe,
+        batch_size=job.recipe.data.batch_size,
+        progress=bar,
+    )
+    return stats, job.device
+
+
+def _write(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping[str, Any]:
+    recipe = job.recipe
+    with OutputFolder(
+        job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
+    ) as folder:
+        save_stats(stats, folder / STATS_NAME)
+        written = write_formats(
+            stats,
+            recipe.formats,
+            folder,
+            fmt=FORMATS[recipe.scales.fp8_dtype],
+            tps=recipe.tp,
+            source=job.checkpoint,
+            query=recipe.query_scale,
+            fallback=recipe.scales.fallback,
+        )
+        files = sorted([STATS_NAME, REPORT_NAME, *written.files])
+        report = build_report(job, stats, measured, files=files, notes=written.notes)
+        save_report(folder / REPORT_NAME, report)
+    return report

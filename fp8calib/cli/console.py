@@ -1,0 +1,114 @@
+"""What people see: tables, progress, errors. The only place that knows rich."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import ProgressColumn, SpinnerColumn, Task
+from rich.table import Table
+from rich.text import Text
+
+_out = Console(highlight=False, soft_wrap=True)
+_talk = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """Tell the user something, on stderr."""
+    _talk.print(Text(text))
+
+
+def warn(text: str) -> None:
+    """Warn the user, on stderr."""
+    _talk.print(Text(f"warning: {text}", style="yellow"))
+
+
+def print_text(text: str) -> None:
+    """Print a result, on stdout."""
+    _out.print(Text(text))
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON object on stdout. NaN is refused: it is no JSON."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on stdout; cells that look like numbers are set to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = all(_is_number(row[index]) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    _wide_enough().print(table)
+
+
+def _wide_enough() -> Console:
+    """Never cut a table that goes into a pipe or a file to somebody's terminal width."""
+    return _out if _out.is_terminal else Console(highlight=False, width=200)
+
+
+def _is_number(text: str) -> bool:
+    return text in {"", "-"} or text.replace(".", "").replace("e-", "").replace("e+", "").isdigit()
+
+
+def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: int) -> int:
+    """Print an error on stderr, and as JSON on stdout when asked; give the exit code back."""
+    _talk.print(Text(f"error: {message}", style="bold red"))
+    if hint:
+        _talk.print(Text(f"hint: {hint}"))
+    if as_json:
+        print_json({"error": {"kind": kind, "message": message, "hint": hint}})
+    return exit_code
+
+
+class _TokensPerSecond(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f} {task.fields['unit']}/s")
+
+
+class Bar:
+    """A progress bar on a terminal's stderr; silent when stderr is piped."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _TokensPerSecond(),
+            TimeRemainingColumn(),
+            console=_talk,
+            disable=not _talk.is_terminal,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
+        """Begin a stage of `total` steps."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=total, unit=unit)
+
+    def advance(self, steps: int) -> None:
+        """Go on by `steps`."""
+        if self._task is not None:
+            self._progress.advance(self._task, steps)

@@ -1,0 +1,85 @@
+"""What `fp8calib export` does: load stats, check, write, show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.cli.console import print_json, print_text, warn
+from fp8calib.dialects.registry import check_export, check_formats, paths, write_formats
+from fp8calib.errors import ExportError
+from fp8calib.fp8 import FORMATS
+from fp8calib.provenance import fingerprint_model
+from fp8calib.recipe import Recipe
+from fp8calib.stats import CalibrationStats, load_stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSettings:
+    """The command line, resolved."""
+
+    stats: Path
+    out: Path
+    recipe: Recipe
+    model: str | None
+    force: bool
+    as_json: bool
+
+
+def run_export(settings: ExportSettings) -> None:
+    """Write every format that was asked for, from statistics alone."""
+    recipe = settings.recipe
+    check_formats(recipe.formats)
+    stats = load_stats(settings.stats)
+    check_export(stats.geometry, recipe.formats, recipe.tp)
+    with _source(settings.model, stats) as source:
+        inputs = [settings.stats, *([source.folder] if source else [])]
+        with OutputFolder(
+            settings.out,
+            owned=paths(recipe.formats, recipe.tp),
+            force=settings.force,
+            inputs=inputs,
+        ) as folder:
+            written = write_formats(
+                stats,
+                recipe.formats,
+                folder,
+                fmt=FORMATS[recipe.scales.fp8_dtype],
+                tps=recipe.tp,
+                source=source,
+                query=recipe.query_scale,
+                fallback=recipe.scales.fallback,
+            )
+    for note in written.notes:
+        warn(note)
+    if settings.as_json:
+        print_json(
+            {
+                "out": str(settings.out),
+                "files": list(written.files),
+                "warnings": list(written.notes),
+            }
+        )
+    else:
+        print_text(f"written to {settings.out}: {', '.join(written.files)}")
+
+
+@contextmanager
+def _source(model: str | None, stats: CalibrationStats) -> Iterator[Checkpoint | None]:
+    if model is None:
+        yield None
+        return
+    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+
+    with Checkpoint.open(find_folder(model, None), require_config=True) as checkpoint:
+        if fingerprint_model(checkpoint.load_config(), checkpoint) != stats.header.model_fingerprint:
+            raise ExportError(
+                f"{model} is not the model these statistics were measured on (its fingerprint "
+                "differs)",
+                hint="pass the folder that calibrate was run on",
+            )
+        yield checkpoint
