@@ -1,0 +1,61 @@
+"""`kv-overlay` and `kv-overlay-head`: a whole checkpoint that vLLM and transformers load.
+
+The weights stay as they are. The `quantization_config` names one group that matches no module: an
+empty one makes transformers fail on MoE models, and without `ignore` TGI looks for a target
+(FORMATS.md, Appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from fp8calib.checkpoint.overlay import write_overlay
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.dialects.names import make_scale_tensors
+from fp8calib.scales import ScaleTable
+
+Strategy = Literal["tensor", "attn_head"]
+
+SCALAR_SHAPE = (1,)
+"""The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []
+(`core_model_loading.py:set_param_for_module`: mismatched sizes). llm-compressor stores it too."""
+
+
+def write_kv_overlay(table: ScaleTable, source: Checkpoint, folder: Path) -> Mapping[str, str]:
+    """Write `source` with the table's scales beside its weights, per tensor or per head.
+
+    Returns:
+        The entries of the source that were left out, each with the reason.
+
+    Raises:
+        ModelError: the source's config.json is missing or broken.
+        ExportError: the source already has such tensors, or the folder cannot be written.
+    """
+    strategy: Strategy = "attn_head" if table.per_head else "tensor"
+    return write_overlay(
+        source,
+        folder,
+        scales=make_scale_tensors(table, scalar_shape=SCALAR_SHAPE),
+        config_updates={"quantization_config": make_quantization_config(strategy)},
+    )
+
+
+def make_quantization_config(strategy: Strategy) -> dict[str, object]:
+    """Make the `quantization_config` under which only the KV cache is quantized."""
+    number = {"num_bits": 8, "type": "float"}
+    fixed = {"symmetric": True, "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "ignore": ["re:.*"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["re:^no-module$"],
+                "weights": {**number, "strategy": "tensor", **fixed},
+            }
+        },
+        "kv_cache_scheme": {**number, "strategy": strategy, **fixed},
+    }

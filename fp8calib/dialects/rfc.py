@@ -1,0 +1,72 @@
+"""`rfc`: the JSON of vLLM's FP8 schema RFC (discussions #3218 and #2461), to the letter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp8calib.dialects.json_scales import list_kv_scales, name_dtype, save_json
+from fp8calib.geometry import Layer, Section
+from fp8calib.scales import ScaleTable
+from fp8calib.sites import Role, Site
+
+
+def write_rfc(kv: ScaleTable, linears: ScaleTable, path: Path) -> None:
+    """Write KV, MLP and attention scales for each rank of the two tables, which is the same number.
+
+    Raises:
+        ExportError: the file cannot be written.
+    """
+    dtype = name_dtype(kv.fmt)
+    factors = {f"rank{rank}": list_kv_scales(kv, rank) for rank in range(kv.tp)}
+    document = {
+        "model_type": kv.geometry.model_type,
+        "kv_cache": {"dtype": dtype, "scaling_factor": factors},
+        "mlp": _make_section(linears, "mlp"),
+        "attention": _make_section(linears, "attention"),
+    }
+    save_json(path, document)
+
+
+def _make_section(table: ScaleTable, section: Section) -> dict[str, object]:
+    dtype = name_dtype(table.fmt)
+    return {
+        "activation": {
+            "dtype": _name_served_dtype(table.geometry.checkpoint_dtype),
+            "target_dtype": dtype,
+            "scaling_factor": _list_factors(table, section, Role.INPUT),
+        },
+        "weight": {
+            "dtype": dtype,
+            "scaling_factor": _list_factors(table, section, Role.WEIGHT),
+        },
+    }
+
+
+def _name_served_dtype(checkpoint_dtype: str) -> str:
+    """Name the 16-bit dtype activations have in a server; fp32 checkpoints are served in bf16."""
+    return "float16" if checkpoint_dtype == "float16" else "bfloat16"
+
+
+def _list_factors(
+    table: ScaleTable, section: Section, role: Role
+) -> dict[str, dict[str, dict[str, float]]]:
+    """List rank -> layer -> projection -> scale; layers without such projections have no entry."""
+    sites = {layer.index: _list_sites(layer, section, role) for layer in table.geometry.layers}
+    return {
+        f"rank{rank}": {
+            str(index): {key: float(table.scales[site].values[rank]) for key, site in found.items()}
+            for index, found in sites.items()
+            if found
+        }
+        for rank in range(table.tp)
+    }
+
+
+def _list_sites(layer: Layer, section: Section, role: Role) -> dict[str, Site]:
+    return {
+        linear.key(part, expert): Site(linear.logical(part, expert), role)
+        for linear in layer.linears
+        if linear.section == section
+        for expert in linear.experts
+        for part in linear.parts
+    }
