@@ -160,12 +160,8 @@ def _require_kv(prepared: Prepared, recorder: Recorder) -> None:
             )
 
 
-def _skipped(
-    prepared: Prepared, recipe: Recipe, sites: dict[Site, SiteStats]
-) -> list[Skipped]:
-    skipped = [
-        Skipped(site=f"{item.module}.weight", why=item.why) for item in prepared.unobserved
-    ]
+def _skipped(prepared: Prepared, recipe: Recipe, sites: dict[Site, SiteStats]) -> list[Skipped]:
+    skipped = [Skipped(site=f"{item.module}.weight", why=item.why) for item in prepared.unobserved]
     for layer, attention in prepared.geometry.attentions():
         site = attention.site(Role.Q)
         if recipe.observe.query and site not in sites and attention.module not in prepared.ignored:

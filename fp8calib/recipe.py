@@ -12,7 +12,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8calib.errors import RecipeError
-
 from fp8calib.recipe_files import recipe_files
 from fp8calib.scales import RULES, Fallback
 
@@ -178,6 +177,6 @@ def _matches(pattern: str, module: str) -> bool:
     try:
         return re.fullmatch(pattern.removeprefix("re:"), module) is not None
     except re.error as error:
-        raise RecipeError(f"observe.ignore: {pattern!r} is no regular expression: {error}") from error
-
-
+        raise RecipeError(
+            f"observe.ignore: {pattern!r} is no regular expression: {error}"
+        ) from error

@@ -33,9 +33,7 @@ class Saturation(BaseModel):
 
 def compute_saturation(stats: CalibrationStats) -> Saturation | None:
     """Compare each site's running amax with its final one; None when nothing was run."""
-    shares = {
-        site: found for site in stats.sites if (found := _shares(stats, site)) is not None
-    }
+    shares = {site: found for site in stats.sites if (found := _shares(stats, site)) is not None}
     if not shares:
         return None
     points = list(zip(*shares.values(), strict=True))

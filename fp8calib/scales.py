@@ -263,9 +263,7 @@ def _expert_scales(
     return {
         expert: Scale(
             values=values[expert],
-            origin=_origin(
-                values[expert], unseen=counts is not None and int(counts[expert]) == 0
-            ),
+            origin=_origin(values[expert], unseen=counts is not None and int(counts[expert]) == 0),
         )
         for expert in range(linear.num_experts)
     }

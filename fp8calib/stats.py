@@ -161,9 +161,7 @@ def load_stats(path: Path) -> CalibrationStats:
     )
 
 
-def _build_sites(
-    envelope: _Envelope, tensors: Mapping[str, torch.Tensor]
-) -> dict[Site, SiteStats]:
+def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
     by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
     everything = {
         **{key: tensor for key, tensor in tensors.items() if key != "row_hashes"},

@@ -26,7 +26,7 @@ app.command("show")(show_command)
 app.command("recipes")(recipes_command)
 
 
-def _print_version(value: bool) -> None:  # noqa: FBT001 -- typer calls it with the flag's value
+def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"fp8calib {__version__}")
         raise typer.Exit

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.calibrate import Prepared, calibrate, prepare
+from fp8calib.calibrate import calibrate, prepare
 from fp8calib.checkpoint.atomic import OutputFolder, check_output
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job, Settings
 from fp8calib.cli.calibrate_report import (
-
-
     Measured,
     build_report,
     describe_plan,
@@ -25,7 +23,7 @@ from fp8calib.cli.calibrate_report import (
 )
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.data.plan import DataPlan, build_plan
-from fp8calib.dialects.registry import check_export, check_formats, paths, write_formats
+from fp8calib.dialects.registry import check_export, check_formats, write_formats
 from fp8calib.errors import UsageError
 from fp8calib.fp8 import FORMATS
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
@@ -38,7 +36,6 @@ from fp8calib.model.load import (
     open_source,
 )
 from fp8calib.model.weights import WeightSource
-from fp8calib.recipe import Recipe
 from fp8calib.stats import CalibrationStats, save_stats
 
 if TYPE_CHECKING:

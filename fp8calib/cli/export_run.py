@@ -76,7 +76,10 @@ def _source(model: str | None, stats: CalibrationStats) -> Iterator[Checkpoint |
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
     with Checkpoint.open(find_folder(model, None), require_config=True) as checkpoint:
-        if fingerprint_model(checkpoint.load_config(), checkpoint) != stats.header.model_fingerprint:
+        if (
+            fingerprint_model(checkpoint.load_config(), checkpoint)
+            != stats.header.model_fingerprint
+        ):
             raise ExportError(
                 f"{model} is not the model these statistics were measured on (its fingerprint "
                 "differs)",

@@ -59,7 +59,18 @@ INTERLEAVED_QKV = frozenset(
 PRESCALED_QUERY = frozenset({"opt"})
 """Families that multiply q by head_dim ** -0.5 before attention, where engines do it inside."""
 
-CACHELESS_MIXERS = ("mamba", "deltanet", "gateddelta", "kimidelta", "shortconv", "recurrent", "rwkv", "linearattention", "lightning", "ssm")  # noqa: E501
+CACHELESS_MIXERS = (
+    "mamba",
+    "deltanet",
+    "gateddelta",
+    "kimidelta",
+    "shortconv",
+    "recurrent",
+    "rwkv",
+    "linearattention",
+    "lightning",
+    "ssm",
+)
 """Parts of class names (lower case) of token mixers that keep a state instead of K and V."""
 CACHELESS_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"})
 
@@ -76,9 +87,7 @@ class Heads:
 
 def heads_part(name: str, num_heads: int, out_features: int) -> Part:
     """Describe a projection whose rows are `num_heads` equal heads, one after another."""
-    return Part(
-        name=name, count=num_heads, unit=out_features // num_heads, per_group=num_heads
-    )
+    return Part(name=name, count=num_heads, unit=out_features // num_heads, per_group=num_heads)
 
 
 def rows_part(name: str, num_rows: int, *, first: int = 0) -> Part:

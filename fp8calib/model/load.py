@@ -117,7 +117,7 @@ def _load_config(
             )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # noqa: BLE001 -- transformers validates with many kinds of errors
+    except Exception as error:
         raise ModelError(
             f"{folder}/config.json: transformers {transformers.__version__} cannot use it: "
             f"{_first_line(error)}"
@@ -145,7 +145,9 @@ def _model_class(source: ModelSource) -> Any:
 def _is_encoder(config: PreTrainedConfig, architecture: str) -> bool:
     if getattr(config, "is_encoder_decoder", False):
         return True
-    is_generative = architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    is_generative = architecture.endswith(
+        ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    )
     return not is_generative and getattr(config, "is_decoder", None) is False
 
 
@@ -167,7 +169,7 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             source.folder, trust_remote_code=source.trust_remote_code
         )
-    except Exception as error:  # noqa: BLE001 -- tokenizers raise bare Exception on a bad file
+    except Exception as error:
         raise ModelError(
             f"{source.folder}: the tokenizer cannot be loaded: {_first_line(error)}"
         ) from error
@@ -253,7 +255,7 @@ def build_skeleton(source: ModelSource) -> PreTrainedModel:
             if found is transformers.AutoModelForCausalLM:
                 model = found.from_config(source.config, trust_remote_code=True)
             else:
-                model = found._from_config(source.config)  # noqa: SLF001 -- what the auto classes call
+                model = found._from_config(source.config)
     except Exception as error:
         raise ModelError(
             f"{source.folder}: transformers cannot build {source.config.model_type}: "

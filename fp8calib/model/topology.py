@@ -115,14 +115,10 @@ def _decoder_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.Module
     )
 
 
-def _layer(
-    survey: _Survey, before: list[Layer], index: int, path: str, block: nn.Module
-) -> Layer:
+def _layer(survey: _Survey, before: list[Layer], index: int, path: str, block: nn.Module) -> Layer:
     attention, mixer = _find_mixer(survey, before, index, path, block)
     linears = tuple(_linears(survey, attention, path, block))
-    return Layer(
-        index=index, module=path, mixer=mixer, attention=attention, linears=linears
-    )
+    return Layer(index=index, module=path, mixer=mixer, attention=attention, linears=linears)
 
 
 # --- attention -------------------------------------------------------------------------------
@@ -260,7 +256,9 @@ def _heads(config: Any, module: nn.Module, producer: Layer | None) -> Heads:
 
 
 def _heads_from_weights(config: Any, module: nn.Module, num_heads: int) -> Heads:
-    sizes = {name: _features(linear) for name, linear in module.named_children() if _is_linear(linear)}
+    sizes = {
+        name: _features(linear) for name, linear in module.named_children() if _is_linear(linear)
+    }
     head_dim = _head_dim(config, module, sizes, num_heads)
     fused = next((name for name in FUSED_QKV if name in sizes), None)
     if fused is not None:
@@ -297,7 +295,9 @@ def _head_dim(
     for owner in (module, config):
         if isinstance(value := getattr(owner, "head_dim", None), int):
             return value
-    outputs = [sizes[name][0] for name in ("o_proj", "out_proj", "dense", "c_proj") if name in sizes]
+    outputs = [
+        sizes[name][0] for name in ("o_proj", "out_proj", "dense", "c_proj") if name in sizes
+    ]
     return (outputs[0] if outputs else int(config.hidden_size)) // num_heads
 
 
@@ -435,14 +435,14 @@ def _fused_qkv(survey: _Survey, attention: Attention, suffix: str) -> tuple[Part
 
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers runs this module through its experts interface."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and (
-        hasattr(module, "down_proj")
+    return (
+        hasattr(module, "is_transposed")
+        and hasattr(module, "has_gate")
+        and (hasattr(module, "down_proj"))
     )
 
 
-def _expert_linears(
-    survey: _Survey, path: str, name: str, module: nn.Module
-) -> Iterator[Linear]:
+def _expert_linears(survey: _Survey, path: str, name: str, module: nn.Module) -> Iterator[Linear]:
     full = f"{path}.{name}"
     owner: Any = module
     head = name.partition(".")[0]
@@ -479,6 +479,8 @@ def expert_block(intermediate: int) -> int:
     Among the block counts up to 256 that divide the intermediate size, the one that the most
     tensor-parallel degrees divide; the finer one when equal.
     """
-    counts = [n for n in range(1, min(intermediate, MAX_EXPERT_BLOCKS) + 1) if intermediate % n == 0]
+    counts = [
+        n for n in range(1, min(intermediate, MAX_EXPERT_BLOCKS) + 1) if intermediate % n == 0
+    ]
     best = max(counts, key=lambda n: (sum(n % tp == 0 for tp in range(1, n + 1)), n))
     return intermediate // best

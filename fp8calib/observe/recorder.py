@@ -54,7 +54,9 @@ class ExpertRows:
     """Of sampled rows: int64 [NUM_BINS]."""
 
 
-def view_batch(shape: tuple[int, int], lengths: tuple[int, ...], first: int, quarter: int) -> BatchView:
+def view_batch(
+    shape: tuple[int, int], lengths: tuple[int, ...], first: int, quarter: int
+) -> BatchView:
     """Work out which rows of a right-padded batch count.
 
     Args:
@@ -227,12 +229,12 @@ class Recorder:
     def _input(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Reduce an input, once for all the linears that read the same tensor."""
         for tensor, version, amax, bins in self._remembered:
-            if tensor is x and version == x._version:  # noqa: SLF001 -- torch's own change counter
+            if tensor is x and version == x._version:
                 return amax, bins, self._num_rows(x)
         rows = self._counted_rows(site, x)
         amax = channel_amax(rows) if len(rows) else rows.new_zeros(rows.shape[1]).float()
         bins = count_bins(self._sampled_rows(x, rows))
-        self._remembered.append((x, x._version, amax, bins))  # noqa: SLF001
+        self._remembered.append((x, x._version, amax, bins))
         del self._remembered[:-_REMEMBERED_INPUTS]
         return amax, bins, self._num_rows(x)
 

@@ -257,18 +257,18 @@ class _Routed:
             finally:
                 hook.remove()
             return
-        apply_gate = self._module._apply_gate  # noqa: SLF001 -- the seam transformers offers
+        apply_gate = self._module._apply_gate
 
         def observing(gate_up: torch.Tensor) -> torch.Tensor:
             output: torch.Tensor = apply_gate(gate_up)
             self._observe_sorted(site, output, block)
             return output
 
-        self._module._apply_gate = observing  # noqa: SLF001
+        self._module._apply_gate = observing
         try:
             yield
         finally:
-            del self._module._apply_gate  # noqa: SLF001
+            del self._module._apply_gate
 
     def _observe_sorted(self, site: Site, rows: torch.Tensor, block: int) -> None:
         experts, order = torch.sort(self._index.flatten())

@@ -26,7 +26,12 @@ class WholeRunner:
     """Runs the text decoder (never the lm_head) and shows every batch to a recorder."""
 
     def __init__(
-        self, model: PreTrainedModel, geometry: ModelGeometry, *, observe_kv: bool, ignored: Collection[str]
+        self,
+        model: PreTrainedModel,
+        geometry: ModelGeometry,
+        *,
+        observe_kv: bool,
+        ignored: Collection[str],
     ) -> None:
         self._decoder: Any = text_decoder(model)[1]
         self._config = model.config.get_text_config(decoder=True)
@@ -63,7 +68,9 @@ class WholeRunner:
         mask = batch.mask
         self._decoder(
             input_ids=batch.input_ids.to(self._device, non_blocking=True),
-            attention_mask=None if mask is None else mask.long().to(self._device, non_blocking=True),
+            attention_mask=None
+            if mask is None
+            else mask.long().to(self._device, non_blocking=True),
             past_key_values=ObservingCache(self._config, self._attentions, self._ignored, recorder),
             use_cache=True,
         )

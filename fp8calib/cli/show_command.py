@@ -1,0 +1,39 @@
+"""`fp8calib show`: readable tables of a stats file, or of a file of scales."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8calib.cli.arguments import JsonOption
+
+
+def show_command(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STATS|SCALES",
+            help="stats.safetensors, a safetensors or JSON file of scales, or an overlay folder.",
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a file of statistics or scales holds.
+
+    Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors
+    """
+    from fp8calib.cli.show_scales import show_scales  # noqa: PLC0415
+    from fp8calib.cli.show_stats import show_stats  # noqa: PLC0415
+    from fp8calib.errors import UsageError  # noqa: PLC0415
+    from fp8calib.stats import is_stats_file, load_stats  # noqa: PLC0415
+
+    if path.is_dir() and (path / "stats.safetensors").is_file():
+        path /= "stats.safetensors"
+    if not path.exists():
+        raise UsageError(f"no file at {path}")
+    if is_stats_file(path):
+        show_stats(load_stats(path), as_json=as_json)
+    else:
+        show_scales(path, as_json=as_json)

@@ -1,0 +1,129 @@
+"""Tables of a stats file: per layer what was seen, and the scales it would give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fp8calib.cli.console import print_json, print_table, print_text
+from fp8calib.fp8 import E4M3FN
+from fp8calib.geometry import Layer, Linear
+from fp8calib.saturation import compute_saturation
+from fp8calib.scales import scale_of
+from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats, SiteStats
+
+_KV_COLUMNS = ("layer", "mixer", "k amax", "k scale", "v amax", "v scale", "q amax", "tokens")
+_LINEAR_COLUMNS = (
+    "linear",
+    "input amax",
+    "input scale",
+    "weight amax",
+    "weight scale",
+    "tokens",
+)
+
+
+def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
+    """Print header, K/V/q per layer, inputs and weights per linear, and coverage."""
+    layers = [_layer_row(stats, layer) for layer in stats.geometry.layers]
+    linears = [_linear_row(stats, linear) for _, linear in stats.geometry.linears()]
+    if as_json:
+        print_json(
+            {
+                "header": stats.header.model_dump(mode="json", exclude={"geometry"}),
+                "layers": layers,
+                "linears": linears,
+                "experts": _experts(stats),
+            }
+        )
+        return
+    _print_header(stats)
+    print_table("K, V and q", _KV_COLUMNS, [_cells(row) for row in layers])
+    print_table("linears", _LINEAR_COLUMNS, [_cells(row) for row in linears])
+    for name, counts in _experts(stats).items():
+        unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
+        print_text(
+            f"{name}: tokens per expert {min(counts)} to {max(counts)}"
+            + (f"; never reached: {', '.join(unseen)}" if unseen else "")
+        )
+    for item in stats.header.skipped:
+        print_text(f"not observed: {item.site}: {item.why}")
+
+
+def _print_header(stats: CalibrationStats) -> None:
+    header = stats.header
+    geometry = header.geometry
+    print_text(
+        f"{geometry.architecture}, {len(geometry.layers)} layers, {geometry.checkpoint_dtype} "
+        f"weights, computed in {header.compute_dtype}"
+    )
+    print_text(
+        f"{header.num_tokens:,} tokens in {header.num_sequences} sequences of "
+        f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
+    )
+    print_text(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
+    if (saturation := compute_saturation(stats)) is not None:
+        print_text(saturation.describe())
+
+
+def _layer_row(stats: CalibrationStats, layer: Layer) -> dict[str, Any]:
+    attention = layer.attention
+    row: dict[str, Any] = {"layer": layer.index, "mixer": layer.mixer}
+    if attention is None:
+        return row | dict.fromkeys(_KV_COLUMNS[2:])
+    owner = attention
+    if attention.producer is not None:
+        row["mixer"] = f"{layer.mixer} (K/V of layer {attention.producer})"
+        owner = stats.geometry.layers[attention.producer].attention or attention
+    for role in (Role.K, Role.V):
+        amax = _amax(stats.sites.get(owner.site(role)))
+        row |= {f"{role} amax": amax, f"{role} scale": _scale(amax)}
+    row["q amax"] = _amax(stats.sites.get(attention.site(Role.Q)))
+    row["tokens"] = _count(stats.sites.get(owner.site(Role.K)))
+    return row
+
+
+def _linear_row(stats: CalibrationStats, linear: Linear) -> dict[str, Any]:
+    seen = stats.sites.get(Site(linear.module, Role.INPUT))
+    weight = _amax(stats.sites.get(Site(linear.module, Role.WEIGHT)))
+    amax = _amax(seen)
+    return {
+        "linear": linear.module,
+        "input amax": amax,
+        "input scale": _scale(amax),
+        "weight amax": weight,
+        "weight scale": _scale(weight),
+        "tokens": _count(seen),
+    }
+
+
+def _experts(stats: CalibrationStats) -> dict[str, list[int]]:
+    return {
+        site.module: found.expert_counts.tolist()
+        for site, found in stats.sites.items()
+        if found.expert_counts is not None and site.module.endswith(".up_proj")
+    }
+
+
+def _amax(seen: SiteStats | None) -> float | None:
+    return None if seen is None or not len(seen.amax) else float(seen.amax.max())
+
+
+def _scale(amax: float | None) -> float | None:
+    if amax is None or not amax > 0:
+        return None
+    return float(scale_of(torch.tensor(amax), E4M3FN))
+
+
+def _count(seen: SiteStats | None) -> int | None:
+    return None if seen is None else seen.count
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+        for value in row.values()
+    ]
