@@ -1,6 +1,6 @@
 """`vllm-json`: the scales file of vLLM 0.4 to 0.6, which SGLang still parses.
 
-Source: `QuantParamSchema` (vLLM `quantization/schema.py`, SGLang `srt/model_loader/weight_utils.py`).
+Source: `QuantParamSchema` (vLLM `quantization/schema.py`, SGLang `model_loader/weight_utils.py`).
 A reader takes all of it or, after one line in its log, 1.0 for every layer: keys must be integers,
 every layer and every rank present, `model_type` equal to the config's.
 """
