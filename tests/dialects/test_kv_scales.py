@@ -1,0 +1,30 @@
+"""The file that holds nothing but scale tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp8calib.dialects.kv_scales import write_kv_scales
+from fp8calib.fp8 import E4M3FN
+from fp8calib.scales import compute_kv_scales
+
+from .handmade import make_attention, make_geometry, make_kv_sites, make_stats
+
+GOLDEN = (
+    b'{"__metadata__":{"format":"pt"},'
+    b'"transformer.h.0.attn.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[0,4]},'
+    b'"transformer.h.0.attn.attn.v_scale":{"dtype":"F32","shape":[],"data_offsets":[4,8]},'
+    b'"transformer.h.0.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[8,12]},'
+    b'"transformer.h.0.attn.v_scale":{"dtype":"F32","shape":[],"data_offsets":[12,16]}}'
+)
+
+
+def test_the_file_is_these_bytes(tmp_path: Path) -> None:
+    geometry = make_geometry([make_attention(0, checkpoint_module="transformer.h.0.attn")])
+    table = compute_kv_scales(make_stats(geometry, make_kv_sites(geometry)), E4M3FN)
+    write_kv_scales(table, tmp_path / "kv_scales.safetensors")
+
+    raw = (tmp_path / "kv_scales.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert raw[8 : 8 + length].rstrip() == GOLDEN
+    assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 0000003f 0000403f")
