@@ -87,22 +87,8 @@ def make_geometry(
 
 
 def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> CalibrationStats:
-    """Put a header around what was seen."""
-    header = StatsHeader(
-        geometry=geometry,
-        model_fingerprint="m",
-        data_fingerprint="d",
-        data_sources=(),
-        num_sequences=1,
-        num_tokens=8,
-        recipe_name="kv",
-        recipe_hash="r",
-        compute_dtype="float32",
-        kv_histogram_stride=1,
-        input_histogram_stride=1,
-        skipped=(),
-        versions={},
-    )
+    """Put a header around what was seen, with what an export reads of it."""
+    header = StatsHeader.model_construct(geometry=geometry, skipped=())
     return CalibrationStats(
         header=header, sites=sites, row_hashes=torch.zeros(0, dtype=torch.int64)
     )

@@ -119,6 +119,12 @@ def test_one_run_gives_the_same_scale_in_every_form(out: Path) -> None:
     assert factors["kv_cache_scales.tp1.json"]["0"]["0"] == 0.75
     assert factors["kv_cache_scales.tp2.json"]["0"]["0"] == 0.25
     assert factors["rfc.tp2.json"]["rank0"]["0"] == 0.25
+    rfc = json.loads((out / "rfc.tp2.json").read_text())
+    gates = {
+        rank: layers["0"]["gate_proj"]
+        for rank, layers in rfc["mlp"]["weight"]["scaling_factor"].items()
+    }
+    assert gates == {"rank0": 1.0, "rank1": 9.0}
 
 
 @pytest.mark.parametrize("query", [False, True])
