@@ -278,6 +278,12 @@ def test_a_degree_matters_only_to_files_that_depend_on_it() -> None:
     check_export(linear_stats().geometry, ["kv-overlay", "kv-scales", "tgi"], [3])
 
 
+def test_a_refused_degree_leaves_nothing_written_for_the_others(out: Path) -> None:
+    with pytest.raises(UsageError, match="--tp 3 does not divide"):
+        _write(linear_stats(), out, ("rfc", "kv-scales"), tps=(1, 3))
+    assert list(out.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["kv-overlay", "kv-overlay-head", "tgi"])
 def test_an_overlay_without_a_model_is_refused(out: Path, name: str) -> None:
     with pytest.raises(UsageError, match=f"--format {name} needs --model"):
