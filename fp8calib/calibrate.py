@@ -16,7 +16,7 @@ from fp8calib.model.load import ModelSource
 from fp8calib.model.topology import Unobserved, find_geometry
 from fp8calib.model.weight_stats import observe_weights
 from fp8calib.model.weights import WeightSource
-from fp8calib.observe.recorder import INPUT_HISTOGRAM_STRIDE, KV_HISTOGRAM_STRIDE, Recorder
+from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
 from fp8calib.observe.seams import observed
 from fp8calib.provenance import fingerprint_model, versions
 from fp8calib.recipe import Recipe, match_modules
@@ -105,8 +105,8 @@ def calibrate(
         recipe_name=recipe.name,
         recipe_hash=recipe.observation_hash,
         compute_dtype=str(prepared.model.dtype).removeprefix("torch."),
-        kv_histogram_stride=KV_HISTOGRAM_STRIDE,
-        input_histogram_stride=INPUT_HISTOGRAM_STRIDE,
+        histogram_sequences=HISTOGRAM_SEQUENCES,
+        input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
         skipped=tuple(_skipped(prepared, recipe, sites)),
         versions=versions(),
     )

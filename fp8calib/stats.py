@@ -71,8 +71,10 @@ class StatsHeader(BaseModel):
     recipe_name: str
     recipe_hash: str
     compute_dtype: str
-    kv_histogram_stride: int
-    input_histogram_stride: int
+    histogram_sequences: int
+    """Every how many sequences one entered the histograms."""
+    input_histogram_tokens: int
+    """Every how many tokens of those entered the histograms of inputs."""
     skipped: tuple[Skipped, ...]
     versions: dict[str, str]
 

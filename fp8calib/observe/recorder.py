@@ -6,7 +6,7 @@ Everything stays on the device of the tensors it came from; the host reads nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,9 +17,10 @@ from fp8calib.observe.reductions import channel_amax, head_amax, tokens_first
 from fp8calib.sites import Role, Site
 from fp8calib.stats import NUM_QUARTERS, SiteStats
 
-KV_HISTOGRAM_STRIDE = 4
-INPUT_HISTOGRAM_STRIDE = 16
-"""Every how many tokens one enters a histogram; amax and counts always see all of them."""
+HISTOGRAM_SEQUENCES = 4
+"""Every how many sequences one enters the histograms; amax and counts always see all of them."""
+INPUT_HISTOGRAM_TOKENS = 4
+"""Every how many tokens of those one enters the histograms of inputs; of K and V all do."""
 _REMEMBERED_INPUTS = 4
 
 
@@ -28,8 +29,8 @@ class BatchView:
     """Which tokens of a batch count.
 
     Rows are tokens in batch-major order, `shape` is (B, S). `kept` lists the rows that are no
-    padding, None when all are kept. The sampled rows enter histograms; they depend on the global
-    sequence index and the position only.
+    padding, None when all are kept. The sampled rows enter histograms (none in most batches); they
+    depend on the global sequence index and the position only.
     """
 
     shape: tuple[int, int]
@@ -50,8 +51,8 @@ class ExpertRows:
     """Per expert and block of channels: fp32 [E, B]."""
     counts: torch.Tensor
     """Tokens per expert: int64 [E]."""
-    histogram: torch.Tensor
-    """Of sampled rows: int64 [NUM_BINS]."""
+    histogram: torch.Tensor | None
+    """Of sampled rows, if there are any in the batch: int64 [NUM_BINS]."""
 
 
 def view_batch(
@@ -66,24 +67,22 @@ def view_batch(
         quarter: which quarter of the data the batch belongs to.
     """
     is_padded = any(length != shape[1] for length in lengths)
+    sampled = [i for i in range(len(lengths)) if (first + i) % HISTOGRAM_SEQUENCES == 0]
     return BatchView(
         shape=shape,
         num_tokens=sum(lengths),
         quarter=quarter,
-        kept=_rows(shape, lengths, first, 1) if is_padded else None,
-        kv_sample=_rows(shape, lengths, first, KV_HISTOGRAM_STRIDE),
-        input_sample=_rows(shape, lengths, first, INPUT_HISTOGRAM_STRIDE),
+        kept=_rows(shape, lengths, range(len(lengths))) if is_padded else None,
+        kv_sample=_rows(shape, lengths, sampled),
+        input_sample=_rows(shape, lengths, sampled, every=INPUT_HISTOGRAM_TOKENS),
     )
 
 
 def _rows(
-    shape: tuple[int, int], lengths: tuple[int, ...], first: int, stride: int
+    shape: tuple[int, int], lengths: tuple[int, ...], sequences: Sequence[int], *, every: int = 1
 ) -> torch.Tensor:
-    parts = [
-        torch.arange(length)[-(first + i) % stride :: stride] + i * shape[1]
-        for i, length in enumerate(lengths)
-    ]
-    return torch.cat(parts)
+    parts = [torch.arange(0, lengths[i], every) + i * shape[1] for i in sequences]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
@@ -110,6 +109,16 @@ class _Running:
         self.quarter = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SeenInput:
+    """An input that was reduced a moment ago, and may come again at the next linear."""
+
+    tensor: torch.Tensor
+    version: int
+    amax: torch.Tensor
+    bins: torch.Tensor | None
+
+
 def _larger(running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
     if running is None:
         return new.clone()
@@ -128,7 +137,7 @@ class Recorder:
         self._quarter = 0
         self._batch: BatchView | None = None
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._remembered: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
+        self._remembered: list[_SeenInput] = []
 
     @property
     def batch(self) -> BatchView:
@@ -163,11 +172,10 @@ class Recorder:
         counted = x
         if batch.kept is not None:
             rows = tokens_first(x)[self.rows("kept", x.device)]
-            counted = rows.unflatten(1, (x.shape[1], x.shape[3])).transpose(0, 1).unsqueeze(0)
+            counted = rows.view(len(rows), x.shape[1], x.shape[3]).transpose(0, 1).unsqueeze(0)
         running = self._site(site)
-        amax = head_amax(counted).unflatten(0, (num_heads, -1)).amax(1)
-        running.observe(amax, batch.num_tokens)
-        if site.role is not Role.Q:
+        running.observe(head_amax(counted).reshape(num_heads, -1).amax(1), batch.num_tokens)
+        if site.role is not Role.Q and len(batch.kv_sample):
             sample = tokens_first(x)[self.rows("kv_sample", x.device)]
             running.histogram = _sum(running.histogram, count_bins(sample))
 
@@ -176,7 +184,8 @@ class Recorder:
         amax, bins, num_tokens = self._input(site, x)
         running = self._site(site)
         running.observe(amax, num_tokens)
-        running.histogram = _sum(running.histogram, bins)
+        if bins is not None:
+            running.histogram = _sum(running.histogram, bins)
 
     def observe_experts(self, site: Site, seen: ExpertRows) -> None:
         """Take what the experts of a layer were given, as one projection."""
@@ -184,7 +193,8 @@ class Recorder:
         running.observe(seen.amax, self.batch.num_tokens)
         running.experts = _larger(running.experts, seen.per_expert)
         running.expert_counts = _sum(running.expert_counts, seen.counts)
-        running.histogram = _sum(running.histogram, seen.histogram)
+        if seen.histogram is not None:
+            running.histogram = _sum(running.histogram, seen.histogram)
 
     def rows(self, which: str, device: torch.device) -> torch.Tensor:
         """Give an index list of the batch on `device`, moved there once a batch."""
@@ -193,6 +203,12 @@ class Recorder:
             index: torch.Tensor = getattr(self.batch, which)
             self._on_device[key] = index.to(device, non_blocking=True)
         return self._on_device[key]
+
+    @property
+    def sampling_stride(self) -> int:
+        """Every how many rows one is sampled where rows do not tell their sequence."""
+        size = self.batch.shape[0] * self.batch.shape[1]
+        return max(size // max(len(self.batch.input_sample), 1), 1)
 
     def check_finite(self) -> Site | None:
         """Name the first site, in the order of execution, that saw NaN or inf; waits for devices."""
@@ -226,15 +242,15 @@ class Recorder:
         for running in self._running.values():
             running.close_quarter(self._quarter)
 
-    def _input(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _input(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """Reduce an input, once for all the linears that read the same tensor."""
-        for tensor, version, amax, bins in self._remembered:
-            if tensor is x and version == x._version:
-                return amax, bins, self._num_rows(x)
+        for seen in self._remembered:
+            if seen.tensor is x and seen.version == x._version:
+                return seen.amax, seen.bins, self._num_rows(x)
         rows = self._counted_rows(site, x)
         amax = channel_amax(rows) if len(rows) else rows.new_zeros(rows.shape[1]).float()
-        bins = count_bins(self._sampled_rows(x, rows))
-        self._remembered.append((x, x._version, amax, bins))
+        bins = self._sampled_bins(x, rows) if len(self.batch.input_sample) else None
+        self._remembered.append(_SeenInput(tensor=x, version=x._version, amax=amax, bins=bins))
         del self._remembered[:-_REMEMBERED_INPUTS]
         return amax, bins, self._num_rows(x)
 
@@ -252,18 +268,18 @@ class Recorder:
         if len(rows) == size:
             return rows[kept]
         if x.shape[-3:-1] == self.batch.shape:
-            return rows.unflatten(0, (-1, size))[:, kept].flatten(0, 1)
+            return rows.view(-1, size, rows.shape[1])[:, kept].flatten(0, 1)
         raise CalibrationError(
             f"{site}: its shape {tuple(x.shape)} does not tell which rows are padding of the batch "
             f"{self.batch.shape}",
             hint="use --batch-size 1, which needs no padding",
         )
 
-    def _sampled_rows(self, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    def _sampled_bins(self, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         size = self.batch.shape[0] * self.batch.shape[1]
         if x.shape[:-1].numel() != size:
-            return counted[::INPUT_HISTOGRAM_STRIDE]
-        return x.reshape(size, -1)[self.rows("input_sample", x.device)]
+            return count_bins(counted[:: self.sampling_stride])
+        return count_bins(x.reshape(size, -1)[self.rows("input_sample", x.device)])
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> bool:

@@ -21,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.histogram import count_bins
-from fp8calib.observe.recorder import INPUT_HISTOGRAM_STRIDE, ExpertRows, Recorder
+from fp8calib.observe.recorder import ExpertRows, Recorder
 from fp8calib.observe.reductions import (
     block_amax,
     channel_amax,
@@ -238,7 +238,7 @@ class _Routed:
             amax=channel_amax(rows),
             per_expert=expert_amax(per_row, experts, self._num_experts),
             counts=expert_counts(experts, self._num_experts),
-            histogram=count_bins(hidden[self._recorder.rows("input_sample", hidden.device)]),
+            histogram=self._first_histogram(hidden),
         )
         names = ("gate_proj", "up_proj") if self._module.has_gate else ("up_proj",)
         for name in names:
@@ -279,15 +279,25 @@ class _Routed:
             is_kept[self._recorder.rows("kept", rows.device)] = 1
             counted = is_kept[order // self._index.shape[1]]
             rows = rows.masked_fill(counted.unsqueeze(1) == 0, 0.0)
-        histogram = count_bins(rows[::INPUT_HISTOGRAM_STRIDE])
-        padding = (1 - counted[::INPUT_HISTOGRAM_STRIDE]).sum() * rows.shape[1]
-        histogram[0] -= padding
         seen = ExpertRows(
             amax=channel_amax(rows),
             per_expert=expert_amax(block_amax(rows, block), experts, self._num_experts),
             counts=torch.zeros(
                 self._num_experts, dtype=torch.int64, device=rows.device
             ).scatter_add_(0, experts, counted),
-            histogram=histogram,
+            histogram=self._down_histogram(rows, counted),
         )
         self._recorder.observe_experts(site, seen)
+
+    def _first_histogram(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        if not len(self._recorder.batch.input_sample):
+            return None
+        return count_bins(hidden[self._recorder.rows("input_sample", hidden.device)])
+
+    def _down_histogram(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor | None:
+        if not len(self._recorder.batch.input_sample):
+            return None
+        stride = self._recorder.sampling_stride
+        histogram = count_bins(rows[::stride])
+        histogram[0] -= (1 - counted[::stride]).sum() * rows.shape[1]  # padding was zeroed
+        return histogram
