@@ -17,7 +17,7 @@ from fp8calib.observe.reductions import channel_amax, head_amax, tokens_first
 from fp8calib.sites import Role, Site
 from fp8calib.stats import NUM_QUARTERS, SiteStats
 
-HISTOGRAM_SEQUENCES = 4
+HISTOGRAM_SEQUENCES = 8
 """Every how many sequences one enters the histograms; amax and counts always see all of them."""
 INPUT_HISTOGRAM_TOKENS = 4
 """Every how many tokens of those one enters the histograms of inputs; of K and V all do."""
@@ -236,7 +236,10 @@ class Recorder:
         return {site: running.count for site, running in self._running.items()}
 
     def _site(self, site: Site) -> _Running:
-        return self._running.setdefault(site, _Running())
+        running = self._running.get(site)
+        if running is None:
+            running = self._running[site] = _Running()
+        return running
 
     def _close_quarter(self) -> None:
         for running in self._running.values():
