@@ -11,7 +11,9 @@ from typing import Any
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.cli.console import print_json, print_table, print_text, say, warn
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
-from fp8calib.fp8 import E4M3FN, FORMATS
+from fp8calib.dialects.registry import FORMATS, Note
+from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8 import FORMATS as FP8_FORMATS
 from fp8calib.saturation import compute_saturation
 from fp8calib.sites import Role
 from fp8calib.stats import CalibrationStats
@@ -34,10 +36,10 @@ def build_report(
     measured: Measured,
     *,
     files: Sequence[str],
-    notes: Sequence[str],
+    notes: Sequence[Note],
 ) -> dict[str, Any]:
     """Gather what a user or a script wants to know about a run that has ended."""
-    fmt = FORMATS[job.recipe.scales.fp8_dtype]
+    fmt = FP8_FORMATS[job.recipe.scales.fp8_dtype]
     geometry = stats.geometry
     before, after = kv_bytes_per_token(geometry)
     saturation = compute_saturation(stats)
@@ -64,21 +66,35 @@ def build_report(
         "kv_bytes_per_token": {"before": before, "after": after},
         "serving": [
             {"format": name, "engine": item.engine, "command": item.command}
-            for name in job.recipe.formats
-            for item in serving_commands(geometry, name, str(job.out))
+            for name, target, tp in _targets(job)
+            for item in serving_commands(
+                geometry, name, target, model=job.settings.model, fmt=fmt, tp=tp
+            )
         ],
         "limitations": [
-            {"format": name, "engine": item.engine, "why": item.why}
+            {
+                "format": name,
+                "engine": item.engine,
+                "why": item.why,
+                "is_blocking": item.is_blocking,
+            }
             for name in job.recipe.formats
-            for item in limitations(geometry, name, fmt)
+            for item in limitations(geometry, name, fmt, query=job.recipe.query_scale)
         ],
         "warnings": [
             *(job.plan.warnings if job.plan else ()),
             *_query_warnings(job, stats),
-            *notes,
+            *(f"{note.subject}: {note.why}" for note in notes),
         ],
         "versions": stats.header.versions,
     }
+
+
+def _targets(job: Job) -> Iterator[tuple[str, Path, int]]:
+    for name in job.recipe.formats:
+        spec = FORMATS[name]
+        for tp in job.recipe.tp if spec.per_tp else (1,):
+            yield name, job.out / spec.path(tp), tp
 
 
 def save_report(path: Path, report: Mapping[str, Any]) -> None:
@@ -164,7 +180,8 @@ def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) ->
     for item in report["serving"]:
         show(f"serve with {item['engine']} ({item['format']}):\n    {item['command']}")
     for item in report["limitations"]:
-        show(f"  {item['format']}: not for {item['engine']}: {item['why']}")
+        verdict = "cannot use it" if item["is_blocking"] else "note"
+        show(f"  {item['format']}, {item['engine']}: {verdict}: {item['why']}")
 
 
 def _top_level(files: Sequence[str]) -> list[str]:

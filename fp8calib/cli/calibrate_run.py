@@ -23,7 +23,12 @@ from fp8calib.cli.calibrate_report import (
 )
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.data.plan import DataPlan, build_plan
-from fp8calib.dialects.registry import check_export, check_formats, write_formats
+from fp8calib.dialects.registry import (
+    check_export,
+    check_formats,
+    check_source,
+    write_formats,
+)
 from fp8calib.errors import UsageError
 from fp8calib.fp8 import FORMATS
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
@@ -36,6 +41,7 @@ from fp8calib.model.load import (
     open_source,
 )
 from fp8calib.model.weights import WeightSource
+from fp8calib.recipe import Recipe
 from fp8calib.stats import CalibrationStats, save_stats
 
 if TYPE_CHECKING:
@@ -75,6 +81,7 @@ def _quiet_libraries() -> None:
 def _opened(settings: Settings) -> Iterator[Job]:
     recipe = settings.recipe
     check_formats(recipe.formats)
+    _check_observed(recipe)
     device = choose_device(settings.device)
     _check_device_map(settings)
     source = open_source(
@@ -89,6 +96,7 @@ def _opened(settings: Settings) -> Iterator[Job]:
             build_skeleton(source), checkpoint, recipe, checkpoint_dtype=stored_dtype(checkpoint)
         )
         check_export(prepared.geometry, recipe.formats, recipe.tp)
+        check_source(prepared.geometry, recipe.formats, checkpoint)
         job = Job(
             settings=settings,
             source=source,
@@ -103,6 +111,23 @@ def _opened(settings: Settings) -> Iterator[Job]:
         if not settings.dry_run:
             check_output(out, job.owned, settings.force, inputs=[source.folder])
         yield replace(job, plan=_plan(settings, source))
+
+
+def _check_observed(recipe: Recipe) -> None:
+    """Refuse formats whose scales the recipe does not observe."""
+    observe = recipe.observe
+    if recipe.formats and not observe.kv:
+        raise UsageError(
+            f"{', '.join(recipe.formats)}: needs K and V, which recipe {recipe.name} leaves out",
+            hint="choose another recipe",
+        )
+    if "rfc" in recipe.formats and not (observe.inputs and observe.weights):
+        raise UsageError(
+            f"rfc: needs inputs and weights, which recipe {recipe.name} does not both observe",
+            hint="choose another recipe",
+        )
+    if recipe.query_scale and not observe.query:
+        raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
 
 
 def _check_device_map(settings: Settings) -> None:

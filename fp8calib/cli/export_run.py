@@ -54,14 +54,15 @@ def run_export(settings: ExportSettings) -> None:
                 query=recipe.query_scale,
                 fallback=recipe.scales.fallback,
             )
-    for note in written.notes:
+    notes = [f"{note.subject}: {note.why}" for note in written.notes]
+    for note in notes:
         warn(note)
     if settings.as_json:
         print_json(
             {
                 "out": str(settings.out),
                 "files": list(written.files),
-                "warnings": list(written.notes),
+                "warnings": notes,
             }
         )
     else:

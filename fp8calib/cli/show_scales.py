@@ -28,7 +28,7 @@ def show_scales(path: Path, *, as_json: bool) -> None:
     if not rows:
         raise UsageError(f"{path} holds no scales", hint="show reads stats and files of scales")
     if as_json:
-        print_json({"scales": {name: values for name, values in rows}})
+        print_json({"scales": dict(rows)})
         return
     print_table(str(path), ["scale", "value"], [[name, _spell(values)] for name, values in rows])
 
