@@ -157,7 +157,8 @@ def compute_linear_scales(
                     for expert, scale in _linear_scales(seen, linear, part, role, fmt, tp).items()
                 }
                 scales |= found
-                pools |= dict.fromkeys(found, list(found.values()))
+                pool = list(found.values())
+                pools |= {site: pool for site in found}
     return ScaleTable(
         geometry=stats.geometry,
         fmt=fmt,
@@ -222,8 +223,9 @@ def _kv_scale(
 def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:
     k, v = (scales[attention.site(role)] for role in (Role.K, Role.V))
     values = torch.fmax(k.values, v.values)
-    for role, scale in ((Role.K, k), (Role.V, v)):
-        scales[attention.site(role)] = Scale(values=values, origin=scale.origin)
+    origin = _origin(values, unseen=Origin.UNSEEN in {k.origin, v.origin})
+    for role in (Role.K, Role.V):
+        scales[attention.site(role)] = Scale(values=values, origin=origin)
 
 
 def _linear_scales(

@@ -176,7 +176,7 @@ def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> di
             raise ValueError(msg)
         by_site[text][name] = tensor
     return {
-        Site.parse(text): _checked(text, SiteStats(count=envelope.counts[text], **found))  # type: ignore[arg-type]
+        Site.parse(text): _checked(text, SiteStats(count=envelope.counts[text], **found))
         for text, found in by_site.items()
     }
 

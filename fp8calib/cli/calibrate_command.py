@@ -92,7 +92,8 @@ def calibrate_command(
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
-    from fp8calib.cli.calibrate_run import Settings, run_calibrate  # noqa: PLC0415
+    from fp8calib.cli.calibrate_job import Settings  # noqa: PLC0415
+    from fp8calib.cli.calibrate_run import run_calibrate  # noqa: PLC0415
     from fp8calib.cli.options import override_recipe  # noqa: PLC0415
 
     resolved = override_recipe(

@@ -445,7 +445,7 @@ def is_experts(module: nn.Module) -> bool:
 def _expert_linears(survey: _Survey, path: str, name: str, module: nn.Module) -> Iterator[Linear]:
     full = f"{path}.{name}"
     owner: Any = module
-    head = name.partition(".")[0]
+    head, _, rest = name.partition(".")
     fused = "gate_up_proj" if owner.has_gate else "up_proj"
     hidden, intermediate = _expert_sizes(owner)
     names = ("gate_proj", "up_proj", "down_proj") if owner.has_gate else ("up_proj", "down_proj")
@@ -456,7 +456,7 @@ def _expert_linears(survey: _Survey, path: str, name: str, module: nn.Module) ->
         yield Linear(
             module=f"{full}.{suffix}",
             section="mlp",
-            root=f"{path}.{head}",
+            root=f"{path}.{head}" if rest else path,
             in_features=intermediate if is_down else hidden,
             out_features=hidden if is_down else intermediate,
             shard="row" if is_down else "column",

@@ -88,7 +88,8 @@ class WeightSource:
             converter.add_tensor(parameter, name, pattern, self._checkpoint.read(name))
         converted = converter.convert(parameter, model=self._model, config=self._model.config)
         value = converted[parameter]
-        return value[0] if isinstance(value, list) else value
+        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+        return tensor
 
 
 def _map_names(

@@ -32,7 +32,7 @@ from fp8calib.observe.reductions import (
 from fp8calib.sites import Role, Site
 
 
-class ObservingCache(DynamicCache):
+class ObservingCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     """A cache that records what a server would store and keeps none of it.
 
     States of linear-attention layers are kept, as the model reads them back.
@@ -169,7 +169,7 @@ def _observe_queries(
 
 @contextmanager
 def _wrapped_lookup(
-    interface: type, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    interface: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
     original = interface.get_interface
 
