@@ -1,7 +1,7 @@
 """The 8-bit float formats as data.
 
 Every number derives from exponent width, mantissa width, bias and the rule for special values
-(OCP 8-bit Floating Point Specification 1.0; the FNUZ variants after Noune et al., arXiv:2206.02915).
+(OCP 8-bit Floating Point Specification 1.0; the FNUZ variants: Noune et al., arXiv:2206.02915).
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ class Part(_Frozen):
     """The output rows of one logical projection inside a (possibly fused) weight.
 
     The rows come in `count` units of `unit` consecutive rows: a head of q, k or v, or one row of an
-    MLP projection. Unit u begins at `first + (u // per_group) * group_stride + (u % per_group) * unit`,
-    which covers stacked ([q;k;v]), interleaved (q k v per head) and grouped (q..q k v) layouts.
+    MLP projection. Unit u begins at
+    `first + (u // per_group) * group_stride + (u % per_group) * unit`, which covers stacked
+    ([q;k;v]), interleaved (q k v per head) and grouped (q..q k v) layouts.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Linear(_Frozen):
     """The first of the linears that read the same tensor (q of q/k/v, gate of gate/up)."""
 
     def logical(self, part: Part, expert: int | None = None) -> str:
-        """Path of `part` as if nothing were fused: `...self_attn.q_proj`, `...experts.3.up_proj`."""
+        """Path of `part` as if nothing were fused: `...attn.q_proj`, `...experts.3.up_proj`."""
         parent = self.module.rpartition(".")[0]
         middle = "" if expert is None else f"{expert}."
         return f"{parent}.{middle}{part.name}"
@@ -92,7 +93,7 @@ class Attention(_Frozen):
     checkpoint_module: str
     """The module's path as the checkpoint's own tensor names spell it."""
     kind: Literal["heads", "latent"]
-    """`latent`: multi-head latent attention; k is the latent, v the rotary part, one cache for both."""
+    """`latent`: multi-head latent attention; k is the latent, v the rotary part, cached as one."""
     num_heads: int
     num_kv_heads: int
     k_head_dim: int

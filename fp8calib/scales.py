@@ -102,9 +102,8 @@ def compute_kv_scales(
     head, whatever the rank, so per-head tables have one rank. Latent attention stores latent and
     rotary part in one cache under one scale, so both get the larger.
 
-    Args:
-        fallback: None takes `layer-max` for tensors of zeros and refuses sites where nothing was
-            seen.
+    A fallback of None takes `layer-max` for tensors of zeros, and refuses sites that no token came
+    by.
 
     Raises:
         UsageError: `tp` does not fit the heads.

@@ -11,7 +11,7 @@ from fp8calib.geometry import Linear, ModelGeometry, Part
 
 
 def rank_range(count: int, tp: int, rank: int) -> range:
-    """Units of `count` that `rank` of `tp` owns; one shared unit when there are fewer than ranks."""
+    """Units of `count` that `rank` of `tp` owns; a shared one when there are fewer than ranks."""
     if count < tp:
         owned = rank * count // tp
         return range(owned, owned + 1)
@@ -34,7 +34,7 @@ def check_heads(geometry: ModelGeometry, tp: int) -> None:
         kv = attention.num_kv_heads
         if attention.kind == "heads" and kv % tp and tp % kv:
             raise UsageError(
-                f"--tp {tp} and the {kv} KV heads of layer {layer.index}: neither divides the other",
+                f"--tp {tp} and the {kv} KV heads of layer {layer.index}: none divides the other",
                 hint="use a degree that divides the KV heads, or a multiple of their number",
             )
 

@@ -31,7 +31,7 @@ def main_inner(arguments: Sequence[str]) -> int:
     return outcome if isinstance(outcome, int) else 0
 
 
-def _guarded(arguments: Sequence[str]) -> int:
+def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return per kind of error
     as_json = "--json" in arguments
     try:
         return main_inner(arguments)

@@ -47,7 +47,7 @@ TrustOption = Annotated[
 
 
 def spread_formats(arguments: Sequence[str]) -> list[str]:
-    """Let one --format take several names: `--format tgi rfc` becomes `--format tgi --format rfc`."""
+    """Let one --format take several names: `--format a b` becomes `--format a --format b`."""
     spread: list[str] = []
     in_formats = False
     for argument in arguments:

@@ -327,7 +327,7 @@ def _linears(
     for name, module in block.named_modules():
         full = f"{path}.{name}"
         if name in experts:
-            yield from _expert_linears(survey, path, name, module)
+            yield from _expert_linears(path, name, module)
         elif _is_linear(module):
             yield _linear(survey, attention, path, name, module)
         elif why := _unreachable(module):
@@ -335,15 +335,15 @@ def _linears(
 
 
 def _unreachable(module: nn.Module) -> str:
-    """Say why the weights a module holds by itself cannot be observed; empty when there are none."""
+    """Say why the weights a module itself holds cannot be observed; empty when it has none."""
     if isinstance(module, nn.Embedding) or type(module).__module__.startswith("torch.nn"):
         return ""
     heavy = [n for n, p in module.named_parameters(recurse=False) if p.dim() >= 3]
     if not heavy:
         return ""
     return (
-        f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, neither through a linear "
-        "module nor through transformers' experts interface"
+        f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, through neither a linear "
+        "module nor transformers' experts interface"
     )
 
 
@@ -442,7 +442,7 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
-def _expert_linears(survey: _Survey, path: str, name: str, module: nn.Module) -> Iterator[Linear]:
+def _expert_linears(path: str, name: str, module: nn.Module) -> Iterator[Linear]:
     full = f"{path}.{name}"
     owner: Any = module
     head, _, rest = name.partition(".")

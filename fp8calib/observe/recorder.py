@@ -211,7 +211,7 @@ class Recorder:
         return max(size // max(len(self.batch.input_sample), 1), 1)
 
     def check_finite(self) -> Site | None:
-        """Name the first site, in the order of execution, that saw NaN or inf; waits for devices."""
+        """Name the first site, in execution order, that saw NaN or inf; waits for devices."""
         found = {site: running.quarter for site, running in self._running.items()}
         by_device: dict[torch.device, list[tuple[Site, torch.Tensor]]] = {}
         for site, amax in found.items():

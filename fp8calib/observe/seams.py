@@ -274,7 +274,7 @@ class _Routed:
         experts, order = torch.sort(self._index.flatten())
         counted = torch.ones_like(experts)
         if self._recorder.batch.kept is not None:
-            # Padding is zeroed, not cut out: a length that depends on routing would wait for the GPU.
+            # Padding is zeroed, not cut out: a length that hangs on routing would wait for the GPU.
             is_kept = torch.zeros(len(self._index), dtype=torch.int64, device=rows.device)
             is_kept[self._recorder.rows("kept", rows.device)] = 1
             counted = is_kept[order // self._index.shape[1]]
