@@ -157,7 +157,7 @@ def compute_linear_scales(
                 }
                 scales |= found
                 pool = list(found.values())
-                pools |= {site: pool for site in found}
+                pools |= dict.fromkeys(found, pool)
     return ScaleTable(
         geometry=stats.geometry,
         fmt=fmt,

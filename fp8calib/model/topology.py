@@ -342,8 +342,8 @@ def _unreachable(module: nn.Module) -> str:
     if not heavy:
         return ""
     return (
-        f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, through neither a linear "
-        "module nor transformers' experts interface"
+        f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, through neither a "
+        "linear module nor transformers' experts interface"
     )
 
 

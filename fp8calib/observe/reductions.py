@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 
-
 _HALVES = (torch.bfloat16, torch.float16)
 _FOLD_UNTIL = 32
 
