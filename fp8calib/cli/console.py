@@ -48,13 +48,15 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table on stdout; cells that look like numbers are set to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    console = _wide_enough()
+    console.print(Text(title, style="bold"))
+    table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         numeric = all(_is_number(row[index]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    _wide_enough().print(table)
+    console.print(table)
 
 
 def _wide_enough() -> Console:

@@ -64,4 +64,6 @@ def _explain_fields(model: Any, *, prefix: str) -> dict[str, dict[str, str]]:
 def _spell(default: object) -> str:
     if isinstance(default, tuple):
         return "[" + ", ".join(map(str, default)) + "]"
-    return {None: "null", True: "true", False: "false"}.get(default, str(default))  # type: ignore[call-overload,no-any-return]
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(default)
