@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from importlib import metadata
 
+from fp8calib import __version__
 from fp8calib.checkpoint.reader import Checkpoint
 
 SAMPLE_BYTES = 4096
@@ -28,4 +29,5 @@ def fingerprint_model(config: Mapping[str, object], checkpoint: Checkpoint) -> s
 
 def versions() -> dict[str, str]:
     """Give the versions of the packages that the numbers depend on."""
-    return {name: metadata.version(name) for name in ("fp8calib", "torch", "transformers")}
+    others = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {"fp8calib": __version__, **others}
