@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ from typer.main import get_command
 
 from fp8calib.cli.app import app
 from fp8calib.cli.arguments import spread_formats
-from fp8calib.cli.console import show_error
-from fp8calib.errors import Fp8CalibError
+from fp8calib.cli.console import drop_stdout, say, show_error
+from fp8calib.errors import Fp8CalibError, UsageError
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 
@@ -27,7 +26,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def main_inner(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; errors are raised, so that tests can see them."""
     command = get_command(app)
+    if not arguments:  # the parser would call its own help an error
+        say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
+        return UsageError.exit_code
     outcome = command.main(spread_formats(arguments), prog_name="fp8calib", standalone_mode=False)
+    sys.stdout.flush()  # here a closed pipe is noticed where it is handled
     return outcome if isinstance(outcome, int) else 0
 
 
@@ -47,8 +50,7 @@ def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return pe
     except Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:
-        # Whoever read our output is gone; closing stdout again at exit must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()  # whoever read our output is gone
         return 1
     except Exception as error:  # noqa: BLE001 -- the outermost frame: anything left is our bug
         traceback.print_exc()

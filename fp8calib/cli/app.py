@@ -14,7 +14,6 @@ from fp8calib.cli.show_command import show_command
 
 app = typer.Typer(
     name="fp8calib",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -49,12 +49,15 @@ TrustOption = Annotated[
 def spread_formats(arguments: Sequence[str]) -> list[str]:
     """Let one --format take several names: `--format a b` becomes `--format a --format b`."""
     spread: list[str] = []
-    in_formats = False
+    in_formats = is_value = False
     for argument in arguments:
-        if in_formats and spread[-1] != "--format" and argument in FORMAT_NAMES:
+        if is_value:
+            is_value = False
+        elif in_formats and set(argument.split(",")) <= set(FORMAT_NAMES):
             spread.append("--format")
-        elif spread[-1:] != ["--format"]:
-            in_formats = argument == "--format"
+        else:
+            is_value = argument == "--format"
+            in_formats = is_value or argument.startswith("--format=")
         spread.append(argument)
     return spread
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +24,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fp8calib.errors import ExportError
+
 _out = Console(highlight=False, soft_wrap=True)
 _talk = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -38,25 +42,48 @@ def warn(text: str) -> None:
 
 def print_text(text: str) -> None:
     """Print a result, on stdout."""
-    _out.print(Text(text))
+    with _to_stdout():
+        _out.print(Text(text))
 
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout. NaN is refused: it is no JSON."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    with _to_stdout():
+        sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def _to_stdout() -> Iterator[None]:
+    """Turn a disk that is full under a redirected stdout into an error; a closed pipe is none."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_stdout()
+        raise ExportError(
+            f"stdout cannot be written: {error.strerror}", hint="redirect it to another disk"
+        ) from error
+
+
+def drop_stdout() -> None:
+    """Send what is left for stdout nowhere: flushing it again at exit must not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table on stdout; cells that look like numbers are set to the right."""
     console = _wide_enough()
-    console.print(Text(title, style="bold"))
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         numeric = all(_is_number(row[index]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    console.print(table)
+    with _to_stdout():
+        console.print(Text(title, style="bold"))
+        console.print(table)
 
 
 def _wide_enough() -> Console:

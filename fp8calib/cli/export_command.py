@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fp8calib.cli.arguments import (
+    FORMAT_NAMES,
     FallbackOption,
     ForceOption,
     FormatOption,
@@ -47,7 +48,9 @@ def export_command(
 
     names = split_names(formats)
     if not names:
-        raise UsageError("export needs at least one --format")
+        raise UsageError(
+            "export needs at least one --format", hint=f"known formats: {', '.join(FORMAT_NAMES)}"
+        )
     resolved = override_recipe(
         "kv",
         data={},

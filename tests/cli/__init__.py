@@ -1,0 +1,1 @@
+"""The command line, from the outside: flags, files, exit codes, messages."""

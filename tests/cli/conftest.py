@@ -1,0 +1,96 @@
+"""A tiny model with a tokenizer, its data, and one calibration of it: built once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from .program import Outcome, fail, snapshot, succeed
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
+WORDS = ["<s>", "</s>", "<unk>", "user", "assistant", ":", *(f"w{i}" for i in range(90))]
+QUICK = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
+ALL_FORMATS = ("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json", "rfc")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices on many threads wait for each other; nobody wants the savers' bars either."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(before)
+
+
+def save_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
+    """Write a tokenizer that splits at spaces, with a BOS and a chat template."""
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[2])
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=words[0], eos_token=words[1], unk_token=words[2]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Write one JSON object a line."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a llama of two layers, 4 heads and 2 KV heads, 48 MLP channels; tokenizer included."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    zoo.save("llama", folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give 60 rows of 40 tokens each, BOS included."""
+    rows = [{"text": " ".join(f"w{i * j % 90}" for j in range(1, 40))} for i in range(60)]
+    return write_rows(tmp_path_factory.mktemp("data") / "calib.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def calibrated(
+    model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Outcome]:
+    """Give an output folder with every format for 1 and 2 ranks, and what the program said."""
+    out = tmp_path_factory.mktemp("calibrated") / "out"
+    formats = [part for name in ALL_FORMATS for part in ("--format", name)]
+    command = ("calibrate", model, "--data", data, *QUICK, *formats, "--tp", 1, "--tp", 2)
+    return out, succeed(*command, "--out", out, "--json")
+
+
+@pytest.fixture
+def refused(tmp_path: Path, data: Path) -> Callable[..., str]:
+    """Calibrate, require the exit code, and that the folder around the output did not change."""
+
+    def calibrate(code: int, model: object, *options: object, rows: Path | None = None) -> str:
+        before = snapshot(tmp_path)
+        asked = options if "--data" in options else ("--data", rows or data, *options)
+        out = () if "--out" in options else ("--out", tmp_path / "out")
+        text = fail(code, "calibrate", model, *QUICK, *asked, *out)
+        assert snapshot(tmp_path) == before
+        return text
+
+    return calibrate

@@ -1,0 +1,84 @@
+"""The program under test, run in this process, and what it left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8calib.cli import main
+
+KIND_OF_EXIT_CODE = {
+    1: "bug",
+    2: "usage",
+    3: "recipe",
+    4: "model",
+    5: "data",
+    6: "calibration",
+    7: "export",
+    8: "verification",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run of the program ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """What stdout holds, which must be one JSON document and nothing else."""
+        return json.loads(self.out)
+
+
+def run(*arguments: object) -> Outcome:
+    """Run the program as a shell would; options and paths are spelled as text."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as leaving:
+            code = leaving.code
+    return Outcome(code if isinstance(code, int) else -1, out.getvalue(), err.getvalue())
+
+
+def succeed(*arguments: object) -> Outcome:
+    """Run the program and require that it ends well."""
+    outcome = run(*arguments)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def fail(code: int, *arguments: object) -> str:
+    """Run the program, require one clear error of this exit code, and give message and hint.
+
+    The error stands on stderr, and as JSON on stdout; no traceback and no other line says `error`.
+    """
+    outcome = run(*arguments, "--json")
+    assert outcome.code == code, f"exit {outcome.code}: {outcome.err}"
+    error = outcome.json["error"]
+    assert set(error) == {"kind", "message", "hint"}
+    assert error["kind"] == KIND_OF_EXIT_CODE[code]
+    assert "Traceback" not in outcome.err
+    assert outcome.err.count("error: ") == 1
+    assert f"error: {error['message']}\n" in outcome.err
+    assert error["hint"], f"no word on what to do: {error['message']}"
+    assert f"hint: {error['hint']}\n" in outcome.err
+    return f"{error['message']}\n{error['hint']}"
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """List everything under a folder with a hash of what it holds."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
+        for path in sorted(folder.rglob("*"))
+    }

@@ -1,0 +1,112 @@
+"""What the parser does: help, version, and its own errors in the program's form."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fp8calib import __version__
+from fp8calib.cli import main_inner
+from fp8calib.cli.app import app
+from fp8calib.cli.arguments import FORMAT_NAMES, spread_formats, split_names
+from fp8calib.dialects.registry import FORMATS
+from fp8calib.errors import UsageError
+
+from .program import fail, run, succeed
+
+COMMANDS = [command.name for command in app.registered_commands]
+
+
+def test_the_commands_of_the_contract_are_there() -> None:
+    assert {"calibrate", "export", "show", "recipes"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_an_example(command: str) -> None:
+    assert f"Example: fp8calib {command}" in " ".join(succeed(command, "--help").out.split())
+
+
+def test_help_names_every_command() -> None:
+    out = succeed("--help").out
+    assert all(f"\n  {command} " in out for command in COMMANDS)
+
+
+def test_the_version_is_printed() -> None:
+    assert succeed("--version").out == f"fp8calib {__version__}\n"
+
+
+def test_without_a_command_the_help_is_shown_and_the_exit_code_is_usage() -> None:
+    outcome = run()
+    assert outcome.code == 2
+    assert outcome.err.startswith("Usage: fp8calib")
+    assert "error: " not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["calibrate"], "MODEL"),
+        (["calibrate", "m", "--no-such-option"], "--no-such-option"),
+        (["calibrate", "m", "--samples", "many"], "--samples"),
+        (["calibrate", "m", "--samples", "0"], "--samples"),
+        (["calibrate", "m", "--seq-len", "1"], "--seq-len"),
+        (["calibrate", "m", "--batch-size", "0"], "--batch-size"),
+        (["calibrate", "m", "--seed", "x"], "--seed"),
+        (["calibrate", "m", "--tp", "two"], "--tp"),
+        (["calibrate", "m", "n"], "n"),
+        (["export", "s"], "--out"),
+        (["export", "s", "--out", "o"], "--format"),
+        (["show"], "STATS|SCALES"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_an_error_of_the_parser_has_the_form_of_every_other(
+    arguments: list[str], says: str
+) -> None:
+    assert says in fail(2, *arguments)
+
+
+def test_without_json_an_error_leaves_stdout_empty() -> None:
+    outcome = run("calibrate", "--no-such-option")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: ")
+
+
+def test_main_inner_raises_what_main_shows() -> None:
+    with pytest.raises(UsageError, match="needs at least one --format"):
+        main_inner(["export", "stats.safetensors", "--out", "out"])
+
+
+def test_the_names_of_formats_in_the_parser_are_those_of_the_registry() -> None:
+    assert set(FORMAT_NAMES) == set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("given", "spread"),
+    [
+        ("--format rfc", "--format rfc"),
+        ("--format rfc tgi", "--format rfc --format tgi"),
+        ("--format rfc tgi --out tgi", "--format rfc --format tgi --out tgi"),
+        ("export s --format rfc --tp 2 tgi", "export s --format rfc --tp 2 tgi"),
+        ("--format rfc --format tgi kv-scales", "--format rfc --format tgi --format kv-scales"),
+        ("--format=rfc tgi", "--format=rfc --format tgi"),
+        ("--format rfc,tgi vllm-json", "--format rfc,tgi --format vllm-json"),
+        ("--format rfc tgi,kv-scales", "--format rfc --format tgi,kv-scales"),
+        ("--format a b", "--format a b"),
+        ("--out tgi rfc", "--out tgi rfc"),
+    ],
+)
+def test_formats_that_follow_one_option_are_all_its_values(given: str, spread: str) -> None:
+    assert spread_formats(given.split()) == spread.split()
+
+
+def test_names_are_split_at_commas_and_kept_once() -> None:
+    assert split_names(["rfc, tgi", "rfc", "tgi,kv-scales,"]) == ["rfc", "tgi", "kv-scales"]
+    assert split_names(None) is None
+
+
+def test_an_error_is_told_once_in_json() -> None:
+    outcome = run("calibrate", "--json")
+    assert json.loads(outcome.out)["error"]["kind"] == "usage"
+    assert "error: " in outcome.err

@@ -1,0 +1,62 @@
+"""`recipes`: the list, one recipe, and the schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8calib.recipe import Recipe
+from fp8calib.recipe_files import recipe_files
+
+from .program import fail, succeed
+
+PROMISED = ["kv", "w8a8-static", "w8a8-dynamic", "w8a16"]
+
+
+def test_the_list_names_every_recipe() -> None:
+    lines = succeed("recipes").out.splitlines()
+    assert {line.split()[0] for line in lines[2:] if line} == set(recipe_files())
+
+
+def test_the_list_as_json_describes_every_recipe() -> None:
+    recipes = succeed("recipes", "--json").json["recipes"]
+    assert set(recipes) == set(recipe_files()) >= set(PROMISED)
+    assert all(recipes.values())
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_recipe_is_printed_with_every_key_explained(name: str) -> None:
+    out = succeed("recipes", name).out
+    assert recipe_files()[name].read_text().strip() in out
+    for key in ("observe.ignore", "data.seq_len", "scales.fallback", "formats", "query_scale"):
+        assert f"\n{key} " in out
+
+
+def test_a_recipe_as_json_holds_its_values_and_the_schema() -> None:
+    found = succeed("recipes", "w8a16", "--json").json
+    assert found["recipe"]["observe"] == {
+        "kv": False,
+        "query": False,
+        "inputs": False,
+        "weights": True,
+        "ignore": [],
+    }
+    assert found["schema"]["data.samples"] == {
+        "default": "512",
+        "description": "sequences to run",
+    }
+    assert all(item["description"] for item in found["schema"].values())
+
+
+def test_a_file_of_the_users_own_is_shown_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\ntp: [1, 2]\n")
+    shown = succeed("recipes", path, "--json").json["recipe"]
+    assert Recipe.model_validate(shown) == Recipe(name="mine", tp=(1, 2))
+
+
+def test_an_unknown_recipe_is_refused_with_the_names_there_are() -> None:
+    text = fail(3, "recipes", "no-such-recipe")
+    assert "no-such-recipe" in text
+    assert all(name in text for name in PROMISED)
