@@ -1,0 +1,476 @@
+"""`calibrate`: what it writes, what it prints, and what every option changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file
+
+from fp8calib.recipe_files import recipe_files
+from fp8calib.sites import Role
+from fp8calib.stats import CalibrationStats, load_stats
+
+from .conftest import ALL_FORMATS, QUICK, save_tokenizer, write_rows
+from .program import Outcome, fail, run, snapshot, succeed
+
+K0 = "model.layers.0.self_attn.k_scale"
+
+
+@pytest.fixture(scope="session")
+def calibrate(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Give a function that calibrates into a new folder: (folder, what `--json` printed)."""
+
+    def into_new_folder(*options: object) -> tuple[Path, dict[str, Any]]:
+        out = tmp_path_factory.mktemp("run") / "out"
+        arguments = ("calibrate", model, "--data", data, *QUICK, *options)
+        return out, succeed(*arguments, "--out", out, "--json").json
+
+    return into_new_folder
+
+
+def stats_of(out: Path) -> CalibrationStats:
+    return load_stats(out / "stats.safetensors")
+
+
+# --- what is printed and written ---------------------------------------------------------------
+
+
+def test_json_holds_the_promised_keys(calibrated: tuple[Path, Outcome]) -> None:
+    out, outcome = calibrated
+    report = outcome.json
+    assert report["out"] == str(out)
+    assert (report["tokens"], report["sequences"]) == (64, 4)
+    assert (report["dtype"], report["device"]) == ("float32", "cpu")
+    assert report["duration_s"] > 0
+    # k, v, q of two layers; 7 linears in each with input and weight
+    assert report["coverage"]["observed"] == 2 * (3 + 7 * 2)
+    assert report["coverage"]["skipped"] == [
+        {
+            "site": "lm_head",
+            "why": "not run: calibration needs no logits, engines leave it as it is",
+        }
+    ]
+
+
+def test_every_listed_file_exists_and_no_other(calibrated: tuple[Path, Outcome]) -> None:
+    out, outcome = calibrated
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert set(outcome.json["files"]) == found
+    assert {name.split("/")[0] for name in found} == {
+        "stats.safetensors",
+        "report.json",
+        "kv-overlay",
+        "kv-overlay-head",
+        "tgi",
+        "kv_scales.safetensors",
+        "kv_cache_scales.tp1.json",
+        "kv_cache_scales.tp2.json",
+        "rfc.tp1.json",
+        "rfc.tp2.json",
+    }
+
+
+def test_the_report_is_what_json_prints(calibrated: tuple[Path, Outcome]) -> None:
+    out, outcome = calibrated
+    report = json.loads((out / "report.json").read_text())
+    assert report == outcome.json
+    assert len(report["saturation"]["median_share"]) == 3
+    assert all(0 < share <= 1 for share in report["saturation"]["least_share"])
+    assert report["saturation"]["slowest_site"].startswith("model.layers.")
+
+
+def test_the_report_tells_bytes_per_token_and_how_to_serve(
+    calibrated: tuple[Path, Outcome],
+) -> None:
+    report = calibrated[1].json
+    # 2 layers x (k and v) x 2 heads x 8 elements, in the checkpoint's fp32 and in one byte
+    assert report["kv_bytes_per_token"] == {"before": 256, "after": 64}
+    engines = {item["engine"] for item in report["serving"] if item["format"] == "kv-overlay"}
+    assert {"vLLM", "SGLang", "TGI"} <= engines
+
+
+def test_talk_goes_to_stderr_when_json_goes_to_stdout(calibrated: tuple[Path, Outcome]) -> None:
+    err = calibrated[1].err
+    assert "computing in float32 on cpu (as asked)" in err
+    assert "not observed: lm_head" in err
+    assert "vllm serve " in err
+
+
+def test_without_json_people_read_the_report_on_stdout(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    outcome = succeed("calibrate", model, "--data", data, *QUICK, "--out", out)
+    assert outcome.out.startswith("64 tokens in 4 sequences, ")
+    assert f"written to {out}: kv-overlay/, report.json, stats.safetensors" in outcome.out
+    assert "KV cache: 256 bytes per token now, 64 with FP8" in outcome.out
+    assert f"vllm serve {out}/kv-overlay --kv-cache-dtype fp8" in outcome.out
+    assert "\x1b" not in outcome.out + outcome.err
+
+
+def test_the_default_output_is_named_after_the_model(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = succeed("calibrate", model, "--data", data, *QUICK, "--json")
+    assert outcome.json["out"] == "tiny-llama-fp8calib"
+    assert (tmp_path / "tiny-llama-fp8calib" / "kv-overlay" / "config.json").is_file()
+
+
+def test_the_scales_are_amax_over_448(calibrated: tuple[Path, Outcome]) -> None:
+    stats = stats_of(calibrated[0])
+    scales = load_file(calibrated[0] / "kv_scales.safetensors")
+    assert len(scales) == 4
+    for _, attention in stats.geometry.attentions():
+        for role in (Role.K, Role.V):
+            seen = stats.sites[attention.site(role)].amax
+            assert seen.shape == (2,)
+            expected = seen.max() / 448
+            found = scales[f"{attention.module}.{role}_scale"]
+            assert torch.equal(found, expected)
+            assert found.dtype is torch.float32
+
+
+# --- the output folder -------------------------------------------------------------------------
+
+
+def test_an_empty_folder_is_accepted(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    succeed("calibrate", model, "--data", data, *QUICK, "--out", out)
+    assert (out / "stats.safetensors").is_file()
+
+
+def test_a_folder_that_is_not_empty_is_refused_and_force_replaces_it(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ("calibrate", model, "--data", data, *QUICK, "--out", out, "--format", "kv-scales")
+    succeed(*command)
+    before = snapshot(out)
+    assert "--force" in fail(2, *command)
+    assert snapshot(out) == before
+    succeed(*command, "--fp8-dtype", "e4m3fnuz", "--force")
+    after = snapshot(out)
+    assert after["stats.safetensors"] == before["stats.safetensors"]
+    assert after["kv_scales.safetensors"] != before["kv_scales.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_force_refuses_a_folder_that_holds_anything_else(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ("calibrate", model, "--data", data, *QUICK, "--out", out, "--format", "kv-scales")
+    succeed(*command)
+    (out / "thesis.tex").write_text("mine")
+    before = snapshot(tmp_path)
+    assert "thesis.tex" in fail(2, *command, "--force")
+    assert snapshot(tmp_path) == before
+
+
+def test_the_output_may_not_be_the_model(model: Path, data: Path) -> None:
+    before = snapshot(model)
+    text = fail(2, "calibrate", model, "--data", data, *QUICK, "--out", model, "--force")
+    assert "would replace" in text
+    assert snapshot(model) == before
+
+
+# --- options -----------------------------------------------------------------------------------
+
+
+def test_a_dry_run_writes_nothing_and_shows_the_plan(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ("calibrate", model, "--data", data, *QUICK, "--tp", 2, "--format", "rfc")
+    plan = succeed(*arguments, "--dry-run", "--json").json["plan"]
+    assert (plan["tokens"], plan["sequences"], plan["layers"]) == (64, 4, 2)
+    assert plan["out"] == "tiny-llama-fp8calib"
+    assert plan["writes"] == ["report.json", "rfc.tp2.json", "stats.safetensors"]
+    assert "nothing was run or written" in succeed(*arguments, "--dry-run").out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_reads_no_weights(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("fp8calib.cli.calibrate_run.load_model", refuse)
+    succeed("calibrate", model, "--data", data, *QUICK, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        ["--format", "kv-scales", "--format", "vllm-json"],
+        ["--format", "kv-scales,vllm-json"],
+        ["--format", "kv-scales", "vllm-json"],
+    ],
+    ids=["repeated", "comma", "space"],
+)
+def test_formats_may_be_spelled_in_three_ways(model: Path, data: Path, spelling: list[str]) -> None:
+    outcome = succeed("calibrate", model, "--data", data, *QUICK, *spelling, "--dry-run", "--json")
+    assert outcome.json["plan"]["writes"] == [
+        "kv_cache_scales.tp1.json",
+        "kv_scales.safetensors",
+        "report.json",
+        "stats.safetensors",
+    ]
+
+
+def test_each_degree_gets_json_files_of_its_own(calibrated: tuple[Path, Outcome]) -> None:
+    out, _ = calibrated
+    for tp in (1, 2):
+        factors = json.loads((out / f"kv_cache_scales.tp{tp}.json").read_text())["kv_cache"]
+        assert set(factors["scaling_factor"]) == {str(rank) for rank in range(tp)}
+        rfc = json.loads((out / f"rfc.tp{tp}.json").read_text())
+        assert set(rfc["kv_cache"]["scaling_factor"]) == {f"rank{rank}" for rank in range(tp)}
+
+
+def test_samples_and_seq_len_decide_the_tokens(calibrate: Any) -> None:
+    _, report = calibrate("--samples", 3, "--seq-len", 10, "--format", "kv-scales")
+    assert (report["sequences"], report["tokens"]) == (3, 30)
+
+
+def test_the_default_length_is_the_models_maximum(model: Path, data: Path) -> None:
+    command = ("calibrate", model, "--data", data, "--samples", 2, "--dry-run", "--json")
+    assert succeed(*command).json["plan"]["tokens"] == 2 * 128
+
+
+def test_rows_stay_whole_without_packing(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5] * n} for n in (3, 20, 7)])
+    command = ("calibrate", model, "--data", rows, *QUICK, "--samples", 3, "--batch-size", 2)
+    out = tmp_path / "out"
+    report = succeed(*command, "--no-pack", "--out", out, "--json").json
+    assert (report["sequences"], report["tokens"]) == (3, 3 + 16 + 7)
+    assert report["batch_size"] == 2
+    stats = stats_of(out)
+    assert {seen.count for site, seen in stats.sites.items() if site.role is Role.K} == {26}
+
+
+def test_the_seed_orders_the_mixing_of_weighted_specs(model: Path, tmp_path: Path) -> None:
+    specs: list[str] = []
+    for name in "ab":
+        rows = [{"input_ids": [10 * i + ord(name) - 90] * 2} for i in range(8)]
+        specs += ["--data", f"{write_rows(tmp_path / f'{name}.jsonl', rows)}@1"]
+
+    def fingerprint(*seed: object) -> str:
+        out = tmp_path / "out"
+        command = ("calibrate", model, *specs, *QUICK, "--samples", 2, "--seq-len", 8)
+        succeed(*command, "--format", "kv-scales", *seed, "--out", out, "--force")
+        return stats_of(out).header.data_fingerprint
+
+    assert fingerprint() == fingerprint("--seed", 0)
+    assert len({fingerprint("--seed", seed) for seed in range(4)}) > 1
+
+
+def test_the_builtin_text_is_used_and_named_when_no_data_is_given(model: Path) -> None:
+    outcome = succeed("calibrate", model, *QUICK, "--dry-run", "--json")
+    assert outcome.json["plan"]["data"] == ["builtin"]
+    assert "no --data given" in outcome.err
+
+
+def test_a_recipe_file_decides_what_the_command_line_does_not(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\nobserve: {inputs: false, ignore: ['*.layers.1.*']}\n"
+        "data: {samples: 3, seq_len: 9}\nformats: []\n"
+    )
+    out = tmp_path / "out"
+    command = ("calibrate", model, "--recipe", path, "--data", data, "--dtype", "float32")
+    report = succeed(*command, "--samples", 2, "--out", out, "--json").json
+    assert (report["sequences"], report["tokens"]) == (2, 18)
+    assert report["files"] == ["report.json", "stats.safetensors"]
+    stats = stats_of(out)
+    assert stats.header.recipe_name == "mine"
+    assert not any(site.role is Role.INPUT for site in stats.sites)
+    assert not any(".layers.1." in site.module for site in stats.sites)
+    left_out = {item["site"]: item["why"] for item in report["coverage"]["skipped"]}
+    assert left_out["model.layers.1.self_attn"] == "left out by the recipe (observe.ignore)"
+
+
+@pytest.mark.parametrize("name", sorted(set(recipe_files()) - {"w8a16"}))
+def test_every_shipped_recipe_runs(calibrate: Any, name: str) -> None:
+    out, report = calibrate("--recipe", name)
+    stats = stats_of(out)
+    assert stats.header.recipe_name == name
+    assert (out / "kv-overlay" / "config.json").is_file()
+    assert (out / "rfc.tp1.json").is_file() == (name == "w8a8-static")
+    assert any(site.role is Role.INPUT for site in stats.sites) == (name != "w8a8-dynamic")
+    assert report["coverage"]["observed"] == len(stats.sites)
+
+
+def test_w8a16_runs_no_data_writes_no_scales_and_needs_no_tokenizer(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "bare")
+    out = tmp_path / "out"
+    outcome = succeed("calibrate", tmp_path / "bare", "--recipe", "w8a16", "--out", out, "--json")
+    report = outcome.json
+    assert report["files"] == ["report.json", "stats.safetensors"]
+    assert (report["tokens"], report["sequences"]) == (0, 0)
+    assert report["saturation"] is None
+    assert {site.role for site in stats_of(out).sites} == {Role.WEIGHT}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_reported(calibrate: Any, dtype: str) -> None:
+    out, report = calibrate("--dtype", dtype, "--format", "kv-scales")
+    assert (report["dtype"], report["dtype_why"]) == (dtype, "as asked")
+    assert stats_of(out).header.compute_dtype == dtype
+
+
+def test_query_scales_are_written_on_demand(calibrate: Any) -> None:
+    out, _ = calibrate("--query-scale", "--format", "kv-scales")
+    scales = load_file(out / "kv_scales.safetensors")
+    stats = stats_of(out)
+    for _, attention in stats.geometry.attentions():
+        found = scales[f"{attention.module}.q_scale"]
+        assert torch.equal(found, stats.sites[attention.site(Role.Q)].amax.max() / 448)
+
+
+def test_without_query_scales_none_are_written(calibrated: tuple[Path, Outcome]) -> None:
+    scales = load_file(calibrated[0] / "kv_scales.safetensors")
+    assert not [name for name in scales if name.endswith("q_scale")]
+
+
+def test_fnuz_scales_divide_by_240(calibrate: Any, calibrated: tuple[Path, Outcome]) -> None:
+    out, _ = calibrate("--fp8-dtype", "e4m3fnuz", "--format", "kv-scales")
+    amax = load_stats(calibrated[0] / "stats.safetensors").sites
+    seen = next(found for site, found in sorted(amax.items()) if site.role is Role.K)
+    assert torch.equal(load_file(out / "kv_scales.safetensors")[K0], seen.amax.max() / 240)
+
+
+def test_a_site_of_zeros_takes_a_fallback_unless_refused(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "dead")
+    dead = zoo.build("llama")
+    torch.nn.init.zeros_(dead.model.layers[0].self_attn.v_proj.weight)
+    dead.save_pretrained(folder)
+    command = ("calibrate", folder, "--data", data, *QUICK, "--format", "kv-scales")
+    before = snapshot(tmp_path)
+    text = fail(7, *command, "--fallback", "refuse", "--out", tmp_path / "out")
+    assert "model.layers.0.self_attn.v" in text
+    assert snapshot(tmp_path) == before
+    outcome = succeed(*command, "--fallback", "one", "--out", tmp_path / "out", "--json")
+    assert (
+        load_file(tmp_path / "out" / "kv_scales.safetensors")[
+            "model.layers.0.self_attn.v_scale"
+        ].item()
+        == 1.0
+    )
+    assert any("model.layers.0.self_attn.v" in text for text in outcome.json["warnings"])
+    assert "warning: model.layers.0.self_attn.v: only zeros were seen" in outcome.err
+
+
+def test_a_query_that_would_clip_is_warned_about(model: Path, data: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "loud")
+    loud = zoo.build("llama")
+    loud.model.layers[1].self_attn.q_proj.weight.data *= 10_000
+    loud.save_pretrained(folder)
+    command = ("calibrate", folder, "--data", data, *QUICK, "--format", "kv-scales")
+    (text,) = [
+        text
+        for text in succeed(*command, "--out", tmp_path / "a", "--json").json["warnings"]
+        if "--query-scale" in text
+    ]
+    assert text.startswith("q of layer 1 reaches ")
+    quiet = succeed(*command, "--query-scale", "--out", tmp_path / "b", "--json").json["warnings"]
+    assert not any("--query-scale" in text for text in quiet)
+
+
+# --- the same again ----------------------------------------------------------------------------
+
+
+def test_a_second_run_gives_the_same_bytes(
+    calibrated: tuple[Path, Outcome], calibrate: Any
+) -> None:
+    formats = [part for name in ALL_FORMATS for part in ("--format", name)]
+    again, _ = calibrate(*formats, "--tp", 1, "--tp", 2)
+    first, second = snapshot(calibrated[0]), snapshot(again)
+    del first["report.json"], second["report.json"]
+    assert second == first
+
+
+def test_a_sharded_source_gives_the_same_statistics_and_scales(
+    calibrated: tuple[Path, Outcome], data: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny-llama"
+    zoo.save("llama", folder, max_shard_size="40KB")
+    save_tokenizer(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    out = tmp_path / "out"
+    formats = ("--format", "kv-scales,kv-overlay,vllm-json,rfc", "--tp", 1, "--tp", 2)
+    succeed("calibrate", folder, "--data", data, *QUICK, *formats, "--out", out)
+    first, second = snapshot(calibrated[0]), snapshot(out)
+    same = [name for name in second if "/" not in name and name != "report.json"]
+    assert len(same) == 7
+    assert {name: second[name] for name in same} == {name: first[name] for name in same}
+    overlay = json.loads((out / "kv-overlay" / "model.safetensors.index.json").read_text())
+    assert K0 in overlay["weight_map"]
+
+
+def test_batches_of_another_size_agree(calibrated: tuple[Path, Outcome], calibrate: Any) -> None:
+    out, _ = calibrate("--batch-size", 3, "--format", "kv-scales")
+    first, second = stats_of(calibrated[0]).sites, stats_of(out).sites
+    assert first.keys() == second.keys()
+    for site, seen in first.items():
+        torch.testing.assert_close(second[site].amax, seen.amax, rtol=1e-5, atol=0)
+        assert second[site].count == seen.count
+
+
+# --- data that is thin -------------------------------------------------------------------------
+
+
+def test_rows_of_input_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "bare")
+    rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": list(range(100))}])
+    outcome = succeed(
+        "calibrate", tmp_path / "bare", "--data", rows, *QUICK, "--out", tmp_path / "out", "--json"
+    )
+    assert outcome.json["tokens"] == 64
+
+
+def test_conversations_go_through_the_chat_template(model: Path, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+    rows = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])
+    plan = succeed("calibrate", model, "--data", rows, *QUICK, "--dry-run", "--json").json["plan"]
+    assert plan["tokens"] == len("<s> user : w1 w2 assistant : w3".split())
+
+
+def test_fewer_samples_than_asked_and_few_tokens_are_warned_about(
+    model: Path, tmp_path: Path
+) -> None:
+    rows = write_rows(tmp_path / "one.jsonl", [{"text": "w1 w2 w3"}])
+    outcome = run("calibrate", model, "--data", rows, *QUICK, "--out", tmp_path / "out", "--json")
+    assert outcome.code == 0
+    assert "warning: the data gave 1 sequences of the 4 asked for" in outcome.err
+    assert "warning: only 4 tokens, fewer than 4096" in outcome.err
+    assert len([text for text in outcome.json["warnings"] if "asked for" in text]) == 1
+
+
+def test_enough_tokens_give_no_warning(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [7] * 4096}])
+    command = ("calibrate", model, "--data", rows, "--samples", 32, "--dry-run", "--json")
+    assert "warning" not in succeed(*command).err
+
+
+def test_a_relative_model_folder_with_a_slash_is_found(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    command = ("--data", data, *QUICK, "--dry-run", "--json")
+    for spelling in ("tiny-llama", "./tiny-llama/", os.path.relpath(model)):
+        out = succeed("calibrate", spelling, *command).json["plan"]["out"]
+        assert out == "tiny-llama-fp8calib"

@@ -1,0 +1,218 @@
+"""`export` and `show`: from a stats file alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+
+from .conftest import ALL_FORMATS
+from .program import Outcome, fail, snapshot, succeed
+
+LOOSE = ("kv-scales", "vllm-json", "rfc")
+"""Formats that need no model."""
+
+
+@pytest.fixture
+def stats(calibrated: tuple[Path, Outcome]) -> Path:
+    return calibrated[0] / "stats.safetensors"
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., str]:
+    """Export, require the exit code, and that the folder around the output did not change."""
+
+    def export(code: int, stats: Path, *options: object) -> str:
+        before = snapshot(tmp_path)
+        text = fail(code, "export", stats, *options, "--out", tmp_path / "out")
+        assert snapshot(tmp_path) == before
+        return text
+
+    return export
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_export_equals_what_calibrate_wrote(
+    calibrated: tuple[Path, Outcome],
+    stats: Path,
+    model: Path,
+    tmp_path: Path,
+    name: str,
+    tp: int,
+) -> None:
+    needs_model = () if name in LOOSE else ("--model", model)
+    command = ("export", stats, "--format", name, "--tp", tp, *needs_model)
+    report = succeed(*command, "--out", tmp_path / "out", "--json").json
+    direct, exported = snapshot(calibrated[0]), snapshot(tmp_path / "out")
+    assert exported
+    assert {path: direct[path] for path in exported} == exported
+    files = [path for path in exported if exported[path] != "folder"]
+    assert report["files"] == sorted(files)
+    assert report["out"] == str(tmp_path / "out")
+
+
+def test_loose_formats_need_nothing_but_the_stats(stats: Path, tmp_path: Path) -> None:
+    alone = shutil.copy(stats, tmp_path / "renamed.safetensors")
+    command = ("export", alone, "--format", *LOOSE, "--tp", 1, "--tp", 2, "--tp", 4)
+    report = succeed(*command, "--out", tmp_path / "out", "--json").json
+    assert len(report["files"]) == 1 + 3 + 3
+    factors = json.loads((tmp_path / "out" / "kv_cache_scales.tp4.json").read_text())
+    per_rank = factors["kv_cache"]["scaling_factor"]
+    # two KV heads on four ranks: ranks 0 and 1 hold the first, 2 and 3 the second
+    assert per_rank["0"] == per_rank["1"]
+    assert per_rank["2"] == per_rank["3"]
+    assert per_rank["0"] != per_rank["2"]
+
+
+def test_people_read_what_was_written_on_stdout(stats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shown = succeed("export", stats, "--format", "kv-scales", "--out", out).out
+    assert shown == f"written to {out}: kv_scales.safetensors\n"
+
+
+def test_an_export_for_fnuz_divides_by_240(stats: Path, tmp_path: Path) -> None:
+    for dtype in ("e4m3fn", "e4m3fnuz"):
+        command = ("export", stats, "--format", "kv-scales", "--fp8-dtype", dtype)
+        succeed(*command, "--query-scale", "--out", tmp_path / dtype)
+    plain, fnuz = (
+        load_file(tmp_path / dtype / "kv_scales.safetensors") for dtype in ("e4m3fn", "e4m3fnuz")
+    )
+    assert len(plain) == 6
+    for name, value in plain.items():
+        torch.testing.assert_close(fnuz[name], value * (448 / 240), rtol=1e-6, atol=0)
+
+
+def test_force_replaces_an_export_and_refuses_strangers(stats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("export", stats, "--format", "kv-scales", "--out", out)
+    succeed(*command)
+    assert "--force" in fail(2, *command)
+    succeed(*command, "--force")
+    (out / "mine").touch()
+    before = snapshot(out)
+    assert "mine" in fail(2, *command, "--force")
+    assert snapshot(out) == before
+
+
+def test_the_stats_may_not_be_replaced_by_their_export(stats: Path) -> None:
+    before = snapshot(stats.parent)
+    fail(2, "export", stats, "--format", "kv-scales", "--out", stats.parent, "--force")
+    assert snapshot(stats.parent) == before
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL_FORMATS) - set(LOOSE)))
+def test_an_overlay_needs_the_model(refused: Callable[..., str], stats: Path, name: str) -> None:
+    assert f"--format {name} needs --model" in refused(2, stats, "--format", name)
+
+
+def test_another_model_is_refused(refused: Callable[..., str], stats: Path, tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "other", seed=1)
+    text = refused(7, stats, "--format", "kv-overlay", "--model", tmp_path / "other")
+    assert "is not the model these statistics were measured on" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--format", "nonsense"], 2, "nonsense"),
+        (["--format", "rfc,nonsense"], 2, "nonsense"),
+        (["--format", "vllm-json", "--tp", "0"], 2, "--tp 0"),
+        (["--format", "vllm-json", "--tp", "3"], 2, "does not divide the 4 attention heads"),
+        (["--format", "kv-scales", "--rule", "guess"], 2, "guess"),
+        (["--format", "kv-scales", "--fallback", "guess"], 2, "--fallback"),
+        (["--format", "kv-scales", "--fp8-dtype", "int8"], 2, "--fp8-dtype"),
+        (["--format", "kv-overlay", "--model", "no-such-folder-or-model"], 4, "no-such-folder"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    refused: Callable[..., str], stats: Path, options: list[str], code: int, says: str
+) -> None:
+    assert says in refused(code, stats, *options)
+
+
+def test_a_missing_stats_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    text = refused(2, tmp_path / "none.safetensors", "--format", "kv-scales")
+    assert "none.safetensors" in text
+
+
+def test_truncated_stats_are_refused(
+    refused: Callable[..., str], stats: Path, tmp_path: Path
+) -> None:
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(stats.read_bytes()[:-5])
+    assert "torn or truncated" in refused(5, torn, "--format", "kv-scales")
+
+
+def test_other_files_are_no_stats(refused: Callable[..., str], tmp_path: Path) -> None:
+    text = tmp_path / "notes.safetensors"
+    text.write_text("these are no statistics, but long enough for a header")
+    refused(5, text, "--format", "kv-scales")
+    other = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.ones(3)}, other)
+    found = refused(5, other, "--format", "kv-scales")
+    assert "not a stats file" in found
+    assert "pydantic" not in found
+    assert "\n" not in found.rpartition("\n")[0]
+
+
+def test_stats_of_weights_alone_have_no_kv_scales(
+    refused: Callable[..., str], model: Path, tmp_path: Path
+) -> None:
+    succeed("calibrate", model, "--recipe", "w8a16", "--out", tmp_path / "w")
+    text = refused(7, tmp_path / "w" / "stats.safetensors", "--format", "kv-scales")
+    assert "model.layers.0.self_attn" in text
+
+
+# --- show --------------------------------------------------------------------------------------
+
+
+def test_show_prints_statistics_as_tables(stats: Path) -> None:
+    shown = succeed("show", stats).out
+    assert shown.startswith("LlamaForCausalLM, 2 layers, float32 weights, computed in float32\n")
+    assert "64 tokens in 4 sequences of calib.jsonl; recipe kv" in shown
+    assert "not observed: lm_head" in shown
+    assert shown == succeed("show", stats.parent).out
+
+
+def test_show_prints_statistics_as_json(stats: Path) -> None:
+    found = succeed("show", stats, "--json").json
+    scales = load_file(stats.parent / "kv_scales.safetensors")
+    assert [layer["k scale"] for layer in found["layers"]] == [
+        scales[f"model.layers.{index}.self_attn.k_scale"].item() for index in range(2)
+    ]
+    assert found["header"]["num_tokens"] == 64
+    assert len(found["linears"]) == 14
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("kv_scales.safetensors", 4), ("kv-overlay", 4), ("kv_cache_scales.tp2.json", 4)],
+)
+def test_show_prints_files_of_scales(stats: Path, name: str, expected: int) -> None:
+    path = stats.parent / name
+    assert len(succeed("show", path, "--json").json["scales"]) == expected
+    assert succeed("show", path).out.startswith(f"{path}\n")
+
+
+def test_show_gives_the_numbers_of_the_file(stats: Path) -> None:
+    shown = succeed("show", stats.parent / "kv_scales.safetensors", "--json").json["scales"]
+    direct = load_file(stats.parent / "kv_scales.safetensors")
+    assert shown == {name: [value.item()] for name, value in direct.items()}
+
+
+def test_show_refuses_what_holds_no_scales(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "torn.json").write_text("{")
+    (tmp_path / "torn.safetensors").write_bytes(b"\x10")
+    assert "holds no scales" in fail(2, "show", model)
+    assert "notes.txt" in fail(2, "show", tmp_path / "notes.txt")
+    assert "torn.json" in fail(5, "show", tmp_path / "torn.json")
+    assert "torn.safetensors" in fail(4, "show", tmp_path / "torn.safetensors")
+    assert "nowhere" in fail(2, "show", tmp_path / "nowhere")
