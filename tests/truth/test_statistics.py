@@ -1,0 +1,260 @@
+"""Statistics of every architecture against a plain forward whose tensors were kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from fp8calib.calibrate import Prepared, calibrate, prepare
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import DataPlan
+from fp8calib.model.load import load_model, open_source
+from fp8calib.recipe import Recipe
+from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats
+from tests import zoo
+from tests.truth import brute_force
+
+SEQ_LEN = 20
+NUM_SEQUENCES = 5
+FAMILIES = sorted(zoo.ZOO)
+MOE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
+BYPASSES_REGISTRY = ("falcon",)
+
+
+class Silent:
+    """A progress bar that shows nothing."""
+
+    def stage(self, name: str, total: int | None) -> None:
+        """Begin a stage."""
+
+    def advance(self, steps: int) -> None:
+        """Go on."""
+
+
+@dataclass
+class Case:
+    """One calibrated model and the truth about it."""
+
+    family: str
+    folder: Path
+    model: Any
+    prepared: Prepared
+    stats: CalibrationStats
+    truth: brute_force.Capture
+
+    def seen(self, module: str, role: Role) -> Any:
+        """Give the statistics of a site."""
+        return self.stats.sites[Site(module, role)]
+
+
+def make_plan(sequences: list[torch.Tensor], *, packed: bool = True) -> DataPlan:
+    """Wrap token sequences as a data plan."""
+    return DataPlan(
+        sequences=tuple(sequences),
+        packed=packed,
+        seq_len=SEQ_LEN,
+        fingerprint="",
+        row_hashes=torch.zeros(0, dtype=torch.int64),
+        sources=("test",),
+        warnings=(),
+    )
+
+
+def draw(lengths: list[int], *, seed: int = 7) -> list[torch.Tensor]:
+    """Draw random token sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
+
+
+def run_calibration(
+    folder: Path, plan: DataPlan, *, batch_size: int = 1
+) -> tuple[Prepared, CalibrationStats]:
+    """Open, load and calibrate a folder in fp32 with every observation on."""
+    recipe = Recipe(name="test")
+    source = open_source(str(folder), revision=None, trust_remote_code=False)
+    model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+    with Checkpoint.open(folder) as checkpoint:
+        prepared = prepare(model, checkpoint, recipe, checkpoint_dtype="float32")
+        stats = calibrate(
+            prepared,
+            plan,
+            source,
+            checkpoint,
+            recipe=recipe,
+            batch_size=batch_size,
+            progress=Silent(),
+        )
+    return prepared, stats
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family = request.param
+    folder = tmp_path_factory.mktemp("zoo") / family
+    model = zoo.save(family, folder)
+    sequences = draw([SEQ_LEN] * NUM_SEQUENCES)
+    prepared, stats = run_calibration(folder, make_plan(sequences))
+    return Case(family, folder, model, prepared, stats, brute_force.run(model, sequences))
+
+
+def test_k_and_v_are_what_the_cache_was_given(case: Case) -> None:
+    seen_layers = set()
+    for layer, attention in case.prepared.geometry.attentions():
+        if attention.producer is not None:
+            assert layer.index not in case.truth.kv
+            continue
+        seen_layers.add(layer.index)
+        keys, values = zip(*case.truth.kv[layer.index], strict=True)
+        for role, tensors in ((Role.K, keys), (Role.V, values)):
+            expected = brute_force.head_amax(list(tensors), attention.num_kv_heads)
+            found = case.seen(attention.module, role)
+            np.testing.assert_allclose(found.amax.numpy(), expected, rtol=1e-6)
+            assert found.count == SEQ_LEN * NUM_SEQUENCES
+    assert seen_layers == set(case.truth.kv)
+
+
+def test_every_linear_of_the_decoder_layers_saw_its_input(case: Case) -> None:
+    experts = [name for name in case.truth.routed]
+    linears = {
+        name
+        for name in case.truth.inputs
+        if name != "lm_head" and name.startswith(_layers_path(case)) and name not in experts
+    }
+    observed = {
+        site.module
+        for site, found in case.stats.sites.items()
+        if site.role is Role.INPUT and found.expert_counts is None
+    }
+    assert observed == linears
+    for name in linears:
+        expected = brute_force.channel_amax(case.truth.inputs[name])
+        found = case.seen(name, Role.INPUT).amax.numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def _layers_path(case: Case) -> str:
+    return case.prepared.geometry.layers[0].module.rpartition(".")[0] + "."
+
+
+def test_q_is_what_attention_received(case: Case) -> None:
+    attentions = [attention for _, attention in case.prepared.geometry.attentions()]
+    if case.family in BYPASSES_REGISTRY:
+        skipped = {item.site for item in case.stats.header.skipped}
+        assert {str(attention.site(Role.Q)) for attention in attentions} <= skipped
+        return
+    for place, attention in enumerate(attentions):
+        per_sequence = [queries[place] for queries in case.truth.queries]
+        expected = brute_force.head_amax(per_sequence, attention.num_heads)
+        found = case.seen(attention.module, Role.Q).amax.numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_experts_saw_the_tokens_routed_to_them(case: Case) -> None:
+    assert bool(case.truth.routed) == (case.family in MOE)
+    modules = dict(case.prepared.model.named_modules())
+    for path, routed in case.truth.routed.items():
+        truth = brute_force.run_experts(modules[path], routed)
+        for name, tensors in (("gate_proj", truth.first), ("down_proj", truth.down)):
+            found = case.seen(f"{path}.{name}", Role.INPUT)
+            _compare_experts(found, tensors)
+        same = case.seen(f"{path}.up_proj", Role.INPUT)
+        assert torch.equal(same.experts, case.seen(f"{path}.gate_proj", Role.INPUT).experts)
+
+
+def _compare_experts(found: Any, tensors: dict[int, np.ndarray]) -> None:
+    num_experts, num_blocks = found.experts.shape
+    for expert in range(num_experts):
+        rows = tensors.get(expert)
+        count = 0 if rows is None else len(rows)
+        assert int(found.expert_counts[expert]) == count
+        expected = (
+            np.zeros(num_blocks)
+            if rows is None
+            else np.abs(rows).max(0).reshape(num_blocks, -1).max(1)
+        )
+        np.testing.assert_allclose(found.experts[expert].numpy(), expected, rtol=1e-5, atol=1e-7)
+    everything = np.abs(np.concatenate(list(tensors.values()))).max(0)
+    np.testing.assert_allclose(found.amax.numpy(), everything, rtol=1e-5, atol=1e-7)
+
+
+def test_weights_are_those_of_the_model_in_memory(case: Case) -> None:
+    parameters = {name: p.detach().numpy() for name, p in case.model.named_parameters()}
+    for _, linear in case.prepared.geometry.linears():
+        if linear.num_experts:
+            continue
+        weight = np.abs(parameters[linear.weight_name])
+        weight = weight.T if case.family == "gpt2" else weight
+        found = case.seen(linear.module, Role.WEIGHT)
+        np.testing.assert_array_equal(found.amax.numpy(), weight.max(1), err_msg=linear.module)
+        np.testing.assert_array_equal(found.amax_in.numpy(), weight.max(0), err_msg=linear.module)
+
+
+_DISK = {  # experts as they stand on disk: gate, up, down of layer L, expert E
+    "mixtral": "model.layers.{L}.block_sparse_moe.experts.{E}.{name}.weight",
+    "qwen3_moe": "model.layers.{L}.mlp.experts.{E}.{name}.weight",
+    "deepseek_v3": "model.layers.{L}.mlp.experts.{E}.{name}.weight",
+    "qwen3_next": "model.layers.{L}.mlp.experts.{E}.{name}.weight",
+}
+_DISK_NAMES = {"mixtral": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
+
+
+def test_weights_of_experts_are_those_on_disk(case: Case) -> None:
+    if case.family not in MOE:
+        pytest.skip("dense")
+    with safe_open(case.folder / "model.safetensors", framework="np") as file:
+        for layer, linear in case.prepared.geometry.linears():
+            if not linear.num_experts:
+                continue
+            name = linear.module.rpartition(".")[2]
+            found = case.seen(linear.module, Role.WEIGHT)
+            for expert in range(linear.num_experts):
+                weight = np.abs(_expert_weight(file, case.family, layer.index, expert, name))
+                axis = weight.max(0) if name == "down_proj" else weight.max(1)
+                expected = axis.reshape(found.experts.shape[1], -1).max(1)
+                np.testing.assert_array_equal(found.experts[expert].numpy(), expected)
+
+
+def _expert_weight(file: Any, family: str, layer: int, expert: int, name: str) -> np.ndarray:
+    if family != "gpt_oss":
+        stored = _DISK_NAMES.get(family, {}).get(name, name)
+        return file.get_tensor(_DISK[family].format(L=layer, E=expert, name=stored))
+    if name == "down_proj":
+        return file.get_tensor(f"model.layers.{layer}.mlp.experts.down_proj")[expert].T
+    both = file.get_tensor(f"model.layers.{layer}.mlp.experts.gate_up_proj")[expert].T
+    return both[0::2] if name == "gate_proj" else both[1::2]
+
+
+def test_a_padded_batch_gives_what_the_rows_give_alone(case: Case) -> None:
+    rows = draw([20, 7, 13, 20, 3], seed=9)
+    _, alone = run_calibration(case.folder, make_plan(rows, packed=False), batch_size=1)
+    _, padded = run_calibration(case.folder, make_plan(rows, packed=False), batch_size=3)
+    assert alone.sites.keys() == padded.sites.keys()
+    for site, expected in alone.sites.items():
+        found = padded.sites[site]
+        assert found.count == expected.count, site
+        torch.testing.assert_close(found.amax, expected.amax, rtol=1e-5, atol=1e-6, msg=str(site))
+        if expected.expert_counts is not None:
+            assert torch.equal(found.expert_counts, expected.expert_counts)
+            torch.testing.assert_close(found.experts, expected.experts, rtol=1e-5, atol=1e-6)
+        if expected.histogram is not None:
+            assert int(found.histogram.sum()) > 0
+
+
+def test_nothing_stays_on_the_model_and_its_output_is_untouched(case: Case) -> None:
+    model = case.prepared.model
+    tokens = draw([SEQ_LEN], seed=3)[0].unsqueeze(0)
+    with torch.no_grad():
+        before = case.model(tokens).logits
+        after = model(tokens).logits
+    assert torch.equal(before, after)
+    for name, module in model.named_modules():
+        assert not module._forward_pre_hooks, name
+        assert not module._forward_hooks, name
+        assert "_apply_gate" not in vars(module), name
