@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.reader import Checkpoint
@@ -13,7 +15,7 @@ from fp8calib.data.plan import DataPlan, batches
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import ModelGeometry
 from fp8calib.model.load import ModelSource
-from fp8calib.model.topology import Unobserved, find_geometry
+from fp8calib.model.topology import Unobserved, find_geometry, text_decoder
 from fp8calib.model.weight_stats import observe_weights
 from fp8calib.model.weights import WeightSource
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
@@ -171,20 +173,21 @@ def _skipped(prepared: Prepared, recipe: Recipe, sites: dict[Site, SiteStats]) -
         Skipped(site=module, why="left out by the recipe (observe.ignore)")
         for module in sorted(prepared.ignored)
     ]
-    skipped += [Skipped(site=name, why=why) for name, why in _outside(prepared)]
+    skipped += [Skipped(site=name, why=why) for name, why in _outside(prepared.model)]
     return skipped
 
 
-def _outside(prepared: Prepared) -> list[tuple[str, str]]:
-    """Name what lies outside the decoder layers and holds weights of its own."""
-    found: list[tuple[str, str]] = []
-    layers = prepared.geometry.layers[0].module.rpartition(".")[0]
-    decoder = layers.rpartition(".")[0]
-    if prepared.model.get_output_embeddings() is not None:
-        found.append(("lm_head", "not run: calibration needs no logits, engines leave it as it is"))
-    for name, module in prepared.model.named_modules():
-        siblings = name.count(".") == decoder.count(".") and name != decoder
-        inside = decoder.startswith(f"{name}.") or name.startswith(f"{decoder}.")
-        if name and siblings and not inside and "." in decoder and any(module.parameters()):
-            found.append((name, f"{type(module).__name__}: not part of the text decoder"))
-    return found
+def _outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Name what lies beside the text decoder and holds weights of its own."""
+    path, _ = text_decoder(model)
+    node: nn.Module = model
+    above = ""
+    for step in path.split(".") if path else ():
+        for name, child in node.named_children():
+            if name == step or next(child.parameters(), None) is None:
+                continue
+            if child is model.get_output_embeddings():
+                yield name, "not run: calibration needs no logits, engines leave it as it is"
+            else:
+                yield f"{above}{name}", f"{type(child).__name__}: not part of the text decoder"
+        node, above = node.get_submodule(step), f"{above}{step}."

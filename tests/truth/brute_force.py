@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import transformers.cache_utils as cache_utils
 from torch import nn
 from torch.nn import functional
+from transformers import cache_utils
 from transformers.pytorch_utils import Conv1D
 
 

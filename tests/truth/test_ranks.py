@@ -1,4 +1,4 @@
-"""Per-rank scales against real slices of real weights, cut as a tensor-parallel engine cuts them."""
+"""Per-rank scales against real slices of weights, cut as a tensor-parallel engine cuts them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ def split_qkv(family: str, weight: np.ndarray) -> dict[str, list[np.ndarray]]:
         return {"q_proj": blocks[0::3], "k_proj": blocks[1::3], "v_proj": blocks[2::3]}
     if family == "falcon":  # two groups of: two q heads, k, v
         queries = blocks[0:2] + blocks[4:6]
-        return {"q_proj": queries, "k_proj": [blocks[2], blocks[6]], "v_proj": [blocks[3], blocks[7]]}
+        return {
+            "q_proj": queries,
+            "k_proj": [blocks[2], blocks[6]],
+            "v_proj": [blocks[3], blocks[7]],
+        }
     num_kv = (len(blocks) - HEADS) // 2  # all q, all k, all v
     return {
         "q_proj": blocks[:HEADS],
@@ -149,15 +153,23 @@ def test_experts_are_cut_one_by_one(family: str, tmp_path: Path) -> None:
             assert found == pytest.approx(scale(values), rel=1e-5), (expert, name, role)
 
 
-def test_one_latent_scale_covers_both_parts_on_every_rank(tmp_path: Path) -> None:
-    _, stats, truth = calibrated("deepseek_v3", tmp_path / "model")
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_one_latent_scale_covers_both_parts_on_every_rank(factor: float, tmp_path: Path) -> None:
+    model = zoo.build("deepseek_v3")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_a_proj_with_mqa.weight[16:] *= factor  # the rotary part
+    model.save_pretrained(tmp_path / "model")
+    sequences = draw([20, 20, 20])
+    _, stats = run_calibration(tmp_path / "model", make_plan(sequences))
+    truth = brute_force.run(model, sequences)
     table = compute_kv_scales(stats, E4M3FN, tp=4)
     for layer in (0, 1):
-        latent = [np.abs(part).max() for pair in truth.kv[layer] for part in pair]
-        expected = [scale(np.array(latent))] * 4
+        latent, rotary = (np.abs(np.stack(x)).max() for x in zip(*truth.kv[layer], strict=True))
+        assert (rotary > latent) == (factor > 1)
         for role in (Role.K, Role.V):
             site = Site(f"model.layers.{layer}.self_attn", role)
-            assert table.scales[site].per_rank() == expected
+            assert table.scales[site].per_rank() == [scale(np.array([latent, rotary]))] * 4
 
 
 def test_layers_that_share_a_cache_carry_the_scale_of_the_layer_that_writes_it(

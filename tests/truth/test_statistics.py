@@ -121,7 +121,7 @@ def test_k_and_v_are_what_the_cache_was_given(case: Case) -> None:
 
 
 def test_every_linear_of_the_decoder_layers_saw_its_input(case: Case) -> None:
-    experts = [name for name in case.truth.routed]
+    experts = list(case.truth.routed)
     linears = {
         name
         for name in case.truth.inputs
