@@ -6,10 +6,10 @@ import hashlib
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fp8calib.errors import RecipeError
 from fp8calib.recipe_files import recipe_files
@@ -76,12 +76,13 @@ class Scales(_Section):
         default="e4m3fn", description="the format scales are computed for"
     )
 
-    @model_validator(mode="after")
-    def _is_known_rule(self) -> Self:
-        if self.rule not in RULES:
-            msg = f"unknown rule {self.rule!r}; known: {', '.join(RULES)}"
+    @field_validator("rule")
+    @classmethod
+    def _is_known_rule(cls, rule: str) -> str:
+        if rule not in RULES:
+            msg = f"unknown rule {rule!r}; known: {', '.join(RULES)}"
             raise ValueError(msg)
-        return self
+        return rule
 
 
 class Recipe(_Section):
@@ -137,20 +138,37 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise RecipeError(f"{where} is not YAML: {error}") from error
+        raise RecipeError(f"{where} is not YAML: {_locate(error)}") from error
     if not isinstance(document, dict):
         raise RecipeError(f"{where} holds no mapping", hint="see `fp8calib recipes kv`")
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
         lines = [
-            f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {item['msg']}"
+            f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {explain_value(item)}"
             for item in error.errors()
         ]
         raise RecipeError(
             f"{where}: " + "; ".join(lines), hint="`fp8calib recipes kv` explains every key"
         ) from error
     return recipe
+
+
+def _locate(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or "it holds characters that YAML does not allow"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
+
+
+def explain_value(item: Any) -> str:
+    """Say in our words what pydantic found wrong with one value."""
+    if item["type"] == "extra_forbidden":
+        return "unknown key"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if message.startswith("Input should be"):
+        must_be = message.removeprefix("Input should be").partition(", unable")[0]
+        return f"must be{must_be}, not {item['input']!r:.60}"
+    return message
 
 
 def match_modules(patterns: tuple[str, ...], modules: list[str]) -> frozenset[str]:

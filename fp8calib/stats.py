@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
@@ -20,9 +21,8 @@ from fp8calib.geometry import ModelGeometry
 from fp8calib.sites import Site
 
 METADATA_KEY = "fp8calib"
-KIND = "fp8calib-stats"
-SCHEMA_VERSION = 1
 NUM_QUARTERS = 4
+_HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class SiteStats:
 
 
 _TENSOR_FIELDS = tuple(f.name for f in fields(SiteStats) if f.name != "count")
+_COUNT_FIELDS = frozenset({"expert_counts", "histogram"})
 
 
 class Skipped(BaseModel):
@@ -60,8 +61,8 @@ class StatsHeader(BaseModel):
     """What the numbers belong to. Without time, path, host, rank, shard or batch size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    kind: str = KIND
-    schema_version: int = SCHEMA_VERSION
+    kind: Literal["fp8calib-stats"] = "fp8calib-stats"
+    schema_version: Literal[1] = 1
     geometry: ModelGeometry
     model_fingerprint: str
     data_fingerprint: str
@@ -114,7 +115,7 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
 class _Envelope(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     header: StatsHeader
-    counts: dict[str, int]
+    counts: dict[str, NonNegativeInt]
     aliases: dict[str, str]
     """Tensors that equal another one of the file, such as the shared input of q, k and v."""
 
@@ -147,20 +148,33 @@ def load_stats(path: Path) -> CalibrationStats:
         raise UsageError(f"no stats file at {path}", hint="calibrate writes stats.safetensors")
     try:
         metadata = read_header(path).metadata
-        envelope = _Envelope.model_validate_json(metadata.get(METADATA_KEY, "{}"))
+        if METADATA_KEY not in metadata:
+            raise DataError(f"{path} is not a stats file of this tool", hint=_HINT)
+        envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
         with TensorFile(path) as file:
             tensors = {name: file.read(name) for name in file.tensors}
-        sites = _build_sites(envelope, tensors)
+        return CalibrationStats(
+            header=envelope.header,
+            sites=_build_sites(envelope, tensors),
+            row_hashes=tensors["row_hashes"].contiguous(),
+        )
     except ModelError as error:
-        raise DataError(f"stats file {path}: {error.message}") from error
-    except (ValidationError, KeyError, ValueError) as error:
+        raise DataError(error.message, hint=_HINT) from error
+    except ValidationError as error:
         raise DataError(
-            f"{path} is not a stats file of this tool, or of another version: {error}",
-            hint="pass the stats.safetensors that calibrate wrote",
+            f"{path} is damaged, or the stats file of another version: {_explain(error)}",
+            hint=_HINT,
         ) from error
-    return CalibrationStats(
-        header=envelope.header, sites=sites, row_hashes=tensors["row_hashes"].contiguous()
-    )
+    except KeyError as error:
+        raise DataError(f"{path} is damaged: {error} is missing", hint=_HINT) from error
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}", hint=_HINT) from error
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
@@ -176,19 +190,17 @@ def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> di
             raise ValueError(msg)
         by_site[text][name] = tensor
     return {
-        Site.parse(text): _checked(text, SiteStats(count=envelope.counts[text], **found))
+        Site.parse(text): _build_site(text, envelope.counts[text], found)
         for text, found in by_site.items()
     }
 
 
-def _checked(text: str, site: SiteStats) -> SiteStats:
-    for name in ("amax", "amax_in", "experts", "progress"):
-        tensor = getattr(site, name)
-        if tensor is None:
-            continue
-        if tensor.dtype is not torch.float32 or not bool(
-            (torch.isfinite(tensor) & (tensor >= 0)).all()
-        ):
-            msg = f"{text}/{name} holds values that are no magnitudes"
-            raise ValueError(msg)
-    return site
+def _build_site(text: str, count: int, found: Mapping[str, torch.Tensor]) -> SiteStats:
+    if "amax" not in found:
+        raise KeyError(f"{text}/amax")
+    for name, tensor in found.items():
+        dtype = torch.int64 if name in _COUNT_FIELDS else torch.float32
+        if tensor.dtype is not dtype or not bool((tensor.isfinite() & (tensor >= 0)).all()):
+            what = "counts" if name in _COUNT_FIELDS else "magnitudes"
+            raise ValueError(f"{text}/{name} holds values that are no {what}")
+    return SiteStats(count=count, **found)

@@ -15,6 +15,15 @@ from fp8calib.cli.console import drop_stdout, say, show_error
 from fp8calib.errors import Fp8CalibError, UsageError
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
+_HINTS = {
+    "usage": "see --help",
+    "recipe": "`fp8calib recipes kv` explains every key",
+    "model": "compare the folder with where it came from, or download it again",
+    "data": "check the file, or pass other data",
+    "calibration": "this model or this data cannot be calibrated as it is",
+    "export": "choose another --format or --out",
+}
+"""What to do where an error itself does not say it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,12 +48,13 @@ def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return pe
     try:
         return main_inner(arguments)
     except Fp8CalibError as error:
+        hint = error.hint or _HINTS.get(error.kind, "")
         return show_error(
-            error.kind, error.message, error.hint, as_json=as_json, exit_code=error.exit_code
+            error.kind, error.message, hint, as_json=as_json, exit_code=error.exit_code
         )
     except TyperException as error:
         message = error.format_message().strip()
-        return show_error("usage", message, "see --help", as_json=as_json, exit_code=2)
+        return show_error("usage", message, _HINTS["usage"], as_json=as_json, exit_code=2)
     except (KeyboardInterrupt, Abort):
         return show_error("usage", "interrupted", "", as_json=as_json, exit_code=130)
     except Exit as leaving:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fp8calib.errors import UsageError
-from fp8calib.recipe import Recipe, load_recipe
+from fp8calib.recipe import Recipe, explain_value, load_recipe
 
 
 def override_recipe(
@@ -36,4 +36,4 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _explain(item: Any) -> str:
     option = str(item["loc"][-1] if isinstance(item["loc"][-1], str) else item["loc"][-2])
-    return f"--{option.replace('_', '-')}: {item['msg']}"
+    return f"--{option.replace('_', '-')}: {explain_value(item)}"

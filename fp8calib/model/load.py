@@ -66,8 +66,11 @@ def open_source(model: str, *, revision: str | None, trust_remote_code: bool) ->
 def find_folder(model: str, revision: str | None) -> Path:
     """Give the folder of a model: the path itself, or where the hub id was fetched to."""
     path = Path(model)
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except OSError as error:
+        raise ModelError(f"{model}: {error.strerror}", hint="pass a folder or a hub id") from error
     looks_local = model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
     if looks_local:
         raise ModelError(f"no model folder at {model}", hint="pass a folder or a hub id")
@@ -88,7 +91,10 @@ def _fetch(model: str, revision: str | None) -> Path:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
+    text = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
+    if "`CONVERSION` entries" in text:  # of a report that nobody was shown
+        return "tensors that it joins (experts, fused weights) are missing or of unequal shapes"
+    return text
 
 
 def _refuse_quantized(raw: Mapping[str, object], folder: Path) -> None:
@@ -108,13 +114,7 @@ def _refuse_quantized(raw: Mapping[str, object], folder: Path) -> None:
 def _load_config(
     folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool
 ) -> PreTrainedConfig:
-    if "auto_map" in raw and not trust_remote_code:
-        known = raw.get("model_type") in transformers.CONFIG_MAPPING
-        if not known:
-            raise ModelError(
-                f"{folder}: model_type {raw.get('model_type')} runs code of its own",
-                hint="pass --trust-remote-code if you trust that code",
-            )
+    _check_model_type(folder, raw, trust_remote_code=trust_remote_code)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -122,6 +122,29 @@ def _load_config(
             f"{folder}/config.json: transformers {transformers.__version__} cannot use it: "
             f"{_first_line(error)}"
         ) from error
+
+
+def _check_model_type(folder: Path, raw: Mapping[str, object], *, trust_remote_code: bool) -> None:
+    name = raw.get("model_type")
+    if isinstance(name, str) and name in transformers.CONFIG_MAPPING:
+        return
+    if "auto_map" in raw and trust_remote_code:
+        return
+    if "auto_map" in raw:
+        raise ModelError(
+            f"{folder}: model_type {name} runs code of its own",
+            hint="pass --trust-remote-code if you trust that code",
+        )
+    if not isinstance(name, str):
+        raise ModelError(
+            f"{folder}/config.json has no model_type",
+            hint="take the config.json that the model was published with",
+        )
+    raise ModelError(
+        f"{folder}/config.json: transformers {transformers.__version__} does not know "
+        f"model_type {name}",
+        hint="a newer transformers may know it: pip install --upgrade transformers",
+    )
 
 
 def _model_class(source: ModelSource) -> Any:
@@ -200,6 +223,7 @@ def load_model(
             local_files_only=True,
             trust_remote_code=source.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except torch.OutOfMemoryError:
         raise
@@ -218,11 +242,15 @@ def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
         more = f" and {len(missing) - 3} more" if missing[3:] else ""
         raise ModelError(
             f"{folder}: the checkpoint lacks {', '.join(missing[:3])}{more}; the model would run "
-            "with random numbers in their place"
+            "with random numbers in their place",
+            hint="download the weights again, or take the config.json they were saved with",
         )
-    mismatched = info.get("mismatched_keys") or ()
-    if mismatched:
-        raise ModelError(f"{folder}: tensors of another shape than the config says: {mismatched}")
+    for name, found, expected in sorted(info.get("mismatched_keys") or ()):
+        raise ModelError(
+            f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its "
+            "config",
+            hint="config.json and weights are of two models; download both again",
+        )
 
 
 def choose_device(device: str) -> str:

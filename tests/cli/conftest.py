@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import zoo
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from tests import zoo
 
 from .program import Outcome, fail, snapshot, succeed
 

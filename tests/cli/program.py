@@ -66,6 +66,7 @@ def fail(code: int, *arguments: object) -> str:
     error = outcome.json["error"]
     assert set(error) == {"kind", "message", "hint"}
     assert error["kind"] == KIND_OF_EXIT_CODE[code]
+    assert "\n" not in error["message"] + error["hint"]
     assert "Traceback" not in outcome.err
     assert outcome.err.count("error: ") == 1
     assert f"error: {error['message']}\n" in outcome.err

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from safetensors.torch import load_file
 
 from fp8calib.recipe_files import recipe_files
 from fp8calib.sites import Role
 from fp8calib.stats import CalibrationStats, load_stats
+from tests import zoo
 
 from .conftest import ALL_FORMATS, QUICK, save_tokenizer, write_rows
 from .program import Outcome, fail, run, snapshot, succeed
@@ -446,7 +446,7 @@ def test_conversations_go_through_the_chat_template(model: Path, tmp_path: Path)
     messages = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
     rows = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])
     plan = succeed("calibrate", model, "--data", rows, *QUICK, "--dry-run", "--json").json["plan"]
-    assert plan["tokens"] == len("<s> user : w1 w2 assistant : w3".split())
+    assert plan["tokens"] == len(["<s>", "user", ":", "w1", "w2", "assistant", ":", "w3"])
 
 
 def test_fewer_samples_than_asked_and_few_tokens_are_warned_about(

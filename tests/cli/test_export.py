@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
 from safetensors.torch import load_file, save_file
+
+from tests import zoo
 
 from .conftest import ALL_FORMATS
 from .program import Outcome, fail, snapshot, succeed
