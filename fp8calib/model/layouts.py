@@ -44,8 +44,10 @@ MLP_SHARDS: dict[str, Shard] = {
     "dense_h_to_4h": "column",
     "dense_4h_to_h": "row",
     "gate_up_proj": "column",
+    "input_linear": "column",
+    "output_linear": "row",
 }
-FUSED_GATE_UP = "gate_up_proj"
+FUSED_GATE_UP = ("gate_up_proj", "input_linear")
 
 CONTIGUOUS_QKV = frozenset(
     {"phi3", "phi4_multimodal", "gpt2", "gpt_bigcode", "mpt", "dbrx", "imagegpt"}

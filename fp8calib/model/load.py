@@ -91,10 +91,13 @@ def _fetch(model: str, revision: str | None) -> Path:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
-    if "`CONVERSION` entries" in text:  # of a report that nobody was shown
+    if isinstance(error, KeyError):
+        return f"{error} is missing or unknown"
+    lines = [line.strip() for line in str(error).strip().split("\n")]
+    if "`CONVERSION` entries" in lines[0]:  # of a report that nobody was shown
         return "tensors that it joins (experts, fused weights) are missing or of unequal shapes"
-    return text
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text or type(error).__name__
 
 
 def _refuse_quantized(raw: Mapping[str, object], folder: Path) -> None:
@@ -161,7 +164,8 @@ def _model_class(source: ModelSource) -> Any:
                 return found
     raise ModelError(
         f"{source.folder}: {named} (model_type {config.model_type}) is not a decoder-only language "
-        "model (looked for a causal or image-text-to-text class of transformers)"
+        "model (looked for a causal or image-text-to-text class of transformers)",
+        hint="name a model that writes text from left to right",
     )
 
 
@@ -193,8 +197,10 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
             source.folder, trust_remote_code=source.trust_remote_code
         )
     except Exception as error:
+        carries_code = "trust_remote_code" in str(error)
         raise ModelError(
-            f"{source.folder}: the tokenizer cannot be loaded: {_first_line(error)}"
+            f"{source.folder}: the tokenizer cannot be loaded: {_first_line(error)}",
+            hint="pass --trust-remote-code if you trust that code" if carries_code else "",
         ) from error
     if len(tokenizer) > vocab_size:
         raise ModelError(

@@ -148,6 +148,8 @@ def _attention_modules(block: nn.Module) -> list[tuple[str, nn.Module]]:
         is_inner = any(name.startswith(f"{outer}.") for outer, _ in found)
         if "attention" not in class_name or is_inner or not hasattr(module, "layer_idx"):
             continue
+        if not any(map(_is_linear, module.children())):
+            continue  # a wrapper around attention and its norms
         if not any(part in class_name for part in CACHELESS_MIXERS):
             found.append((name, module))
     return found
@@ -330,15 +332,20 @@ def _linears(
             yield from _expert_linears(path, name, module)
         elif _is_linear(module):
             yield _linear(survey, attention, path, name, module)
-        elif why := _unreachable(module):
+        elif why := _unreachable(module, survey.config.hidden_size):
             survey.unobserved.append(Unobserved(module=full, why=why))
 
 
-def _unreachable(module: nn.Module) -> str:
+def _is_heavy(parameter: nn.Parameter, hidden_size: int) -> bool:
+    """Tell stacked experts (3-D, or 2-D with all experts' rows) from routers and norms."""
+    return parameter.dim() >= 3 or (parameter.dim() == 2 and min(parameter.shape) >= hidden_size)
+
+
+def _unreachable(module: nn.Module, hidden_size: int) -> str:
     """Say why the weights a module itself holds cannot be observed; empty when it has none."""
     if isinstance(module, nn.Embedding) or type(module).__module__.startswith("torch.nn"):
         return ""
-    heavy = [n for n, p in module.named_parameters(recurse=False) if p.dim() >= 3]
+    heavy = [n for n, p in module.named_parameters(recurse=False) if _is_heavy(p, hidden_size)]
     if not heavy:
         return ""
     return (
@@ -386,7 +393,7 @@ def _classify(
 
 
 def _mlp_parts(suffix: str, out_features: int) -> tuple[Part, ...]:
-    if suffix == FUSED_GATE_UP:
+    if suffix in FUSED_GATE_UP:
         return gate_up_parts(out_features)
     return (rows_part(suffix, out_features),)
 

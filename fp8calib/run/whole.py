@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
-from fp8calib.errors import CalibrationError
+from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry import ModelGeometry
 from fp8calib.model.topology import text_decoder
 from fp8calib.observe.recorder import Recorder, view_batch
@@ -65,6 +65,19 @@ class WholeRunner:
     def _forward(self, batch: Batch, recorder: Recorder) -> None:
         rows, columns = batch.input_ids.shape
         recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
+        try:
+            self._run_decoder(batch, recorder)
+        except (Fp8CalibError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise CalibrationError(
+                f"{type(self._decoder).__name__}: its forward pass failed at sample {batch.first}: "
+                f"{type(error).__name__}: {error}",
+                hint="transformers runs this architecture in another way than is known here",
+            ) from error
+        recorder.end_batch()
+
+    def _run_decoder(self, batch: Batch, recorder: Recorder) -> None:
         mask = batch.mask
         self._decoder(
             input_ids=batch.input_ids.to(self._device, non_blocking=True),
@@ -74,7 +87,6 @@ class WholeRunner:
             past_key_values=ObservingCache(self._config, self._attentions, self._ignored, recorder),
             use_cache=True,
         )
-        recorder.end_batch()
 
     def _check(self, group: list[Batch], recorder: Recorder) -> None:
         if recorder.check_finite() is None:

@@ -132,6 +132,6 @@ def test_seams_close_when_the_forward_pass_fails(tmp_path: Path) -> None:
 
     before = AttentionInterface.get_interface, ExpertsInterface.get_interface
     zoo.save("mixtral", tmp_path / "model")
-    with pytest.raises(IndexError):
+    with pytest.raises(CalibrationError, match="MixtralModel: its forward pass failed at sample 0"):
         run_calibration(tmp_path / "model", make_plan([torch.tensor([5, 1000])]))
     assert (AttentionInterface.get_interface, ExpertsInterface.get_interface) == before
