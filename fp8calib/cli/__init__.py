@@ -15,6 +15,7 @@ from fp8calib.cli.console import drop_stdout, say, show_error
 from fp8calib.errors import Fp8CalibError, UsageError
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
+INTERRUPTED = 130
 _HINTS = {
     "usage": "see --help",
     "recipe": "`fp8calib recipes kv` explains every key",
@@ -39,6 +40,8 @@ def main_inner(arguments: Sequence[str]) -> int:
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
         return UsageError.exit_code
     outcome = command.main(spread_formats(arguments), prog_name="fp8calib", standalone_mode=False)
+    if outcome == INTERRUPTED:  # the parser turns Ctrl-C into an exit without a word
+        raise KeyboardInterrupt
     sys.stdout.flush()  # here a closed pipe is noticed where it is handled
     return outcome if isinstance(outcome, int) else 0
 
@@ -53,10 +56,10 @@ def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return pe
             error.kind, error.message, hint, as_json=as_json, exit_code=error.exit_code
         )
     except TyperException as error:
-        message = error.format_message().strip()
+        message = error.format_message().strip().replace(": Input should be", ": must be")
         return show_error("usage", message, _HINTS["usage"], as_json=as_json, exit_code=2)
     except (KeyboardInterrupt, Abort):
-        return show_error("usage", "interrupted", "", as_json=as_json, exit_code=130)
+        return show_error("usage", "interrupted", "", as_json=as_json, exit_code=INTERRUPTED)
     except Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:

@@ -19,6 +19,7 @@ from fp8calib.cli.arguments import (
     TrustOption,
     split_names,
 )
+from fp8calib.cli.heavy_imports import heavy_imports
 
 
 def calibrate_command(
@@ -92,9 +93,10 @@ def calibrate_command(
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
-    from fp8calib.cli.calibrate_job import Settings  # noqa: PLC0415
-    from fp8calib.cli.calibrate_run import run_calibrate  # noqa: PLC0415
-    from fp8calib.cli.options import override_recipe  # noqa: PLC0415
+    with heavy_imports():
+        from fp8calib.cli.calibrate_job import Settings  # noqa: PLC0415
+        from fp8calib.cli.calibrate_run import run_calibrate  # noqa: PLC0415
+        from fp8calib.cli.options import override_recipe  # noqa: PLC0415
 
     resolved = override_recipe(
         recipe,

@@ -18,6 +18,7 @@ from fp8calib.cli.arguments import (
     TpOption,
     split_names,
 )
+from fp8calib.cli.heavy_imports import heavy_imports
 
 
 def export_command(
@@ -42,9 +43,10 @@ def export_command(
 
     Example: fp8calib export out/stats.safetensors --format rfc vllm-json --tp 2 --out tp2
     """
-    from fp8calib.cli.export_run import ExportSettings, run_export  # noqa: PLC0415
-    from fp8calib.cli.options import override_recipe  # noqa: PLC0415
-    from fp8calib.errors import UsageError  # noqa: PLC0415
+    with heavy_imports():
+        from fp8calib.cli.export_run import ExportSettings, run_export  # noqa: PLC0415
+        from fp8calib.cli.options import override_recipe  # noqa: PLC0415
+        from fp8calib.errors import UsageError  # noqa: PLC0415
 
     names = split_names(formats)
     if not names:

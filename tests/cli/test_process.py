@@ -1,0 +1,102 @@
+"""What only a process of its own can show: imports, signals, pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fp8calib import __version__
+
+from .conftest import write_rows
+from .program import snapshot
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = (sys.executable, "-m", "fp8calib")
+ENVIRONMENT = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
+}
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy")
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and pipes of POSIX")
+
+
+def start(*command: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def test_the_package_runs_as_a_module() -> None:
+    process = start(*PROGRAM, "--version")
+    assert process.communicate(timeout=60) == (f"fp8calib {__version__}\n", "")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["calibrate", "--help"], ["export", "--help"]])
+def test_help_does_not_pay_for_heavy_imports(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom fp8calib.cli import main\n"
+        f"try: main({arguments!r})\n"
+        f"finally: print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    out, err = start(sys.executable, "-c", code).communicate(timeout=60)
+    assert out.startswith("Usage: fp8calib")
+    assert err == "[]\n"
+
+
+def test_an_interrupted_run_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5] * 128}] * 2000)
+    before = snapshot(tmp_path)
+    options = ("--samples", 2000, "--seq-len", 128, "--out", tmp_path / "out", "--json")
+    process = start(*PROGRAM, "calibrate", model, "--data", rows, *options)
+    assert process.stderr is not None
+    talk = next((line for line in process.stderr if "computing in" in line), "")
+    assert talk, "ended before it began to compute"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert '"message": "interrupted"' in out
+    assert "error: interrupted" in err
+    assert "Traceback" not in err
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("arguments", [["recipes", "kv"], ["recipes", "kv", "--json"], ["--help"]])
+def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> None:
+    process = start(*PROGRAM, *arguments)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.wait(timeout=60)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["recipes", "kv"], ["recipes", "--json"]])
+def test_a_full_disk_under_stdout_is_told(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PROGRAM, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            check=False,
+        )
+    assert done.returncode == 7
+    assert done.stderr.startswith("error: stdout cannot be written: No space left on device\n")
+    assert "Traceback" not in done.stderr
