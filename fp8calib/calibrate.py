@@ -15,7 +15,8 @@ from fp8calib.data.plan import DataPlan, batches
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import ModelGeometry
 from fp8calib.model.load import ModelSource
-from fp8calib.model.topology import Unobserved, find_geometry, text_decoder
+from fp8calib.model.survey import Unobserved
+from fp8calib.model.topology import find_geometry, text_decoder
 from fp8calib.model.weight_stats import observe_weights
 from fp8calib.model.weights import WeightSource
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from fp8calib.errors import ModelError
 from fp8calib.geometry import Linear, ModelGeometry, Part
 from fp8calib.model.layouts import gate_up_parts, rows_part
-from fp8calib.model.topology import is_transposed
+from fp8calib.model.survey import is_transposed
 from fp8calib.model.weights import WeightSource
 from fp8calib.observe.reductions import block_amax, channel_amax, row_amax
 from fp8calib.sites import Role, Site

@@ -1,0 +1,201 @@
+"""Find the linear projections of a decoder layer, those of experts included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fp8calib.errors import ModelError
+from fp8calib.geometry import Attention, Linear, Part, Section, Shard
+from fp8calib.model.layouts import (
+    ATTENTION_SHARDS,
+    CONTIGUOUS_QKV,
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    INTERLEAVED_QKV,
+    MLP_SHARDS,
+    Heads,
+    contiguous_qkv,
+    gate_up_parts,
+    grouped_qkv,
+    heads_part,
+    rows_part,
+)
+from fp8calib.model.survey import Survey, Unobserved, features, is_linear
+
+MAX_EXPERT_BLOCKS = 256
+
+
+def find_linears(
+    survey: Survey, attention: Attention | None, path: str, block: nn.Module
+) -> Iterator[Linear]:
+    """Find every linear of a layer; weights that cannot be observed go to the survey.
+
+    Raises:
+        ModelError: a fused q/k/v whose order of rows is not known.
+    """
+    experts = {name for name, module in block.named_modules() if is_experts(module)}
+    for name, module in block.named_modules():
+        full = f"{path}.{name}"
+        if name in experts:
+            yield from _expert_linears(path, name, module)
+        elif is_linear(module):
+            yield _linear(survey, attention, path, name, module)
+        elif why := _unreachable(module, survey.config.hidden_size):
+            survey.unobserved.append(Unobserved(module=full, why=why))
+
+
+def _is_heavy(parameter: nn.Parameter, hidden_size: int) -> bool:
+    """Tell stacked experts (3-D, or 2-D with all experts' rows) from routers and norms."""
+    return parameter.dim() >= 3 or (parameter.dim() == 2 and min(parameter.shape) >= hidden_size)
+
+
+def _unreachable(module: nn.Module, hidden_size: int) -> str:
+    """Say why the weights a module itself holds cannot be observed; empty when it has none."""
+    if isinstance(module, nn.Embedding) or type(module).__module__.startswith("torch.nn"):
+        return ""
+    heavy = [n for n, p in module.named_parameters(recurse=False) if _is_heavy(p, hidden_size)]
+    if not heavy:
+        return ""
+    return (
+        f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, through neither a "
+        "linear module nor transformers' experts interface"
+    )
+
+
+def _linear(
+    survey: Survey, attention: Attention | None, path: str, name: str, module: nn.Module
+) -> Linear:
+    full = f"{path}.{name}"
+    in_features, out_features = features(module)
+    suffix = name.rpartition(".")[2]
+    section, root, shard, parts = _classify(survey, attention, path, name, (suffix, out_features))
+    return Linear(
+        module=full,
+        section=section,
+        root=root,
+        in_features=in_features,
+        out_features=out_features,
+        shard=shard,
+        parts=parts,
+        weight_name=f"{full}.weight",
+        checkpoint_name=survey.checkpoint_names.get(f"{full}.weight"),
+    )
+
+
+_Classified = tuple[Section, str, Shard, tuple[Part, ...]]
+
+
+def _classify(
+    survey: Survey, attention: Attention | None, path: str, name: str, linear: tuple[str, int]
+) -> _Classified:
+    suffix, out_features = linear
+    full = f"{path}.{name}"
+    if attention is not None and full.startswith(f"{attention.module}."):
+        return _classify_attention(survey, attention, suffix, out_features)
+    head, _, rest = name.partition(".")
+    mlp_root = f"{path}.{head}" if rest else path
+    if suffix in MLP_SHARDS and "attn" not in head and "attention" not in head:
+        parts = _mlp_parts(suffix, out_features)
+        return "mlp", mlp_root, MLP_SHARDS[suffix], parts
+    return "other", path, "replicated", (rows_part(suffix, out_features),)
+
+
+def _mlp_parts(suffix: str, out_features: int) -> tuple[Part, ...]:
+    if suffix in FUSED_GATE_UP:
+        return gate_up_parts(out_features)
+    return (rows_part(suffix, out_features),)
+
+
+def _classify_attention(
+    survey: Survey, attention: Attention, suffix: str, out_features: int
+) -> _Classified:
+    if suffix in FUSED_QKV and suffix not in ATTENTION_SHARDS:
+        parts: tuple[Part, ...] = _fused_qkv(survey, attention, suffix)
+        return "attention", attention.module, "column", parts
+    if suffix not in ATTENTION_SHARDS:
+        return "other", attention.module, "replicated", (rows_part(suffix, out_features),)
+    shard = ATTENTION_SHARDS[suffix]
+    if shard != "column":
+        return "attention", attention.module, shard, (rows_part(suffix, out_features),)
+    is_kv = suffix in {"k_proj", "v_proj"}
+    num_heads = attention.num_kv_heads if is_kv else attention.num_heads
+    return "attention", attention.module, shard, (heads_part(suffix, num_heads, out_features),)
+
+
+def _fused_qkv(survey: Survey, attention: Attention, suffix: str) -> tuple[Part, ...]:
+    heads = Heads(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        k_head_dim=attention.k_head_dim,
+        v_head_dim=attention.v_head_dim,
+    )
+    family = survey.config.model_type
+    if family == "falcon":
+        is_grouped = survey.config.new_decoder_architecture or not survey.config.multi_query
+        return grouped_qkv(heads) if is_grouped else contiguous_qkv(heads)
+    if family == "gpt_bigcode" and not survey.config.multi_query:
+        return grouped_qkv(heads)
+    if family in CONTIGUOUS_QKV:
+        return contiguous_qkv(heads)
+    if family in INTERLEAVED_QKV:
+        return grouped_qkv(heads)
+    raise ModelError(
+        f"{survey.config.model_type}: the order of q, k and v rows inside {attention.module}."
+        f"{suffix} is not known (looked for the family in fp8calib.model.layouts)"
+    )
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers runs this module through its experts interface."""
+    return (
+        hasattr(module, "is_transposed")
+        and hasattr(module, "has_gate")
+        and (hasattr(module, "down_proj"))
+    )
+
+
+def _expert_linears(path: str, name: str, module: nn.Module) -> Iterator[Linear]:
+    full = f"{path}.{name}"
+    owner: Any = module
+    head, _, rest = name.partition(".")
+    fused = "gate_up_proj" if owner.has_gate else "up_proj"
+    hidden, intermediate = _expert_sizes(owner)
+    names = ("gate_proj", "up_proj", "down_proj") if owner.has_gate else ("up_proj", "down_proj")
+    block = expert_block(intermediate)
+    for suffix in names:
+        is_down = suffix == "down_proj"
+        weight_name = f"{full}.{'down_proj' if is_down else fused}"
+        yield Linear(
+            module=f"{full}.{suffix}",
+            section="mlp",
+            root=f"{path}.{head}" if rest else path,
+            in_features=intermediate if is_down else hidden,
+            out_features=hidden if is_down else intermediate,
+            shard="row" if is_down else "column",
+            parts=(rows_part(suffix, hidden if is_down else intermediate),),
+            num_experts=int(owner.down_proj.shape[0]),
+            expert_block=block,
+            weight_name=weight_name,
+            checkpoint_name=None,
+        )
+
+
+def _expert_sizes(experts: Any) -> tuple[int, int]:
+    _, rows, columns = experts.down_proj.shape
+    return (columns, rows) if experts.is_transposed else (rows, columns)
+
+
+def expert_block(intermediate: int) -> int:
+    """Choose how many channels share one stored amax per expert.
+
+    Among the block counts up to 256 that divide the intermediate size, the one that the most
+    tensor-parallel degrees divide; the finer one when equal.
+    """
+    counts = [
+        n for n in range(1, min(intermediate, MAX_EXPERT_BLOCKS) + 1) if intermediate % n == 0
+    ]
+    best = max(counts, key=lambda n: (sum(n % tp == 0 for tp in range(1, n + 1)), n))
+    return intermediate // best

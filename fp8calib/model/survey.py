@@ -1,0 +1,45 @@
+"""What the search for a model's geometry carries along, and what it asks of single modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unobserved:
+    """A weight of a decoder layer that no hook reaches, and why."""
+
+    module: str
+    why: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Survey:
+    """What finding the geometry needs to know about the model at hand."""
+
+    config: Any
+    """The text decoder's config."""
+    checkpoint_names: Mapping[str, str]
+    unobserved: list[Unobserved] = field(default_factory=list)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear projection: nn.Linear, or GPT-2's Conv1D."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Give (in, out) features; a Conv1D's weight is stored [in, out]."""
+    weight: Any = module.weight
+    rows, columns = weight.shape
+    return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the module's weight is stored [in, out]."""
+    return isinstance(module, Conv1D)
