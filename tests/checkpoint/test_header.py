@@ -91,6 +91,7 @@ BROKEN = {
     "backward offsets": (pack({"a": describe("F32", [1], 4, 0)}, bytes(4)), "data_offsets [4, 0]"),
     "three offsets": (pack({"a": {**F32, "data_offsets": [0, 4, 8]}}, bytes(4)), "data_offsets"),
     "wrong length": (pack({"a": describe("F32", [2], 0, 4)}, bytes(4)), "takes 8 bytes, not 4"),
+    "too many bytes": (pack({"a": describe("F32", [1], 0, 8)}, bytes(8)), "takes 4 bytes, not 8"),
     "overflowing shape": (
         pack({"a": describe("F32", [10**18] * 1000, 0, 4)}, bytes(4)),
         "tensor 'a': F32",

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 
+from fp8calib.checkpoint import tensor_file
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, save_tensors
 from fp8calib.errors import ExportError, ModelError
@@ -79,6 +80,14 @@ def test_a_sample_lies_in_the_middle_of_the_tensor(
 ) -> None:
     with TensorFile(golden_path) as file:
         assert file.sample_bytes("bytes", size_bytes) == expected
+
+
+def test_a_tensor_larger_than_one_read_call_is_read_in_pieces(
+    golden_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "_READ_CHUNK_BYTES", 5)
+    with TensorFile(golden_path) as file:
+        assert file.read("a").tolist() == [1.0, -2.5, 448.0]
 
 
 def test_an_unknown_tensor_is_a_model_error(golden_path: Path) -> None:
