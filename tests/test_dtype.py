@@ -1,0 +1,97 @@
+"""The dtype a forward pass runs in, decided from the processor's flags and from memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.errors import UsageError
+from fp8calib.model import dtype as chosen
+from fp8calib.model.dtype import choose_dtype, stored_dtype
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    """Give 1000 bfloat16 numbers and a single fp32 one."""
+    weights = {"a": torch.ones(1000, dtype=torch.bfloat16), "b": torch.ones(1)}
+    save_file(weights, tmp_path / "model.safetensors")
+    return Checkpoint.open(tmp_path)
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Give a processor with no flag that counts and 1 GiB of free memory."""
+    set_flags(monkeypatch, "fpu avx2 avx512f")
+    monkeypatch.setattr(chosen, "_available_bytes", lambda: 2**30)
+    return monkeypatch
+
+
+def set_flags(patch: pytest.MonkeyPatch, flags: str) -> None:
+    patch.setattr(chosen, "_cpu_flags", lambda: frozenset(flags.split()))
+
+
+@pytest.mark.parametrize("flag", ["amx_bf16", "avx512_bf16"])
+def test_a_processor_that_multiplies_bfloat16_uses_it(
+    checkpoint: Checkpoint, processor: pytest.MonkeyPatch, flag: str
+) -> None:
+    set_flags(processor, f"fpu {flag} avx2")
+    found = choose_dtype("auto", device="cpu", checkpoint=checkpoint)
+    assert found == ("bfloat16", f"the processor has {flag}")
+
+
+@pytest.mark.usefixtures("processor")
+def test_other_processors_use_float32(checkpoint: Checkpoint) -> None:
+    dtype, why = choose_dtype("auto", device="cpu", checkpoint=checkpoint)
+    assert (dtype, why) == ("float32", "the processor has neither amx_bf16 nor avx512_bf16")
+
+
+@pytest.mark.parametrize(("free_bytes", "expected"), [(4804, "bfloat16"), (4805, "float32")])
+def test_a_model_that_does_not_fit_in_float32_uses_bfloat16(
+    checkpoint: Checkpoint, processor: pytest.MonkeyPatch, free_bytes: int, expected: str
+) -> None:
+    # 1001 numbers of 4 bytes and a fifth more: 4804.8 bytes
+    processor.setattr(chosen, "_available_bytes", lambda: free_bytes)
+    assert choose_dtype("auto", device="cpu", checkpoint=checkpoint)[0] == expected
+
+
+@pytest.mark.usefixtures("processor")
+def test_a_gpu_uses_the_checkpoints_own(checkpoint: Checkpoint) -> None:
+    found = choose_dtype("auto", device="cuda:0", checkpoint=checkpoint)
+    assert found == ("bfloat16", "the checkpoint's")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_is_asked_for_is_taken(checkpoint: Checkpoint, dtype: str) -> None:
+    assert choose_dtype(dtype, device="cpu", checkpoint=checkpoint) == (dtype, "as asked")
+
+
+def test_an_unknown_dtype_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UsageError, match="--dtype int4: not one of auto, float32"):
+        choose_dtype("int4", device="cpu", checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (torch.float32, "float32"),
+        (torch.float16, "float16"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.float64, "float32"),
+        (torch.float8_e4m3fn, "f8_e4m3"),
+    ],
+)
+def test_most_bytes_decide_what_a_checkpoint_is_stored_in(
+    tmp_path: Path, stored: torch.dtype, expected: str
+) -> None:
+    weights = {"a": torch.ones(64).to(stored), "b": torch.ones(4), "c": torch.ones(1).bool()}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert stored_dtype(Checkpoint.open(tmp_path)) == expected
+
+
+def test_this_machines_flags_and_memory_are_read() -> None:
+    assert isinstance(chosen._cpu_flags(), frozenset)
+    assert chosen._available_bytes() > 2**20

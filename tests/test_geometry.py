@@ -1,0 +1,130 @@
+"""Rows of fused weights, typed by hand for every layout, and names of logical projections."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8calib.geometry import Linear, Part
+from fp8calib.model.layouts import (
+    Heads,
+    contiguous_qkv,
+    gate_up_parts,
+    grouped_qkv,
+    heads_part,
+    rows_part,
+)
+from fp8calib.sites import Role
+from tests.dialects.handmade import make_attention, make_geometry
+
+FOUR_TWO = Heads(num_heads=4, num_kv_heads=2, k_head_dim=2, v_head_dim=2)
+TWO_TWO = Heads(num_heads=2, num_kv_heads=2, k_head_dim=2, v_head_dim=2)
+
+
+def rows(parts: tuple[Part, ...]) -> dict[str, list[int]]:
+    return {part.name: part.rows(range(part.count)) for part in parts}
+
+
+def test_stacked_rows_are_all_q_then_all_k_then_all_v() -> None:
+    assert rows(contiguous_qkv(FOUR_TWO)) == {
+        "q_proj": [0, 1, 2, 3, 4, 5, 6, 7],
+        "k_proj": [8, 9, 10, 11],
+        "v_proj": [12, 13, 14, 15],
+    }
+
+
+def test_grouped_rows_are_the_heads_of_one_kv_head_together() -> None:
+    assert rows(grouped_qkv(FOUR_TWO)) == {
+        "q_proj": [0, 1, 2, 3, 8, 9, 10, 11],
+        "k_proj": [4, 5, 12, 13],
+        "v_proj": [6, 7, 14, 15],
+    }
+
+
+def test_interleaved_rows_are_q_k_v_of_each_head() -> None:
+    assert rows(grouped_qkv(TWO_TWO)) == {
+        "q_proj": [0, 1, 6, 7],
+        "k_proj": [2, 3, 8, 9],
+        "v_proj": [4, 5, 10, 11],
+    }
+
+
+def test_gate_and_up_are_stacked_or_interleaved() -> None:
+    assert rows(gate_up_parts(8)) == {"gate_proj": [0, 1, 2, 3], "up_proj": [4, 5, 6, 7]}
+    assert rows(gate_up_parts(8, interleaved=True)) == {
+        "gate_proj": [0, 2, 4, 6],
+        "up_proj": [1, 3, 5, 7],
+    }
+
+
+def test_plain_projections_are_all_their_rows() -> None:
+    assert rows((heads_part("q_proj", 2, 6), rows_part("fc1", 3, first=4))) == {
+        "q_proj": [0, 1, 2, 3, 4, 5],
+        "fc1": [4, 5, 6],
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "units", "expected"),
+    [
+        (contiguous_qkv(FOUR_TWO), range(2, 4), [[4, 5, 6, 7], [], []]),
+        (contiguous_qkv(FOUR_TWO), range(1, 2), [[2, 3], [10, 11], [14, 15]]),
+        (grouped_qkv(FOUR_TWO), range(1, 2), [[2, 3], [12, 13], [14, 15]]),
+        (grouped_qkv(FOUR_TWO), range(1, 3), [[2, 3, 8, 9], [], []]),
+        (gate_up_parts(8, interleaved=True), range(2, 4), [[4, 6], [5, 7]]),
+    ],
+)
+def test_some_units_are_some_rows(
+    parts: tuple[Part, ...], units: range, expected: list[list[int]]
+) -> None:
+    for part, wanted in zip(parts, expected, strict=True):
+        if wanted:
+            assert part.rows(units) == wanted
+
+
+def make_linear(*, num_experts: int = 0) -> Linear:
+    root = "model.layers.3.mlp"
+    module = f"{root}.experts.gate_up_proj" if num_experts else f"{root}.gate_up_proj"
+    return Linear(
+        module=module,
+        section="mlp",
+        root=root,
+        in_features=8,
+        out_features=8,
+        shard="column",
+        parts=gate_up_parts(8),
+        num_experts=num_experts,
+        expert_block=4,
+        weight_name=f"{module}.weight",
+    )
+
+
+def test_fused_modules_are_named_as_if_they_were_split() -> None:
+    linear = make_linear()
+    assert [linear.logical(part) for part in linear.parts] == [
+        "model.layers.3.mlp.gate_proj",
+        "model.layers.3.mlp.up_proj",
+    ]
+    assert [linear.key(part) for part in linear.parts] == ["gate_proj", "up_proj"]
+    assert linear.experts == (None,)
+
+
+def test_experts_are_named_by_their_number() -> None:
+    linear = make_linear(num_experts=2)
+    assert linear.experts == (0, 1)
+    assert linear.logical(linear.parts[0], 1) == "model.layers.3.mlp.experts.1.gate_proj"
+    assert linear.key(linear.parts[1], 0) == "experts.0.up_proj"
+
+
+def test_cached_numbers_are_counted_once_for_shared_caches() -> None:
+    own = make_attention(0, k_head_dim=3, v_head_dim=5)
+    shared = make_attention(1, producer=0)
+    geometry = make_geometry([own, shared, None])
+    assert (own.kv_elements_per_token, shared.kv_elements_per_token) == (2 * (3 + 5), 0)
+    assert geometry.kv_elements_per_token == 16
+    assert [layer.index for layer, _ in geometry.attentions()] == [0, 1]
+    assert not geometry.has_latent_attention
+    assert make_geometry([make_attention(0, kind="latent")]).has_latent_attention
+
+
+def test_an_attention_names_its_sites() -> None:
+    assert str(make_attention(2).site(Role.V)) == "model.layers.2.self_attn.v"

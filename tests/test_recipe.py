@@ -1,0 +1,143 @@
+"""Recipes: read, checked, and their patterns resolved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8calib.errors import RecipeError
+from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_recipe
+from fp8calib.recipe_files import recipe_files
+from fp8calib.scales import Fallback
+
+MODULES = ["model.layers.0.self_attn", "model.layers.0.mlp.up_proj", "model.layers.10.self_attn"]
+
+
+def test_a_name_is_enough() -> None:
+    recipe = parse_recipe("name: mine", where="mine.yaml")
+    assert recipe == Recipe(name="mine")
+    assert recipe.observe == Observe(kv=True, query=True, inputs=True, weights=True, ignore=())
+    assert (recipe.data.samples, recipe.data.seq_len, recipe.data.batch_size) == (512, None, 1)
+    assert (recipe.data.pack, recipe.data.seed) == (True, 0)
+    assert (recipe.formats, recipe.tp) == (("kv-overlay",), (1,))
+    assert recipe.scales.fallback is None
+
+
+def test_every_section_is_read() -> None:
+    text = """
+name: mine
+observe: {query: false, ignore: [a, "re:b"]}
+data: {sources: [x.jsonl], samples: 3, seq_len: 9, batch_size: 2, pack: false, seed: 5}
+scales: {fallback: one, fp8_dtype: e4m3fnuz}
+formats: [rfc, tgi]
+tp: [1, 8]
+query_scale: true
+"""
+    recipe = parse_recipe(text, where="mine.yaml")
+    assert recipe.observe.ignore == ("a", "re:b")
+    assert recipe.data.model_dump() == {
+        "sources": ("x.jsonl",),
+        "samples": 3,
+        "seq_len": 9,
+        "batch_size": 2,
+        "pack": False,
+        "seed": 5,
+    }
+    assert (recipe.scales.fallback, recipe.scales.fp8_dtype) == (Fallback.ONE, "e4m3fnuz")
+    assert (recipe.formats, recipe.tp, recipe.query_scale) == (("rfc", "tgi"), (1, 8), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name: x\nnonsense: 1", "nonsense: unknown key"),
+        ("name: x\nobserve: {kvs: true}", "observe.kvs: unknown key"),
+        ("description: no name", "name: Field required"),
+        ("name: x\ndata: {samples: 0}", "data.samples: must be greater than or equal to 1, not 0"),
+        ("name: x\nscales: {rule: guess}", "scales.rule: unknown rule 'guess'; known: amax"),
+        ("name: x\nscales: {fallback: guess}", "scales.fallback: must be 'layer-max', 'one' or"),
+        (
+            "name: x\nobserve: {kv: false, query: false, inputs: false, weights: false}",
+            "observe: nothing is observed",
+        ),
+        ("- x", "holds no mapping"),
+        ("name: [", "is not YAML: line 1, column 8"),
+        ("name: \x07", "is not YAML: it holds characters that YAML does not allow"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_key(text: str, told: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, where="mine.yaml")
+    assert caught.value.message.startswith("mine.yaml")
+    assert told in caught.value.message
+
+
+def test_several_errors_are_told_together() -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe("name: x\na: 1\nb: 2\ntp: [x]", where="mine.yaml")
+    assert caught.value.message.count("unknown key") == 2
+    assert "tp.0: must be a valid integer, not 'x'" in caught.value.message
+
+
+def test_shipped_recipes_are_named_like_their_files() -> None:
+    for name in recipe_files():
+        assert load_recipe(name).name == name
+
+
+def test_a_recipe_is_loaded_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: other\n")
+    assert load_recipe(str(path)).name == "other"
+
+
+@pytest.mark.parametrize(
+    ("observe", "needs_forward"),
+    [
+        ({"kv": False, "query": False, "inputs": False}, False),
+        ({"kv": False, "query": False}, True),
+        ({"kv": False, "inputs": False}, True),
+        ({"query": False, "inputs": False, "weights": False}, True),
+    ],
+)
+def test_a_forward_pass_is_needed_unless_weights_are_all(
+    observe: dict[str, bool], needs_forward: bool
+) -> None:
+    assert Observe(**observe).needs_forward is needs_forward
+
+
+def test_the_hash_is_of_what_is_observed_alone() -> None:
+    plain = Recipe(name="a")
+    assert Recipe(name="b", formats=(), tp=(2,)).observation_hash == plain.observation_hash
+    assert Recipe(name="a", observe=Observe(ignore=("x",))).observation_hash != (
+        plain.observation_hash
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("model.layers.0.self_attn", {0}),
+        ("*.self_attn", {0, 2}),
+        ("model.layers.?.*", {0, 1}),
+        (r"re:.*layers\.1.*", {2}),
+        (r"re:.*\.(up|down)_proj", {1}),
+    ],
+)
+def test_a_pattern_names_whole_paths(pattern: str, found: set[int]) -> None:
+    assert match_modules((pattern,), MODULES) == {MODULES[index] for index in found}
+
+
+@pytest.mark.parametrize("pattern", ["self_attn", "re:self_attn", "model.layers.0", "*.SELF_ATTN"])
+def test_a_pattern_that_matches_nothing_is_an_error(pattern: str) -> None:
+    with pytest.raises(RecipeError, match="matches no module"):
+        match_modules(("*.self_attn", pattern), MODULES)
+
+
+def test_a_broken_regular_expression_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="no regular expression"):
+        match_modules(("re:[",), MODULES)
+
+
+def test_no_pattern_matches_no_module() -> None:
+    assert match_modules((), MODULES) == frozenset()
