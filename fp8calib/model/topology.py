@@ -21,11 +21,18 @@ from fp8calib.model.survey import Survey, Unobserved
 
 def text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
     """Find the module that turns tokens into the last hidden state, with its path."""
-    decoder = model.get_decoder()
+    decoder = _without_head(model.get_decoder())
     for name, module in model.named_modules():
         if module is decoder:
             return name, module
     raise ModelError(f"{type(model).__name__}: its decoder is not one of its modules")
+
+
+def _without_head(decoder: nn.Module) -> nn.Module:
+    """Go down to the model below the lm_head; Llama4ForCausalLM names itself as its decoder."""
+    inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
+    has_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
+    return inner[0] if has_head and len(inner) == 1 else decoder
 
 
 def find_geometry(

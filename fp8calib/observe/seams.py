@@ -60,17 +60,32 @@ class ObservingCache(DynamicCache):  # type: ignore[misc]  # transformers is unt
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record K and V ([B, H, S, D] each) and hand them back."""
         attention = self._attentions.get(layer_idx)
-        if attention is None or key_states.shape[1] % attention.num_kv_heads:
-            expected = "no K/V" if attention is None else f"{attention.num_kv_heads} KV heads"
-            raise CalibrationError(
-                f"layer {layer_idx} caches {key_states.shape[1]} KV heads where the topology found "
-                f"{expected}"
-            )
+        if attention is None or not _fits(attention, key_states, value_states):
+            raise _unexpected(attention, layer_idx, key_states, value_states)
         if attention.module not in self._ignored:
             num_heads = attention.num_kv_heads
             self._recorder.observe_heads(attention.site(Role.K), key_states, num_heads=num_heads)
             self._recorder.observe_heads(attention.site(Role.V), value_states, num_heads=num_heads)
         return key_states, value_states
+
+
+def _fits(attention: Attention, key: torch.Tensor, value: torch.Tensor) -> bool:
+    has_heads = all(x.shape[1] % attention.num_kv_heads == 0 for x in (key, value))
+    sizes = key.shape[-1], value.shape[-1]
+    return has_heads and sizes == (attention.k_head_dim, attention.v_head_dim)
+
+
+def _unexpected(
+    attention: Attention | None, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+) -> CalibrationError:
+    expected = "no K/V"
+    if attention is not None:
+        sizes = f"{attention.k_head_dim} (K) and {attention.v_head_dim} (V)"
+        expected = f"{attention.num_kv_heads} of sizes {sizes}"
+    return CalibrationError(
+        f"layer {layer_idx} caches {key.shape[1]} KV heads of sizes {key.shape[-1]} (K) and "
+        f"{value.shape[-1]} (V) where the topology found {expected}"
+    )
 
 
 def own_attentions(geometry: ModelGeometry) -> dict[int, Attention]:
