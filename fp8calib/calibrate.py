@@ -28,6 +28,9 @@ from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats, Skipped, StatsHeader
 
 
+_UNUSED = "in the checkpoint, but no part of the text decoder: neither loaded nor run"
+
+
 class Progress(Protocol):
     """Is told how far the run is."""
 
@@ -175,6 +178,7 @@ def _skipped(prepared: Prepared, recipe: Recipe, sites: dict[Site, SiteStats]) -
         for module in sorted(prepared.ignored)
     ]
     skipped += [Skipped(site=name, why=why) for name, why in _outside(prepared.model)]
+    skipped += [Skipped(site=name, why=_UNUSED) for name in prepared.weights.unused]
     return skipped
 
 

@@ -41,6 +41,7 @@ class WeightSource:
             for pattern in entry.source_patterns
         }
         self._parts = _map_names(model, checkpoint, conversions)
+        self._known = model.state_dict().keys()
 
     @property
     def whole(self) -> Mapping[str, str]:
@@ -50,6 +51,24 @@ class WeightSource:
             for parameter, parts in self._parts.items()
             if len(parts) == 1 and parts[0][1] is None
         }
+
+    @property
+    def unused(self) -> list[str]:
+        """Shortest paths of the checkpoint under which no matrix belongs to the model.
+
+        Vectors do not count: old checkpoints carry buffers that models make anew.
+        """
+        used, unused = set[str](), set[str]()
+        for parameter, parts in self._parts.items():
+            (used if parameter in self._known else unused).update(name for name, _ in parts)
+        inside = {path for name in used for path in _paths(name)}
+        matrices = (
+            name
+            for name in unused
+            if len(self._checkpoint.shape(name)) > 1 and not name.endswith("bias")
+        )
+        outside = (next(p for p in _paths(name) if p not in inside) for name in matrices)
+        return sorted(set(outside), key=dot_natural_key)
 
     def read(self, parameter: str) -> torch.Tensor:
         """Read one parameter as the model holds it, in the dtype of the checkpoint.
@@ -90,6 +109,12 @@ class WeightSource:
         value = converted[parameter]
         tensor: torch.Tensor = value[0] if isinstance(value, list) else value
         return tensor
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Give a name's path, step by step: `a`, `a.b`, `a.b.c`."""
+    steps = name.split(".")
+    return (".".join(steps[: length + 1]) for length in range(len(steps)))
 
 
 def _map_names(
