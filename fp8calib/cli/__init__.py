@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 
 from typer.exceptions import Abort, Exit, TyperException
 from typer.main import get_command
@@ -30,7 +32,13 @@ _HINTS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and leave with its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(_guarded(arguments))
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """Leave on SIGTERM as on Ctrl-C, so that nothing temporary stays behind."""
+    raise KeyboardInterrupt
 
 
 def main_inner(arguments: Sequence[str]) -> int:
