@@ -27,7 +27,6 @@ from fp8calib.run.whole import WholeRunner
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats, Skipped, StatsHeader
 
-
 _UNUSED = "in the checkpoint, but no part of the text decoder: neither loaded nor run"
 
 
