@@ -1,0 +1,327 @@
+"""Per-rank scales of every architecture, from weights on disk cut by hand as an engine cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from fp8calib.fp8 import E4M3FN
+from fp8calib.scales import ScaleTable, compute_kv_scales, compute_linear_scales
+from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats
+from tests import zoo
+from tests.truth import brute_force
+from tests.truth.test_statistics import draw, make_plan, run_calibration
+
+HEADS = 4
+SEPARATE = {"self_attn.q_proj": "q", "self_attn.k_proj": "kv", "self_attn.v_proj": "kv"}
+GATED = {"mlp.gate_proj": "column", "mlp.up_proj": "column", "mlp.down_proj": "row"}
+LLAMA = {**SEPARATE, "self_attn.o_proj": "row", **GATED}
+EXPERTS = {"mlp.experts": "experts"}
+SPARSE = {**SEPARATE, "self_attn.o_proj": "row", **EXPERTS}
+LATENT = {
+    "self_attn.q_a_proj": "whole",
+    "self_attn.q_b_proj": "q",
+    "self_attn.kv_a_proj_with_mqa": "whole",
+    "self_attn.kv_b_proj": "q",
+    "self_attn.o_proj": "row",
+}
+SHARING = {name: cut for name, cut in LLAMA.items() if cut != "kv"}
+
+
+def shared(name: str) -> dict[str, str]:
+    return {path.replace("mlp.", f"mlp.{name}."): cut for path, cut in GATED.items()}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family names and cuts its projections, layer by layer, and how many KV heads it has."""
+
+    layers: str
+    cuts: tuple[dict[str, str], ...]
+    kv_heads: int = 2
+    disk: str = "model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+
+
+SAME = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+FAMILIES = {
+    **dict.fromkeys(SAME, Family("model.layers", (LLAMA, LLAMA))),
+    "phi3": Family(
+        "model.layers",
+        (
+            {
+                "self_attn.qkv_proj": "stacked q k v",
+                "self_attn.o_proj": "row",
+                "mlp.gate_up_proj": "gate, up",
+                "mlp.down_proj": "row",
+            },
+        )
+        * 2,
+    ),
+    "gpt2": Family(
+        "transformer.h",
+        (
+            {
+                "attn.c_attn": "stacked q k v",
+                "attn.c_proj": "row",
+                "mlp.c_fc": "column",
+                "mlp.c_proj": "row",
+            },
+        )
+        * 2,
+        kv_heads=4,
+    ),
+    "opt": Family(
+        "model.decoder.layers",
+        ({**SEPARATE, "self_attn.out_proj": "row", "fc1": "column", "fc2": "row"},) * 2,
+        kv_heads=4,
+    ),
+    "gpt_neox": Family(
+        "gpt_neox.layers",
+        (
+            {
+                "attention.query_key_value": "q k v per head",
+                "attention.dense": "row",
+                "mlp.dense_h_to_4h": "column",
+                "mlp.dense_4h_to_h": "row",
+            },
+        )
+        * 2,
+        kv_heads=4,
+    ),
+    "falcon": Family(
+        "transformer.h",
+        (
+            {
+                "self_attention.query_key_value": "q q k v per group",
+                "self_attention.dense": "row",
+                "mlp.dense_h_to_4h": "column",
+                "mlp.dense_4h_to_h": "row",
+            },
+        )
+        * 2,
+    ),
+    "starcoder2": Family(
+        "model.layers",
+        ({**SEPARATE, "self_attn.o_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row"},) * 2,
+    ),
+    "mixtral": Family(
+        "model.layers",
+        (SPARSE, SPARSE),
+        disk="model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}.weight",
+    ),
+    "qwen3_moe": Family("model.layers", (SPARSE, SPARSE)),
+    "gpt_oss": Family("model.layers", (SPARSE, SPARSE)),
+    "deepseek_v3": Family(
+        "model.layers",
+        ({**LATENT, **GATED}, {**LATENT, **EXPERTS, **shared("shared_experts")}),
+        kv_heads=1,
+    ),
+    "gemma3n_text": Family("model.layers", (LLAMA, LLAMA, SHARING, SHARING)),
+    "qwen3_next": Family(
+        "model.layers",
+        ({**EXPERTS, **shared("shared_expert")}, {**SPARSE, **shared("shared_expert")}),
+    ),
+}
+W123 = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+@dataclass
+class Case:
+    """A calibrated family, what is on its disk, and what its plain forward showed."""
+
+    name: str
+    family: Family
+    folder: Path
+    modules: dict[str, Any]
+    stats: CalibrationStats
+    truth: brute_force.Capture
+
+    def read(self, key: str) -> np.ndarray:
+        """Read one tensor from disk."""
+        with safe_open(self.folder / "model.safetensors", framework="np") as file:
+            return file.get_tensor(key)
+
+    def weight(self, path: str) -> np.ndarray:
+        """Give [out, in]."""
+        stored = self.read(f"{path}.weight")
+        return stored.T if self.name == "gpt2" else stored
+
+    def expert_weight(self, layer: int, expert: int, name: str) -> np.ndarray:
+        """Give [out, in] of one projection of one expert."""
+        if self.name == "gpt_oss":
+            fused = name != "down_proj"
+            key = f"model.layers.{layer}.mlp.experts.{'gate_up_proj' if fused else name}"
+            stored = self.read(key)[expert].T
+            return stored[(0 if name == "gate_proj" else 1) :: 2] if fused else stored
+        stored_as = W123[name] if self.name == "mixtral" else name
+        return self.read(self.family.disk.format(layer=layer, expert=expert, name=stored_as))
+
+
+@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("ranks") / request.param
+    zoo.save(request.param, folder)
+    sequences = draw([20, 20, 20], seed=11)
+    prepared, stats = run_calibration(folder, make_plan(sequences))
+    return Case(
+        request.param,
+        FAMILIES[request.param],
+        folder,
+        dict(prepared.model.named_modules()),
+        stats,
+        brute_force.run(prepared.model, sequences),
+    )
+
+
+def part(values: np.ndarray, tp: int, rank: int) -> np.ndarray:
+    """Give a rank its contiguous part of the leading axis."""
+    size = len(values) // tp
+    return values[rank * size : (rank + 1) * size]
+
+
+def kv_part(heads: list[np.ndarray], tp: int, rank: int) -> np.ndarray:
+    """Give a rank its KV heads; copies of a head when there are fewer heads than ranks."""
+    if len(heads) < tp:
+        return heads[rank * len(heads) // tp]
+    size = len(heads) // tp
+    return np.concatenate(heads[rank * size : (rank + 1) * size])
+
+
+def take_apart(cut: str, weight: np.ndarray, kv_heads: int) -> dict[str, list[np.ndarray]]:
+    """Give per name the rows of each head, of a weight that holds q, k and v."""
+    size = len(weight) // (HEADS + 2 * kv_heads)
+    blocks = [weight[i : i + size] for i in range(0, len(weight), size)]
+    if cut == "stacked q k v":
+        q, k, v = blocks[:HEADS], blocks[HEADS : HEADS + kv_heads], blocks[HEADS + kv_heads :]
+    elif cut == "q k v per head":
+        q, k, v = blocks[0::3], blocks[1::3], blocks[2::3]
+    else:
+        q, k, v = blocks[0:2] + blocks[4:6], blocks[2::4], blocks[3::4]
+    return {"q_proj": q, "k_proj": k, "v_proj": v}
+
+
+def own_weights(case: Case, tp: int, rank: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Give every projection's path and the part of its weight that a rank holds."""
+    for layer, cuts in enumerate(case.family.cuts):
+        for name, cut in cuts.items():
+            path = f"{case.family.layers}.{layer}.{name}"
+            if cut == "experts":
+                for expert, suffix in product(range(4), ("gate_proj", "up_proj", "down_proj")):
+                    weight = case.expert_weight(layer, expert, suffix)
+                    weight = weight.T if suffix == "down_proj" else weight
+                    yield f"{path}.{expert}.{suffix}", part(weight, tp, rank)
+            else:
+                yield from own_parts(case, path, cut, tp, rank)
+
+
+def own_parts(
+    case: Case, path: str, cut: str, tp: int, rank: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Give the same for one projection that is no expert's; a fused one yields its parts."""
+    weight, parent = case.weight(path), path.rpartition(".")[0]
+    if cut == "kv":
+        yield path, kv_part(np.split(weight, case.family.kv_heads), tp, rank)
+    elif cut in {"q", "column"}:
+        yield path, part(weight, tp, rank)
+    elif cut == "row":
+        yield path, part(weight.T, tp, rank)
+    elif cut == "whole":
+        yield path, weight
+    elif cut == "gate, up":
+        for suffix, half in zip(("gate_proj", "up_proj"), np.split(weight, 2), strict=True):
+            yield f"{parent}.{suffix}", part(half, tp, rank)
+    else:
+        for suffix, heads in take_apart(cut, weight, case.family.kv_heads).items():
+            yield f"{parent}.{suffix}", kv_part(heads, tp, rank)
+
+
+def own_inputs(case: Case, tp: int, rank: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Give every projection's path and the input that a rank sees; none for idle experts."""
+    for layer, cuts in enumerate(case.family.cuts):
+        for name, cut in cuts.items():
+            path = f"{case.family.layers}.{layer}.{name}"
+            if cut == "experts":
+                seen = brute_force.run_experts(case.modules[path], case.truth.routed[path])
+                for expert, rows in seen.first.items():
+                    yield f"{path}.{expert}.gate_proj", rows
+                    yield f"{path}.{expert}.up_proj", rows
+                    yield f"{path}.{expert}.down_proj", part(seen.down[expert].T, tp, rank)
+                continue
+            x = np.concatenate(case.truth.inputs[path])
+            parent = path.rpartition(".")[0]
+            names = {"gate, up": ("gate_proj", "up_proj")}.get(cut, ("q_proj", "k_proj", "v_proj"))
+            is_fused = " " in cut
+            for each in [f"{parent}.{suffix}" for suffix in names] if is_fused else [path]:
+                yield each, part(x.T, tp, rank) if cut == "row" else x
+
+
+def scale(values: np.ndarray) -> np.float32:
+    return np.float32(np.abs(values).max() / np.float32(448.0))
+
+
+def per_rank(table: ScaleTable, path: str, role: Role) -> list[float]:
+    return table.scales[Site(path, role)].per_rank()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_weight_scales_are_those_of_the_slices_on_disk(case: Case, tp: int) -> None:
+    """Exactly: the largest magnitude of what the rank holds, divided by 448 in fp32."""
+    table = compute_linear_scales(case.stats, E4M3FN, tp=tp)
+    for rank in range(tp):
+        expected = dict(own_weights(case, tp, rank))
+        assert {site.module for site in table.scales} == set(expected)
+        for path, values in expected.items():
+            assert per_rank(table, path, Role.WEIGHT)[rank] == scale(values), path
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_input_scales_are_those_of_the_channels_of_the_rank(case: Case, tp: int) -> None:
+    """Row-parallel projections see some channels, all others see all."""
+    table = compute_linear_scales(case.stats, E4M3FN, tp=tp)
+    for rank in range(tp):
+        for path, values in own_inputs(case, tp, rank):
+            found = per_rank(table, path, Role.INPUT)[rank]
+            assert found == pytest.approx(scale(values), rel=1e-5), path
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_kv_scales_are_those_of_the_heads_of_the_rank(case: Case, tp: int) -> None:
+    """Latents are whole on every rank and share one scale; other layers are cut by KV heads."""
+    table = compute_kv_scales(case.stats, E4M3FN, tp=tp)
+    for layer, tensors in case.truth.kv.items():
+        heads = [
+            brute_force.head_amax([pair[place] for pair in tensors], case.family.kv_heads)
+            for place in (0, 1)
+        ]
+        if case.name == "deepseek_v3":
+            heads = [np.maximum(*heads)] * 2
+        names = [a.module for index, a in attentions(case) if index == layer]
+        for role, amax in zip((Role.K, Role.V), heads, strict=True):
+            expected = [scale(kv_part(np.split(amax, len(amax)), tp, r)) for r in range(tp)]
+            assert per_rank(table, names[0], role) == pytest.approx(expected, rel=1e-6)
+
+
+def attentions(case: Case) -> Iterator[tuple[int, Any]]:
+    return ((layer.index, found) for layer, found in case.stats.geometry.attentions())
+
+
+def test_weights_keep_both_axes_of_all_experts_together(case: Case) -> None:
+    """An expert projection's amax and amax_in are maxima over its experts."""
+    for layer, cuts in enumerate(case.family.cuts):
+        if "mlp.experts" not in cuts:
+            continue
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            weights = np.abs([case.expert_weight(layer, expert, name) for expert in range(4)])
+            site = Site(f"{case.family.layers}.{layer}.mlp.experts.{name}", Role.WEIGHT)
+            found = case.stats.sites[site]
+            np.testing.assert_array_equal(found.amax.numpy(), weights.max((0, 2)))
+            assert found.amax_in is not None
+            np.testing.assert_array_equal(found.amax_in.numpy(), weights.max((0, 1)))
