@@ -50,7 +50,6 @@ def main_inner(arguments: Sequence[str]) -> int:
     outcome = command.main(spread_formats(arguments), prog_name="fp8calib", standalone_mode=False)
     if outcome == INTERRUPTED:  # the parser turns Ctrl-C into an exit without a word
         raise KeyboardInterrupt
-    sys.stdout.flush()  # here a closed pipe is noticed where it is handled
     return outcome if isinstance(outcome, int) else 0
 
 

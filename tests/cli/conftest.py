@@ -33,6 +33,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _offline() -> Iterator[None]:
+    """What asks the hub is refused at once, whatever network the machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")  # for libraries that are imported later
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        yield
+
+
 def save_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
     """Write a tokenizer that splits at spaces, with a BOS and a chat template."""
     backend = Tokenizer(

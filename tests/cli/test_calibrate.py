@@ -164,6 +164,17 @@ def test_a_folder_that_is_not_empty_is_refused_and_force_replaces_it(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_output_is_refused_before_hours_are_spent(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("fp8calib.cli.calibrate_run.load_model", refuse)
+    (tmp_path / "thesis.tex").write_text("mine")
+    fail(2, "calibrate", model, "--data", data, *QUICK, "--out", tmp_path)
+
+
 def test_force_refuses_a_folder_that_holds_anything_else(
     model: Path, data: Path, tmp_path: Path
 ) -> None:

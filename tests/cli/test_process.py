@@ -86,11 +86,10 @@ def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> N
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("arguments", [["recipes", "kv"], ["recipes", "--json"]])
-def test_a_full_disk_under_stdout_is_told(arguments: list[str]) -> None:
+def test_a_full_disk_under_stdout_is_told() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [*PROGRAM, *arguments],
+            [*PROGRAM, "recipes", "kv"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
