@@ -35,7 +35,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _offline() -> Iterator[None]:
-    """What asks the hub is refused at once, whatever network the machine has."""
+    """Refuse at once what asks the hub, whatever network the machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")  # for libraries that are imported later
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
