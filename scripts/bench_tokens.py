@@ -1,0 +1,57 @@
+"""Write the benchmark's tokens: python scripts/bench_tokens.py MODEL OUT SEQUENCES TOKENS.
+
+Prints, as JSON, what the figures depend on: threads, CPU abilities, device.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from fp8calib.data.plan import build_plan
+from fp8calib.model.load import load_tokenizer, open_source
+
+
+def main(model: str, out: Path, num_sequences: int, num_tokens: int) -> None:
+    """Cut the built-in text into rows of exactly `num_tokens` ids."""
+    source = open_source(model, revision=None, trust_remote_code=False)
+    vocab_size = int(source.text_config.vocab_size)
+    plan = build_plan(
+        [],
+        tokenizer=lambda: load_tokenizer(source, vocab_size),
+        vocab_size=vocab_size,
+        samples=num_sequences,
+        seq_len=num_tokens,
+    )
+    rows = (json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in plan.sequences)
+    out.write_text("".join(rows))
+    print(json.dumps(describe_machine()))
+
+
+def describe_machine() -> dict[str, object]:
+    """Tell what the figures depend on."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu_bfloat16": has_cpu_bfloat16(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def has_cpu_bfloat16() -> bool | None:
+    """Whether the CPU multiplies bfloat16 itself; None where nobody can tell."""
+    flags = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not flags.is_file():
+        return None
+    text = flags.read_text()
+    return "avx512_bf16" in text or "amx_bf16" in text
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
