@@ -22,19 +22,24 @@ SGLANG_JSON_TYPES = (
     "qwen3",
     "mimo",
     "mimo_v2",
+    "mimo_v2_flash",
     "opt",
     "glm4",
     "glm5_next",
-    "hunyuan",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
     "exaone4",
     "solar",
     "arcee",
     "apertus",
+    "internlm3",
+    "iquestcoder",
+    "ministral3",
     "mistral",
     "phi3",
 )
-"""Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); mistral and
-phi3 are subclasses of llama's."""
+"""Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); the last
+five are subclasses of llama's. llama4's class inherits it too, but not its inner model."""
 TGI_TYPES = (
     "llama",
     "mistral",
@@ -148,19 +153,20 @@ RULES = (
         "under compressed-tensors no KV scale reaches latent (MLA) attention: 1.0 is used",
         "vLLM 0.32.0 quantization/compressed_tensors (CompressedTensorsKVCacheMethod)",
     ),
-    _limited(
+    _blocked(
         VLLM,
-        OVERLAYS,
-        _is_type("gpt_neox"),
-        "there is no native GPT-NeoX model file; its Transformers backend is untried with scales",
-        "vLLM 0.32.0 model_executor/models",
+        (*OVERLAYS, "kv-scales"),
+        _is_type("mpt"),
+        "it runs no MPT since 0.28",
+        "vLLM 0.32.0 config/model.py (MptForCausalLM is not supported anymore)",
     ),
     _limited(
         VLLM,
         ("kv-overlay-head",),
         _always,
-        "per-head scales need FlashAttention 3 or later",
-        "vLLM 0.32.0 quantization/compressed_tensors",
+        "per-head scales need FlashAttention 3 or later; on a CPU the largest of a layer serves "
+        "all its heads",
+        "vLLM 0.32.0 quantization/compressed_tensors, v1/attention/backends/cpu_attn.py",
     ),
     _limited(
         VLLM,
@@ -302,6 +308,13 @@ RULES = (
         "transformers 5.23",
     ),
     # --- kv-scales ---------------------------------------------------------------------------
+    _blocked(
+        VLLM,
+        ("kv-scales",),
+        _is_type("gpt2"),
+        "its GPT-2 refuses attn.k_scale beside attn.attn.k_scale; write kv-overlay",
+        "vLLM 0.32.0 model_executor/models/gpt2.py",
+    ),
     *(
         _limited(
             engine,

@@ -7,12 +7,13 @@ empty one makes transformers fail on MoE models, and without `ignore` TGI looks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from fp8calib.checkpoint.overlay import write_overlay
 from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.dialects.names import make_scale_tensors
 from fp8calib.scales import ScaleTable
 
@@ -21,6 +22,12 @@ Strategy = Literal["tensor", "attn_head"]
 SCALAR_SHAPE = (1,)
 """The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []
 (`core_model_loading.py:set_param_for_module`: mismatched sizes). llm-compressor stores it too."""
+UNLISTED_NAME = "kv_scales.safetensors"
+"""A file beside the index, for TGI, which reads every file; vLLM reads those the index names."""
+_STRICT_TYPES = ("gpt2",)
+"""Model types that vLLM loads without ignoring scales it has no place for: beside
+`attn.attn.k_scale`, a listed `attn.k_scale` is a ValueError (vLLM 0.32.0 `models/gpt2.py`, whose
+inner model has no `quant_config`; gptj and gpt_bigcode load both)."""
 
 
 def write_kv_overlay(table: ScaleTable, source: Checkpoint, folder: Path) -> Mapping[str, str]:
@@ -34,12 +41,24 @@ def write_kv_overlay(table: ScaleTable, source: Checkpoint, folder: Path) -> Map
         ExportError: the source already has such tensors, or the folder cannot be written.
     """
     strategy: Strategy = "attn_head" if table.per_head else "tensor"
-    return write_overlay(
+    scales = make_scale_tensors(table, scalar_shape=SCALAR_SHAPE)
+    unlisted = _list_refused_by_vllm(table, scales)
+    skipped = write_overlay(
         source,
         folder,
-        scales=make_scale_tensors(table, scalar_shape=SCALAR_SHAPE),
+        scales={name: scale for name, scale in scales.items() if name not in unlisted},
         config_updates={"quantization_config": make_quantization_config(strategy)},
     )
+    if unlisted:
+        tensors = {name: scales[name] for name in unlisted}
+        save_tensors(folder / UNLISTED_NAME, tensors, metadata={"format": "pt"})
+    return skipped
+
+
+def _list_refused_by_vllm(table: ScaleTable, names: Iterable[str]) -> list[str]:
+    if table.geometry.model_type not in _STRICT_TYPES:
+        return []
+    return [name for name in names if not name.rpartition(".")[0].endswith(".attn.attn")]
 
 
 def make_quantization_config(strategy: Strategy) -> dict[str, object]:

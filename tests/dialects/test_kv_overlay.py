@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from zoo import save
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.kv_overlay import write_kv_overlay
@@ -18,8 +17,16 @@ from fp8calib.fp8 import E4M3FN
 from fp8calib.scales import compute_kv_scales
 from fp8calib.sites import Role
 from fp8calib.stats import SiteStats
+from tests.zoo import save
 
-from .handmade import make_attention, make_geometry, make_stats, plain_stats, save_source
+from .handmade import (
+    make_attention,
+    make_geometry,
+    make_kv_sites,
+    make_stats,
+    plain_stats,
+    save_source,
+)
 
 CONFIG = """{"quant_method":"compressed-tensors","format":"dense",
  "quantization_status":"compressed","ignore":["re:.*"],
@@ -80,6 +87,34 @@ def test_per_head_scales_are_stored_one_for_each_kv_head(tmp_path: Path) -> None
         "model.layers.1.self_attn.q_scale": [8.0, 1.0, 1.0, 1.0],
     }
     assert {tensor.shape[1:] for tensor in scales.values()} == {(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "unlisted"),
+    [("gpt2", {"h.0.attn.k_scale", "h.0.attn.v_scale"}), ("gptj", set())],
+)
+def test_names_that_vllm_refuses_in_gpt2_lie_in_a_file_that_the_index_does_not_list(
+    tmp_path: Path, model_type: str, unlisted: set[str]
+) -> None:
+    attention = make_attention(0, checkpoint_module="h.0.attn")
+    geometry = make_geometry([attention], model_type=model_type)
+    stats = make_stats(geometry, make_kv_sites(geometry))
+    table = compute_kv_scales(stats, E4M3FN)
+    folder = tmp_path / "out"
+    write_kv_overlay(table, save_source(stats, tmp_path / "model"), folder)
+
+    listed = load_file(folder / "model-00002-of-00002.safetensors")
+    side = folder / "kv_scales.safetensors"
+    beside = load_file(side) if side.exists() else {}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(beside) == unlisted
+    assert {name for name in index if name.endswith("_scale")} == set(listed)
+    assert {name: scale.tolist() for name, scale in (listed | beside).items()} == {
+        "h.0.attn.k_scale": [0.5],
+        "h.0.attn.v_scale": [0.75],
+        "h.0.attn.attn.k_scale": [0.5],
+        "h.0.attn.attn.v_scale": [0.75],
+    }
 
 
 @pytest.mark.parametrize("per_head", [False, True])
