@@ -1,4 +1,4 @@
-"""Per-rank scales of every architecture, from weights on disk cut by hand as an engine cuts them."""
+"""Per-rank scales of every architecture, from weights on disk cut by hand as engines cut them."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _keep_inputs(model: nn.Module, capture: Capture) -> Iterator[None]:
             handles.append(
                 module.register_forward_pre_hook(
                     lambda _module, args, name=name: capture.routed[name].append(
-                        (args[0].clone(), args[1].clone())
+                        tuple(x.clone() for x in args[:2])
                     )
                 )
             )

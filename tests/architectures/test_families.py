@@ -1,0 +1,106 @@
+"""Further families: each is calibrated truly, or refused in a message that names the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8calib.calibrate import Prepared
+from fp8calib.errors import ModelError
+from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats
+from tests.architectures import families
+from tests.truth import brute_force
+from tests.truth.test_statistics import draw, make_plan, run_calibration
+
+BYPASS_THE_REGISTRY = {"bloom", "gptj", "mpt", "xglm"}
+KEEP_EXPERTS_TO_THEMSELVES = {"llama4_text"}
+
+
+def layers_of(prepared: Prepared) -> str:
+    return prepared.geometry.layers[0].module.rpartition(".")[0]
+
+
+def check_kv(prepared: Prepared, stats: CalibrationStats, truth: brute_force.Capture) -> None:
+    own = {
+        layer.index: found for layer, found in prepared.geometry.attentions() if not found.producer
+    }
+    assert set(own) == set(truth.kv)
+    for index, attention in own.items():
+        keys, values = zip(*truth.kv[index], strict=True)
+        sizes = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
+        expected_sizes = attention.num_kv_heads, attention.k_head_dim, attention.v_head_dim
+        assert sizes == expected_sizes
+        for role, tensors in ((Role.K, keys), (Role.V, values)):
+            expected = brute_force.head_amax(list(tensors), attention.num_kv_heads)
+            found = stats.sites[attention.site(role)].amax.numpy()
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def check_queries(prepared: Prepared, stats: CalibrationStats, truth: brute_force.Capture) -> None:
+    for place, (_, attention) in enumerate(prepared.geometry.attentions()):
+        expected = brute_force.head_amax([q[place] for q in truth.queries], attention.num_heads)
+        found = stats.sites[attention.site(Role.Q)].amax.numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def check_inputs(prepared: Prepared, stats: CalibrationStats, truth: brute_force.Capture) -> None:
+    linears = {name for name in truth.inputs if name.startswith(f"{layers_of(prepared)}.")}
+    observed = {
+        site.module
+        for site, seen in stats.sites.items()
+        if site.role is Role.INPUT and seen.expert_counts is None
+    }
+    assert observed == linears
+    for name in linears:
+        expected = brute_force.channel_amax(truth.inputs[name])
+        found = stats.sites[Site(name, Role.INPUT)].amax.numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_a_further_family_is_calibrated_as_a_plain_forward_shows_it(
+    family: str, tmp_path: Path
+) -> None:
+    """K, V, q and the inputs of every linear equal those of the whole model's own forward."""
+    model = families.save(family, families.FAMILIES[family], tmp_path / "model")
+    sequences = draw([20, 20, 20])
+    prepared, stats = run_calibration(tmp_path / "model", make_plan(sequences))
+    truth = brute_force.run(model, sequences)
+    check_kv(prepared, stats, truth)
+    check_inputs(prepared, stats, truth)
+    skipped = {item.site for item in stats.header.skipped}
+    if family in BYPASS_THE_REGISTRY:
+        assert {str(a.site(Role.Q)) for _, a in prepared.geometry.attentions()} <= skipped
+    else:
+        check_queries(prepared, stats, truth)
+    for path in truth.routed:
+        is_skipped = f"{path}.weight" in skipped
+        assert is_skipped == (family in KEEP_EXPERTS_TO_THEMSELVES)
+        assert is_skipped == (Site(f"{path}.down_proj", Role.INPUT) not in stats.sites)
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_padding_makes_no_difference_in_a_further_family(family: str, tmp_path: Path) -> None:
+    """Rows padded to one batch give what they give alone."""
+    families.save(family, families.FAMILIES[family], tmp_path / "model")
+    plan = make_plan(draw([20, 7, 13, 20, 3], seed=9), packed=False)
+    _, alone = run_calibration(tmp_path / "model", plan)
+    _, padded = run_calibration(tmp_path / "model", plan, batch_size=3)
+    assert alone.sites.keys() == padded.sites.keys()
+    for site, expected in alone.sites.items():
+        found = padded.sites[site]
+        assert found.count == expected.count, site
+        torch.testing.assert_close(found.amax, expected.amax, rtol=1e-5, atol=1e-5, msg=str(site))
+
+
+@pytest.mark.parametrize("family", sorted(families.REFUSED))
+def test_a_family_that_is_not_understood_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    """The message names the class or family, and what was looked for."""
+    changes, message = families.REFUSED[family]
+    families.save(family, changes, tmp_path / "model")
+    with pytest.raises(ModelError, match=message):
+        run_calibration(tmp_path / "model", make_plan(draw([20])))
