@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -61,37 +62,48 @@ def check_inputs(prepared: Prepared, stats: CalibrationStats, truth: brute_force
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_a_further_family_is_calibrated_as_a_plain_forward_shows_it(
-    family: str, tmp_path: Path
-) -> None:
+@dataclass
+class Case:
+    """A calibrated family, row by row, and what its plain forward showed."""
+
+    family: str
+    folder: Path
+    rows: list[torch.Tensor]
+    prepared: Prepared
+    stats: CalibrationStats
+    truth: brute_force.Capture
+
+
+@pytest.fixture(scope="module", params=sorted(families.FAMILIES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("families") / "model"
+    model = families.save(request.param, families.FAMILIES[request.param], folder)
+    rows = draw([20, 7, 13, 20, 3], seed=9)
+    prepared, stats = run_calibration(folder, make_plan(rows, packed=False))
+    return Case(request.param, folder, rows, prepared, stats, brute_force.run(model, rows))
+
+
+def test_a_further_family_is_calibrated_as_a_plain_forward_shows_it(case: Case) -> None:
     """K, V, q and the inputs of every linear equal those of the whole model's own forward."""
-    model = families.save(family, families.FAMILIES[family], tmp_path / "model")
-    sequences = draw([20, 20, 20])
-    prepared, stats = run_calibration(tmp_path / "model", make_plan(sequences))
-    truth = brute_force.run(model, sequences)
-    check_kv(prepared, stats, truth)
-    check_inputs(prepared, stats, truth)
-    skipped = {item.site for item in stats.header.skipped}
-    if family in BYPASS_THE_REGISTRY:
-        assert {str(a.site(Role.Q)) for _, a in prepared.geometry.attentions()} <= skipped
+    check_kv(case.prepared, case.stats, case.truth)
+    check_inputs(case.prepared, case.stats, case.truth)
+    skipped = {item.site for item in case.stats.header.skipped}
+    if case.family in BYPASS_THE_REGISTRY:
+        assert {str(a.site(Role.Q)) for _, a in case.prepared.geometry.attentions()} <= skipped
     else:
-        check_queries(prepared, stats, truth)
-    for path in truth.routed:
+        check_queries(case.prepared, case.stats, case.truth)
+    for path in case.truth.routed:
         is_skipped = f"{path}.weight" in skipped
-        assert is_skipped == (family in KEEP_EXPERTS_TO_THEMSELVES)
-        assert is_skipped == (Site(f"{path}.down_proj", Role.INPUT) not in stats.sites)
+        assert is_skipped == (case.family in KEEP_EXPERTS_TO_THEMSELVES)
+        assert is_skipped == (Site(f"{path}.down_proj", Role.INPUT) not in case.stats.sites)
 
 
-@pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_padding_makes_no_difference_in_a_further_family(family: str, tmp_path: Path) -> None:
+def test_padding_makes_no_difference_in_a_further_family(case: Case) -> None:
     """Rows padded to one batch give what they give alone."""
-    families.save(family, families.FAMILIES[family], tmp_path / "model")
-    plan = make_plan(draw([20, 7, 13, 20, 3], seed=9), packed=False)
-    _, alone = run_calibration(tmp_path / "model", plan)
-    _, padded = run_calibration(tmp_path / "model", plan, batch_size=3)
-    assert alone.sites.keys() == padded.sites.keys()
-    for site, expected in alone.sites.items():
+    plan = make_plan(case.rows, packed=False)
+    _, padded = run_calibration(case.folder, plan, batch_size=3)
+    assert case.stats.sites.keys() == padded.sites.keys()
+    for site, expected in case.stats.sites.items():
         found = padded.sites[site]
         assert found.count == expected.count, site
         torch.testing.assert_close(found.amax, expected.amax, rtol=1e-5, atol=1e-5, msg=str(site))

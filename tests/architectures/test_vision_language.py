@@ -1,0 +1,128 @@
+"""Models that see: the text decoder is calibrated, the rest is listed, names are those on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from fp8calib.model.topology import text_decoder
+from fp8calib.sites import Role
+from tests.architectures.families import FAMILIES, SIZES, build
+from tests.truth import brute_force
+from tests.truth.test_statistics import draw, make_plan, run_calibration
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "embed_dim": 32,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "patch_size": 8,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "mlp_ratio": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [],
+}
+_ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+_CLIP = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32}
+_PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
+_INTERN = {**_VISION, "image_size": [16, 16], "patch_size": [8, 8]}
+_LLAMA4_VISION = {
+    **_VISION,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
+    "llava": (
+        {**SIZES, "model_type": "llama"},
+        _CLIP,
+        "language_model.model.layers",
+        {"model.vision_tower", "model.multi_modal_projector"},
+    ),
+    "mistral3": (
+        {**SIZES, "model_type": "mistral", "head_dim": 8},
+        _PIXTRAL,
+        "language_model.model.layers",
+        {"model.vision_tower", "model.multi_modal_projector"},
+    ),
+    "idefics3": (
+        {**SIZES, "model_type": "llama"},
+        _VISION,
+        "model.text_model.layers",
+        {"model.vision_model", "model.connector"},
+    ),
+    "internvl": (
+        {**SIZES, "model_type": "qwen2"},
+        _INTERN,
+        "language_model.model.layers",
+        {"model.vision_tower", "model.multi_modal_projector"},
+    ),
+    "qwen2_vl": ({**SIZES, **_ROPE}, _QWEN_VISION, "model.layers", {"model.visual"}),
+    "qwen3_vl": (
+        {**SIZES, **_ROPE, "head_dim": 8},
+        _QWEN_VISION,
+        "model.language_model.layers",
+        {"model.visual"},
+    ),
+    "qwen3_5": (
+        {**SIZES, **FAMILIES["qwen3_5_text"]},
+        _QWEN_VISION,
+        "model.language_model.layers",
+        {"model.visual"},
+    ),
+    "llama4": (
+        {**SIZES, **FAMILIES["llama4_text"]},
+        _LLAMA4_VISION,
+        "language_model.model.layers",
+        {"vision_model", "multi_modal_projector"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_the_text_decoder_is_calibrated_and_the_rest_is_listed(family: str, tmp_path: Path) -> None:
+    """K and V equal those of the whole model given text; scales are named by the keys on disk."""
+    text, vision, layers, beside = MODELS[family]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "model")
+    sequences = draw([20, 20])
+    prepared, stats = run_calibration(tmp_path / "model", make_plan(sequences))
+    truth = brute_force.run(model, sequences)
+    assert truth.kv
+    for layer, attention in prepared.geometry.attentions():
+        keys, values = zip(*truth.kv[layer.index], strict=True)
+        for role, tensors in ((Role.K, keys), (Role.V, values)):
+            expected = brute_force.head_amax(list(tensors), attention.num_kv_heads)
+            found = stats.sites[attention.site(role)].amax.numpy()
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert attention.checkpoint_module == f"{layers}.{layer.index}.self_attn"
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="np") as file:
+        names = set(file.keys())
+    for _, attention in prepared.geometry.attentions():
+        assert f"{attention.checkpoint_module}.k_proj.weight" in names
+    assert beside <= {item.site for item in stats.header.skipped}
+    assert not any("vis" in site.module for site in stats.sites)
+
+
+def test_a_text_only_class_never_runs_its_lm_head() -> None:
+    """Llama4ForCausalLM names itself as its decoder; the model below it is what is run."""
+    path, decoder = text_decoder(build("llama4_text", FAMILIES["llama4_text"]))
+    assert (path, type(decoder).__name__) == ("model", "Llama4TextModel")
