@@ -70,8 +70,8 @@ def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return pe
     except Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:
-        drop_stdout()  # whoever read our output is gone
-        return 1
+        drop_stdout()  # whoever read our output has seen enough
+        return 0
     except Exception as error:  # noqa: BLE001 -- the outermost frame: anything left is our bug
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"

@@ -33,7 +33,10 @@ Fp8DtypeOption = Annotated[
     typer.Option("--fp8-dtype", metavar="NAME", help="e4m3fn (default) or e4m3fnuz."),
 ]
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="Replace what this command wrote there before.")
+    bool,
+    typer.Option(
+        "--force", help="Replace the files this run writes; a folder that holds others is refused."
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, talk on stderr.")

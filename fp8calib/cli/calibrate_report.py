@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.cli.calibrate_job import Job
-from fp8calib.cli.console import print_json, print_table, print_text, say, warn
+from fp8calib.cli.console import list_top_level, print_json, print_table, print_text, say, warn
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.dialects.registry import FORMATS, Note
 from fp8calib.fp8 import E4M3FN
@@ -176,14 +176,9 @@ def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) ->
     show(f"KV cache: {before:,} bytes per token now, {after:,} with FP8")
     for text in report["warnings"][len(job.plan.warnings if job.plan else ()) :]:
         warn(text)
-    show(f"written to {job.out}: {', '.join(_top_level(report['files']))}")
+    show(f"written to {job.out}: {list_top_level(report['files'])}")
     for item in report["serving"]:
         show(f"serve with {item['engine']} ({item['format']}):\n    {item['command']}")
     for item in report["limitations"]:
         verdict = "cannot use it" if item["is_blocking"] else "note"
         show(f"  {item['format']}, {item['engine']}: {verdict}: {item['why']}")
-
-
-def _top_level(files: Sequence[str]) -> list[str]:
-    names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
-    return list(dict.fromkeys(names))

@@ -108,8 +108,7 @@ def _opened(settings: Settings) -> Iterator[Job]:
             dtype=dtype,
             dtype_why=why,
         )
-        if not settings.dry_run:
-            check_output(out, job.owned, settings.force, inputs=[source.folder])
+        check_output(out, job.owned, settings.force, inputs=[source.folder])
         yield replace(job, plan=_plan(settings, source))
 
 

@@ -46,6 +46,12 @@ def print_text(text: str) -> None:
         _out.print(Text(text))
 
 
+def list_top_level(files: Sequence[str]) -> str:
+    """List files and folders, each folder once: `kv-overlay/, stats.safetensors`."""
+    names = (f"{name.split('/')[0]}/" if "/" in name else name for name in files)
+    return ", ".join(dict.fromkeys(names))
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout. NaN is refused: it is no JSON."""
     with _to_stdout():

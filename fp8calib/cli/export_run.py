@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.cli.console import print_json, print_text, warn
+from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.dialects.registry import check_export, check_formats, paths, write_formats
 from fp8calib.errors import ExportError
 from fp8calib.fp8 import FORMATS
@@ -66,7 +66,7 @@ def run_export(settings: ExportSettings) -> None:
             }
         )
     else:
-        print_text(f"written to {settings.out}: {', '.join(written.files)}")
+        print_text(f"written to {settings.out}: {list_top_level(written.files)}")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def show_scales(path: Path, *, as_json: bool) -> None:
         UsageError: the file is of no kind that holds scales, or holds none.
         DataError: it cannot be read.
     """
-    rows = list(_rows(path))
+    rows = sorted(_rows(path), key=_natural_key)
     if not rows:
         raise UsageError(f"{path} holds no scales", hint="show reads stats and files of scales")
     if as_json:
@@ -57,8 +57,13 @@ def _json_rows(path: Path) -> Iterator[tuple[str, list[float]]]:
         document = load_unique_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as JSON: {error}") from error
-    if isinstance(document, dict):
+    if isinstance(document, dict) and "kv_cache" in document:
         yield from _numbers(document, prefix="")
+
+
+def _natural_key(row: tuple[str, list[float]]) -> list[tuple[int, str]]:
+    """Sort layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in row[0].split(".")]
 
 
 def _numbers(node: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, list[float]]]:

@@ -86,7 +86,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             origin = f"{path.name}:{number}"
             line = _decode(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw, origin)
             if line.strip():
-                yield parse_row(_parse_json(line, origin), origin)
+                yield parse_row(_parse_json(line.rstrip("\r\n"), origin), origin)
 
 
 def _read_json(path: Path) -> Iterator[Row]:

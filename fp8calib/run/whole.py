@@ -95,8 +95,18 @@ class WholeRunner:
             recorder.forget()
             self._forward(single, recorder)
             if (site := recorder.check_finite()) is not None:
-                raise _nonfinite(site, single.first)
+                raise self._nonfinite(site, single.first)
         raise CalibrationError("NaN or inf in an activation of a batch, but in no sequence alone")
+
+    def _nonfinite(self, site: Site, sample: int) -> CalibrationError:
+        what = {Role.INPUT: "the input of"}.get(site.role, f"{site.role} of")
+        is_half = self._decoder.dtype is torch.float16
+        return CalibrationError(
+            f"NaN or inf in {what} {site.module} at sample {sample} (counting from 0)",
+            hint="float16 overflows at 65504: try --dtype bfloat16"
+            if is_half
+            else "look at the weights before it, the embedding included, and at the sample",
+        )
 
 
 def _one_by_one(group: list[Batch]) -> Iterable[Batch]:
@@ -108,14 +118,6 @@ def _one_by_one(group: list[Batch]) -> Iterable[Batch]:
                 input_ids=batch.input_ids[row : row + 1, :length],
                 lengths=(length,),
             )
-
-
-def _nonfinite(site: Site, sample: int) -> CalibrationError:
-    what = {Role.INPUT: "the input of"}.get(site.role, f"{site.role} of")
-    return CalibrationError(
-        f"NaN or inf in {what} {site.module} at sample {sample} (counting from 0)",
-        hint="try --dtype float32 or bfloat16; float16 overflows at 65504",
-    )
 
 
 def _input_device(model: nn.Module) -> torch.device:
