@@ -21,6 +21,7 @@ _GPT2 = families.FAMILIES["gpt_bigcode"]
 _OLD_FALCON = {"new_decoder_architecture": False, "alibi": False}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", families.FAMILIES["bloom"]),
+    "dbrx": ("dbrx", families.FAMILIES["dbrx"]),
     "falcon": ("falcon", zoo.ZOO["falcon"]),
     "falcon, one KV head": ("falcon", {**_OLD_FALCON, "multi_query": True}),
     "falcon, ALiBi": ("falcon", {**_OLD_FALCON, "multi_query": False, "alibi": True}),
