@@ -15,9 +15,9 @@ from fp8calib.data.plan import DataPlan, batches
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import ModelGeometry
 from fp8calib.model.load import ModelSource
-from fp8calib.model.survey import Unobserved
+from fp8calib.model.survey import Unobserved, is_linear
 from fp8calib.model.topology import find_geometry, text_decoder
-from fp8calib.model.weight_stats import observe_weights
+from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.model.weights import WeightSource
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
 from fp8calib.observe.seams import observed
@@ -33,8 +33,8 @@ _UNUSED = "in the checkpoint, but no part of the text decoder: neither loaded no
 class Progress(Protocol):
     """Is told how far the run is."""
 
-    def stage(self, name: str, total: int | None) -> None:
-        """Begin a stage of `total` steps."""
+    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
+        """Begin a stage of `total` units."""
 
     def advance(self, steps: int) -> None:
         """Go on by `steps`."""
@@ -97,7 +97,7 @@ def calibrate(
     """
     sites: dict[Site, SiteStats] = {}
     if recipe.observe.weights:
-        sites |= _weights(prepared, progress)
+        sites |= _weights(prepared, checkpoint, progress)
     if plan is not None:
         sites |= _activations(prepared, plan, recipe, batch_size, progress)
     header = StatsHeader(
@@ -119,7 +119,9 @@ def calibrate(
     return CalibrationStats(header=header, sites=sites, row_hashes=rows)
 
 
-def _weights(prepared: Prepared, progress: Progress) -> dict[Site, SiteStats]:
+def _weights(
+    prepared: Prepared, checkpoint: Checkpoint, progress: Progress
+) -> dict[Site, SiteStats]:
     linears = list(prepared.geometry.linears())
     progress.stage("reading weights", len(linears))
     found: dict[Site, SiteStats] = {}
@@ -128,6 +130,8 @@ def _weights(prepared: Prepared, progress: Progress) -> dict[Site, SiteStats]:
     ):
         found[site] = stats
         progress.advance(1)
+    read = {linear.weight_name for _, linear in linears}
+    check_other_weights(checkpoint, prepared.weights.names_of(read))
     return found
 
 
@@ -139,7 +143,7 @@ def _activations(
     runner = WholeRunner(
         prepared.model, prepared.geometry, observe_kv=observe.kv, ignored=prepared.ignored
     )
-    progress.stage("calibrating", plan.num_tokens)
+    progress.stage("calibrating", plan.num_tokens, unit="tokens")
     with observed(
         prepared.model,
         prepared.geometry,
@@ -172,13 +176,34 @@ def _skipped(prepared: Prepared, recipe: Recipe, sites: dict[Site, SiteStats]) -
         if recipe.observe.query and site not in sites and attention.module not in prepared.ignored:
             why = f"{layer.mixer} does not go through transformers' attention interface"
             skipped.append(Skipped(site=str(site), why=why))
+    skipped += _without_own_cache(prepared.geometry)
     skipped += [
         Skipped(site=module, why="left out by the recipe (observe.ignore)")
         for module in sorted(prepared.ignored)
     ]
     skipped += [Skipped(site=name, why=why) for name, why in _outside(prepared.model)]
+    skipped += [Skipped(site=name, why=why) for name, why in _between_layers(prepared)]
     skipped += [Skipped(site=name, why=_UNUSED) for name in prepared.weights.unused]
     return skipped
+
+
+def _without_own_cache(geometry: ModelGeometry) -> Iterator[Skipped]:
+    for layer in geometry.layers:
+        attention = layer.attention
+        if attention is None:
+            yield Skipped(site=layer.module, why=f"{layer.mixer} keeps no K and V")
+        elif attention.producer is not None:
+            why = f"reads the K and V of layer {attention.producer}, and carries its scale"
+            yield Skipped(site=f"{attention.module}.k/v", why=why)
+
+
+def _between_layers(prepared: Prepared) -> Iterator[tuple[str, str]]:
+    """Name the linears of the text decoder that are no part of a decoder layer."""
+    path, decoder = text_decoder(prepared.model)
+    layers = prepared.geometry.layers[0].module.rpartition(".")[0]
+    for name, module in decoder.named_modules(prefix=path):
+        if is_linear(module) and not name.startswith(f"{layers}."):
+            yield name, "a linear outside the decoder layers, which engines leave as it is"
 
 
 def _outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:

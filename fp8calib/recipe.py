@@ -139,6 +139,8 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"{where} is not YAML: {_locate(error)}") from error
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise RecipeError(f"{where} is not YAML that can be read: {error}") from error
     if not isinstance(document, dict):
         raise RecipeError(f"{where} holds no mapping", hint="see `fp8calib recipes kv`")
     try:

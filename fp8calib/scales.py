@@ -61,6 +61,8 @@ class Scale:
 
     values: torch.Tensor
     origin: Origin
+    is_substitute: bool = False
+    """Nothing of it was computed from what was seen at the site."""
 
     def per_rank(self) -> list[float]:
         """Give one number per rank (per-tensor scales only)."""
@@ -78,9 +80,13 @@ class ScaleTable:
     scales: Mapping[Site, Scale]
 
     def kv(self, attention: Attention, rank: int = 0) -> float:
-        """Give the one scale that covers k and v of a layer on `rank`: the larger of the two."""
-        pair = (self.scales[attention.site(role)] for role in (Role.K, Role.V))
-        return max(float(scale.values[rank].max()) for scale in pair)
+        """Give the one scale that covers k and v of a layer on `rank`: the larger of the two.
+
+        A side of zeros fits any scale, so its substitute does not count beside a real one.
+        """
+        pair = [self.scales[attention.site(role)] for role in (Role.K, Role.V)]
+        real = [scale for scale in pair if not scale.is_substitute]
+        return max(float(scale.values[rank].max()) for scale in real or pair)
 
     def not_observed(self) -> list[tuple[Site, Scale]]:
         """List the sites whose scale was not computed from what was seen there."""
@@ -122,7 +128,7 @@ def compute_kv_scales(
             scales[attention.site(role)] = scale
         if attention.kind == "latent":
             _share_latent(scales, attention)
-    pools = {site: [scale] for site, scale in scales.items()}
+    pools = {site: [[scale]] for site, scale in scales.items()}
     return ScaleTable(
         geometry=stats.geometry,
         fmt=fmt,
@@ -144,8 +150,9 @@ def compute_linear_scales(
         ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.
     """
     scales: dict[Site, Scale] = {}
-    pools: dict[Site, list[Scale]] = {}
-    for _, linear in stats.geometry.linears():
+    pools: dict[Site, list[list[Scale]]] = {}
+    layer_pools: dict[tuple[int, Role], list[Scale]] = {}
+    for layer, linear in stats.geometry.linears():
         if linear.section == "other":
             continue
         for part in linear.parts:
@@ -156,8 +163,10 @@ def compute_linear_scales(
                     for expert, scale in _linear_scales(seen, linear, part, role, fmt, tp).items()
                 }
                 scales |= found
-                pool = list(found.values())
-                pools |= dict.fromkeys(found, pool)
+                siblings = list(found.values())
+                whole_layer = layer_pools.setdefault((layer.index, role), [])
+                whole_layer += siblings
+                pools |= {site: [siblings, whole_layer] for site in found}
     return ScaleTable(
         geometry=stats.geometry,
         fmt=fmt,
@@ -281,7 +290,9 @@ def _origin(values: torch.Tensor, *, unseen: bool) -> Origin:
 
 
 def _fill(
-    scales: Mapping[Site, Scale], pools: Mapping[Site, list[Scale]], fallback: Fallback | None
+    scales: Mapping[Site, Scale],
+    pools: Mapping[Site, list[list[Scale]]],
+    fallback: Fallback | None,
 ) -> dict[Site, Scale]:
     dead = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
     if dead and fallback is Fallback.REFUSE:
@@ -291,15 +302,24 @@ def _fill(
             hint="--fallback layer-max takes the largest scale of the same role in the layer",
         )
     return {
-        site: Scale(values=_filled(scale, pools[site], fallback), origin=scale.origin)
+        site: Scale(
+            values=_filled(scale, pools[site], fallback),
+            origin=scale.origin,
+            is_substitute=bool(scale.values.isnan().all()),
+        )
         for site, scale in scales.items()
     }
 
 
-def _filled(scale: Scale, pool: Iterable[Scale], fallback: Fallback | None) -> torch.Tensor:
+def _filled(scale: Scale, pools: Iterable[list[Scale]], fallback: Fallback | None) -> torch.Tensor:
+    """Fill what could not be computed from the first pool that knows a scale: siblings first."""
     if not bool(scale.values.isnan().any()):
         return scale.values
-    known = torch.cat([other.values.flatten() for other in pool])
-    known = known[~known.isnan()]
-    use_max = fallback is not Fallback.ONE and len(known) > 0
-    return scale.values.nan_to_num(float(known.max()) if use_max else 1.0)
+    substitute = 1.0
+    for pool in pools if fallback is not Fallback.ONE else ():
+        known = torch.cat([torch.zeros(0), *(other.values.flatten() for other in pool)])
+        known = known[~known.isnan()]
+        if len(known):
+            substitute = float(known.max())
+            break
+    return scale.values.nan_to_num(substitute)

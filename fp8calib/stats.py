@@ -6,6 +6,7 @@ the whole, bit for bit.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -108,7 +109,8 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
             else:
                 aliases[key] = first
     counts = {str(site): stats.sites[site].count for site in sorted(stats.sites)}
-    envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases)
+    envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases, digest="")
+    envelope = envelope.model_copy(update={"digest": _digest(envelope, tensors)})
     save_tensors(path, tensors, metadata={METADATA_KEY: envelope.model_dump_json()})
 
 
@@ -116,6 +118,8 @@ class _Envelope(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     header: StatsHeader
     counts: dict[str, NonNegativeInt]
+    digest: str
+    """sha256 over the header, the counts and every tensor: damage is found, not exported."""
     aliases: dict[str, str]
     """Tensors that equal another one of the file, such as the shared input of q, k and v."""
 
@@ -153,11 +157,11 @@ def load_stats(path: Path) -> CalibrationStats:
         envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
         with TensorFile(path) as file:
             tensors = {name: file.read(name) for name in file.tensors}
-        return CalibrationStats(
-            header=envelope.header,
-            sites=_build_sites(envelope, tensors),
-            row_hashes=tensors["row_hashes"].contiguous(),
-        )
+        sites = _build_sites(envelope, tensors)
+        row_hashes = tensors["row_hashes"].contiguous()
+        if envelope.digest != _digest(envelope, tensors):
+            raise ValueError("its contents are not those that were written")
+        return CalibrationStats(header=envelope.header, sites=sites, row_hashes=row_hashes)
     except ModelError as error:
         raise DataError(error.message, hint=_HINT) from error
     except ValidationError as error:
@@ -169,6 +173,15 @@ def load_stats(path: Path) -> CalibrationStats:
         raise DataError(f"{path} is damaged: {error} is missing", hint=_HINT) from error
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}", hint=_HINT) from error
+
+
+def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(envelope.model_dump_json(exclude={"digest"}).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _explain(error: ValidationError) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from typer.exceptions import Abort, Exit, TyperException
@@ -33,7 +35,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and leave with its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
+    _replace_closed_streams()
     sys.exit(_guarded(arguments))
+
+
+def _replace_closed_streams() -> None:
+    """Give a program that was started without stdout or stderr somewhere to write."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- open until the program ends
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -70,4 +70,6 @@ def split_names(values: Sequence[str] | None) -> list[str] | None:
     if values is None:
         return None
     names = [name.strip() for value in values for name in value.split(",")]
+    if not any(names):
+        raise typer.BadParameter("--format: no name given")
     return list(dict.fromkeys(name for name in names if name))

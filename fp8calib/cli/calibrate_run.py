@@ -26,6 +26,7 @@ from fp8calib.data.plan import DataPlan, build_plan
 from fp8calib.dialects.registry import (
     check_export,
     check_formats,
+    check_replaced,
     check_source,
     write_formats,
 )
@@ -109,6 +110,7 @@ def _opened(settings: Settings) -> Iterator[Job]:
             dtype_why=why,
         )
         check_output(out, job.owned, settings.force, inputs=[source.folder])
+        check_replaced(recipe.formats, out, checkpoint)
         yield replace(job, plan=_plan(settings, source))
 
 

@@ -10,7 +10,13 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
-from fp8calib.dialects.registry import check_export, check_formats, paths, write_formats
+from fp8calib.dialects.registry import (
+    check_export,
+    check_formats,
+    check_replaced,
+    paths,
+    write_formats,
+)
 from fp8calib.errors import ExportError
 from fp8calib.fp8 import FORMATS
 from fp8calib.provenance import fingerprint_model
@@ -37,6 +43,8 @@ def run_export(settings: ExportSettings) -> None:
     stats = load_stats(settings.stats)
     check_export(stats.geometry, recipe.formats, recipe.tp)
     with _source(settings.model, stats) as source:
+        if source is not None:
+            check_replaced(recipe.formats, settings.out, source)
         inputs = [settings.stats, *([source.folder] if source else [])]
         with OutputFolder(
             settings.out,

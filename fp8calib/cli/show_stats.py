@@ -15,7 +15,17 @@ from fp8calib.scales import scale_of
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats
 
-_KV_COLUMNS = ("layer", "mixer", "k amax", "k scale", "v amax", "v scale", "q amax", "tokens")
+_KV_COLUMNS = (
+    "layer",
+    "mixer",
+    "k amax",
+    "k scale",
+    "v amax",
+    "v scale",
+    "q amax",
+    "q scale",
+    "tokens",
+)
 _LINEAR_COLUMNS = (
     "linear",
     "input amax",
@@ -78,10 +88,14 @@ def _layer_row(stats: CalibrationStats, layer: Layer) -> dict[str, Any]:
     if attention.producer is not None:
         row["mixer"] = f"{layer.mixer} (K/V of layer {attention.producer})"
         owner = stats.geometry.layers[attention.producer].attention or attention
-    for role in (Role.K, Role.V):
-        amax = _amax(stats.sites.get(owner.site(role)))
-        row |= {f"{role} amax": amax, f"{role} scale": _scale(amax)}
-    row["q amax"] = _amax(stats.sites.get(attention.site(Role.Q)))
+    seen = {role: _amax(stats.sites.get(owner.site(role))) for role in (Role.K, Role.V)}
+    both = max((amax for amax in seen.values() if amax is not None), default=None)
+    for role, amax in seen.items():
+        scaled = both if attention.kind == "latent" else amax  # one cache, one scale
+        row |= {f"{role} amax": amax, f"{role} scale": _scale(scaled)}
+    query = _amax(stats.sites.get(attention.site(Role.Q)))
+    query = None if query is None else query / attention.query_divisor
+    row |= {"q amax": query, "q scale": _scale(query)}
     row["tokens"] = _count(stats.sites.get(owner.site(Role.K)))
     return row
 

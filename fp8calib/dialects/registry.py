@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.dialects.kv_overlay import write_kv_overlay
+from fp8calib.dialects.kv_overlay import UNLISTED_NAME, write_kv_overlay
 from fp8calib.dialects.kv_scales import write_kv_scales
 from fp8calib.dialects.rfc import write_rfc
 from fp8calib.dialects.tgi import write_tgi_overlay
@@ -150,8 +151,6 @@ def check_export(geometry: ModelGeometry, formats: Sequence[str], tps: Sequence[
     """
     check_formats(formats)
     specs = [FORMATS[name] for name in formats]
-    if not any(spec.per_tp for spec in specs):
-        return
     for tp in tps:
         check_heads(geometry, tp)
         if any(spec.has_linears for spec in specs):
@@ -183,6 +182,24 @@ def check_source(
                 "quantization_config would replace its own",
                 hint="start from the unquantized model, or write kv-scales",
             )
+
+
+def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> None:
+    """Refuse to replace an overlay folder in which there is something no overlay of `source` has.
+
+    Raises:
+        UsageError: naming what would be lost.
+    """
+    known = plan_overlay(source).names | {UNLISTED_NAME}
+    for spec in (FORMATS[name] for name in formats):
+        folder = out / spec.path()
+        if spec.needs_model and folder.is_dir():
+            strangers = sorted({entry.name for entry in folder.iterdir()} - known)
+            if strangers:
+                raise UsageError(
+                    f"{folder}: holds what this command does not write: {', '.join(strangers[:5])}",
+                    hint="move it away, or name another folder",
+                )
 
 
 def write_formats(
@@ -222,6 +239,7 @@ def write_formats(
             _WRITERS[spec.name](job, spec, tp, target)
             written.append(target)
         job.note_layers_without_cache(spec)
+        job.note_unobserved_weights(spec)
     files = (file for target in written for file in _list_files(target))
     return WrittenFormats(
         files=tuple(sorted(file.relative_to(out).as_posix() for file in files)),
@@ -254,6 +272,14 @@ class _Job:
         self.notes.extend(
             Note(name, f"left out of {spec.name}: {why}") for name, why in skipped.items()
         )
+
+    def note_unobserved_weights(self, spec: FormatSpec) -> None:
+        """Say which weights a form of weights and activations is written without."""
+        if spec.has_linears:
+            weights = (item for item in self.stats.header.skipped if item.site.endswith(".weight"))
+            self.notes.extend(
+                Note(item.site, f"not in {spec.name}: {item.why}") for item in weights
+            )
 
     def note_layers_without_cache(self, spec: FormatSpec) -> None:
         if spec.lists_all_layers:

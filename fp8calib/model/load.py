@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import CalibrationError, ModelError, UsageError
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
@@ -54,6 +54,7 @@ def open_source(model: str, *, revision: str | None, trust_remote_code: bool) ->
     folder = find_folder(model, revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         raw = checkpoint.load_config()
+        _refuse_doubled(checkpoint)
     _refuse_quantized(raw, folder)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
     source = ModelSource(
@@ -88,6 +89,17 @@ def _fetch(model: str, revision: str | None) -> Path:
             f"{model} is no folder here, and fetching it from the hub failed: {_first_line(error)}",
             hint="check the name and the network, or pass a local folder",
         ) from error
+
+
+def _refuse_doubled(checkpoint: Checkpoint) -> None:
+    """Refuse a tensor that two shards hold: readers differ in which copy they take."""
+    for item in checkpoint.unlisted:
+        if item.name in checkpoint.tensors:
+            raise ModelError(
+                f"{checkpoint.folder}: {item.name} stands in {item.file_name} too, where the index "
+                "does not look for it",
+                hint="remove the copy, or download the checkpoint again",
+            )
 
 
 def _first_line(error: BaseException) -> str:
@@ -152,7 +164,8 @@ def _check_model_type(folder: Path, raw: Mapping[str, object], *, trust_remote_c
 
 def _model_class(source: ModelSource) -> Any:
     config = source.config
-    named = (source.raw_config.get("architectures") or ["?"])[0]  # type: ignore[index]
+    architectures = source.raw_config.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else "?"
     auto_map = source.raw_config.get("auto_map")
     if source.trust_remote_code and isinstance(auto_map, dict):
         return transformers.AutoModelForCausalLM
@@ -231,8 +244,11 @@ def load_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        raise CalibrationError(
+            f"out of memory while loading {source.folder}",
+            hint="use --device-map auto, --dtype bfloat16, or --device cpu",
+        ) from error
     except Exception as error:
         raise ModelError(
             f"{source.folder}: transformers cannot load the model: {_first_line(error)}"

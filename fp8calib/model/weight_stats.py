@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.geometry import Linear, ModelGeometry, Part
 from fp8calib.model.layouts import gate_up_parts, rows_part
@@ -16,6 +17,8 @@ from fp8calib.model.weights import WeightSource
 from fp8calib.observe.reductions import block_amax, channel_amax, row_amax
 from fp8calib.sites import Role, Site
 from fp8calib.stats import SiteStats
+
+_ROWS_AT_ONCE = 4096
 
 
 def observe_weights(
@@ -46,14 +49,52 @@ def observe_weights(
             yield from _observe_experts(modules[parent], parent, linear, source)
 
 
+def check_other_weights(checkpoint: Checkpoint, done: Collection[str]) -> None:
+    """Look for NaN and inf in the tensors that no linear reads: embeddings, norms, biases, heads.
+
+    Raises:
+        ModelError: the message names tensor and index.
+    """
+    for name in checkpoint.tensors:
+        if name in done or not checkpoint.dtype(name).is_floating_point:
+            continue
+        shape = checkpoint.shape(name)
+        if not shape:
+            _require_finite(checkpoint.read(name).unsqueeze(0), name, 0)
+            continue
+        for start in range(0, shape[0], _ROWS_AT_ONCE):
+            rows = checkpoint.read_rows(name, start, min(start + _ROWS_AT_ONCE, shape[0]))
+            _require_finite(rows, name, start)
+
+
+def _require_finite(rows: torch.Tensor, name: str, first_row: int) -> None:
+    # A sum of finite numbers may overflow, so a sum that is not finite is looked into.
+    if not rows.numel() or bool(rows.sum(dtype=torch.float32).isfinite()):
+        return
+    bad = (~rows.float().isfinite()).nonzero()
+    if len(bad):
+        row, *rest = bad[0].tolist()
+        raise _broken(name, float(rows[(row, *rest)]), [row + first_row, *rest])
+
+
+def _broken(name: str, value: float, index: list[int]) -> ModelError:
+    return ModelError(
+        f"{name} holds {value} at {index}",
+        hint="the checkpoint is damaged, or overflowed in training or conversion",
+    )
+
+
 def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+        raise ModelError(
+            f"{name} is stored in {str(weight.dtype).removeprefix('torch.')}: the model is "
+            "quantized, though its config does not say so",
+            hint="calibrate the unquantized model it was made from",
+        )
     amax_out = row_amax(weight)
     if not bool(amax_out.isfinite().all()):
-        index = (~weight.isfinite()).nonzero()[0].tolist()
-        raise ModelError(
-            f"{name} holds {float(weight[tuple(index)])} at {index}",
-            hint="the checkpoint is damaged, or overflowed in training or conversion",
-        )
+        index = (~weight.float().isfinite()).nonzero()[0].tolist()
+        raise _broken(name, float(weight[tuple(index)]), index)
     return SiteStats(count=0, amax=amax_out, amax_in=channel_amax(weight))
 
 

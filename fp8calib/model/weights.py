@@ -7,7 +7,7 @@ parameter); its own conversion tables are used here, so every model it can load 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -69,6 +69,11 @@ class WeightSource:
         )
         outside = (next(p for p in _paths(name) if p not in inside) for name in matrices)
         return sorted(set(outside), key=dot_natural_key)
+
+    def names_of(self, parameters: Collection[str]) -> frozenset[str]:
+        """Name the tensors of the checkpoint that make up `parameters`."""
+        parts = (part for parameter in parameters for part in self._parts.get(parameter, ()))
+        return frozenset(name for name, _ in parts)
 
     def read(self, parameter: str) -> torch.Tensor:
         """Read one parameter as the model holds it, in the dtype of the checkpoint.

@@ -13,6 +13,7 @@ import torch
 
 from fp8calib.errors import CalibrationError
 from fp8calib.histogram import count_bins
+from fp8calib.observe.freed_memory import return_freed_memory
 from fp8calib.observe.reductions import channel_amax, head_amax, tokens_first
 from fp8calib.sites import Role, Site
 from fp8calib.stats import NUM_QUARTERS, SiteStats
@@ -135,6 +136,7 @@ class Recorder:
     def __init__(self) -> None:
         self._running: dict[Site, _Running] = {}
         self._quarter = 0
+        self._is_first_of_quarter = True
         self._batch: BatchView | None = None
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._remembered: list[_SeenInput] = []
@@ -152,6 +154,7 @@ class Recorder:
         if batch.quarter != self._quarter:
             self._close_quarter()
             self._quarter = batch.quarter
+            self._is_first_of_quarter = True
         self._batch = batch
         self._on_device.clear()
         self._remembered.clear()
@@ -161,6 +164,10 @@ class Recorder:
         self._batch = None
         self._on_device.clear()
         self._remembered.clear()
+        if self._is_first_of_quarter:
+            # Its statistics are new tensors between the activations; later batches add to them.
+            return_freed_memory()
+            self._is_first_of_quarter = False
 
     def observe_heads(self, site: Site, x: torch.Tensor, *, num_heads: int) -> None:
         """Take K, V or q of one layer: [B, H, S, D], H a multiple of `num_heads`.

@@ -300,7 +300,7 @@ class _Routed:
             counts=torch.zeros(
                 self._num_experts, dtype=torch.int64, device=rows.device
             ).scatter_add_(0, experts, counted),
-            histogram=self._down_histogram(rows, counted),
+            histogram=self._down_histogram(rows, order),
         )
         self._recorder.observe_experts(site, seen)
 
@@ -309,10 +309,15 @@ class _Routed:
             return None
         return count_bins(hidden[self._recorder.rows("input_sample", hidden.device)])
 
-    def _down_histogram(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor | None:
+    def _down_histogram(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor | None:
         if not len(self._recorder.batch.input_sample):
             return None
-        stride = self._recorder.sampling_stride
-        histogram = count_bins(rows[::stride])
-        histogram[0] -= (1 - counted[::stride]).sum() * rows.shape[1]  # padding was zeroed
+        is_sampled = torch.zeros(len(self._index), dtype=torch.int64, device=rows.device)
+        is_sampled[self._recorder.rows("input_sample", rows.device)] = 1
+        chosen = is_sampled[order // self._index.shape[1]]
+        if rows.device.type == "cpu":
+            return count_bins(rows[chosen.bool()])
+        # As above: on a GPU the others are zeroed, and their zeros taken out of the count.
+        histogram = count_bins(rows.masked_fill(chosen.unsqueeze(1) == 0, 0.0))
+        histogram[0] -= (1 - chosen).sum() * rows.shape[1]
         return histogram

@@ -67,8 +67,13 @@ class WholeRunner:
         recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
         try:
             self._run_decoder(batch, recorder)
-        except (Fp8CalibError, torch.OutOfMemoryError):
+        except Fp8CalibError:
             raise
+        except torch.OutOfMemoryError as error:
+            raise CalibrationError(
+                f"out of memory at sample {batch.first}, with {rows} sequences of {columns} tokens",
+                hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
+            ) from error
         except Exception as error:
             raise CalibrationError(
                 f"{type(self._decoder).__name__}: its forward pass failed at sample {batch.first}: "

@@ -215,10 +215,15 @@ def test_an_activation_that_is_no_number(
     tokens = [5] * 64
     tokens[2 * 16 + 3] = 77  # in the third sequence
     rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": tokens}])
-    text = refused(6, folder, "--data", rows)
+    text = refused(4, folder, "--data", rows)
+    assert f"model.embed_tokens.weight holds {value} at [77, 0]" in text
+    blind = tmp_path / "blind.yaml"
+    blind.write_text("name: blind\nobserve: {weights: false}\n")
+    options = ["--data", rows, "--recipe", blind]
+    text = refused(6, folder, *options)
     assert "model.layers.0" in text
     assert "at sample 2 (counting from 0)" in text
-    text = refused(6, folder, "--data", rows, "--batch-size", 2, "--no-pack", "--seq-len", 100)
+    text = refused(6, folder, *options, "--batch-size", 2, "--no-pack", "--seq-len", 100)
     assert "at sample 0" in text
 
 

@@ -274,8 +274,18 @@ def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
         check_export(geometry, ["vllm-json", "rfc"], [2])
 
 
-def test_a_degree_matters_only_to_files_that_depend_on_it() -> None:
-    check_export(linear_stats().geometry, ["kv-overlay", "kv-scales", "tgi"], [3])
+@pytest.mark.parametrize("tp", [0, -4, 3])
+def test_a_degree_that_cannot_be_is_refused_whatever_is_written(tp: int) -> None:
+    with pytest.raises(UsageError, match=f"--tp {tp}"):
+        check_export(linear_stats().geometry, ["kv-overlay", "kv-scales", "tgi"], [tp])
+
+
+def test_a_side_of_zeros_leaves_the_one_scale_of_its_layer_to_the_other(out: Path) -> None:
+    stats = _with_dead_v(plain_stats(), scales=(0.0, 0.0))
+    _write(stats, out, ("vllm-json", "kv-scales"))
+    k_scale = load_file(out / "kv_scales.safetensors")["model.layers.0.self_attn.k_scale"].item()
+    document = json.loads((out / "kv_cache_scales.tp1.json").read_text())
+    assert document["kv_cache"]["scaling_factor"]["0"]["0"] == k_scale
 
 
 def test_a_refused_degree_leaves_nothing_written_for_the_others(out: Path) -> None:

@@ -15,7 +15,7 @@ from fp8calib.calibrate import Prepared, calibrate, prepare
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import load_model, open_source
-from fp8calib.recipe import Recipe
+from fp8calib.recipe import Observe, Recipe
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from tests import zoo
@@ -31,7 +31,7 @@ BYPASSES_REGISTRY = ("falcon",)
 class Silent:
     """A progress bar that shows nothing."""
 
-    def stage(self, name: str, total: int | None) -> None:
+    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
         """Begin a stage."""
 
     def advance(self, steps: int) -> None:
@@ -74,10 +74,10 @@ def draw(lengths: list[int], *, seed: int = 7) -> list[torch.Tensor]:
 
 
 def run_calibration(
-    folder: Path, plan: DataPlan, *, batch_size: int = 1
+    folder: Path, plan: DataPlan, *, batch_size: int = 1, weights: bool = True
 ) -> tuple[Prepared, CalibrationStats]:
-    """Open, load and calibrate a folder in fp32 with every observation on."""
-    recipe = Recipe(name="test")
+    """Open, load and calibrate a folder in fp32, with every observation on unless told."""
+    recipe = Recipe(name="test", observe=Observe(weights=weights))
     source = open_source(str(folder), revision=None, trust_remote_code=False)
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:

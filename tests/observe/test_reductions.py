@@ -1,0 +1,69 @@
+"""Magnitudes of activations against numpy, in every dtype a model may run in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fp8calib.observe.reductions import (
+    block_amax,
+    channel_amax,
+    expert_amax,
+    expert_counts,
+    head_amax,
+    row_amax,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 31, 32, 33, 65, 127, 128, 513])
+def test_channels_and_rows_equal_numpy(num_rows: int, dtype: torch.dtype) -> None:
+    x = random(num_rows, 7, dtype=dtype)
+    magnitudes = np.abs(x.float().numpy())
+    np.testing.assert_array_equal(channel_amax(x).numpy(), magnitudes.max(0))
+    np.testing.assert_array_equal(row_amax(x).numpy(), magnitudes.max(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 3, 40, 67])
+def test_heads_equal_numpy_in_every_memory_layout(length: int, dtype: torch.dtype) -> None:
+    x = random(2, length, 3, 5, dtype=dtype).transpose(1, 2)
+    expected = np.abs(x.float().numpy()).max(axis=(0, 2, 3))
+    np.testing.assert_array_equal(head_amax(x).numpy(), expected)
+    np.testing.assert_array_equal(head_amax(x.contiguous()).numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", [0, 50, 99])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_never_lost(value: float, row: int, dtype: torch.dtype) -> None:
+    x = random(100, 4, dtype=dtype)
+    x[row, 2] = value
+    assert channel_amax(x).isfinite().tolist() == [True, True, False, True]
+    heads = x.reshape(1, 100, 2, 2).transpose(1, 2)
+    assert head_amax(heads).isfinite().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_input_is_left_as_it_was(dtype: torch.dtype) -> None:
+    x = random(100, 4, dtype=dtype)
+    before = x.clone()
+    channel_amax(x)
+    head_amax(x.reshape(1, 1, 100, 4))
+    assert torch.equal(x, before)
+
+
+def test_experts_take_the_largest_of_their_rows() -> None:
+    values = torch.tensor([[1.0, 5.0], [3.0, 2.0], [4.0, 0.5]])
+    experts = torch.tensor([2, 0, 2])
+    assert expert_amax(values, experts, 4).tolist() == [[3, 2], [0, 0], [4, 5], [0, 0]]
+    assert expert_counts(experts, 4).tolist() == [1, 0, 2, 0]
+    assert block_amax(torch.tensor([[1.0, -7.0, 2.0, 3.0]]), 2).tolist() == [[7.0, 3.0]]
