@@ -25,7 +25,7 @@ from fp8calib.recipe import Recipe, load_recipe
 class Silent:
     """Progress that nobody watches."""
 
-    def stage(self, name: str, total: int | None) -> None:
+    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
         """Begin a stage."""
 
     def advance(self, steps: int) -> None:

@@ -36,6 +36,8 @@ def start(*command: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        # A shell starts what it sends into the background with SIGINT ignored, and so its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
 
 
