@@ -6,6 +6,7 @@ Every number derives from exponent width, mantissa width, bias and the rule for 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,9 +44,40 @@ class Fp8Format:
         return float(2.0 ** (exponent - self.bias) * (1 + mantissa * 2.0**-self.mantissa_bits))
 
     @property
+    def smallest_normal(self) -> float:
+        """The smallest value with a full mantissa."""
+        return float(2.0 ** (1 - self.bias))
+
+    @property
     def smallest_subnormal(self) -> float:
         """The smallest value above zero."""
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
+
+    @property
+    def nan_code(self) -> int:
+        """The code that a NaN is cast to."""
+        return 0x80 if self.specials is Specials.NEGATIVE_ZERO else 0x7F
+
+    def value_of(self, code: int) -> float:
+        """Read one code, 0 to 255, as the standard has it."""
+        sign = -1.0 if code & 0x80 else 1.0
+        exponent = (code & 0x7F) >> self.mantissa_bits
+        fraction = (code & (2**self.mantissa_bits - 1)) * 2.0**-self.mantissa_bits
+        if self._is_nan(code):
+            return math.nan
+        if self.specials is Specials.IEEE and exponent == 2**self.exponent_bits - 1:
+            return sign * math.inf
+        if exponent == 0:
+            return sign * fraction * self.smallest_normal
+        return float(sign * (1 + fraction) * 2.0 ** (exponent - self.bias))
+
+    def _is_nan(self, code: int) -> bool:
+        if self.specials is Specials.NEGATIVE_ZERO:
+            return code == 0x80
+        if self.specials is Specials.TOP_CODE:
+            return code & 0x7F == 0x7F
+        infinity = (2**self.exponent_bits - 1) << self.mantissa_bits
+        return code & 0x7F > infinity
 
 
 E4M3FN = Fp8Format(

@@ -1,0 +1,73 @@
+"""Exact casts to the 8-bit formats: values in, representable values or codes out.
+
+Everything is computed in fp32, where each step is exact: a magnitude is divided by the distance
+between its neighbours in the format (a power of two), rounded to a whole number, and multiplied
+back. torch's own casts differ by version (2.13 saturates e4m3fn alone), so every cast clamps first.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cache
+
+import torch
+
+from fp8calib.fp8 import Fp8Format, Specials
+
+
+class Rounding(StrEnum):
+    """Which neighbour a value between two representable ones becomes."""
+
+    NEAREST_EVEN = "nearest-even"
+    TOWARD_ZERO = "toward-zero"
+
+
+def round_to_format(
+    x: torch.Tensor, fmt: Fp8Format, rounding: Rounding = Rounding.NEAREST_EVEN
+) -> torch.Tensor:
+    """Give the representable value of each element: fp32, the shape of `x`.
+
+    Magnitudes above `fmt.max`, infinity included, saturate; NaN stays NaN; the sign of zero stays
+    where the format has one.
+    """
+    return round_to_format_(x.to(torch.float32, copy=True), fmt, rounding)
+
+
+def round_to_format_(
+    x: torch.Tensor, fmt: Fp8Format, rounding: Rounding = Rounding.NEAREST_EVEN
+) -> torch.Tensor:
+    """Round the fp32 tensor `x` in place, as `round_to_format` does."""
+    x.clamp_(-fmt.max, fmt.max)
+    powers_of_two = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    steps = powers_of_two.clamp_(min=fmt.smallest_normal).mul_(2.0**-fmt.mantissa_bits)
+    x.div_(steps)
+    whole = x.round_() if rounding is Rounding.NEAREST_EVEN else x.trunc_()
+    values = whole.mul_(steps)
+    # Adding zero turns -0.0 into the only zero that the FNUZ formats have.
+    return values.add_(0.0) if fmt.specials is Specials.NEGATIVE_ZERO else values
+
+
+def encode(
+    x: torch.Tensor, fmt: Fp8Format, rounding: Rounding = Rounding.NEAREST_EVEN
+) -> torch.Tensor:
+    """Give the code of each element: uint8, the shape of `x`; rounding as `round_to_format`."""
+    values = round_to_format(x, fmt, rounding)
+    magnitude = values.abs()
+    smallest = 1 - fmt.bias
+    exponents = (torch.frexp(magnitude).exponent - 1).clamp(min=smallest)
+    exponents = exponents.masked_fill(magnitude == 0, smallest)
+    mantissas = torch.ldexp(magnitude, fmt.mantissa_bits - exponents).nan_to_num().to(torch.int32)
+    # A normal's hidden bit carries into the exponent field, which therefore starts one lower.
+    codes = ((exponents + fmt.bias - 1) << fmt.mantissa_bits) + mantissas
+    codes = codes + (values.signbit().to(torch.int32) << 7)
+    return torch.where(values.isnan(), fmt.nan_code, codes).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Give the value of each code: fp32, the shape of `codes` (uint8)."""
+    return _values(fmt).to(codes.device)[codes.to(torch.int64)]
+
+
+@cache
+def _values(fmt: Fp8Format) -> torch.Tensor:
+    return torch.tensor([fmt.value_of(code) for code in range(256)])

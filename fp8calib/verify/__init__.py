@@ -1,0 +1,1 @@
+"""Emulate FP8 and say what it costs."""

@@ -1,0 +1,143 @@
+"""Exact casts, against ml_dtypes, torch, and a search through all codes that shares no code."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8calib.fp8 import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.fp8_cast import Rounding, decode, encode, round_to_format
+
+OTHERS = [
+    (E4M3FN, ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),
+    (E4M3FNUZ, ml_dtypes.float8_e4m3fnuz, torch.float8_e4m3fnuz),
+    (E5M2, ml_dtypes.float8_e5m2, torch.float8_e5m2),
+]
+EVERY_FORMAT = pytest.mark.parametrize(
+    ("fmt", "numpy_dtype", "torch_dtype"), OTHERS, ids=[fmt.name for fmt, *_ in OTHERS]
+)
+ALL_CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+ALL_BFLOAT16 = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal values and equal signs of zero; NaN equals NaN whatever its payload."""
+    numbers = torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+    signs = torch.equal(a.signbit()[~a.isnan()], b.signbit()[~b.isnan()])
+    return numbers and signs and torch.equal(a.isnan(), b.isnan())
+
+
+def search(x: float, numpy_dtype: type, largest: float) -> float:
+    """Find the value toward zero by looking through all 256 of ml_dtypes."""
+    if math.isnan(x):
+        return math.nan
+    values = np.arange(256, dtype=np.uint8).view(numpy_dtype).astype(np.float64)
+    magnitudes = sorted({float(v) for v in values if math.isfinite(v) and v >= 0})
+    below = magnitudes[bisect_right(magnitudes, min(abs(x), largest)) - 1]
+    return math.copysign(below, x)
+
+
+@EVERY_FORMAT
+def test_all_codes_have_the_values_of_other_libraries(
+    fmt: Fp8Format, numpy_dtype: type, torch_dtype: torch.dtype
+) -> None:
+    values = decode(ALL_CODES, fmt)
+    assert same(values, ALL_CODES.view(torch_dtype).float())
+    assert same(values, torch.from_numpy(ALL_CODES.numpy().view(numpy_dtype).astype(np.float32)))
+
+
+@EVERY_FORMAT
+def test_all_codes_come_back_from_their_values(
+    fmt: Fp8Format, numpy_dtype: type, torch_dtype: torch.dtype
+) -> None:
+    values = decode(ALL_CODES, fmt)
+    is_number = values.isfinite()
+    for rounding in Rounding:
+        assert torch.equal(encode(values, fmt, rounding)[is_number], ALL_CODES[is_number])
+
+
+@EVERY_FORMAT
+def test_every_bfloat16_is_rounded_to_the_nearest_as_ml_dtypes_does(
+    fmt: Fp8Format, numpy_dtype: type, torch_dtype: torch.dtype
+) -> None:
+    clamped = ALL_BFLOAT16.float().clamp(-fmt.max, fmt.max)
+    with np.errstate(invalid="ignore"):
+        expected = clamped.numpy().astype(numpy_dtype)
+    rounded = round_to_format(ALL_BFLOAT16, fmt)
+    assert same(rounded, torch.from_numpy(expected.astype(np.float32)))
+    is_number = ~clamped.isnan()
+    codes = torch.from_numpy(expected.view(np.uint8).copy())
+    assert torch.equal(encode(ALL_BFLOAT16, fmt)[is_number], codes[is_number])
+
+
+@EVERY_FORMAT
+def test_every_bfloat16_is_rounded_to_the_nearest_as_torch_does(
+    fmt: Fp8Format, numpy_dtype: type, torch_dtype: torch.dtype
+) -> None:
+    expected = ALL_BFLOAT16.float().clamp(-fmt.max, fmt.max).to(torch_dtype)
+    assert same(round_to_format(ALL_BFLOAT16, fmt), expected.float())
+
+
+@EVERY_FORMAT
+def test_every_bfloat16_is_rounded_toward_zero_as_a_search_finds(
+    fmt: Fp8Format, numpy_dtype: type, torch_dtype: torch.dtype
+) -> None:
+    expected = torch.tensor([search(float(x), numpy_dtype, fmt.max) for x in ALL_BFLOAT16])
+    if fmt is E4M3FNUZ:
+        expected = expected + 0.0
+    assert same(round_to_format(ALL_BFLOAT16, fmt, Rounding.TOWARD_ZERO), expected)
+
+
+@EVERY_FORMAT
+@given(x=st.floats(width=32))
+def test_any_fp32_is_rounded_to_the_nearest_as_ml_dtypes_does(
+    fmt: Fp8Format, numpy_dtype: type, torch_dtype: torch.dtype, x: float
+) -> None:
+    number = np.clip(np.float32(x), -fmt.max, fmt.max).astype(np.float32)
+    expected = torch.from_numpy(np.array([number]).astype(numpy_dtype).astype(np.float32))
+    assert same(round_to_format(torch.tensor([x]), fmt), expected)
+
+
+@pytest.mark.parametrize(
+    ("x", "nearest", "toward_zero"),
+    [
+        (1.0625, 1.0, 1.0),  # a tie between 1.0 and 1.125
+        (1.1875, 1.25, 1.125),  # a tie between 1.125 and 1.25
+        (1.12, 1.125, 1.0),
+        (-1.12, -1.125, -1.0),
+        (2.0**-10, 0.0, 0.0),  # a tie between 0 and the smallest subnormal
+        (-(2.0**-10), -0.0, -0.0),
+        (3 * 2.0**-10, 2.0**-8, 2.0**-9),
+        (0.0167, 0.017578125, 0.015625),  # neighbours 2**-6 and 2**-6 * 1.125
+        (448.0, 448.0, 448.0),
+        (463.9, 448.0, 448.0),
+        (1e30, 448.0, 448.0),
+        (-math.inf, -448.0, -448.0),
+        (-0.0, -0.0, -0.0),
+    ],
+)
+def test_numbers_worked_by_hand_in_e4m3fn(x: float, nearest: float, toward_zero: float) -> None:
+    assert same(round_to_format(torch.tensor([x]), E4M3FN), torch.tensor([nearest]))
+    assert same(
+        round_to_format(torch.tensor([x]), E4M3FN, Rounding.TOWARD_ZERO),
+        torch.tensor([toward_zero]),
+    )
+
+
+def test_nan_takes_the_code_of_nan() -> None:
+    nan = torch.tensor([math.nan])
+    codes = [int(encode(nan, fmt)) for fmt in (E4M3FN, E4M3FNUZ, E5M2)]
+    assert codes == [0x7F, 0x80, 0x7F]
+
+
+def test_the_argument_is_left_as_it_was() -> None:
+    x = torch.tensor([1.06, 1000.0])
+    round_to_format(x, E4M3FN)
+    assert torch.equal(x, torch.tensor([1.06, 1000.0]))
