@@ -1,0 +1,90 @@
+"""What the config.json beside a checkpoint says of its KV scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.dialects.read_json import find_format, load_object
+from fp8calib.dialects.read_values import refusal
+from fp8calib.fp8 import Fp8Format
+from fp8calib.geometry import ModelGeometry
+
+CONFIG_NAME = "config.json"
+_MODELOPT_CONFIG_NAME = "hf_quant_config.json"
+_TGI_DTYPE_KEY = "kv_cache_torch_dtype"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """The parts of a checkpoint's config that its scales depend on."""
+
+    exists: bool = False
+    quant_method: str = ""
+    fmt: Fp8Format | None = None
+    tp: int | None = None
+    """How many rank files a TensorRT-LLM checkpoint has."""
+
+
+def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
+    """Read the configs of a folder, where it has them, and check that the scales are FP8's.
+
+    Raises:
+        VerificationError: a config cannot be read, is of another model, or of another KV format.
+    """
+    path = folder / CONFIG_NAME
+    _check_algorithm(folder / _MODELOPT_CONFIG_NAME, _load(folder / _MODELOPT_CONFIG_NAME))
+    if not path.is_file():
+        return CheckpointConfig()
+    config = load_object(path)
+    _check_model_type(path, config, geometry)
+    _check_algorithm(path, config)
+    quantization = _section(config, "quantization_config")
+    _check_scheme(path, quantization.get("kv_cache_scheme"))
+    method, dtype = quantization.get("quant_method"), config.get(_TGI_DTYPE_KEY)
+    tp = _section(config, "mapping").get("tp_size")
+    return CheckpointConfig(
+        exists=True,
+        quant_method=method if isinstance(method, str) else "",
+        fmt=None if dtype is None else find_format(path, _TGI_DTYPE_KEY, dtype),
+        tp=tp if type(tp) is int else None,
+    )
+
+
+def _load(path: Path) -> dict[str, object]:
+    return load_object(path) if path.is_file() else {}
+
+
+def _section(config: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _check_model_type(path: Path, config: Mapping[str, object], geometry: ModelGeometry) -> None:
+    """Compare the model types; a config with configs inside need not tell the decoder's."""
+    model_type = config.get("model_type")
+    is_wrapped = any(key.endswith("_config") and key != "quantization_config" for key in config)
+    if is_wrapped or model_type is None or model_type == geometry.model_type:
+        return
+    fault = f"model_type is {model_type!a:.60}, the model's is {geometry.model_type!r}"
+    raise refusal(path, fault, hint="the scales are of another model")
+
+
+def _check_scheme(path: Path, scheme: object) -> None:
+    """Refuse scales of another format; `static` of AutoFP8 says nothing about it."""
+    if not isinstance(scheme, dict):
+        return
+    kind, num_bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
+    if (kind, num_bits) != ("float", 8):
+        fault = f"kv_cache_scheme is {num_bits!a:.20} bits of {kind!a:.20}, not FP8"
+        raise refusal(path, fault, hint="its scales mean something else; calibrate for FP8")
+
+
+def _check_algorithm(path: Path, config: Mapping[str, object]) -> None:
+    """Refuse the other KV formats of ModelOpt and TensorRT-LLM: INT8 scales are amax / 127."""
+    for section in ("quantization", "quantization_config"):
+        algorithm = _section(config, section).get("kv_cache_quant_algo")
+        if algorithm not in (None, "FP8"):
+            fault = f"kv_cache_quant_algo is {algorithm!a:.40}, not FP8"
+            raise refusal(path, fault, hint="its scales mean something else; calibrate for FP8")

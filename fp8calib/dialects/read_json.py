@@ -1,0 +1,149 @@
+"""The JSON dialects: `vllm-json` (integer keys) and `rfc` (`rankN` keys), read strictly.
+
+Engines coerce (`true` is 1.0 to them, the last duplicate wins); here such a file is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fp8calib.dialects.read_values import (
+    ONE_FILLS_BOTH,
+    Reading,
+    check_scales,
+    cut_list,
+    join_ranks,
+    refusal,
+)
+from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.geometry import ModelGeometry
+
+MAX_JSON_BYTES = 100_000_000
+KV_DTYPES: Mapping[str, Fp8Format] = {f"float8_{fmt.name}": fmt for fmt in (E4M3FN, E4M3FNUZ)}
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
+_RANK_KEYS = {
+    "vllm-json": re.compile(rf"({_INDEX.pattern})"),
+    "rfc": re.compile(rf"rank({_INDEX.pattern})"),
+}
+_FORM_HINT = 'expected {"model_type": ..., "kv_cache": {"dtype": ..., "scaling_factor": {...}}}'
+
+
+def read_json(path: Path, geometry: ModelGeometry) -> Reading:
+    """Read the KV scales of a JSON file; its sections about weights are not looked at.
+
+    Raises:
+        VerificationError: the file is not to the letter of a dialect, or of another model.
+    """
+    document = load_object(path)
+    kv_cache = document.get("kv_cache")
+    if not isinstance(kv_cache, dict):
+        raise refusal(path, "there is no `kv_cache` object", hint=_FORM_HINT)
+    fmt = find_format(path, "kv_cache.dtype", kv_cache.get("dtype"))
+    factors = kv_cache.get("scaling_factor")
+    if not isinstance(factors, dict) or not factors:
+        raise refusal(path, "there is no `scaling_factor` object in `kv_cache`", hint=_FORM_HINT)
+    dialect = _find_dialect(path, factors)
+    _check_model_type(path, document, geometry, dialect)
+    ranks = {
+        int(_RANK_KEYS[dialect].sub(r"\1", key)): _read_rank(path, key, layers)
+        for key, layers in factors.items()
+    }
+    return Reading(
+        dialect=dialect,
+        values=join_ranks(path, geometry, ranks),
+        tp=len(ranks),
+        fmt=fmt,
+        notes=(ONE_FILLS_BOTH,),
+    )
+
+
+def is_scales_json(document: Mapping[str, object]) -> bool:
+    """Tell whether a JSON document has a place for KV scales."""
+    return "kv_cache" in document
+
+
+def load_object(path: Path) -> dict[str, object]:
+    """Load a JSON object in which no key stands twice.
+
+    Raises:
+        VerificationError: the file cannot be read, or is none.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise refusal(path, "too large for a scales file")
+        text = path.read_bytes().decode()
+        document = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except OSError as error:
+        raise refusal(path, f"cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise refusal(path, "not valid JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise refusal(path, f"not valid JSON: {error}", hint="it may be cut short") from error
+    if not isinstance(document, dict):
+        raise refusal(path, "not a JSON object", hint=_FORM_HINT)
+    return document
+
+
+def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
+    """Find the format that a torch dtype name means."""
+    if not isinstance(dtype, str) or dtype not in KV_DTYPES:
+        known = " or ".join(KV_DTYPES)
+        raise refusal(path, f"{key} is {dtype!a:.60}", hint=f"KV scales are for {known}")
+    return KV_DTYPES[dtype]
+
+
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key {key!a:.60} stands twice")
+        fields[key] = value
+    return fields
+
+
+def _find_dialect(path: Path, factors: Mapping[str, object]) -> str:
+    for dialect, pattern in _RANK_KEYS.items():
+        if all(pattern.fullmatch(key) for key in factors):
+            return dialect
+    keys = cut_list([ascii(key)[:40] for key in factors])
+    hint = 'ranks are "0", "1", ... (vllm-json) or "rank0", "rank1", ... (rfc), never both'
+    raise refusal(path, f"the keys of kv_cache.scaling_factor are not ranks: {keys}", hint=hint)
+
+
+def _check_model_type(
+    path: Path, document: Mapping[str, object], geometry: ModelGeometry, dialect: str
+) -> None:
+    if dialect == "vllm-json" and "model_type" not in document:
+        raise refusal(path, "there is no `model_type`", hint="engines refuse the file for it")
+    model_type = document.get("model_type")
+    if model_type is not None and model_type != geometry.model_type:
+        fault = f"model_type is {model_type!a:.60}, the model's is {geometry.model_type!r}"
+        raise refusal(path, fault, hint="the file is of another model")
+
+
+def _read_rank(path: Path, rank: str, layers: object) -> dict[int, torch.Tensor]:
+    if not isinstance(layers, dict):
+        raise refusal(
+            path, f"kv_cache.scaling_factor.{rank} is not an object of layers: {layers!a:.60}"
+        )
+    wrong = [ascii(key)[:40] for key in layers if not _INDEX.fullmatch(key)]
+    if wrong:
+        raise refusal(path, f"kv_cache.scaling_factor.{rank}: not layer indices: {cut_list(wrong)}")
+    return {int(key): _read_number(path, rank, key, value) for key, value in layers.items()}
+
+
+def _read_number(path: Path, rank: str, layer: str, value: object) -> torch.Tensor:
+    where = f"layer {layer} of {rank if rank.startswith('rank') else f'rank {rank}'}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refusal(path, f"{where}: {value!a:.60} is not a number")
+    try:
+        scale = torch.tensor(float(value), dtype=torch.float32)
+    except OverflowError:
+        raise refusal(path, f"{where}: the number is too large for a scale") from None
+    check_scales(path, where, scale)
+    return scale

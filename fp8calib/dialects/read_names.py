@@ -1,0 +1,182 @@
+"""Which tensor names are KV scales, in every tool's spelling, and whose layer they belong to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from fp8calib.dialects.read_values import KV_ROLES, cut_list, refusal
+from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.sites import Role
+
+RANK_FILE_MARK = "kv_cache_scaling_factor"
+"""What the scales of TensorRT-LLM and AMMO rank files are called."""
+
+
+class Form(StrEnum):
+    """How a scale is attached to its attention module."""
+
+    ATTENTION = "k_scale"
+    """`self_attn.k_scale`: compressed-tensors, AutoFP8, TGI, the names vLLM has inside."""
+    SINGLE = "kv_scale"
+    """`self_attn.kv_scale`, for k and v: TGI, older AutoFP8."""
+    PROJECTION = "k_proj.k_scale"
+    """`self_attn.k_proj.k_scale`: ModelOpt."""
+    OUTPUT = "k_proj.output_scale"
+    """`self_attn.k_proj.output_scale`: Quark."""
+    ZERO_POINT = "k_zero_point"
+    """`self_attn.k_zero_point`: compressed-tensors; zero, as the format is symmetric."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleName:
+    """A tensor name taken apart; `path` is that of the attention module, as it is spelled there."""
+
+    full: str
+    path: str
+    form: Form
+    roles: tuple[Role, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Whose the scales are, and which names were left aside."""
+
+    found: Mapping[ScaleName, Attention]
+    ignored: tuple[str, ...]
+
+
+_SUFFIXES: Mapping[str, tuple[Form, tuple[Role, ...]]] = {
+    f".{suffix}": (form, roles)
+    for role in (Role.K, Role.V, Role.Q)
+    for suffix, form, roles in (
+        (f"{role}_proj.{role}_scale", Form.PROJECTION, (role,)),
+        (f"{role}_proj.output_scale", Form.OUTPUT, (role,)),
+        (f"{role}_zero_point", Form.ZERO_POINT, (role,)),
+        (f"{role}_scale", Form.ATTENTION, (role,)),
+        ("kv_scale", Form.SINGLE, KV_ROLES),
+    )
+}
+_LAYER = re.compile(r"(?:(?P<root>.*)\.)?(?P<index>[0-9]+)\.(?P<rest>.+?)", re.DOTALL)
+_WRAPPERS = frozenset({"model", "language_model", "text_model", "base_model", "transformer", "llm"})
+"""Path components that come and go when a model is wrapped into another one."""
+
+
+def parse_name(name: str) -> ScaleName | None:
+    """Take the name of a KV scale (or zero point) apart; None for any other tensor."""
+    for suffix, (form, roles) in _SUFFIXES.items():
+        if name.endswith(suffix):
+            return ScaleName(name, name.removesuffix(suffix), form, roles)
+    return None
+
+
+def has_kv_form(name: str) -> bool:
+    """Tell whether a tensor is called like a scale of K or V, in any dialect."""
+    parsed = parse_name(name)
+    if parsed is None:
+        return RANK_FILE_MARK in name
+    return parsed.form is not Form.ZERO_POINT and parsed.roles != (Role.Q,)
+
+
+def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName]) -> Owners:
+    """Find the attention module of every name, whatever the model is wrapped in.
+
+    The layers' container is looked for as the model or its checkpoint spells it, then as a longer
+    or shorter spelling of the same path. Names elsewhere (vision towers, draft layers) are
+    left aside; one beside the layers, but of none of them, is of another model.
+
+    Raises:
+        VerificationError: no name fits the model, several containers do, or there is an extra one.
+    """
+    modules = _spell_modules(geometry)
+    root = _choose_root(path, geometry, names)
+    found: dict[ScaleName, Attention] = {}
+    ignored: list[str] = []
+    extra: list[str] = []
+    for name in names:
+        place = _split(name.path)
+        attention = modules.get(place[1:]) or modules.get(_without_inner(place)[1:])
+        if place[0] not in root:
+            ignored.append(name.full)
+        elif attention is None:
+            extra.append(name.full)
+        else:
+            found[name] = attention
+    if extra:
+        fault = f"{cut_list(extra)}: the model has no such attention"
+        layers = f"it has {len(geometry.layers)} layers"
+        raise refusal(path, fault, hint=f"{layers}; the scales may be of another model")
+    return Owners(found, tuple(ignored))
+
+
+_Place = tuple[str, str, str]
+"""Container of the layers, index, path within the layer."""
+
+
+def _split(path: str) -> _Place:
+    match = _LAYER.fullmatch(path)
+    return (match["root"] or "", match["index"], match["rest"]) if match else ("", "", path)
+
+
+def _without_inner(place: _Place) -> _Place:
+    """Drop vLLM's attention layer inside the module: `self_attn.attn` is `self_attn`."""
+    root, index, rest = place
+    return root, index, rest.removesuffix(".attn")
+
+
+def _spell_modules(geometry: ModelGeometry) -> dict[tuple[str, str], Attention]:
+    return {
+        _split(module)[1:]: attention
+        for _, attention in geometry.attentions()
+        for module in _spellings(attention)
+    }
+
+
+def _spellings(attention: Attention) -> Iterator[str]:
+    yield attention.module
+    yield attention.checkpoint_module
+
+
+def _choose_root(
+    path: Path, geometry: ModelGeometry, names: Collection[ScaleName]
+) -> frozenset[str]:
+    known = frozenset(
+        _split(module)[0]
+        for _, attention in geometry.attentions()
+        for module in _spellings(attention)
+    )
+    roots = dict.fromkeys(_split(name.path)[0] for name in names)
+    fitting = _find_fitting(known, roots)
+    if not fitting:
+        example = next((name.full for name in names), "")
+        expected = next((a.checkpoint_module for _, a in geometry.attentions()), "no attention")
+        fault = f"{example} and the other scales are of another model"
+        raise refusal(path, fault, hint=f"this model's attention is {expected}")
+    if len(fitting) > 1 and not known.issuperset(fitting):
+        fault = f"the scales lie under {cut_list(fitting)}, and any could be the model's layers"
+        raise refusal(path, fault, hint=f"the model's own are under {cut_list(sorted(known))}")
+    return frozenset(fitting)
+
+
+def _find_fitting(known: Collection[str], roots: Collection[str]) -> list[str]:
+    """List the roots that fit best: the same, the same but for wrappers, or one inside another."""
+    for fits in (str.__eq__, _is_wrapped_alike, _is_inside):
+        fitting = [root for root in roots if any(fits(root, other) for other in known)]
+        if fitting:
+            return fitting
+    return []
+
+
+def _is_wrapped_alike(one: str, other: str) -> bool:
+    return _unwrap(one) == _unwrap(other)
+
+
+def _is_inside(one: str, other: str) -> bool:
+    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
+
+
+def _unwrap(root: str) -> list[str]:
+    return [part for part in root.split(".") if part not in _WRAPPERS]

@@ -1,0 +1,243 @@
+"""Scales that travel as tensors: compressed-tensors, AutoFP8, ModelOpt, Quark, TGI, kv-scales."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.discovery import INDEX_NAME, read_index
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.dialects.read_config import CheckpointConfig
+from fp8calib.dialects.read_names import Form, ScaleName, find_owners, has_kv_form, parse_name
+from fp8calib.dialects.read_values import (
+    KV_ROLES,
+    ONE_FILLS_BOTH,
+    Reading,
+    check_scales,
+    cut_list,
+    list_owners,
+    missing_layers,
+    name_layers,
+    reading_errors,
+    refusal,
+)
+from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.sites import Role, Site
+
+_METHOD_DIALECTS = {
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "autofp8",
+    "modelopt": "modelopt",
+    "quark": "quark",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A scale as it was read, and what it is called where."""
+
+    name: ScaleName
+    file: TensorFile
+    values: torch.Tensor
+    """fp32 [1], or [1, heads]."""
+
+    def __str__(self) -> str:
+        """Show the numbers under the name."""
+        shown = cut_list(self.values.flatten().tolist())
+        return f"{self.name.full} = {shown} ({self.file.path.name})"
+
+
+def read_tensors(
+    place: Path, files: Sequence[TensorFile], geometry: ModelGeometry, config: CheckpointConfig
+) -> Reading:
+    """Read the scale tensors of a checkpoint's files, whichever tool named them.
+
+    Args:
+        place: the folder or file the user named.
+        files: its safetensors files, their headers read.
+        geometry: the model the scales are for.
+        config: what the config beside them says.
+
+    Raises:
+        VerificationError: a scale is missing, doubled with another value, or not a scale.
+    """
+    _check_listed(place, files)
+    named = [
+        (parsed, file)
+        for file in files
+        for parsed in map(parse_name, file.tensors)
+        if parsed is not None
+    ]
+    owners = find_owners(place, geometry, [name for name, _ in named])
+    with ExitStack() as stack, reading_errors():
+        for file in files:
+            stack.callback(file.close)
+        stored = [
+            (owners.found[name], _read(name, file, owners.found[name]))
+            for name, file in named
+            if name in owners.found
+        ]
+    scales = [item for item in stored if item[1].name.form is not Form.ZERO_POINT]
+    values = _merge(place, scales)
+    _check_complete(place, geometry, values)
+    return Reading(
+        dialect=name_dialect({item.name.form for _, item in scales}, config),
+        values=values,
+        per_head=_is_per_head(place, values),
+        fmt=config.fmt,
+        has_weights=has_fp8_weights(files),
+        notes=_write_notes(owners.ignored, {item.name.form for _, item in scales}),
+    )
+
+
+def name_dialect(forms: Collection[Form], config: CheckpointConfig) -> str:
+    """Recognise the dialect: by the names of the scales first, by the config second."""
+    if Form.PROJECTION in forms:
+        return "modelopt"
+    if Form.OUTPUT in forms:
+        return "quark"
+    if set(forms) == {Form.SINGLE}:
+        return "autofp8" if config.quant_method == "fp8" else "tgi"
+    method = config.quant_method.partition("_")[0]
+    if method in _METHOD_DIALECTS:
+        return _METHOD_DIALECTS[method]
+    return "tgi" if config.exists else "kv-scales"
+
+
+def has_fp8_weights(files: Iterable[TensorFile]) -> bool:
+    """Tell whether any tensor but a zero point is stored in 8-bit floats."""
+    return any(
+        entry.dtype.startswith("F8_") and len(entry.shape) > 1
+        for file in files
+        for name, entry in file.tensors.items()
+        if parse_name(name) is None
+    )
+
+
+def _check_listed(place: Path, files: Sequence[TensorFile]) -> None:
+    """Refuse a folder whose index speaks of scales that are not there."""
+    listed = list_indexed_scales(place)
+    held = {name for file in files for name in file.tensors}
+    absent = [name for name in listed if name not in held]
+    if absent:
+        where = cut_list(sorted({listed[name] for name in absent}))
+        fault = f"{len(absent)} scales which the index lists are not there ({cut_list(absent)})"
+        raise refusal(place, fault, hint=f"they should be in {where}; the download is not complete")
+
+
+def list_indexed_scales(place: Path) -> dict[str, str]:
+    """List the scale tensors that a folder's index names, each with its file."""
+    path = place / INDEX_NAME
+    if not path.is_file():
+        return {}
+    with reading_errors():
+        weight_map = read_index(path).weight_map
+    return {name: file for name, file in weight_map.items() if has_kv_form(name)}
+
+
+def _read(name: ScaleName, file: TensorFile, attention: Attention) -> _Stored:
+    entry, path = file.tensors[name.full], file.path
+    heads = attention.num_heads if Role.Q in name.roles else attention.num_kv_heads
+    if entry.shape not in ((), (1,), (heads, 1, 1)):
+        fault = f"{name.full} has shape {list(entry.shape)}"
+        raise refusal(path, fault, hint=f"one number, or per head [{heads}, 1, 1] for this model")
+    if name.form is Form.SINGLE and len(entry.shape) == 3:
+        raise refusal(
+            path, f"{name.full} has shape {list(entry.shape)}", hint="kv_scale is one number"
+        )
+    if name.form is not Form.ZERO_POINT and not TORCH_DTYPES[entry.dtype].is_floating_point:
+        raise refusal(path, f"{name.full} is of dtype {entry.dtype}", hint="a scale is a float")
+    raw = file.read(name.full).to(torch.float32)
+    values = raw.reshape(1, heads) if len(entry.shape) == 3 else raw.reshape(1)
+    if name.form is not Form.ZERO_POINT:
+        check_scales(path, name.full, values, stored=entry.dtype)
+    elif bool((values != 0).any()):
+        raise refusal(
+            path, f"{name.full} is not zero", hint="engines read symmetric KV scales alone"
+        )
+    return _Stored(name=name, file=file, values=values)
+
+
+def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Site, torch.Tensor]:
+    """Bring all spellings of a scale together; `kv_scale` fills what has no scale of its own."""
+    merged: dict[Site, _Stored] = {}
+    singles: dict[Site, _Stored] = {}
+    for attention, stored in scales:
+        target = singles if stored.name.form is Form.SINGLE else merged
+        for role in stored.name.roles:
+            other = target.setdefault(attention.site(role), stored)
+            if not torch.equal(other.values, stored.values):
+                fault = f"two scales for {attention.site(role)}: {other} and {stored}"
+                raise refusal(place, fault, hint="keep the one that was calibrated")
+    values = {site: stored.values for site, stored in merged.items()}
+    for module in dict.fromkeys(site.module for site in singles):
+        _fill_from_single(place, module, singles[Site(module, Role.K)], values)
+    return values
+
+
+def _fill_from_single(
+    place: Path, module: str, single: _Stored, values: dict[Site, torch.Tensor]
+) -> None:
+    pair = [values[site] for role in KV_ROLES if (site := Site(module, role)) in values]
+    if not pair:
+        values |= {Site(module, role): single.values for role in KV_ROLES}
+    elif float(torch.cat([part.flatten() for part in pair]).max()) != float(single.values):
+        own = " and ".join(str(cut_list(part.flatten().tolist())) for part in pair)
+        fault = f"{single} is not the larger of k_scale and v_scale beside it ({own})"
+        raise refusal(
+            place, fault, hint="engines differ in which one they read; remove the wrong one"
+        )
+
+
+def _check_complete(
+    place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]
+) -> None:
+    owners = list_owners(geometry)
+    lacking = {
+        role: [index for index, owner in owners.items() if owner.site(role) not in values]
+        for role in KV_ROLES
+    }
+    neither = sorted(set(lacking[Role.K]).intersection(lacking[Role.V]))
+    if neither:
+        raise missing_layers(place, neither, of=len(owners))
+    for role, other in ((Role.K, Role.V), (Role.V, Role.K)):
+        if lacking[role]:
+            fault = f"{name_layers(lacking[role])}: {other}_scale without {role}_scale"
+            raise refusal(place, fault, hint="engines use 1.0 or the other's scale for it, or stop")
+    _check_pairs(place, geometry, values)
+
+
+def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]) -> None:
+    """Check what is free to be absent, but not in part: shared layers, and q."""
+    attentions = list(geometry.attentions())
+    halves = [
+        layer.index
+        for layer, attention in attentions
+        if len([role for role in KV_ROLES if attention.site(role) in values]) == 1
+    ]
+    if halves:
+        raise refusal(place, f"{name_layers(halves)}: only one of k_scale and v_scale")
+    without = [layer.index for layer, a in attentions if a.site(Role.Q) not in values]
+    if 0 < len(without) < len(attentions):
+        fault = f"there is no q_scale for {name_layers(without)}, though other layers have one"
+        raise refusal(place, fault, hint="engines use 1.0 there; calibrate with --query-scale")
+
+
+def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
+    per_head = [str(site) for site, scale in values.items() if scale.dim() == 2]
+    scalar = [str(site) for site, scale in values.items() if scale.dim() == 1]
+    if per_head and scalar:
+        fault = f"scales per head ({per_head[0]}) beside scales per tensor ({scalar[0]})"
+        raise refusal(place, fault, hint="engines read one or the other")
+    return bool(per_head)
+
+
+def _write_notes(ignored: Sequence[str], forms: Collection[Form]) -> tuple[str, ...]:
+    notes = (ONE_FILLS_BOTH,) if Form.SINGLE in forms else ()
+    if not ignored:
+        return notes
+    return (*notes, f"{len(ignored)} scales outside the decoder left aside ({cut_list(ignored)})")

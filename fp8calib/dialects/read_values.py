@@ -1,0 +1,164 @@
+"""What every reader of scales hands on, and the checks that all of them make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fp8calib.errors import ModelError, VerificationError
+from fp8calib.fp8 import Fp8Format
+from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.sites import Role, Site
+
+MAX_LISTED = 8
+KV_ROLES = (Role.K, Role.V)
+ONE_FILLS_BOTH = "one scale a layer fills k and v"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The scales of one file or folder, as they stand there."""
+
+    dialect: str
+    values: Mapping[Site, torch.Tensor]
+    """fp32 [tp], or [1, heads] per head; layers that share a cache may be missing."""
+    tp: int = 1
+    per_head: bool = False
+    fmt: Fp8Format | None = None
+    """The format the file names; None where it names none."""
+    has_weights: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def refusal(path: Path, fault: str, *, hint: str = "") -> VerificationError:
+    """Make the one error a reader knows."""
+    return VerificationError(f"{path}: {fault}", hint=hint)
+
+
+@contextmanager
+def reading_errors() -> Iterator[None]:
+    """Turn what the checkpoint code says of a damaged file into a failed check."""
+    try:
+        yield
+    except ModelError as error:
+        raise VerificationError(error.message, hint=error.hint) from error
+
+
+def cut_list(items: Collection[object]) -> str:
+    """List the first few of `items` and count the others."""
+    shown = ", ".join(str(item) for item in list(items)[:MAX_LISTED])
+    more = len(items) - MAX_LISTED
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def name_layers(indices: Sequence[int]) -> str:
+    """Name layers by their indices: `layer 3`, `layers 1, 2 and 5 more`."""
+    return f"layer{'s' if len(indices) > 1 else ''} {cut_list(indices)}"
+
+
+def check_scales(path: Path, where: str, values: torch.Tensor, *, stored: str = "") -> None:
+    """Refuse scales that are not finite and positive in fp32.
+
+    Args:
+        path: the file they stand in.
+        where: which tensor, or which layer of which rank.
+        values: fp32, of any shape.
+        stored: the dtype in the file, as safetensors spells it.
+    """
+    bad = values[~(values.isfinite() & (values > 0))]
+    if not bad.numel():
+        return
+    hint = "a scale is a finite number above zero; an engine may use this one without a word"
+    if stored == "F16" and not bool(bad.any()):
+        hint = "a scale under 6e-8 is 0 in fp16; have it written in fp32"
+    raise refusal(path, f"{where}: {float(bad.flatten()[0])} is not a scale", hint=hint)
+
+
+def list_owners(geometry: ModelGeometry) -> dict[int, Attention]:
+    """List the layers that write a KV cache of their own, by index."""
+    found = geometry.attentions()
+    return {layer.index: attention for layer, attention in found if attention.producer is None}
+
+
+def missing_layers(path: Path, missing: Sequence[int], *, of: int) -> VerificationError:
+    """Say which of the `of` layers with a KV cache have no scale."""
+    fault = f"there is no KV scale for {name_layers(missing)} ({len(missing)} of {of} are missing)"
+    return refusal(path, fault, hint="the file is of another model, or only a part of one")
+
+
+def join_ranks(
+    path: Path, geometry: ModelGeometry, ranks: Mapping[int, Mapping[int, torch.Tensor]]
+) -> dict[Site, torch.Tensor]:
+    """Join one scale per rank and layer into [tp] for k and v of every layer.
+
+    Args:
+        path: the file or folder, for messages.
+        geometry: the model the scales are for.
+        ranks: rank -> layer index -> fp32 0-dim; layers without a KV cache are left out.
+    """
+    _check_ranks(path, ranks)
+    _check_layers(path, geometry, ranks[0])
+    return {
+        attention.site(role): torch.stack([ranks[rank][layer.index] for rank in range(len(ranks))])
+        for layer, attention in geometry.attentions()
+        if layer.index in ranks[0]
+        for role in KV_ROLES
+    }
+
+
+def fill_shared(geometry: ModelGeometry, reading: Reading) -> tuple[Reading, frozenset[Site]]:
+    """Give layers that read another layer's cache its scale; tell which sites have one like it."""
+    values = dict(reading.values)
+    shared: set[Site] = set()
+    differing: list[int] = []
+    for layer, attention in geometry.attentions():
+        producer = find_producer(geometry, attention)
+        for role in KV_ROLES if producer is not None else ():
+            assert producer is not None  # noqa: S101 -- for mypy; the line above says so
+            theirs = values[producer.site(role)]
+            if torch.equal(values.setdefault(attention.site(role), theirs), theirs):
+                shared.add(attention.site(role))
+            elif layer.index not in differing:
+                differing.append(layer.index)
+    note = f"{name_layers(differing)}: other scales than those of the cache that is read there"
+    notes = (*reading.notes, note) if differing else reading.notes
+    return replace(reading, values=values, notes=notes), frozenset(shared)
+
+
+def find_producer(geometry: ModelGeometry, attention: Attention) -> Attention | None:
+    """Find the attention whose cache another one reads; None where it has its own."""
+    if attention.producer is None:
+        return None
+    return geometry.layers[attention.producer].attention
+
+
+def _check_ranks(path: Path, ranks: Mapping[int, Collection[int]]) -> None:
+    missing = [rank for rank in range(len(ranks)) if rank not in ranks]
+    if missing:
+        fault = f"rank {missing[0]} is missing beside {_name_ranks(ranks)}"
+        raise refusal(path, fault, hint="the ranks are 0 to N-1, each with all layers")
+    for rank, layers in ranks.items():
+        differing = sorted(set(layers).symmetric_difference(ranks[0]))
+        if differing:
+            fault = f"{name_layers(differing)}: not in both rank 0 and rank {rank}"
+            raise refusal(path, fault, hint="every rank holds all layers")
+
+
+def _name_ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {cut_list(sorted(ranks))}"
+
+
+def _check_layers(path: Path, geometry: ModelGeometry, layers: Collection[int]) -> None:
+    count = len(geometry.layers)
+    extra = sorted(index for index in layers if index >= count)
+    if extra:
+        fault = f"{name_layers(extra)} of a model that has {count} layers"
+        raise refusal(path, fault, hint="the file is of another model")
+    owners = list_owners(geometry)
+    missing = [index for index in owners if index not in layers]
+    if missing:
+        raise missing_layers(path, missing, of=len(owners))
