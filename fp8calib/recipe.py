@@ -6,14 +6,23 @@ import hashlib
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
-from fp8calib.errors import RecipeError
+from fp8calib.errors import RecipeError, UsageError
 from fp8calib.recipe_files import recipe_files
-from fp8calib.scales import RULES, Fallback
+from fp8calib.rules import AMAX, KNOWN_RULES, Rule, parse_rule
+from fp8calib.scales import Fallback
 
 DEFAULT_RECIPE = "kv"
 
@@ -63,10 +72,24 @@ class Data(_Section):
     seed: int = Field(default=0, description="orders the mixing of weighted specs, nothing else")
 
 
+def _read_rule(value: Any) -> Rule:
+    if isinstance(value, Rule):
+        return value
+    try:
+        return parse_rule(str(value))
+    except UsageError as error:
+        raise ValueError(error.message) from error
+
+
+RuleField = Annotated[Rule, PlainValidator(_read_rule), PlainSerializer(str)]
+
+
 class Scales(_Section):
     """How statistics become scales."""
 
-    rule: str = Field(default="amax", description=f"one of: {', '.join(RULES)}")
+    rule: RuleField = Field(
+        default=AMAX, description=f"for activations; weights take amax; one of: {KNOWN_RULES}"
+    )
     fallback: Fallback | None = Field(
         default=None,
         description="for tensors of zeros and experts never reached: layer-max (the default), one, "
@@ -75,14 +98,6 @@ class Scales(_Section):
     fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = Field(
         default="e4m3fn", description="the format scales are computed for"
     )
-
-    @field_validator("rule")
-    @classmethod
-    def _is_known_rule(cls, rule: str) -> str:
-        if rule not in RULES:
-            msg = f"unknown rule {rule!r}; known: {', '.join(RULES)}"
-            raise ValueError(msg)
-        return rule
 
 
 class Recipe(_Section):

@@ -1,5 +1,7 @@
 """ScaleTable: what the statistics mean. `x ~= q * scale`, `scale = amax / fmt.max`, fp32.
 
+A rule (`fp8calib.rules`) may put another magnitude in the place of the amax of an activation.
+
 The convention is that of every server (multiply to dequantize); torch's float8 training code names
 the reciprocal. A scale is always finite and positive, and never made up in silence: a tensor that
 was all zeros, or an expert that no token reached, takes a fallback and is listed.
@@ -7,15 +9,17 @@ was all zeros, or an expert that no token reached, takes a fallback and is liste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import product
 
 import torch
 
-from fp8calib.errors import ExportError, UsageError
+from fp8calib.errors import ExportError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Attention, Linear, ModelGeometry, Part
+from fp8calib.rules import AMAX, Reach, Rule, find_reach
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats
 from fp8calib.tensor_parallel import (
@@ -28,8 +32,6 @@ from fp8calib.tensor_parallel import (
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""
-
-RULES = ("amax",)
 
 
 class Fallback(StrEnum):
@@ -78,6 +80,8 @@ class ScaleTable:
     tp: int
     per_head: bool
     scales: Mapping[Site, Scale]
+    kept_amax: Mapping[Site, str] = field(default_factory=dict)
+    """Why the rule that was asked for could not be followed at a site, whose amax stands."""
 
     def kv(self, attention: Attention, rank: int = 0) -> float:
         """Give the one scale that covers k and v of a layer on `rank`: the larger of the two.
@@ -101,15 +105,17 @@ def compute_kv_scales(
     per_head: bool = False,
     query: bool = False,
     fallback: Fallback | None = None,
+    rule: Rule = AMAX,
 ) -> ScaleTable:
     """Compute scales of K and V (and of q when asked) for every layer that reads a KV cache.
 
     With `tp` ranks a per-tensor scale covers the heads of its rank; a per-head scale belongs to its
     head, whatever the rank, so per-head tables have one rank. Latent attention stores latent and
-    rotary part in one cache under one scale, so both get the larger.
+    rotary part in one cache under one scale, so both get the larger, and a rule sees both as one.
 
     A fallback of None takes `layer-max` for tensors of zeros, and refuses sites that no token came
-    by.
+    by. Where `rule` needs a histogram that is not there (q never has one), the amax stands, and the
+    table says so.
 
     Raises:
         UsageError: `tp` does not fit the heads.
@@ -118,14 +124,19 @@ def compute_kv_scales(
     check_heads(stats.geometry, tp)
     roles = (Role.K, Role.V, Role.Q) if query else (Role.K, Role.V)
     scales: dict[Site, Scale] = {}
+    kept_amax: dict[Site, str] = {}
     for _, attention in stats.geometry.attentions():
         producer = _producer(stats.geometry, attention)
         for role in roles:
-            seen = _find(stats, (attention if role is Role.Q else producer).site(role), fallback)
-            scale = _kv_scale(attention, role, seen, fmt, tp=tp, per_head=per_head)
-            if producer is not attention and role is not Role.Q:
+            site, owner = attention.site(role), attention if role is Role.Q else producer
+            seen = _find(stats, owner.site(role), fallback)
+            reach = _find_reach(rule, _in_one_cache(stats, owner, role, fallback), fmt)
+            scale = _kv_scale(attention, role, seen, reach, fmt, tp=tp, per_head=per_head)
+            if owner is not attention:
                 scale = Scale(values=scale.values, origin=Origin.SHARED)
-            scales[attention.site(role)] = scale
+            elif reach.kept_amax:
+                kept_amax[site] = reach.kept_amax
+            scales[site] = scale
         if attention.kind == "latent":
             _share_latent(scales, attention)
     pools = {site: [[scale]] for site, scale in scales.items()}
@@ -135,56 +146,64 @@ def compute_kv_scales(
         tp=tp,
         per_head=per_head,
         scales=_fill(scales, pools, fallback),
+        kept_amax=kept_amax,
     )
 
 
 def compute_linear_scales(
-    stats: CalibrationStats, fmt: Fp8Format, *, tp: int = 1, fallback: Fallback | None = None
+    stats: CalibrationStats,
+    fmt: Fp8Format,
+    *,
+    tp: int = 1,
+    fallback: Fallback | None = None,
+    rule: Rule = AMAX,
 ) -> ScaleTable:
     """Compute per-tensor input and weight scales of every attention and MLP projection.
 
     Fused weights are told apart (`q_proj` of a `qkv_proj`), experts one by one. Column-parallel
-    weights take the rows of the rank, row-parallel weights and inputs its channels.
+    weights take the rows of the rank, row-parallel weights and inputs its channels. `rule` concerns
+    inputs; weights always take their amax.
 
     Raises:
         ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.
     """
     scales: dict[Site, Scale] = {}
+    kept_amax: dict[Site, str] = {}
     pools: dict[Site, list[list[Scale]]] = {}
     layer_pools: dict[tuple[int, Role], list[Scale]] = {}
+    rules = {Role.INPUT: rule, Role.WEIGHT: AMAX}
     for layer, linear in stats.geometry.linears():
         if linear.section == "other":
             continue
-        for part in linear.parts:
-            for role in (Role.INPUT, Role.WEIGHT):
-                seen = _find(stats, Site(linear.module, role), fallback)
-                found = {
-                    Site(linear.logical(part, expert), role): scale
-                    for expert, scale in _linear_scales(seen, linear, part, role, fmt, tp).items()
-                }
-                scales |= found
-                siblings = list(found.values())
-                whole_layer = layer_pools.setdefault((layer.index, role), [])
-                whole_layer += siblings
-                pools |= {site: [siblings, whole_layer] for site in found}
+        for part, role in product(linear.parts, rules):
+            site = Site(linear.module, role)
+            seen = _find(stats, site, fallback)
+            reach = _find_reach(rules[role], [seen], fmt)
+            if reach.kept_amax:
+                kept_amax[site] = reach.kept_amax
+            by_expert = _linear_scales(seen, reach, linear, part, role, fmt, tp)
+            found = {
+                Site(linear.logical(part, expert), role): scale
+                for expert, scale in by_expert.items()
+            }
+            scales |= found
+            siblings = list(found.values())
+            whole_layer = layer_pools.setdefault((layer.index, role), [])
+            whole_layer += siblings
+            pools |= {key: [siblings, whole_layer] for key in found}
     return ScaleTable(
         geometry=stats.geometry,
         fmt=fmt,
         tp=tp,
         per_head=False,
         scales=_fill(scales, pools, fallback),
+        kept_amax=kept_amax,
     )
 
 
 def scale_of(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Turn magnitudes into scales: amax / fmt.max in fp32, at least 2**-126."""
     return (amax.to(torch.float32) / fmt.max).clamp(min=SMALLEST_SCALE)
-
-
-def check_rule(rule: str) -> None:
-    """Refuse a scale rule that is not known."""
-    if rule not in RULES:
-        raise UsageError(f"--rule {rule}: unknown rule", hint=f"known rules: {', '.join(RULES)}")
 
 
 def _producer(geometry: ModelGeometry, attention: Attention) -> Attention:
@@ -211,10 +230,35 @@ def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> Sit
     return found
 
 
+def _in_one_cache(
+    stats: CalibrationStats, owner: Attention, role: Role, fallback: Fallback | None
+) -> list[SiteStats]:
+    """Find all that shares a cache with `role`: of latent attention k and v do."""
+    is_joint = owner.kind == "latent" and role is not Role.Q
+    roles = (Role.K, Role.V) if is_joint else (role,)
+    return [_find(stats, owner.site(each), fallback) for each in roles]
+
+
+def _find_reach(rule: Rule, seen: Sequence[SiteStats], fmt: Fp8Format) -> Reach:
+    """Find what `rule` makes of sites that share a scale."""
+    amax = max(float(site.amax.max()) for site in seen)
+    histograms = [site.histogram for site in seen if site.histogram is not None]
+    is_complete = len(histograms) == len(seen)
+    histogram = torch.stack(histograms).sum(0) if is_complete else None
+    return find_reach(rule, amax=amax, histogram=histogram, fmt=fmt)
+
+
 def _kv_scale(
-    attention: Attention, role: Role, seen: SiteStats, fmt: Fp8Format, *, tp: int, per_head: bool
+    attention: Attention,
+    role: Role,
+    seen: SiteStats,
+    reach: Reach,
+    fmt: Fp8Format,
+    *,
+    tp: int,
+    per_head: bool,
 ) -> Scale:
-    amax = seen.amax / attention.query_divisor if role is Role.Q else seen.amax
+    amax = reach.apply(seen.amax / attention.query_divisor if role is Role.Q else seen.amax)
     unseen = seen.count == 0
     if per_head:
         values = _scales_or_nan(amax, fmt).unsqueeze(0)
@@ -237,12 +281,12 @@ def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:
 
 
 def _linear_scales(
-    seen: SiteStats, linear: Linear, part: Part, role: Role, fmt: Fp8Format, tp: int
+    seen: SiteStats, reach: Reach, linear: Linear, part: Part, role: Role, fmt: Fp8Format, tp: int
 ) -> dict[int | None, Scale]:
     if linear.num_experts:
-        return _expert_scales(seen, linear, fmt, tp)
+        return _expert_scales(seen, reach, linear, fmt, tp)
     amax = torch.stack([_rank_amax(seen, linear, part, role, tp, rank) for rank in range(tp)])
-    values = _scales_or_nan(amax, fmt)
+    values = _scales_or_nan(reach.apply(amax), fmt)
     return {None: Scale(values=values, origin=_origin(values, unseen=False))}
 
 
@@ -259,7 +303,7 @@ def _rank_amax(
 
 
 def _expert_scales(
-    seen: SiteStats, linear: Linear, fmt: Fp8Format, tp: int
+    seen: SiteStats, reach: Reach, linear: Linear, fmt: Fp8Format, tp: int
 ) -> dict[int | None, Scale]:
     assert seen.experts is not None  # noqa: S101 -- an expert projection's stats always hold it
     blocks = seen.experts
@@ -268,7 +312,7 @@ def _expert_scales(
     else:
         ranges = [owned_blocks(linear, tp, rank) for rank in range(tp)]
         amax = torch.stack([blocks[:, own.start : own.stop].amax(1) for own in ranges], dim=1)
-    values = _scales_or_nan(amax, fmt)
+    values = _scales_or_nan(reach.apply(amax), fmt)
     counts = seen.expert_counts
     return {
         expert: Scale(

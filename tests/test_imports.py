@@ -27,8 +27,10 @@ FLOORS = {
         "checkpoint",
         "geometry",
         "histogram",
+        "histogram_shares",
+        "rules",
     },
-    0: {"errors", "fp8", "sites", "__init__"},
+    0: {"errors", "fp8", "fp8_cast", "sites", "__init__"},
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 MODEL_LIBRARIES = {"transformers", "datasets", "accelerate"}

@@ -18,7 +18,13 @@ TpOption = Annotated[
     typer.Option("--tp", metavar="N", help="Tensor-parallel degree of the JSON formats; repeat."),
 ]
 RuleOption = Annotated[
-    str | None, typer.Option("--rule", metavar="NAME", help="How amax becomes a scale: amax.")
+    str | None,
+    typer.Option(
+        "--rule",
+        metavar="NAME",
+        help="Magnitude that a scale covers: amax (default), percentile:P, mse (least squared "
+        "error) or headroom:H (H times amax). Of K, V and inputs; weights always use amax.",
+    ),
 ]
 FallbackOption = Annotated[
     str | None,

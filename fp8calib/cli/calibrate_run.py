@@ -198,6 +198,7 @@ def _write(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping[str
             source=job.checkpoint,
             query=recipe.query_scale,
             fallback=recipe.scales.fallback,
+            rule=recipe.scales.rule,
         )
         files = sorted([STATS_NAME, REPORT_NAME, *written.files])
         report = build_report(job, stats, measured, files=files, notes=written.notes)

@@ -61,6 +61,7 @@ def run_export(settings: ExportSettings) -> None:
                 source=source,
                 query=recipe.query_scale,
                 fallback=recipe.scales.fallback,
+                rule=recipe.scales.rule,
             )
     notes = [f"{note.subject}: {note.why}" for note in written.notes]
     for note in notes:

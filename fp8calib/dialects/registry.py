@@ -16,6 +16,7 @@ from fp8calib.dialects.vllm_json import write_vllm_json
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import ModelGeometry
+from fp8calib.rules import AMAX, Rule
 from fp8calib.scales import (
     Fallback,
     Origin,
@@ -212,6 +213,7 @@ def write_formats(
     source: Checkpoint | None,
     query: bool,
     fallback: Fallback | None,
+    rule: Rule = AMAX,
 ) -> WrittenFormats:
     """Write scales in each of `formats`, those that depend on it once for each degree.
 
@@ -224,6 +226,7 @@ def write_formats(
         source: the model, for overlays.
         query: write `q_scale` too, where the form has it.
         fallback: what sites get that nothing was seen at.
+        rule: which magnitude of an activation the largest FP8 value stands for.
 
     Raises:
         UsageError: a format or a degree that cannot be, or a model that is missing.
@@ -231,7 +234,7 @@ def write_formats(
     """
     check_export(stats.geometry, formats, tps)
     check_source(stats.geometry, formats, source)
-    job = _Job(stats=stats, fmt=fmt, source=source, query=query, fallback=fallback)
+    job = _Job(stats=stats, fmt=fmt, source=source, query=query, fallback=fallback, rule=rule)
     written = []
     for spec in (FORMATS[name] for name in dict.fromkeys(formats)):
         for tp in _degrees(spec, tuple(dict.fromkeys(tps))):
@@ -256,16 +259,25 @@ class _Job:
     source: Checkpoint | None
     query: bool
     fallback: Fallback | None
+    rule: Rule
     notes: list[Note] = field(default_factory=list)
 
     def kv_table(self, *, tp: int = 1, per_head: bool = False, query: bool = False) -> ScaleTable:
         table = compute_kv_scales(
-            self.stats, self.fmt, tp=tp, per_head=per_head, query=query, fallback=self.fallback
+            self.stats,
+            self.fmt,
+            tp=tp,
+            per_head=per_head,
+            query=query,
+            fallback=self.fallback,
+            rule=self.rule,
         )
         return self._noted(table)
 
     def linear_table(self, tp: int) -> ScaleTable:
-        table = compute_linear_scales(self.stats, self.fmt, tp=tp, fallback=self.fallback)
+        table = compute_linear_scales(
+            self.stats, self.fmt, tp=tp, fallback=self.fallback, rule=self.rule
+        )
         return self._noted(table)
 
     def note_left_out(self, spec: FormatSpec, skipped: Mapping[str, str]) -> None:
@@ -291,6 +303,7 @@ class _Job:
         self.notes.extend(
             Note(str(site), _WHY[scale.origin]) for site, scale in table.not_observed()
         )
+        self.notes.extend(Note(str(site), why) for site, why in table.kept_amax.items())
         return table
 
 

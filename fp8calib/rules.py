@@ -1,0 +1,149 @@
+"""Rules: which magnitude the largest FP8 value stands for, where that is not the amax.
+
+A rule is applied long after the run, to what the stats file keeps. It concerns what passes through
+the model: K, V, the inputs of linears, and q as far as a rule can do without a histogram. Weights
+are known exactly, and always take their amax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+import torch
+
+from fp8calib.errors import UsageError
+from fp8calib.fp8 import Fp8Format
+from fp8calib.histogram import LOWEST_OCTAVE
+from fp8calib.histogram_shares import Spread, spread_counts
+
+MOST_HEADROOM = 1024.0
+"""More would leave e4m3fn fewer than five of its fifteen octaves of normal values."""
+_CANDIDATES_PER_OCTAVE = 32
+_SEARCHED_OCTAVES = 16
+"""A magnitude 2**16 times a typical one outweighs the error of 2**32 of those if it is clipped."""
+_TIE = 1e-9
+
+
+class RuleKind(StrEnum):
+    """The names of the rules."""
+
+    AMAX = "amax"
+    """The amax itself."""
+    PERCENTILE = "percentile"
+    """The magnitude below which so many percent of the histogram's values lie."""
+    MSE = "mse"
+    """The magnitude that makes the expected squared error over the histogram smallest."""
+    HEADROOM = "headroom"
+    """So many times the amax."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule and its number: percent of a percentile, factor of a headroom; 0 without meaning."""
+
+    kind: RuleKind
+    number: float = 0.0
+
+    def __str__(self) -> str:
+        if self.kind not in _NUMBER_RANGES:
+            return str(self.kind)
+        return f"{self.kind}:{repr(self.number).removesuffix('.0')}"
+
+
+AMAX = Rule(RuleKind.AMAX)
+_NUMBER_RANGES: dict[RuleKind, tuple[str, Callable[[float], bool]]] = {
+    RuleKind.PERCENTILE: ("0 < P <= 100", lambda percent: 0 < percent <= 100),
+    RuleKind.HEADROOM: ("1 <= H <= 1024", lambda factor: 1 <= factor <= MOST_HEADROOM),
+}
+KNOWN_RULES = "amax, percentile:P (0 < P <= 100), mse, headroom:H (1 <= H <= 1024)"
+
+
+def parse_rule(text: str) -> Rule:
+    """Read `amax`, `percentile:99.9`, `mse` or `headroom:1.5`.
+
+    Raises:
+        UsageError: naming what is wrong and the rules that are known.
+    """
+    name, colon, number = text.partition(":")
+    if name not in {str(kind) for kind in RuleKind}:
+        raise _refusal(f"unknown rule {text!r}")
+    kind = RuleKind(name)
+    if kind not in _NUMBER_RANGES:
+        if colon:
+            raise _refusal(f"rule {text!r}: {name} takes no number")
+        return Rule(kind)
+    return Rule(kind, _parse_number(kind, text, number))
+
+
+def _parse_number(kind: RuleKind, text: str, number: str) -> float:
+    wanted, is_valid = _NUMBER_RANGES[kind]
+    try:
+        value = float(number)
+    except ValueError:
+        raise _refusal(f"rule {text!r}: needs a number, {wanted}") from None
+    if not is_valid(value):
+        raise _refusal(f"rule {text!r}: its number is not in {wanted}")
+    return value
+
+
+def _refusal(message: str) -> UsageError:
+    return UsageError(
+        f"{message}; known: {KNOWN_RULES}", hint="percentile:99.9 and headroom:1.5 are examples"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What a rule makes of every amax of one site: of its tensor, its heads, its channels."""
+
+    limit: float = inf
+    """No magnitude beyond this is covered."""
+    factor: float = 1.0
+    kept_amax: str = ""
+    """Why the rule could not be followed, so that the amax stands; empty where it was."""
+
+    def apply(self, amax: torch.Tensor) -> torch.Tensor:
+        """Give the magnitudes that fmt.max stands for: of the shape and dtype of `amax`."""
+        largest = torch.finfo(amax.dtype).max
+        return (amax.clamp(max=self.limit) * self.factor).clamp(max=largest)
+
+
+def find_reach(rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: Fp8Format) -> Reach:
+    """Find what `rule` makes of a site whose largest magnitude is `amax`.
+
+    A limit that comes from a histogram is one for the whole site: heads and ranks whose own amax
+    lies below it keep theirs. Histograms are sampled, and may miss the amax: `mse` gives no weight
+    to what they miss, a percentile is one of what was sampled, but `percentile:100` is the amax.
+    """
+    if rule.kind is RuleKind.HEADROOM:
+        return Reach(factor=rule.number)
+    if rule.kind is RuleKind.AMAX or rule == Rule(RuleKind.PERCENTILE, 100) or not amax > 0:
+        return Reach()
+    if histogram is None or not int(histogram.sum()):
+        return Reach(kept_amax=f"has no histogram, which {rule} needs: its amax is used")
+    spread = spread_counts(histogram, amax=amax)
+    if rule.kind is RuleKind.MSE:
+        limit = _least_error(spread, amax, fmt)
+    else:
+        limit = spread.quantile(rule.number / 100)
+    if not limit:
+        kind_of_values = f"values that are zero or under 2**{LOWEST_OCTAVE}"
+        return Reach(kept_amax=f"{rule} meets nothing but {kind_of_values}: its amax is used")
+    return Reach(limit=min(limit, amax))
+
+
+def _least_error(spread: Spread, amax: float, fmt: Fp8Format) -> float:
+    """Find the magnitude up to `amax` that gives the least squared error; of equals the largest.
+
+    0.0 where all that was counted are zeros, which any magnitude suits.
+    """
+    if not bool(spread.counts.any()):
+        return 0.0
+    steps = torch.arange(_SEARCHED_OCTAVES * _CANDIDATES_PER_OCTAVE, dtype=torch.float64)
+    candidates = amax * 2 ** (-steps / _CANDIDATES_PER_OCTAVE)
+    errors = spread.squared_errors(candidates / fmt.max, fmt)
+    is_least = errors <= errors.min() * (1 + _TIE)
+    return float(candidates[int(is_least.nonzero()[0])])
