@@ -19,8 +19,9 @@ from fp8calib.model.survey import Unobserved, is_linear
 from fp8calib.model.topology import find_geometry, text_decoder
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.model.weights import WeightSource
+from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
-from fp8calib.observe.seams import observed
+from fp8calib.observe.seams import tapped
 from fp8calib.provenance import fingerprint_model, versions
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.run.whole import WholeRunner
@@ -144,10 +145,10 @@ def _activations(
         prepared.model, prepared.geometry, observe_kv=observe.kv, ignored=prepared.ignored
     )
     progress.stage("calibrating", plan.num_tokens, unit="tokens")
-    with observed(
+    with tapped(
         prepared.model,
         prepared.geometry,
-        recorder,
+        ObservingTaps(recorder),
         query=observe.query,
         inputs=observe.inputs,
         ignored=prepared.ignored,

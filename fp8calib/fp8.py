@@ -62,21 +62,21 @@ class Fp8Format:
         """Read one code, 0 to 255, as the standard has it."""
         sign = -1.0 if code & 0x80 else 1.0
         exponent = (code & 0x7F) >> self.mantissa_bits
-        fraction = (code & (2**self.mantissa_bits - 1)) * 2.0**-self.mantissa_bits
+        fraction = math.ldexp(code & ((1 << self.mantissa_bits) - 1), -self.mantissa_bits)
         if self._is_nan(code):
             return math.nan
-        if self.specials is Specials.IEEE and exponent == 2**self.exponent_bits - 1:
+        if self.specials is Specials.IEEE and exponent == (1 << self.exponent_bits) - 1:
             return sign * math.inf
         if exponent == 0:
             return sign * fraction * self.smallest_normal
-        return float(sign * (1 + fraction) * 2.0 ** (exponent - self.bias))
+        return sign * math.ldexp(1 + fraction, exponent - self.bias)
 
     def _is_nan(self, code: int) -> bool:
         if self.specials is Specials.NEGATIVE_ZERO:
             return code == 0x80
         if self.specials is Specials.TOP_CODE:
             return code & 0x7F == 0x7F
-        infinity = (2**self.exponent_bits - 1) << self.mantissa_bits
+        infinity = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
         return code & 0x7F > infinity
 
 

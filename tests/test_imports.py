@@ -25,12 +25,13 @@ FLOORS = {
         "tensor_parallel",
         "provenance",
         "checkpoint",
+        "fp8_cast",
         "geometry",
         "histogram",
         "histogram_shares",
         "rules",
     },
-    0: {"errors", "fp8", "fp8_cast", "sites", "__init__"},
+    0: {"errors", "fp8", "sites", "__init__"},
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 MODEL_LIBRARIES = {"transformers", "datasets", "accelerate"}

@@ -1,8 +1,8 @@
-"""Where a running model is observed: its cache, its linears, its attention, its experts.
+"""Where tensors of a running model can be looked at or replaced.
 
 Every seam is opened by a context manager and closed by it, whatever happens inside; no module
-keeps anything. K and V are taken where a server stores them (`Cache.update`), q where attention
-receives it, the inputs of linears by forward pre-hooks, those of experts in transformers' experts
+keeps anything. K and V are met where a server stores them (`Cache.update`), q where attention
+receives it, the inputs of linears in forward pre-hooks, those of experts in transformers' experts
 interface.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,21 +20,54 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry import Attention, ModelGeometry
-from fp8calib.histogram import count_bins
-from fp8calib.observe.recorder import ExpertRows, Recorder
-from fp8calib.observe.reductions import (
-    block_amax,
-    channel_amax,
-    expert_amax,
-    expert_counts,
-    row_amax,
-)
-from fp8calib.sites import Role, Site
+from fp8calib.geometry import Attention, Linear, ModelGeometry
 
 
-class ObservingCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """A cache that records what a server would store and keeps none of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsCall:
+    """One call of the experts of a layer."""
+
+    path: str
+    """Path of the experts' module."""
+    module: Any
+    block: int
+    """How many consecutive channels of the cut axis share one stored amax."""
+    index: torch.Tensor
+    """The experts each token goes to: [N, K]."""
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts the layer has."""
+        return int(self.module.down_proj.shape[0])
+
+
+class Taps(Protocol):
+    """What is done at the seams: each method is given tensors and says what goes on in their place.
+
+    Shapes: B batch, S sequence, H heads, D head size, N tokens, K experts a token goes to, C
+    channels.
+    """
+
+    def tap_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take K and V on their way into the cache: [B, H, S, D] each."""
+
+    def tap_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Take q on its way into attention: [B, H, S, D]."""
+
+    def tap_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Take the input of a linear: [..., C]."""
+
+    def tap_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+        """Take the input of gate and up: [N, C]."""
+
+    def tap_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+        """Take the input of down, its rows sorted by expert: [N * K, C]."""
+
+
+class TappedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """A cache that shows what a server would store to the taps and keeps none of it.
 
     States of linear-attention layers are kept, as the model reads them back.
     """
@@ -43,12 +77,12 @@ class ObservingCache(DynamicCache):  # type: ignore[misc]  # transformers is unt
         config: Any,
         attentions: Mapping[int, Attention],
         ignored: Collection[str],
-        recorder: Recorder,
+        taps: Taps,
     ) -> None:
         super().__init__(config=config)
         self._attentions = attentions
         self._ignored = ignored
-        self._recorder = recorder
+        self._taps = taps
 
     def update(
         self,
@@ -58,15 +92,13 @@ class ObservingCache(DynamicCache):  # type: ignore[misc]  # transformers is unt
         *args: Any,  # noqa: ARG002 -- the base class passes layer options on
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Record K and V ([B, H, S, D] each) and hand them back."""
+        """Hand back what the taps make of K and V ([B, H, S, D] each)."""
         attention = self._attentions.get(layer_idx)
         if attention is None or not _fits(attention, key_states, value_states):
             raise _unexpected(attention, layer_idx, key_states, value_states)
-        if attention.module not in self._ignored:
-            num_heads = attention.num_kv_heads
-            self._recorder.observe_heads(attention.site(Role.K), key_states, num_heads=num_heads)
-            self._recorder.observe_heads(attention.site(Role.V), value_states, num_heads=num_heads)
-        return key_states, value_states
+        if attention.module in self._ignored:
+            return key_states, value_states
+        return self._taps.tap_kv(attention, key_states, value_states)
 
 
 def _fits(attention: Attention, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -98,32 +130,32 @@ def own_attentions(geometry: ModelGeometry) -> dict[int, Attention]:
 
 
 @contextmanager
-def observed(
+def tapped(
     model: PreTrainedModel,
     geometry: ModelGeometry,
-    recorder: Recorder,
+    taps: Taps,
     *,
     query: bool,
     inputs: bool,
-    ignored: Collection[str],
+    ignored: Collection[str] = (),
 ) -> Iterator[None]:
-    """Observe everything but K and V (which `ObservingCache` sees) while the context is open.
+    """Open every seam but the cache (`TappedCache`) while the context is open.
 
     Args:
         model: the model, unquantized.
         geometry: its geometry.
-        recorder: takes the statistics.
-        query: observe q.
-        inputs: observe the inputs of linears and experts.
-        ignored: paths of modules not to observe.
+        taps: what to do with the tensors.
+        query: open the seam of q.
+        inputs: open those of the inputs of linears and experts.
+        ignored: paths of modules to leave alone.
     """
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         if query:
-            stack.enter_context(_observe_queries(modules, geometry, recorder, ignored))
+            stack.enter_context(_tap_queries(modules, geometry, taps, ignored))
         if inputs:
-            stack.enter_context(_observe_linears(modules, geometry, recorder, ignored))
-            stack.enter_context(_observe_experts(modules, geometry, recorder, ignored))
+            stack.enter_context(_tap_linears(modules, geometry, taps, ignored))
+            stack.enter_context(_tap_experts(modules, geometry, taps, ignored))
         yield
 
 
@@ -131,24 +163,26 @@ def observed(
 
 
 @contextmanager
-def _observe_linears(
+def _tap_linears(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    recorder: Recorder,
+    taps: Taps,
     ignored: Collection[str],
 ) -> Iterator[None]:
     with ExitStack() as stack:
         for _, linear in geometry.linears():
             if not linear.num_experts and linear.module not in ignored:
-                hook = _input_hook(Site(linear.module, Role.INPUT), recorder)
+                hook = _input_hook(linear, taps)
                 handle = modules[linear.module].register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
 
-def _input_hook(site: Site, recorder: Recorder) -> Callable[..., None]:
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder.observe_input(site, args[0] if args else kwargs["input"])
+def _input_hook(linear: Linear, taps: Taps) -> Callable[..., Any]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (taps.tap_input(linear, args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "input": taps.tap_input(linear, kwargs["input"])}
 
     return hook
 
@@ -157,22 +191,22 @@ def _input_hook(site: Site, recorder: Recorder) -> Callable[..., None]:
 
 
 @contextmanager
-def _observe_queries(
+def _tap_queries(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    recorder: Recorder,
+    taps: Taps,
     ignored: Collection[str],
 ) -> Iterator[None]:
-    sites = {
-        modules[attention.module]: attention.site(Role.Q)
+    attentions = {
+        modules[attention.module]: attention
         for _, attention in geometry.attentions()
         if attention.module not in ignored
     }
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if (site := sites.get(module)) is not None:
-                recorder.observe_heads(site, query, num_heads=query.shape[1])
+            if (attention := attentions.get(module)) is not None:
+                query = taps.tap_query(attention, query)
             return function(module, query, *args, **kwargs)
 
         return attend
@@ -202,10 +236,10 @@ def _wrapped_lookup(
 
 
 @contextmanager
-def _observe_experts(
+def _tap_experts(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    recorder: Recorder,
+    taps: Taps,
     ignored: Collection[str],
 ) -> Iterator[None]:
     blocks: dict[nn.Module, tuple[str, int]] = {}
@@ -221,9 +255,9 @@ def _observe_experts(
             if module not in blocks:
                 return function(module, hidden, index, *args, **kwargs)
             path, block = blocks[module]
-            routed = _Routed(module, index, recorder)
-            routed.observe_first(path, hidden)
-            with routed.observe_down(path, block):
+            call = ExpertsCall(path=path, module=module, block=block, index=index)
+            hidden = taps.tap_expert_input(call, hidden)
+            with _tapped_down(call, taps):
                 return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, index, *args, **kwargs)
 
         return run
@@ -232,92 +266,22 @@ def _observe_experts(
         yield
 
 
-class _Routed:
-    """The tokens of one experts module in one forward pass; index [N, K] names their experts."""
-
-    def __init__(self, module: Any, index: torch.Tensor, recorder: Recorder) -> None:
-        self._module = module
-        self._recorder = recorder
-        self._num_experts = int(module.down_proj.shape[0])
-        self._index = index
-
-    def observe_first(self, path: str, hidden: torch.Tensor) -> None:
-        """Observe the input of gate and up: [N, C]."""
-        rows, index = hidden, self._index
-        if self._recorder.batch.kept is not None:
-            kept = self._recorder.rows("kept", hidden.device)
-            rows, index = hidden[kept], index[kept]
-        experts = index.flatten()
-        per_row = row_amax(rows).repeat_interleave(index.shape[1]).unsqueeze(1)
-        seen = ExpertRows(
-            amax=channel_amax(rows),
-            per_expert=expert_amax(per_row, experts, self._num_experts),
-            counts=expert_counts(experts, self._num_experts),
-            histogram=self._first_histogram(hidden),
+@contextmanager
+def _tapped_down(call: ExpertsCall, taps: Taps) -> Iterator[None]:
+    """Tap the input of down, which `grouped_mm` computes with rows sorted by expert."""
+    module = call.module
+    if not module.has_gate:
+        hook = module.act_fn.register_forward_hook(
+            lambda _module, _args, output: taps.tap_expert_down(call, output)
         )
-        names = ("gate_proj", "up_proj") if self._module.has_gate else ("up_proj",)
-        for name in names:
-            self._recorder.observe_experts(Site(f"{path}.{name}", Role.INPUT), seen)
-
-    @contextmanager
-    def observe_down(self, path: str, block: int) -> Iterator[None]:
-        """Observe the input of down, which `grouped_mm` computes with rows sorted by expert."""
-        site = Site(f"{path}.down_proj", Role.INPUT)
-        if not self._module.has_gate:
-            hook = self._module.act_fn.register_forward_hook(
-                lambda _module, _args, output: self._observe_sorted(site, output, block)
-            )
-            try:
-                yield
-            finally:
-                hook.remove()
-            return
-        apply_gate = self._module._apply_gate
-
-        def observing(gate_up: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = apply_gate(gate_up)
-            self._observe_sorted(site, output, block)
-            return output
-
-        self._module._apply_gate = observing
         try:
             yield
         finally:
-            del self._module._apply_gate
-
-    def _observe_sorted(self, site: Site, rows: torch.Tensor, block: int) -> None:
-        experts, order = torch.sort(self._index.flatten())
-        counted = torch.ones_like(experts)
-        if self._recorder.batch.kept is not None:
-            # Padding is zeroed, not cut out: a length that hangs on routing would wait for the GPU.
-            is_kept = torch.zeros(len(self._index), dtype=torch.int64, device=rows.device)
-            is_kept[self._recorder.rows("kept", rows.device)] = 1
-            counted = is_kept[order // self._index.shape[1]]
-            rows = rows.masked_fill(counted.unsqueeze(1) == 0, 0.0)
-        seen = ExpertRows(
-            amax=channel_amax(rows),
-            per_expert=expert_amax(block_amax(rows, block), experts, self._num_experts),
-            counts=torch.zeros(
-                self._num_experts, dtype=torch.int64, device=rows.device
-            ).scatter_add_(0, experts, counted),
-            histogram=self._down_histogram(rows, order),
-        )
-        self._recorder.observe_experts(site, seen)
-
-    def _first_histogram(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        if not len(self._recorder.batch.input_sample):
-            return None
-        return count_bins(hidden[self._recorder.rows("input_sample", hidden.device)])
-
-    def _down_histogram(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor | None:
-        if not len(self._recorder.batch.input_sample):
-            return None
-        is_sampled = torch.zeros(len(self._index), dtype=torch.int64, device=rows.device)
-        is_sampled[self._recorder.rows("input_sample", rows.device)] = 1
-        chosen = is_sampled[order // self._index.shape[1]]
-        if rows.device.type == "cpu":
-            return count_bins(rows[chosen.bool()])
-        # As above: on a GPU the others are zeroed, and their zeros taken out of the count.
-        histogram = count_bins(rows.masked_fill(chosen.unsqueeze(1) == 0, 0.0))
-        histogram[0] -= (1 - chosen).sum() * rows.shape[1]
-        return histogram
+            hook.remove()
+        return
+    apply_gate = module._apply_gate
+    module._apply_gate = lambda gate_up: taps.tap_expert_down(call, apply_gate(gate_up))
+    try:
+        yield
+    finally:
+        del module._apply_gate

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
-from fp8calib.errors import CalibrationError, Fp8CalibError
+from fp8calib.errors import CalibrationError
 from fp8calib.geometry import ModelGeometry
-from fp8calib.model.topology import text_decoder
+from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder, view_batch
-from fp8calib.observe.seams import ObservingCache, own_attentions
+from fp8calib.observe.seams import TappedCache, own_attentions
+from fp8calib.run.decoder import Decoder
 from fp8calib.sites import Role, Site
 
 GPU_BATCHES_PER_CHECK = 16
@@ -33,12 +32,10 @@ class WholeRunner:
         observe_kv: bool,
         ignored: Collection[str],
     ) -> None:
-        self._decoder: Any = text_decoder(model)[1]
-        self._config = model.config.get_text_config(decoder=True)
+        self._decoder = Decoder(model)
         self._attentions = own_attentions(geometry)
         all_modules = {attention.module for attention in self._attentions.values()}
         self._ignored = frozenset(ignored) if observe_kv else frozenset(all_modules)
-        self._device = _input_device(model)
 
     def run(
         self, batches: Iterable[Batch], recorder: Recorder, advance: Callable[[int], None]
@@ -59,39 +56,16 @@ class WholeRunner:
         self._check(group, recorder)
 
     def _is_full(self, group: list[Batch]) -> bool:
-        return self._device.type == "cpu" or len(group) >= GPU_BATCHES_PER_CHECK
+        return self._decoder.device.type == "cpu" or len(group) >= GPU_BATCHES_PER_CHECK
 
-    @torch.no_grad()
     def _forward(self, batch: Batch, recorder: Recorder) -> None:
         rows, columns = batch.input_ids.shape
         recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
-        try:
-            self._run_decoder(batch, recorder)
-        except Fp8CalibError:
-            raise
-        except torch.OutOfMemoryError as error:
-            raise CalibrationError(
-                f"out of memory at sample {batch.first}, with {rows} sequences of {columns} tokens",
-                hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
-            ) from error
-        except Exception as error:
-            raise CalibrationError(
-                f"{type(self._decoder).__name__}: its forward pass failed at sample {batch.first}: "
-                f"{type(error).__name__}: {error}",
-                hint="transformers runs this architecture in another way than is known here",
-            ) from error
-        recorder.end_batch()
-
-    def _run_decoder(self, batch: Batch, recorder: Recorder) -> None:
-        mask = batch.mask
-        self._decoder(
-            input_ids=batch.input_ids.to(self._device, non_blocking=True),
-            attention_mask=None
-            if mask is None
-            else mask.long().to(self._device, non_blocking=True),
-            past_key_values=ObservingCache(self._config, self._attentions, self._ignored, recorder),
-            use_cache=True,
+        cache = TappedCache(
+            self._decoder.config, self._attentions, self._ignored, ObservingTaps(recorder)
         )
+        self._decoder.run(batch, cache)
+        recorder.end_batch()
 
     def _check(self, group: list[Batch], recorder: Recorder) -> None:
         if recorder.check_finite() is None:
@@ -123,10 +97,3 @@ def _one_by_one(group: list[Batch]) -> Iterable[Batch]:
                 input_ids=batch.input_ids[row : row + 1, :length],
                 lengths=(length,),
             )
-
-
-def _input_device(model: nn.Module) -> torch.device:
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    hook = getattr(embedding, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return torch.device(device) if device is not None else embedding.weight.device

@@ -14,8 +14,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import Attention
+from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder
-from fp8calib.observe.seams import ObservingCache
+from fp8calib.observe.seams import TappedCache
 from tests import zoo
 from tests.truth.test_statistics import MOE, draw, make_plan, run_calibration
 
@@ -146,6 +147,6 @@ def test_a_cache_of_other_shapes_than_the_topology_says_is_refused(
         k_head_dim=16,
         v_head_dim=8,
     )
-    cache = ObservingCache(zoo.build("llama").config, {0: attention}, (), Recorder())
+    cache = TappedCache(zoo.build("llama").config, {0: attention}, (), ObservingTaps(Recorder()))
     with pytest.raises(CalibrationError, match=r"layer 0 caches \d KV heads of sizes"):
         cache.update(torch.zeros(key), torch.zeros(value), 0)

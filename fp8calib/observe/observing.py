@@ -1,0 +1,104 @@
+"""The taps of calibration: everything is shown to a recorder and goes on as it is."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8calib.geometry import Attention, Linear
+from fp8calib.histogram import count_bins
+from fp8calib.observe.recorder import ExpertRows, Recorder
+from fp8calib.observe.reductions import (
+    block_amax,
+    channel_amax,
+    expert_amax,
+    expert_counts,
+    row_amax,
+)
+from fp8calib.observe.seams import ExpertsCall
+from fp8calib.sites import Role, Site
+
+
+class ObservingTaps:
+    """Shows the tensors at the seams to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def tap_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record K and V per head."""
+        num_heads = attention.num_kv_heads
+        self._recorder.observe_heads(attention.site(Role.K), key, num_heads=num_heads)
+        self._recorder.observe_heads(attention.site(Role.V), value, num_heads=num_heads)
+        return key, value
+
+    def tap_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Record q per head."""
+        self._recorder.observe_heads(attention.site(Role.Q), query, num_heads=query.shape[1])
+        return query
+
+    def tap_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Record the input of a linear per channel."""
+        self._recorder.observe_input(Site(linear.module, Role.INPUT), x)
+        return x
+
+    def tap_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+        """Record the input of gate and up per channel and per expert."""
+        rows, index = hidden, call.index
+        if self._recorder.batch.kept is not None:
+            kept = self._recorder.rows("kept", hidden.device)
+            rows, index = hidden[kept], index[kept]
+        experts = index.flatten()
+        per_row = row_amax(rows).repeat_interleave(index.shape[1]).unsqueeze(1)
+        seen = ExpertRows(
+            amax=channel_amax(rows),
+            per_expert=expert_amax(per_row, experts, call.num_experts),
+            counts=expert_counts(experts, call.num_experts),
+            histogram=self._first_histogram(hidden),
+        )
+        names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
+        for name in names:
+            self._recorder.observe_experts(Site(f"{call.path}.{name}", Role.INPUT), seen)
+        return hidden
+
+    def tap_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+        """Record the input of down per channel and per expert."""
+        experts, order = torch.sort(call.index.flatten())
+        kept, counted = rows, torch.ones_like(experts)
+        if self._recorder.batch.kept is not None:
+            # Padding is zeroed, not cut out: a length that hangs on routing would wait for the GPU.
+            is_kept = torch.zeros(len(call.index), dtype=torch.int64, device=rows.device)
+            is_kept[self._recorder.rows("kept", rows.device)] = 1
+            counted = is_kept[order // call.index.shape[1]]
+            kept = rows.masked_fill(counted.unsqueeze(1) == 0, 0.0)
+        seen = ExpertRows(
+            amax=channel_amax(kept),
+            per_expert=expert_amax(block_amax(kept, call.block), experts, call.num_experts),
+            counts=torch.zeros(
+                call.num_experts, dtype=torch.int64, device=rows.device
+            ).scatter_add_(0, experts, counted),
+            histogram=self._down_histogram(call, kept, order),
+        )
+        self._recorder.observe_experts(Site(f"{call.path}.down_proj", Role.INPUT), seen)
+        return rows
+
+    def _first_histogram(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        if not len(self._recorder.batch.input_sample):
+            return None
+        return count_bins(hidden[self._recorder.rows("input_sample", hidden.device)])
+
+    def _down_histogram(
+        self, call: ExpertsCall, rows: torch.Tensor, order: torch.Tensor
+    ) -> torch.Tensor | None:
+        if not len(self._recorder.batch.input_sample):
+            return None
+        is_sampled = torch.zeros(len(call.index), dtype=torch.int64, device=rows.device)
+        is_sampled[self._recorder.rows("input_sample", rows.device)] = 1
+        chosen = is_sampled[order // call.index.shape[1]]
+        if rows.device.type == "cpu":
+            return count_bins(rows[chosen.bool()])
+        # As above: on a GPU the others are zeroed, and their zeros taken out of the count.
+        histogram = count_bins(rows.masked_fill(chosen.unsqueeze(1) == 0, 0.0))
+        histogram[0] -= (1 - chosen).sum() * rows.shape[1]
+        return histogram

@@ -1,0 +1,69 @@
+"""One batch through the text decoder of a model, without its head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fp8calib.data.plan import Batch
+from fp8calib.errors import CalibrationError, Fp8CalibError
+from fp8calib.model.topology import text_decoder
+
+
+class Decoder:
+    """Runs batches through the text decoder (never the lm_head)."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._decoder: Any = text_decoder(model)[1]
+        self.config = model.config.get_text_config(decoder=True)
+        self.device = _input_device(model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the decoder computes in."""
+        dtype: torch.dtype = self._decoder.dtype
+        return dtype
+
+    @torch.no_grad()
+    def run(self, batch: Batch, cache: Any) -> torch.Tensor:
+        """Run one batch and give its last hidden state: [B, S, C].
+
+        Raises:
+            CalibrationError: out of memory, or the forward pass failed.
+        """
+        mask = batch.mask
+        try:
+            output = self._decoder(
+                input_ids=batch.input_ids.to(self.device, non_blocking=True),
+                attention_mask=None
+                if mask is None
+                else mask.long().to(self.device, non_blocking=True),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        except Fp8CalibError:
+            raise
+        except torch.OutOfMemoryError as error:
+            rows, columns = batch.input_ids.shape
+            raise CalibrationError(
+                f"out of memory at sample {batch.first}, with {rows} sequences of {columns} tokens",
+                hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
+            ) from error
+        except Exception as error:
+            raise CalibrationError(
+                f"{type(self._decoder).__name__}: its forward pass failed at sample {batch.first}: "
+                f"{type(error).__name__}: {error}",
+                hint="transformers runs this architecture in another way than is known here",
+            ) from error
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+
+def _input_device(model: nn.Module) -> torch.device:
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    hook = getattr(embedding, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return torch.device(device) if device is not None else embedding.weight.device
