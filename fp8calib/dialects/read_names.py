@@ -24,7 +24,7 @@ class Form(StrEnum):
     SINGLE = "kv_scale"
     """`self_attn.kv_scale`, for k and v: TGI, older AutoFP8."""
     PROJECTION = "k_proj.k_scale"
-    """`self_attn.k_proj.k_scale`: ModelOpt."""
+    """`self_attn.k_proj.k_scale`, or under a fused `qkv_proj`: ModelOpt."""
     OUTPUT = "k_proj.output_scale"
     """`self_attn.k_proj.output_scale`: Quark."""
     ZERO_POINT = "k_zero_point"
@@ -54,6 +54,7 @@ _SUFFIXES: Mapping[str, tuple[Form, tuple[Role, ...]]] = {
     for role in (Role.K, Role.V, Role.Q)
     for suffix, form, roles in (
         (f"{role}_proj.{role}_scale", Form.PROJECTION, (role,)),
+        (f"qkv_proj.{role}_scale", Form.PROJECTION, (role,)),
         (f"{role}_proj.output_scale", Form.OUTPUT, (role,)),
         (f"{role}_zero_point", Form.ZERO_POINT, (role,)),
         (f"{role}_scale", Form.ATTENTION, (role,)),
