@@ -1,0 +1,189 @@
+"""A model run as an engine would run it in FP8: tensors quantized at the seams and in weights.
+
+Nothing stays: the seams close with their context, and weights that were replaced are read again
+from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from fp8calib.data.plan import Batch
+from fp8calib.geometry import Attention, Linear, ModelGeometry
+from fp8calib.observe.seams import ExpertsCall, TappedCache, own_attentions, tapped
+from fp8calib.run.decoder import Decoder
+from fp8calib.sites import Role, Site
+from fp8calib.verify.quantizer import Quantizer, add_damage, measure_damage
+from fp8calib.verify.weights import Originals, WeightChange, changed_weights
+
+INPUT_MEASURE_STRIDE = 8
+"""Every how many tokens one is measured at inputs of linears; all of K, V and q are."""
+_REMEMBERED_INPUTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """What is quantized, and how."""
+
+    quantizers: Mapping[Site, Quantizer] = field(default_factory=dict)
+    """K, V, q and inputs; a site that is not named stays as it is."""
+    weights: tuple[WeightChange, ...] = ()
+
+    def only(self, modules: frozenset[str]) -> Emulation:
+        """Keep what belongs to `modules`, the paths of attention modules and linears."""
+        return Emulation(
+            quantizers={s: q for s, q in self.quantizers.items() if s.module in modules},
+            weights=tuple(
+                change
+                for change in self.weights
+                if {site.module for p in change.parameters for site in p.sites} <= modules
+            ),
+        )
+
+
+class EmulatingTaps:
+    """Replaces the tensors at the seams by quantized ones, and sums up what that did to each."""
+
+    def __init__(self, quantizers: Mapping[Site, Quantizer]) -> None:
+        self._quantizers = quantizers
+        self._kept: torch.Tensor | None = None
+        self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, torch.Tensor]] = []
+        self.damage: dict[Site, torch.Tensor] = {}
+
+    def begin_batch(self, batch: Batch) -> None:
+        """Open a batch: its padding is not measured."""
+        mask = batch.mask
+        self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
+        self._inputs.clear()
+
+    def end_batch(self) -> None:
+        """Let go of the batch's tensors."""
+        self._inputs.clear()
+
+    def tap_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize K and V."""
+        return (
+            self._heads(attention.site(Role.K), key),
+            self._heads(attention.site(Role.V), value),
+        )
+
+    def tap_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Quantize q as the engine has it: without what the model multiplied it by."""
+        site = attention.site(Role.Q)
+        if site not in self._quantizers:
+            return query
+        if attention.query_divisor == 1.0:
+            return self._heads(site, query)
+        unscaled = self._heads(site, query / attention.query_divisor)
+        return unscaled * attention.query_divisor
+
+    def tap_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Quantize the input of a linear, once for all that read the same tensor."""
+        return self._input([Site(linear.module, Role.INPUT)], x)
+
+    def tap_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+        """Quantize the input of gate and up."""
+        names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
+        return self._input([Site(f"{call.path}.{name}", Role.INPUT) for name in names], hidden)
+
+    def tap_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+        """Quantize the input of down."""
+        return self._input([Site(f"{call.path}.down_proj", Role.INPUT)], rows)
+
+    def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        quantizer = self._quantizers.get(site)
+        if quantizer is None:
+            return x
+        fake = quantizer.for_heads(x.shape[1]).fake(x)
+        if self._kept is None:
+            damage = measure_damage(x, fake, quantizer.fmt)
+        else:
+            kept = self._kept.to(x.device)
+            rows = [_tokens(t)[kept] for t in (x, fake.values, fake.scaled)]
+            damage = measure_damage(rows[0], type(fake)(rows[1], rows[2]), quantizer.fmt)
+        self.damage[site] = add_damage(self.damage.get(site), damage)
+        return fake.values.to(x.dtype)
+
+    def _input(self, sites: list[Site], x: torch.Tensor) -> torch.Tensor:
+        quantizer = self._quantizers.get(sites[0])
+        if quantizer is None or not x.numel():
+            return x
+        quantized, damage = self._quantized_input(quantizer, x)
+        for site in sites:
+            self.damage[site] = add_damage(self.damage.get(site), damage)
+        return quantized
+
+    def _quantized_input(
+        self, quantizer: Quantizer, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for seen, version, used, quantized, damage in self._inputs:
+            if seen is x and version == x._version and used.is_same(quantizer):
+                return quantized, damage
+        fake = quantizer.fake(x)
+        rows = [self._sample(t.reshape(-1, x.shape[-1])) for t in (x, fake.values, fake.scaled)]
+        damage = measure_damage(rows[0], type(fake)(rows[1], rows[2]), quantizer.fmt)
+        quantized = fake.values.to(x.dtype)
+        self._inputs.append((x, x._version, quantizer, quantized, damage))
+        del self._inputs[:-_REMEMBERED_INPUTS]
+        return quantized, damage
+
+    def _sample(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._kept is not None and int(self._kept[-1]) < len(rows):
+            rows = rows[self._kept.to(rows.device)]
+        return rows[::INPUT_MEASURE_STRIDE]
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """Lay heads side by side, one row per token: [B*S, H*D]."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class EmulatedModel:
+    """The text decoder of a model under one emulation; made by `emulated`."""
+
+    def __init__(self, decoder: Decoder, geometry: ModelGeometry, taps: EmulatingTaps) -> None:
+        self._decoder = decoder
+        self._attentions = own_attentions(geometry)
+        self._taps = taps
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Run one batch and give its last hidden state: [B, S, C]."""
+        self._taps.begin_batch(batch)
+        cache = TappedCache(self._decoder.config, self._attentions, (), self._taps)
+        hidden = self._decoder.run(batch, cache)
+        self._taps.end_batch()
+        return hidden
+
+
+@contextmanager
+def emulated(
+    model: PreTrainedModel,
+    geometry: ModelGeometry,
+    emulation: Emulation,
+    taps: EmulatingTaps,
+    *,
+    originals: Originals,
+) -> Iterator[EmulatedModel]:
+    """Run `model` under `emulation` while the context is open.
+
+    Args:
+        model: the unquantized model.
+        geometry: its geometry.
+        emulation: what to quantize.
+        taps: made of the same emulation; keeps what was measured from one context to the next.
+        originals: where the unquantized weights are read from when the context closes.
+    """
+    roles = {site.role for site in emulation.quantizers}
+    with ExitStack() as stack:
+        if emulation.weights:
+            stack.enter_context(changed_weights(model, emulation.weights, originals, taps.damage))
+        seams = tapped(model, geometry, taps, query=Role.Q in roles, inputs=Role.INPUT in roles)
+        stack.enter_context(seams)
+        yield EmulatedModel(Decoder(model), geometry, taps)

@@ -1,0 +1,174 @@
+"""How one tensor is quantized and what that does to it: tensors in, tensors out, no model in sight.
+
+Shapes: B batch, H heads, S sequence, D head size, C channels, O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8_cast import Rounding, round_to_format_
+from fp8calib.scales import SMALLEST_SCALE, scale_of
+
+GROUP = 128
+"""Channels that share a scale in the block scheme: 1 x 128 of inputs, 128 x 128 of weights."""
+
+
+class Dynamic(StrEnum):
+    """What a scale covers that is computed from the tensor itself."""
+
+    TENSOR = "tensor"
+    TOKEN = "token"  # noqa: S105 -- of text
+    """One row of the last dimension; of a weight: an output channel."""
+    GROUP = "group"
+    """128 channels of a row."""
+    BLOCK = "block"
+    """128 x 128 of the last two dimensions."""
+
+
+class Fake(NamedTuple):
+    """A tensor before and after: `values` fp32 as quantized and dequantized."""
+
+    values: torch.Tensor
+    scaled: torch.Tensor
+    """x / scale before saturation, fp32, the shape of `values`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantizer:
+    """The way of one tensor through the 8-bit format and back."""
+
+    fmt: Fp8Format
+    scale: torch.Tensor | Dynamic
+    """fp32 that broadcasts to the tensor, or what a scale of the tensor's own covers."""
+    rounding: Rounding = Rounding.NEAREST_EVEN
+    smallest_scale: float = SMALLEST_SCALE
+    """Lower bound of dynamic scales."""
+    largest_amax: float | None = None
+    """Dynamic scales never cover more than this magnitude (fbgemm's upper bound)."""
+    by_reciprocal: bool = False
+    """Multiply by 1 / scale (fp32) where the plain rule divides."""
+    in_model_dtype: bool = False
+    """Divide in the tensor's own dtype."""
+
+    def for_heads(self, num_heads: int) -> Quantizer:
+        """Repeat per-head scales where a model repeats its KV heads before it caches them."""
+        scale = self.scale
+        if not isinstance(scale, torch.Tensor) or not scale.ndim or len(scale) == num_heads:
+            return self
+        return replace(self, scale=scale.repeat_interleave(num_heads // len(scale), 0))
+
+    def is_same(self, other: Quantizer) -> bool:
+        """Whether the other one does the same to every tensor."""
+        if self is other:
+            return True
+        a, b = self.scale, other.scale
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            is_equal = a.shape == b.shape and torch.equal(a, b)
+            return is_equal and replace(self, scale=b) == other
+        return a is b and self == other
+
+    def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
+        """Quantize and dequantize: the shape and dtype of `x`."""
+        return self.fake(x).values.to(x.dtype)
+
+    def fake(self, x: torch.Tensor) -> Fake:
+        """Quantize and dequantize in fp32, and keep what saturation was applied to."""
+        scale = self.scale_for(x)
+        scaled = self._divide(x, scale)
+        values = round_to_format_(scaled.clone(), self.fmt, self.rounding).mul_(scale)
+        return Fake(values, scaled)
+
+    def scale_for(self, x: torch.Tensor) -> torch.Tensor:
+        """Give the scale of each element: fp32, broadcasts to `x`."""
+        if isinstance(self.scale, torch.Tensor):
+            return self.scale.to(x.device)
+        amax = _AMAX[self.scale](x.detach())
+        if self.largest_amax is not None:
+            amax = amax.clamp(max=self.largest_amax)
+        return scale_of(amax, self.fmt).clamp(min=self.smallest_scale)
+
+    def _divide(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if self.in_model_dtype:
+            return (x / scale.to(x.dtype)).float()
+        if self.by_reciprocal:
+            return x.float() * scale.reciprocal()
+        return x.float() / scale
+
+
+def _tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(x.amax(), x.amin().neg()).float()
+
+
+def _token_amax(x: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg()).float()
+
+
+def _group_amax(x: torch.Tensor) -> torch.Tensor:
+    padded = pad(x, (0, -x.shape[-1] % GROUP))
+    groups = padded.reshape(*x.shape[:-1], -1, GROUP)
+    amax = _token_amax(groups).squeeze(-1)
+    return amax.repeat_interleave(GROUP, -1)[..., : x.shape[-1]]
+
+
+def _block_amax(x: torch.Tensor) -> torch.Tensor:
+    rows, columns = x.shape[-2:]
+    padded = pad(x, (0, -columns % GROUP, 0, -rows % GROUP))
+    leading = x.shape[:-2]
+    num_rows, num_columns = (-(-size // GROUP) for size in (rows, columns))
+    blocks = padded.reshape(*leading, num_rows, GROUP, num_columns, GROUP)
+    amax = torch.maximum(blocks.amax((-3, -1)), blocks.amin((-3, -1)).neg()).float()
+    spread = amax.repeat_interleave(GROUP, -1).repeat_interleave(GROUP, -2)
+    return spread[..., :rows, :columns]
+
+
+_AMAX = {
+    Dynamic.TENSOR: _tensor_amax,
+    Dynamic.TOKEN: _token_amax,
+    Dynamic.GROUP: _group_amax,
+    Dynamic.BLOCK: _block_amax,
+}
+
+
+class Damage(NamedTuple):
+    """Sums over the elements of a tensor, each fp64 0-dim on the tensor's device."""
+
+    signal: torch.Tensor
+    """Of x squared."""
+    noise: torch.Tensor
+    """Of (quantized x - x) squared."""
+    clipped: torch.Tensor
+    """How many were beyond the format's largest value."""
+    flushed: torch.Tensor
+    """How many became zero that were none."""
+    num_elements: torch.Tensor
+    amax: torch.Tensor
+
+
+def measure_damage(x: torch.Tensor, fake: Fake, fmt: Fp8Format) -> torch.Tensor:
+    """Sum up what quantization did to `x`: fp64 [6], in the order of `Damage`."""
+    exact = x.float()
+    error = fake.values - exact
+    sums = (
+        torch.linalg.vector_norm(exact).double().square(),
+        torch.linalg.vector_norm(error).double().square(),
+        (fake.scaled.abs() > fmt.max).sum(dtype=torch.float64),
+        (exact.count_nonzero() - fake.values.count_nonzero()).double(),
+        torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
+        _tensor_amax(exact).double(),
+    )
+    return torch.stack(sums)
+
+
+def add_damage(total: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    """Add sums of `measure_damage`; the last of them is a maximum."""
+    if total is None:
+        return new
+    new = new.to(total.device)
+    return torch.cat([total[:-1] + new[:-1], torch.maximum(total[-1:], new[-1:])])

@@ -1,0 +1,229 @@
+"""Weights as an engine would hold them in FP8: quantized here, or read from an FP8 checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fp8calib.errors import VerificationError
+from fp8calib.geometry import Linear, ModelGeometry
+from fp8calib.scales import scale_of
+from fp8calib.sites import Role, Site
+from fp8calib.verify.quantizer import Dynamic, Fake, Quantizer, measure_damage
+
+_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+"""Modules that engines keep unquantized whatever the scheme: they choose experts."""
+
+
+class Originals(Protocol):
+    """Where unquantized weights are read again."""
+
+    def read(self, parameter: str) -> torch.Tensor:
+        """Read one parameter as the model holds it."""
+
+    def read_experts(self, parameter: str) -> Iterator[torch.Tensor]:
+        """Read a 3-D parameter of experts one expert at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightParameter:
+    """A parameter that holds the weight of one linear, or of one projection of all experts."""
+
+    name: str
+    sites: tuple[Site, ...]
+    """One, or gate's and up's of experts, which share a parameter."""
+    is_transposed: bool
+    """[in, out] (Conv1D, some experts) where Linear has [out, in]."""
+    num_experts: int
+
+    def slices(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """Give views [out, in] of the parameter: one, or one per expert."""
+        stacked = parameter if self.num_experts else parameter.unsqueeze(0)
+        return [part.T if self.is_transposed else part for part in stacked]
+
+
+class WeightChange(Protocol):
+    """Weights that are replaced together."""
+
+    @property
+    def parameters(self) -> tuple[WeightParameter, ...]:
+        """The parameters that are replaced."""
+
+    def apply(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+        """Replace `values` (by parameter name) in place; give what that did (`measure_damage`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requantized:
+    """Weights quantized as an engine's loader would do it, from the unquantized ones."""
+
+    parameters: tuple[WeightParameter, ...]
+    """A fused group: with one scale per tensor, they share it."""
+    quantizer: Quantizer
+
+    def apply(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+        """Quantize in place, expert by expert."""
+        slices = {p.name: p.slices(values[p.name]) for p in self.parameters}
+        for parameter in self.parameters:
+            damage = [
+                self._apply_one(weight, [slices[p.name][index] for p in self.parameters])
+                for index, weight in enumerate(slices[parameter.name])
+            ]
+            yield parameter, sum_damage(damage)
+
+    def _apply_one(self, weight: torch.Tensor, group: Sequence[torch.Tensor]) -> torch.Tensor:
+        quantizer = self.quantizer
+        if quantizer.scale is Dynamic.TENSOR and len(group) > 1:
+            amax = torch.stack([_amax(member) for member in group]).amax()
+            quantizer = replace(quantizer, scale=scale_of(amax, quantizer.fmt))
+        fake = quantizer.fake(weight)
+        damage = measure_damage(weight, fake, quantizer.fmt)
+        weight.copy_(fake.values)
+        return damage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Weights taken from an FP8 checkpoint, dequantized."""
+
+    parameters: tuple[WeightParameter, ...]
+    source: Originals
+    quantizer: Quantizer
+    """Tells the format; scales are those of the checkpoint."""
+
+    def apply(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+        """Copy the stored weights over the values, expert by expert."""
+        for parameter in self.parameters:
+            target = values[parameter.name]
+            if parameter.num_experts:
+                stored = self.source.read_experts(parameter.name)
+            else:
+                stored = iter([self.source.read(parameter.name)])
+            pieces = target if parameter.num_experts else target.unsqueeze(0)
+            damage = [
+                self._copy(piece, found.to(piece.device), parameter.name)
+                for piece, found in zip(pieces, stored, strict=True)
+            ]
+            yield parameter, sum_damage(damage)
+
+    def _copy(self, piece: torch.Tensor, found: torch.Tensor, name: str) -> torch.Tensor:
+        if piece.shape != found.shape:
+            raise VerificationError(
+                f"{name} is {list(found.shape)} in the FP8 checkpoint and {list(piece.shape)} in "
+                "the model",
+                hint="name the model that the checkpoint was made from",
+            )
+        values = found.float()
+        damage = measure_damage(piece, Fake(values, torch.zeros(1)), self.quantizer.fmt)
+        piece.copy_(values)
+        return damage
+
+
+def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add sums of `measure_damage`: fp64 [6]."""
+    stacked = torch.stack(list(parts))
+    return torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])
+
+
+def find_parameters(
+    geometry: ModelGeometry, modules: Mapping[str, nn.Module]
+) -> list[tuple[WeightParameter, ...]]:
+    """List the weights an FP8 scheme covers, fused groups (q/k/v, gate/up) together.
+
+    Every linear and every expert of the decoder layers, except what routes tokens to experts.
+    """
+    groups: dict[tuple[str, ...], dict[str, WeightParameter]] = {}
+    for _, linear in geometry.linears():
+        if linear.module.rpartition(".")[2] in _ROUTER_NAMES:
+            continue
+        group = groups.setdefault(_group_key(linear), {})
+        known = group.get(linear.weight_name)
+        sites = (Site(linear.module, Role.WEIGHT),)
+        group[linear.weight_name] = WeightParameter(
+            name=linear.weight_name,
+            sites=(*known.sites, *sites) if known else sites,
+            is_transposed=_is_transposed(linear, modules),
+            num_experts=linear.num_experts,
+        )
+    return [tuple(group.values()) for group in groups.values()]
+
+
+def _group_key(linear: Linear) -> tuple[str, ...]:
+    if linear.num_experts or linear.section == "other":
+        return (linear.weight_name,)
+    return (linear.root, linear.shares_input_with or linear.module)
+
+
+def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
+    if linear.num_experts:
+        experts = modules[linear.module.rpartition(".")[0]]
+        return bool(getattr(experts, "is_transposed", False))
+    return type(modules[linear.module]).__name__ == "Conv1D"
+
+
+@contextmanager
+def changed_weights(
+    model: nn.Module,
+    changes: Sequence[WeightChange],
+    originals: Originals,
+    damage: dict[Site, torch.Tensor],
+) -> Iterator[None]:
+    """Hold the changed weights in the model while the context is open.
+
+    Args:
+        model: the unquantized model, in memory.
+        changes: what to replace.
+        originals: where the unquantized weights are read again in the end.
+        damage: is filled with what was done to each weight (`measure_damage`).
+
+    Raises:
+        VerificationError: a weight is not in memory (offloaded), so it cannot be replaced.
+    """
+    values = {name: parameter.data for name, parameter in model.named_parameters()}
+    touched: list[WeightParameter] = []
+    try:
+        for change in changes:
+            touched += change.parameters
+            _require_in_memory(change.parameters, values)
+            for parameter, sums in change.apply(values):
+                damage.update(dict.fromkeys(parameter.sites, sums))
+        yield
+    finally:
+        for parameter in touched:
+            _restore(values[parameter.name], parameter, originals)
+
+
+def _restore(value: torch.Tensor, parameter: WeightParameter, originals: Originals) -> None:
+    if value.is_meta:
+        return
+    if not parameter.num_experts:
+        value.copy_(originals.read(parameter.name))
+        return
+    for piece, original in zip(value, originals.read_experts(parameter.name), strict=True):
+        piece.copy_(original)
+
+
+def _require_in_memory(
+    parameters: Sequence[WeightParameter], values: Mapping[str, torch.Tensor]
+) -> None:
+    for parameter in parameters:
+        if values[parameter.name].is_meta:
+            raise VerificationError(
+                f"{parameter.name} is offloaded, and cannot be replaced by its FP8 form",
+                hint="verify where the whole model fits into memory",
+            )
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(x.amax(), x.amin().neg()).float()
