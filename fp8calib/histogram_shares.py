@@ -4,8 +4,8 @@ A histogram knows how many magnitudes lie in a bin, not where in it. They are ta
 evenly in log2 over their bin, so a bound that cuts a bin splits its count in proportion. Bin 0
 mixes zeros with magnitudes under 2**-40; it is taken to hold zeros.
 
-Calibration samples its histograms (`StatsHeader.histogram_sequences`), so the largest magnitude of
-all may be missing from one: a share of 0 says that nothing sampled was concerned.
+Calibration samples its histograms (`StatsHeader.histogram_sequences`), so the largest magnitudes
+may be missing from one. Of those the amax is known: it is counted as one value.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf, isfinite, log10
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fp8calib.fp8 import Fp8Format
 from fp8calib.histogram import NUM_BINS, lower_edge
 
-_NARROWEST_BIN = 2.0**-20
-"""A top bin that is cut off at its lower edge keeps this relative width, and a logarithm of it."""
+Doubles = NDArray[np.float64]
+"""numpy, as torch starts threads for arrays of some hundred values: 5 ms become 280 when busy."""
+_POINT = 1 + 2.0**-20
+"""The ratio of the edges of a bin that stands for a single value."""
+_AT_THE_EDGE = 1 + 2.0**-18
+"""A bound this close to a value covers it: scales are rounded to fp32."""
 
 
 def clipped_share(
@@ -28,13 +34,14 @@ def clipped_share(
 ) -> float:
     """Estimate the share, 0 to 1, of all counted values for which |x| / scale exceeds fmt.max.
 
-    `amax`, where it is known, ends the highest bin that holds anything. Zeros count as values; a
-    histogram of nothing clips nothing.
+    Zeros count as values. `amax`, where it is known, is taken to be one of the values, and the
+    largest. A histogram of nothing clips nothing.
     """
     spread = spread_counts(histogram, amax=amax)
     if not spread.total:
         return 0.0
-    return 1 - spread.count_below(scale * fmt.max) / spread.total
+    covered = spread.count_below(scale * fmt.max * _AT_THE_EDGE)
+    return max(1 - covered / spread.total, 0.0)
 
 
 def flushed_share(
@@ -62,23 +69,33 @@ def expected_sqnr_db(
     Values are divided by `scale`, saturated and rounded to nearest.
     """
     spread = spread_counts(histogram, amax=amax)
-    noise = float(spread.squared_errors(torch.tensor([scale], dtype=torch.float64), fmt))
+    noise = float(spread.squared_errors(np.array([scale]), fmt)[0])
     return 10 * log10(spread.sum_of_squares / noise) if noise else inf
 
 
 def spread_counts(histogram: torch.Tensor, *, amax: float | None = None) -> Spread:
     """Spread the counts of a histogram, int64 [NUM_BINS], over their bins.
 
-    The highest bin that holds anything ends at `amax`, where it is given; the last bin of all,
-    which has no upper edge, at 2**24 or at a larger `amax`.
+    Where `amax` is given, one value is put there: one of the highest bin that holds any, which ends
+    at the amax, or one more if that bin ends below it (sampling missed it, but it was there). The
+    last bin of all has no upper edge; 2**24 is taken, or a larger `amax`.
     """
-    edges = _bin_edges().clone()
-    counts = histogram[1:].to(torch.float64)
-    if amax is not None and bool(counts.any()):
-        top = int(counts.nonzero().max())
-        highest = max(amax, float(edges[top]) * (1 + _NARROWEST_BIN))
-        edges[top + 1] = highest if top == len(counts) - 1 else min(highest, float(edges[top + 1]))
+    edges, counts = _bin_edges(), histogram[1:].numpy().astype(np.float64)
+    if amax is not None and counts.any():
+        edges, counts = _put_one_at(amax, edges, counts)
     return Spread(edges=edges, counts=counts, num_zeros=float(histogram[0]))
+
+
+def _put_one_at(amax: float, edges: Doubles, counts: Doubles) -> tuple[Doubles, Doubles]:
+    top = int(counts.nonzero()[0].max())
+    edges, counts = edges[: top + 2].copy(), counts[: top + 1].copy()
+    if amax < edges[-1] or top == NUM_BINS - 2:
+        counts[-1] -= 1
+        edges[-1] = max(amax, edges[-2] * _POINT)
+    else:
+        edges = np.append(edges, max(amax, edges[-1] * _POINT))
+        counts = np.append(counts, 0.0)
+    return np.append(edges, edges[-1] * _POINT), np.append(counts, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +105,8 @@ class Spread:
     Everything is float64; edges are [B + 1], counts [B].
     """
 
-    edges: torch.Tensor
-    counts: torch.Tensor
+    edges: Doubles
+    counts: Doubles
     num_zeros: float
 
     @property
@@ -100,25 +117,24 @@ class Spread:
     @property
     def sum_of_squares(self) -> float:
         """The second moment: the power of the signal, not divided by the count."""
-        return float(self._moments_below(self.edges[-1:])[2])
+        return float(self._moments_below(self.edges[-1:])[2][0])
 
     def count_below(self, bound: float) -> float:
         """Count the values under `bound` (> 0), zeros included."""
-        bounds = torch.tensor([bound], dtype=torch.float64)
-        return self.num_zeros + float(self._moments_below(bounds)[0])
+        return self.num_zeros + float(self._moments_below(np.array([bound]))[0][0])
 
     def quantile(self, share: float) -> float:
         """Give the magnitude below which a share in (0, 1] of all values lies; 0.0 among zeros."""
         rank = share * self.total - self.num_zeros
         if rank <= 0:
             return 0.0
-        reached = self.counts.cumsum(0)
-        index = min(int(torch.searchsorted(reached, rank)), int(self.counts.nonzero().max()))
-        fraction = 1 - (float(reached[index]) - rank) / float(self.counts[index])
-        low, high = self.edges[index : index + 2].tolist()
+        reached = self.counts.cumsum()
+        index = int(min(np.searchsorted(reached, rank), self.counts.nonzero()[0].max()))
+        fraction = 1 - (reached[index] - rank) / self.counts[index]
+        low, high = self.edges[index : index + 2]
         return float(low * (high / low) ** min(fraction, 1.0))
 
-    def squared_errors(self, scales: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    def squared_errors(self, scales: Doubles, fmt: Fp8Format) -> Doubles:
         """Sum (x - dequantized x)**2 over all values, for each of `scales`: float64 [S].
 
         Exact for this distribution: every FP8 value q takes what lies between the midpoints to its
@@ -127,23 +143,23 @@ class Spread:
         """
         values = _magnitudes(fmt)
         bounds = scales[:, None] * ((values[1:] + values[:-1]) / 2)
-        end = bounds[:, -1:].maximum(self.edges[-1])
-        bounds = torch.cat([torch.zeros_like(end), bounds, end], dim=1)
-        count, first, second = (moment.diff(dim=1) for moment in self._moments_below(bounds))
+        end = np.maximum(bounds[:, -1:], self.edges[-1])
+        bounds = np.concatenate([np.zeros_like(end), bounds, end], axis=1)
+        count, first, second = (np.diff(moment) for moment in self._moments_below(bounds))
         rounded = scales[:, None] * values
-        return (second - 2 * rounded * first + rounded**2 * count).sum(1).clamp(min=0)
+        errors: Doubles = (second - 2 * rounded * first + rounded**2 * count).sum(axis=1)
+        return errors.clip(min=0)
 
-    def _moments_below(self, bounds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _moments_below(self, bounds: Doubles) -> tuple[Doubles, ...]:
         """Sum x**0, x**1 and x**2 over the values between zero and each bound."""
-        bounds = bounds.clamp(float(self.edges[0]), float(self.edges[-1]))
-        index = torch.searchsorted(self.edges, bounds, right=True).sub_(1)
-        index.clamp_(max=len(self.counts) - 1)
+        bounds = bounds.clip(self.edges[0], self.edges[-1])
+        index = np.searchsorted(self.edges[:-1], bounds, side="right") - 1
         low, high = self.edges[:-1], self.edges[1:]
-        density = self.counts / (high / low).log()
+        density = self.counts / np.log(high / low)
         start = low[index]
-        inside = ((bounds / start).log(), bounds - start, (bounds**2 - start**2) / 2)
+        inside = (np.log(bounds / start), bounds - start, (bounds**2 - start**2) / 2)
         whole = (self.counts, density * (high - low), density * (high**2 - low**2) / 2)
-        before = (moment.cumsum(0) - moment for moment in whole)
+        before = (moment.cumsum() - moment for moment in whole)
         return tuple(
             earlier[index] + density[index] * part
             for earlier, part in zip(before, inside, strict=True)
@@ -151,15 +167,15 @@ class Spread:
 
 
 @cache
-def _bin_edges() -> torch.Tensor:
-    """Give the edges of bins 1 and up, float64: the first bfloat16 value each bin takes."""
-    edges = torch.tensor([lower_edge(index) for index in range(1, NUM_BINS + 1)])
-    codes = (edges.view(torch.int32) + 0xFFFF) >> 16 << 16
-    return codes.view(torch.float32).to(torch.float64)
+def _bin_edges() -> Doubles:
+    """Give the edges of bins 1 and up: the first bfloat16 value each bin takes."""
+    edges = np.array([lower_edge(index) for index in range(1, NUM_BINS + 1)], dtype=np.float32)
+    codes = (edges.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+    return codes.view(np.float32).astype(np.float64)
 
 
 @cache
-def _magnitudes(fmt: Fp8Format) -> torch.Tensor:
-    """List the finite values of a format from zero up, float64."""
+def _magnitudes(fmt: Fp8Format) -> Doubles:
+    """List the finite values of a format from zero up."""
     values = [value for code in range(0x80) if isfinite(value := fmt.value_of(code))]
-    return torch.tensor(values, dtype=torch.float64)
+    return np.array(values, dtype=np.float64)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
+import numpy as np
 import torch
 
 from fp8calib.errors import UsageError
@@ -21,9 +22,9 @@ from fp8calib.histogram_shares import Spread, spread_counts
 
 MOST_HEADROOM = 1024.0
 """More would leave e4m3fn fewer than five of its fifteen octaves of normal values."""
-_CANDIDATES_PER_OCTAVE = 32
+_CANDIDATES_PER_OCTAVE = 16
 _SEARCHED_OCTAVES = 16
-"""A magnitude 2**16 times a typical one outweighs the error of 2**32 of those if it is clipped."""
+"""A value 2**16 times a typical one outweighs all that clipping it can save on 2**32 of those."""
 _TIE = 1e-9
 
 
@@ -115,15 +116,15 @@ def find_reach(rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: 
     """Find what `rule` makes of a site whose largest magnitude is `amax`.
 
     A limit that comes from a histogram is one for the whole site: heads and ranks whose own amax
-    lies below it keep theirs. Histograms are sampled, and may miss the amax: `mse` gives no weight
-    to what they miss, a percentile is one of what was sampled, but `percentile:100` is the amax.
+    lies below it keep theirs. Histograms are sampled; of what they miss, the amax alone is known
+    and counts as one value. `percentile:100` is the amax exactly.
     """
     if rule.kind is RuleKind.HEADROOM:
         return Reach(factor=rule.number)
     if rule.kind is RuleKind.AMAX or rule == Rule(RuleKind.PERCENTILE, 100) or not amax > 0:
         return Reach()
     if histogram is None or not int(histogram.sum()):
-        return Reach(kept_amax=f"has no histogram, which {rule} needs: its amax is used")
+        return Reach(kept_amax=f"no histogram, which {rule} needs: amax is used")
     spread = spread_counts(histogram, amax=amax)
     if rule.kind is RuleKind.MSE:
         limit = _least_error(spread, amax, fmt)
@@ -131,7 +132,7 @@ def find_reach(rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: 
         limit = spread.quantile(rule.number / 100)
     if not limit:
         kind_of_values = f"values that are zero or under 2**{LOWEST_OCTAVE}"
-        return Reach(kept_amax=f"{rule} meets nothing but {kind_of_values}: its amax is used")
+        return Reach(kept_amax=f"{rule} meets nothing but {kind_of_values}: amax is used")
     return Reach(limit=min(limit, amax))
 
 
@@ -140,10 +141,10 @@ def _least_error(spread: Spread, amax: float, fmt: Fp8Format) -> float:
 
     0.0 where all that was counted are zeros, which any magnitude suits.
     """
-    if not bool(spread.counts.any()):
+    if not spread.counts.any():
         return 0.0
-    steps = torch.arange(_SEARCHED_OCTAVES * _CANDIDATES_PER_OCTAVE, dtype=torch.float64)
-    candidates = amax * 2 ** (-steps / _CANDIDATES_PER_OCTAVE)
+    steps = np.arange(_SEARCHED_OCTAVES * _CANDIDATES_PER_OCTAVE)
+    candidates = amax * 2.0 ** (-steps / _CANDIDATES_PER_OCTAVE)
     errors = spread.squared_errors(candidates / fmt.max, fmt)
     is_least = errors <= errors.min() * (1 + _TIE)
-    return float(candidates[int(is_least.nonzero()[0])])
+    return float(candidates[is_least][0])

@@ -57,6 +57,7 @@ def build_report(
         "dtype_why": job.dtype_why,
         "device": measured.device,
         "batch_size": job.recipe.data.batch_size,
+        "rule": str(job.recipe.scales.rule),
         "coverage": {
             "observed": len(stats.sites),
             "skipped": [item.model_dump() for item in stats.header.skipped],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -303,8 +303,15 @@ class _Job:
         self.notes.extend(
             Note(str(site), _WHY[scale.origin]) for site, scale in table.not_observed()
         )
-        self.notes.extend(Note(str(site), why) for site, why in table.kept_amax.items())
+        self.notes.extend(_notes_of_kept_amax(table))
         return table
+
+
+def _notes_of_kept_amax(table: ScaleTable) -> Iterator[Note]:
+    """Say once for all sites of a reason where the rule could not be followed."""
+    for why in dict.fromkeys(table.kept_amax.values()):
+        first, *others = (str(site) for site, reason in table.kept_amax.items() if reason == why)
+        yield Note(f"{first} and {len(others)} more" if others else first, why)
 
 
 def _write_kv_overlay(job: _Job, spec: FormatSpec, tp: int, target: Path) -> None:
