@@ -1,0 +1,85 @@
+"""Gates: how much perplexity a candidate may cost, and what its verdict is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from fp8calib.errors import UsageError
+from fp8calib.verify.report import Verdict
+from fp8calib.verify.summary import Summary
+
+
+class Gate(BaseModel):
+    """Thresholds on the perplexity ratio; between `pass_at` and `fail_above` lies a warning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    name: str
+    pass_at: float
+    """Pass at a ratio of at most this."""
+    fail_above: float
+    kld_fail_above: float | None = None
+    """Fail at a mean KL divergence (nats) above this, whatever the ratio."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Gate:
+        if not 0 < self.pass_at <= self.fail_above:
+            msg = "needs 0 < pass_at <= fail_above"
+            raise ValueError(msg)
+        return self
+
+
+GATES = {
+    gate.name: gate
+    for gate in (
+        Gate(name="kv", pass_at=1.01, fail_above=1.05),
+        Gate(name="w8a8", pass_at=1.02, fail_above=1.06),
+    )
+}
+
+
+def load_gate(text: str) -> Gate:
+    """Give the gate of that name, or read a YAML or JSON file of one.
+
+    Raises:
+        UsageError: neither, or the file is no gate.
+    """
+    if text in GATES:
+        return GATES[text]
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(
+            f"--gate {text}: neither a gate ({', '.join(GATES)}) nor a file",
+            hint="a file holds pass_at and fail_above, perplexity ratios",
+        )
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Gate.model_validate({"name": path.stem, **found})
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+        raise UsageError(f"--gate {text}: not a gate: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UsageError(f"--gate {text}: {where}: {first['msg']}") from error
+
+
+def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
+    """Give the verdict and the reason; thresholds are widened by one standard error."""
+    ratio, error = summary.log_ratio, summary.log_ratio_se
+    shown = f"ratio {summary.ppl_ratio:.4f} ± {summary.ppl_ratio_se:.4f}"
+    if gate.kld_fail_above is not None and summary.kld_mean > gate.kld_fail_above:
+        return Verdict.FAIL, f"mean KLD {summary.kld_mean:.4f} is above {gate.kld_fail_above:g}"
+    if abs(ratio) <= error:
+        return Verdict.NO_DIFFERENCE, f"{shown} is within one standard error of 1"
+    if ratio <= math.log(gate.pass_at):
+        return Verdict.PASS, f"{shown} is at most {gate.pass_at:g}"
+    if ratio <= math.log(gate.pass_at) + error:
+        return Verdict.PASS, f"{shown} is within one standard error of {gate.pass_at:g}"
+    if ratio <= math.log(gate.fail_above) + error:
+        within = ratio > math.log(gate.fail_above)
+        why = f"{shown} lies between {gate.pass_at:g} and {gate.fail_above:g}"
+        return Verdict.WARN, f"{why}, within one standard error" if within else why
+    return Verdict.FAIL, f"{shown} is above {gate.fail_above:g} by more than one standard error"

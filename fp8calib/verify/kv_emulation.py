@@ -1,0 +1,102 @@
+"""From a table of KV scales to what an engine does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fp8calib.errors import VerificationError
+from fp8calib.fp8 import Fp8Format
+from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.scales import Origin, Scale, ScaleTable
+from fp8calib.sites import Role, Site
+from fp8calib.tensor_parallel import rank_range
+from fp8calib.verify.profiles import EngineProfile
+from fp8calib.verify.quantizer import Quantizer
+
+
+def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
+    """Make the table an engine has that was given no scales: 1.0 for K and V of every layer."""
+    one = Scale(values=torch.ones(1), origin=Origin.OBSERVED)
+    return ScaleTable(
+        geometry=geometry,
+        fmt=fmt,
+        tp=1,
+        per_head=False,
+        scales={a.site(role): one for _, a in geometry.attentions() for role in (Role.K, Role.V)},
+    )
+
+
+def emulate_kv(table: ScaleTable, profile: EngineProfile) -> dict[Site, Quantizer]:
+    """Give the quantizers of K, V and, where the engine quantizes it, q.
+
+    Raises:
+        VerificationError: the scales are per head, and the engine has no such thing.
+    """
+    if table.per_head and not profile.kv_per_head:
+        raise VerificationError(
+            f"the scales are per head, and {profile.name} loads one per tensor",
+            hint="name an engine that honours them: --engine vllm",
+        )
+    quantizers: dict[Site, Quantizer] = {}
+    for _, attention in table.geometry.attentions():
+        for role in (Role.K, Role.V):
+            if attention.producer is None:
+                values = _values(table, attention, role, profile)
+                quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, profile)
+        if profile.quantizes_query and attention.kind == "heads":
+            quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention)
+    return quantizers
+
+
+def _values(
+    table: ScaleTable, attention: Attention, role: Role, profile: EngineProfile
+) -> torch.Tensor:
+    if profile.kv_joint_scale:
+        joint = torch.tensor([table.kv(attention, rank) for rank in range(table.tp)])
+        return _per_head(joint, attention.num_kv_heads)
+    values = table.scales[attention.site(role)].values
+    if table.per_head:
+        return values.reshape(-1, 1, 1)
+    return _per_head(values, attention.num_kv_heads)
+
+
+def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Give each head the scale of the first rank that owns it: [H, 1, 1], or 0-dim where equal."""
+    if bool((values == values[0]).all()):
+        return values[0].float()
+    spread = torch.zeros(num_heads)
+    for rank in reversed(range(len(values))):
+        heads = rank_range(num_heads, len(values), rank)
+        spread[heads.start : heads.stop] = values[rank]
+    return spread.reshape(-1, 1, 1)
+
+
+def _kv_quantizer(fmt: Fp8Format, values: torch.Tensor, profile: EngineProfile) -> Quantizer:
+    return Quantizer(
+        fmt=fmt,
+        scale=values,
+        rounding=profile.kv_rounding,
+        in_model_dtype=profile.kv_in_model_dtype,
+    )
+
+
+def _query_quantizer(table: ScaleTable, attention: Attention) -> Quantizer:
+    scale = table.scales.get(attention.site(Role.Q))
+    if scale is None:
+        values = torch.tensor(1.0)
+    elif table.per_head:
+        values = scale.values.reshape(-1, 1, 1)
+    else:
+        values = _per_head(scale.values, attention.num_heads)
+    return Quantizer(fmt=table.fmt, scale=values)
+
+
+def largest_scales(quantizers: Mapping[Site, Quantizer]) -> dict[Site, float]:
+    """Give the largest scale of each site whose scale is known beforehand."""
+    return {
+        site: float(quantizer.scale.max())
+        for site, quantizer in quantizers.items()
+        if isinstance(quantizer.scale, torch.Tensor)
+    }

@@ -1,0 +1,117 @@
+"""From per-token scores to the numbers of a report, with their errors."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.verify.report import PositionResult
+from fp8calib.verify.scoring import TokenScores, predicted_positions, split_sequences
+
+MIN_SEQUENCES = 2
+"""With fewer, the error is computed from tokens, which are not independent: it is too small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What per-token scores of a candidate amount to."""
+
+    ppl: float
+    log_ratio: float
+    """Logarithm of the candidate's perplexity over the reference's."""
+    log_ratio_se: float
+    kld_mean: float
+    kld_median: float
+    kld_p99: float
+    kld_max: float
+    top1_agreement: float
+
+    @property
+    def ppl_ratio(self) -> float:
+        """The candidate's perplexity over the reference's."""
+        return _exp(self.log_ratio)
+
+    @property
+    def ppl_ratio_se(self) -> float:
+        """Standard error of the ratio (delta method)."""
+        return self.ppl_ratio * self.log_ratio_se
+
+
+def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
+    """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
+    losses = (reference.logprobs - scores.logprobs).double()
+    klds = scores.klds.double()
+    return Summary(
+        ppl=compute_ppl(scores),
+        log_ratio=float(losses.mean()),
+        log_ratio_se=standard_error(losses, lengths),
+        kld_mean=float(klds.mean()),
+        kld_median=_quantile(klds, 0.5),
+        kld_p99=_quantile(klds, 0.99),
+        kld_max=float(klds.max()),
+        top1_agreement=float(scores.agrees.double().mean()),
+    )
+
+
+def compute_ppl(scores: TokenScores) -> float:
+    """Give the perplexity: exp of the mean negative log-probability."""
+    return _exp(-float(scores.logprobs.double().mean()))
+
+
+def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float:
+    """Give the standard error of the mean of per-token `losses`, clustered by sequence.
+
+    The mean is a ratio of two sums over sequences (losses and tokens), so its variance is that of
+    the residuals of the sequences' sums (Cochran, Sampling Techniques, 6.3).
+    """
+    mean = float(losses.mean())
+    if len(lengths) >= MIN_SEQUENCES:
+        parts = split_sequences(losses, lengths)
+        residuals = torch.stack([part.sum() - mean * len(part) for part in parts])
+    else:
+        residuals = losses - mean
+    clusters = len(residuals)
+    if clusters < MIN_SEQUENCES:
+        return 0.0
+    variance = float(residuals.square().sum()) * clusters / (clusters - 1)
+    return math.sqrt(variance) / len(losses)
+
+
+def summarize_positions(
+    scores: TokenScores, reference: TokenScores, lengths: Sequence[int]
+) -> tuple[PositionResult, ...]:
+    """Split by position, in ranges that double: 1, 2-3, 4-7, ..."""
+    positions = predicted_positions(lengths)
+    losses = (reference.logprobs - scores.logprobs).double()
+    octaves = positions.double().log2().floor().long()
+    results = []
+    for octave in range(int(octaves.max()) + 1):
+        chosen = octaves == octave
+        results.append(
+            PositionResult(
+                first=2**octave,
+                last=min(2 ** (octave + 1) - 1, int(positions.max())),
+                tokens=int(chosen.sum()),
+                kld_mean=float(scores.klds[chosen].double().mean()),
+                ppl_ratio=_exp(float(losses[chosen].mean())),
+            )
+        )
+    return tuple(results)
+
+
+def _quantile(values: torch.Tensor, share: float) -> float:
+    """Give the smallest value that at least `share` of the values do not exceed."""
+    rank = max(math.ceil(share * len(values)), 1)
+    return float(values.kthvalue(rank).values)
+
+
+def _exp(x: float) -> float:
+    """Exponentiate; what fp64 cannot hold becomes its largest number."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return sys.float_info.max
