@@ -9,6 +9,7 @@ import pytest
 from fp8calib.errors import RecipeError
 from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_recipe
 from fp8calib.recipe_files import recipe_files
+from fp8calib.rules import AMAX, Rule, RuleKind
 from fp8calib.scales import Fallback
 
 MODULES = ["model.layers.0.self_attn", "model.layers.0.mlp.up_proj", "model.layers.10.self_attn"]
@@ -22,6 +23,7 @@ def test_a_name_is_enough() -> None:
     assert (recipe.data.pack, recipe.data.seed) == (True, 0)
     assert (recipe.formats, recipe.tp) == (("kv-overlay",), (1,))
     assert recipe.scales.fallback is None
+    assert recipe.scales.rule == AMAX
 
 
 def test_every_section_is_read() -> None:
@@ -29,7 +31,7 @@ def test_every_section_is_read() -> None:
 name: mine
 observe: {query: false, ignore: [a, "re:b"]}
 data: {sources: [x.jsonl], samples: 3, seq_len: 9, batch_size: 2, pack: false, seed: 5}
-scales: {fallback: one, fp8_dtype: e4m3fnuz}
+scales: {rule: percentile:99.9, fallback: one, fp8_dtype: e4m3fnuz}
 formats: [rfc, tgi]
 tp: [1, 8]
 query_scale: true
@@ -44,6 +46,8 @@ query_scale: true
         "pack": False,
         "seed": 5,
     }
+    assert recipe.scales.rule == Rule(RuleKind.PERCENTILE, 99.9)
+    assert recipe.scales.model_dump()["rule"] == "percentile:99.9"
     assert (recipe.scales.fallback, recipe.scales.fp8_dtype) == (Fallback.ONE, "e4m3fnuz")
     assert (recipe.formats, recipe.tp, recipe.query_scale) == (("rfc", "tgi"), (1, 8), True)
 
@@ -56,6 +60,11 @@ query_scale: true
         ("description: no name", "name: Field required"),
         ("name: x\ndata: {samples: 0}", "data.samples: must be greater than or equal to 1, not 0"),
         ("name: x\nscales: {rule: guess}", "scales.rule: unknown rule 'guess'; known: amax"),
+        (
+            "name: x\nscales: {rule: percentile:0}",
+            "scales.rule: rule 'percentile:0': its number is",
+        ),
+        ("name: x\nscales: {rule: 5}", "scales.rule: unknown rule '5'"),
         ("name: x\nscales: {fallback: guess}", "scales.fallback: must be 'layer-max', 'one' or"),
         (
             "name: x\nobserve: {kv: false, query: false, inputs: false, weights: false}",

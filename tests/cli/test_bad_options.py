@@ -27,7 +27,9 @@ Refused = Callable[..., str]
             "does not divide the 4 attention heads of layer 0",
         ),
         (["--format", "rfc", "--tp", "8"], "does not divide the 4 attention heads"),
-        (["--rule", "guess"], "--rule: unknown rule 'guess'"),
+        (["--rule", "guess"], "--rule: unknown rule 'guess'; known: amax, percentile:P (0 < P"),
+        (["--rule", "percentile:nan"], "--rule: rule 'percentile:nan': its number is not in 0 < P"),
+        (["--rule", "headroom"], "--rule: rule 'headroom': needs a number, 1 <= H <= 1024"),
         (
             ["--fallback", "guess"],
             "--fallback: must be 'layer-max', 'one' or 'refuse', not 'guess'",

@@ -127,6 +127,7 @@ def test_another_model_is_refused(refused: Callable[..., str], stats: Path, tmp_
         (["--format", "vllm-json", "--tp", "0"], 2, "--tp 0"),
         (["--format", "vllm-json", "--tp", "3"], 2, "does not divide the 4 attention heads"),
         (["--format", "kv-scales", "--rule", "guess"], 2, "guess"),
+        (["--format", "kv-scales", "--rule", "percentile:101"], 2, "not in 0 < P <= 100"),
         (["--format", "kv-scales", "--fallback", "guess"], 2, "--fallback"),
         (["--format", "kv-scales", "--fp8-dtype", "int8"], 2, "--fp8-dtype"),
         (["--format", "kv-overlay", "--model", "no-such-folder-or-model"], 4, "no-such-folder"),

@@ -22,6 +22,7 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8 import E4M3FN, E4M3FNUZ
+from fp8calib.rules import AMAX, Rule, parse_rule
 from fp8calib.scales import Fallback
 from fp8calib.sites import Role
 from fp8calib.stats import CalibrationStats, SiteStats
@@ -55,6 +56,7 @@ def _write(
     tps: tuple[int, ...] = (1,),
     query: bool = False,
     fallback: Fallback | None = None,
+    rule: Rule = AMAX,
 ) -> WrittenFormats:
     needs_model = any(FORMATS[name].needs_model for name in formats)
     source = save_source(stats, out.with_name(f"{out.name}-source")) if needs_model else None
@@ -67,6 +69,7 @@ def _write(
         source=source,
         query=query,
         fallback=fallback,
+        rule=rule,
     )
 
 
@@ -278,6 +281,30 @@ def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
 def test_a_degree_that_cannot_be_is_refused_whatever_is_written(tp: int) -> None:
     with pytest.raises(UsageError, match=f"--tp {tp}"):
         check_export(linear_stats().geometry, ["kv-overlay", "kv-scales", "tgi"], [tp])
+
+
+def test_one_note_says_where_a_rule_could_not_be_followed(out: Path) -> None:
+    written = _write(plain_stats(), out, ("kv-scales",), query=True, rule=parse_rule("mse"))
+    why = "no histogram, which mse needs: amax is used"
+    assert written.notes == (Note("model.layers.0.self_attn.k and 5 more", why),)
+
+
+def test_a_rule_reaches_kv_inputs_and_no_weights(out: Path) -> None:
+    stats = linear_stats()
+    found = []
+    for text in ("amax", "headroom:2"):
+        folder = out / text.partition(":")[0]
+        folder.mkdir()
+        assert _write(stats, folder, ("rfc",), rule=parse_rule(text)).notes == ()
+        found.append(json.loads((folder / "rfc.tp1.json").read_text()))
+    plain, roomy = found
+    for section, factor in (("activation", 2), ("weight", 1)):
+        for part in ("mlp", "attention"):
+            before = plain[part][section]["scaling_factor"]["rank0"]["0"]
+            after = roomy[part][section]["scaling_factor"]["rank0"]["0"]
+            assert after == {name: factor * scale for name, scale in before.items()}
+    before, after = (each["kv_cache"]["scaling_factor"]["rank0"] for each in found)
+    assert after == {layer: 2 * scale for layer, scale in before.items()}
 
 
 def test_a_side_of_zeros_leaves_the_one_scale_of_its_layer_to_the_other(out: Path) -> None:

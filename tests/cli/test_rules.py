@@ -1,0 +1,134 @@
+"""`--rule`: from the command line to the numbers in the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8calib.histogram import count_bins, lower_edge
+from fp8calib.rules import RuleKind
+from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats, load_stats
+
+from .conftest import ALL_FORMATS, QUICK
+from .program import Outcome, snapshot, succeed
+
+BIN_WIDTH = 2 ** (1 / 8)
+
+
+@pytest.fixture
+def stats(calibrated: tuple[Path, Outcome]) -> Path:
+    return calibrated[0] / "stats.safetensors"
+
+
+def export_scales(stats: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:
+    succeed("export", stats, "--format", "kv-scales", "--out", out, *options)
+    return load_file(out / "kv_scales.safetensors")
+
+
+def percentile_bin(stats: CalibrationStats, site: Site, percent: float) -> tuple[float, float]:
+    """Find the edges of the bin a percentile lies in, by walking up the histogram to the amax."""
+    seen = stats.sites[site]
+    assert seen.histogram is not None
+    amax_bin = int(count_bins(seen.amax.max()).argmax())
+    counts = seen.histogram.numpy().copy()
+    counts[amax_bin] = max(counts[amax_bin], 1)  # sampling may have missed it
+    reached = np.cumsum(counts)
+    index = int(np.argmax(reached >= reached[-1] * percent / 100))
+    return lower_edge(index), lower_edge(index) * BIN_WIDTH
+
+
+def test_headroom_doubles_every_scale(stats: Path, tmp_path: Path) -> None:
+    plain = export_scales(stats, tmp_path / "plain", "--query-scale")
+    roomy = export_scales(stats, tmp_path / "roomy", "--query-scale", "--rule", "headroom:2")
+    assert len(plain) == 6
+    assert {name: 2 * scale.item() for name, scale in plain.items()} == {
+        name: scale.item() for name, scale in roomy.items()
+    }
+
+
+@pytest.mark.parametrize("percent", [50.0, 90.0, 99.0])
+def test_a_percentile_scale_lies_in_the_percentiles_bin(
+    stats: Path, tmp_path: Path, percent: float
+) -> None:
+    found = export_scales(stats, tmp_path / "p", "--rule", f"percentile:{percent}")
+    plain = export_scales(stats, tmp_path / "amax")
+    seen = load_stats(stats)
+    for layer in range(2):
+        for role in (Role.K, Role.V):
+            name = f"model.layers.{layer}.self_attn"
+            low, high = percentile_bin(seen, Site(name, role), percent)
+            limit = found[f"{name}.{role}_scale"].item() * 448
+            assert low * 0.999 <= limit <= high * 1.01
+            assert limit <= plain[f"{name}.{role}_scale"].item() * 448
+
+
+def test_percentile_100_is_amax_to_the_byte(stats: Path, tmp_path: Path) -> None:
+    for rule in ("amax", "percentile:100", "headroom:1"):
+        export_scales(stats, tmp_path / rule.partition(":")[0], "--rule", rule, "--query-scale")
+    amax, percentile, headroom = (
+        snapshot(tmp_path / name) for name in ("amax", "percentile", "headroom")
+    )
+    assert amax == percentile == headroom
+
+
+def test_the_least_error_is_at_most_amax(stats: Path, tmp_path: Path) -> None:
+    plain = export_scales(stats, tmp_path / "amax")
+    found = export_scales(stats, tmp_path / "mse", "--rule", "mse")
+    for name, scale in plain.items():
+        assert 0.5 < found[name].item() / scale.item() <= 1
+
+
+@pytest.mark.parametrize("rule", ["percentile:99", "mse", "headroom:1.5"])
+def test_calibrate_and_export_follow_a_rule_alike(
+    stats: Path, model: Path, data: Path, tmp_path: Path, rule: str
+) -> None:
+    options = [part for name in ALL_FORMATS for part in ("--format", name)]
+    options += ["--tp", "1", "--tp", "2", "--query-scale", "--rule", rule]
+    command = ("calibrate", model, "--data", data, *QUICK, *options, "--out", tmp_path / "c")
+    report = succeed(*command, "--json").json
+    exported = succeed(
+        "export", stats, *options, "--model", model, "--out", tmp_path / "e", "--json"
+    ).json
+    direct, again = snapshot(tmp_path / "c"), snapshot(tmp_path / "e")
+    assert {path: direct[path] for path in again} == again
+    assert report["rule"] == rule
+    assert (tmp_path / "c" / "stats.safetensors").read_bytes() == stats.read_bytes()
+    notes = [text for text in report["warnings"] if "no histogram" in text]
+    assert notes == [text for text in exported["warnings"] if "no histogram" in text]
+    kept = f"model.layers.0.self_attn.q and 1 more: no histogram, which {rule} needs: amax is used"
+    assert notes == ([] if rule.startswith("headroom") else [kept])
+
+
+def test_a_rule_of_a_recipe_is_followed_and_the_command_line_wins(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("name: mine\nscales: {rule: headroom:4}\nformats: [kv-scales]\n")
+    command = ("calibrate", model, "--data", data, *QUICK, "--recipe", recipe)
+    scales = {}
+    for name, options in {"recipe": (), "line": ("--rule", "amax")}.items():
+        succeed(*command, *options, "--out", tmp_path / name)
+        scales[name] = load_file(tmp_path / name / "kv_scales.safetensors")
+    for key, scale in scales["line"].items():
+        assert scales["recipe"][key].item() == 4 * scale.item()
+
+
+@pytest.mark.parametrize("command", ["calibrate", "export"])
+def test_the_help_names_every_rule(command: str) -> None:
+    shown = succeed(command, "--help").out
+    for kind in RuleKind:
+        assert kind in shown
+
+
+def test_recipes_are_shown_with_their_rule() -> None:
+    found = succeed("recipes", "kv", "--json").json
+    assert found["recipe"]["scales"]["rule"] == "amax"
+    assert found["schema"]["scales.rule"]["default"] == "amax"
+    assert "headroom:H" in found["schema"]["scales.rule"]["description"]
+    assert json.dumps(found)
