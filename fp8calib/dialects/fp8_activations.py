@@ -1,0 +1,210 @@
+"""What the quantization config of an FP8 checkpoint says of each linear: its weight and its input.
+
+Every method has its own config; here each becomes a function from a linear's path to a `Scheme`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from fp8calib.dialects.fp8_weights import BLOCK, Granularity
+from fp8calib.dialects.read_values import refusal
+from fp8calib.errors import VerificationError
+
+Fields = Mapping[str, object]
+GROUP_SIZE = 128
+_MAX_BOUND = 1e38
+
+
+class ActivationKind(StrEnum):
+    """How the input of a linear is quantized."""
+
+    NONE = "none"
+    STATIC = "static"
+    """With one scale from the checkpoint."""
+    TOKEN = "token"  # noqa: S105 -- a token of text
+    """With a scale per token, made while serving. Also what configs call dynamic per tensor:
+    vLLM 0.32.0 runs both per token (`compressed_tensors_w8a8_fp8.py`, `fp8.py`)."""
+    GROUP = "group"
+    """With a scale per token and 128 channels, made while serving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """How the input of one linear is quantized."""
+
+    kind: ActivationKind
+    scale: float | None = None
+    """Multiplies to dequantize; there if and only if the kind is `STATIC`."""
+    upper_bound: float | None = None
+    """What fbgemm caps the amax of a token at (`activation_scale_ub`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """What a config says of one linear."""
+
+    granularity: Granularity
+    block: tuple[int, int] = BLOCK
+    input: ActivationKind
+    upper_bound: float | None = None
+
+
+FindScheme = Callable[[str], Scheme]
+"""From a linear's path to its scheme; raises VerificationError where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """One quantizer of a config, in the words of compressed-tensors."""
+
+    strategy: str
+    dynamic: bool
+    group_size: int | None
+    block: tuple[int, int] | None
+
+
+def contradiction(path: Path, fault: str) -> VerificationError:
+    """Say that config and tensors do not fit."""
+    hint = "the config is of another checkpoint, or was edited; engines misread such a pair"
+    return refusal(path, fault, hint=hint)
+
+
+def matches_expression(module: str, expression: str) -> bool:
+    """Tell whether a path begins with what a regular expression describes.
+
+    Raises:
+        VerificationError: it is not a regular expression.
+    """
+    try:
+        return re.match(expression, module) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        message = f"re:{expression!a:.80} is not a regular expression: {error}"
+        raise VerificationError(message, hint="it stands in the quantization config") from error
+
+
+def take_list(path: Path, config: Fields, key: str) -> list[object]:
+    """Take a list from a config; absent or null is an empty one."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, list):
+        raise refusal(path, f"{key} is {value!a:.60}", hint="it is a list")
+    return value or []
+
+
+def take_block(path: Path, key: str, value: object) -> tuple[int, int]:
+    """Read rows and columns of a block from a config."""
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise refusal(path, f"{key} is {value!a:.60}", hint="it is two sizes, as [128, 128]")
+    return sizes[0], sizes[1]
+
+
+def make_scheme(path: Path, module: str, weights: Arguments, inputs: Arguments | None) -> Scheme:
+    """Put the scheme of a linear together from what a config says of its weight and input.
+
+    Raises:
+        VerificationError: it is none that FP8 weights are served with.
+    """
+    if weights.dynamic or weights.strategy not in tuple(Granularity):
+        raise refusal(path, f"{module}: weights of strategy {weights.strategy!a:.40} are not read")
+    granularity = Granularity(weights.strategy)
+    if granularity is Granularity.BLOCK and weights.block is None:
+        raise refusal(path, f"{module}: weights in blocks without a size of the blocks")
+    kind = ActivationKind.NONE if inputs is None else _find_kind(path, module, inputs)
+    return Scheme(granularity=granularity, block=weights.block or BLOCK, input=kind)
+
+
+def make_fp8_finder(path: Path, config: Fields) -> FindScheme:
+    """Read the config of AutoFP8 and of transformers' fine-grained FP8 (`quant_method: fp8`)."""
+    scheme = config.get("activation_scheme")
+    if scheme not in ("static", "dynamic"):
+        fault = f"activation_scheme is {scheme!a:.40}"
+        raise refusal(path, fault, hint="it is static or dynamic")
+    block = config.get("weight_block_size")
+    size = None if block is None else take_block(path, "weight_block_size", block)
+    if size is not None and scheme == "static":
+        raise refusal(path, "activation_scheme is static beside weight_block_size")
+    ignored = [
+        *take_list(path, config, "ignored_layers"),
+        *take_list(path, config, "modules_to_not_convert"),
+    ]
+    weights = Arguments(
+        strategy="tensor" if size is None else "block", dynamic=False, group_size=None, block=size
+    )
+    inputs = Arguments(
+        strategy="tensor" if size is None else "group",
+        dynamic=scheme == "dynamic",
+        group_size=None if size is None else size[1],
+        block=None,
+    )
+
+    def find(module: str) -> Scheme:
+        refuse_ignored(path, module, ignored, _is_below)
+        return make_scheme(path, module, weights, inputs)
+
+    return find
+
+
+def make_fbgemm_finder(path: Path, config: Fields) -> FindScheme:
+    """Read the config of fbgemm: rows have scales, tokens too, their amax capped."""
+    bound = config.get("activation_scale_ub")
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < _MAX_BOUND:
+        raise refusal(path, f"activation_scale_ub is {bound!a:.40}", hint="it is a number above 0")
+    ignored = take_list(path, config, "modules_to_not_convert")
+    upper_bound = float(bound)
+
+    def find(module: str) -> Scheme:
+        refuse_ignored(path, module, ignored, _is_below)
+        return Scheme(
+            granularity=Granularity.CHANNEL, input=ActivationKind.TOKEN, upper_bound=upper_bound
+        )
+
+    return find
+
+
+def refuse_ignored(
+    path: Path, module: str, ignored: Iterable[object], is_covered: Callable[[str, str], bool]
+) -> None:
+    """Refuse an FP8 weight that the config leaves unquantized.
+
+    Args:
+        path: the config.
+        module: the weight's linear.
+        ignored: what the config lists: paths, expressions after `re:`, others.
+        is_covered: tells of module and list entry whether the method takes these for a match too.
+
+    Raises:
+        VerificationError: `module` is listed.
+    """
+    for pattern in ignored:
+        if isinstance(pattern, str) and _is_named(module, pattern, is_covered):
+            fault = f"{module}: its weight is FP8, though the config leaves {pattern!a:.80} out"
+            raise contradiction(path, fault)
+
+
+def _is_named(module: str, pattern: str, is_covered: Callable[[str, str], bool]) -> bool:
+    if pattern.startswith("re:"):
+        return matches_expression(module, pattern.removeprefix("re:"))
+    return module == pattern or is_covered(module, pattern)
+
+
+def _is_below(module: str, pattern: str) -> bool:
+    """Tell whether the entry is a module that holds this one, as transformers takes it."""
+    return bool(pattern) and module.startswith(f"{pattern}.")
+
+
+def _find_kind(path: Path, module: str, inputs: Arguments) -> ActivationKind:
+    if not inputs.dynamic:
+        if inputs.strategy == "tensor":
+            return ActivationKind.STATIC
+        raise refusal(path, f"{module}: static inputs per {inputs.strategy!a:.40} are not read")
+    if inputs.strategy in ("tensor", "token"):
+        return ActivationKind.TOKEN
+    if inputs.strategy == "group" and inputs.group_size == GROUP_SIZE:
+        return ActivationKind.GROUP
+    fault = f"{module}: dynamic inputs per {inputs.strategy!a:.40} of {inputs.group_size!a:.40}"
+    raise refusal(path, fault, hint="known are tensor, token, and groups of 128 channels")

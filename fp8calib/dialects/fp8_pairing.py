@@ -1,0 +1,207 @@
+"""Which tensors of an FP8 checkpoint are weights and which are their scales, checked by header."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.checkpoint.discovery import find_weights
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.dialects.fp8_activations import ActivationKind, FindScheme, Scheme, contradiction
+from fp8calib.dialects.fp8_weights import (
+    WEIGHT_FORMATS,
+    Companions,
+    Fp8Weight,
+    Granularity,
+    is_companion,
+    is_orphan,
+    list_scale_shapes,
+    name_companions,
+)
+from fp8calib.dialects.read_config import CONFIG_NAME
+from fp8calib.dialects.read_values import cut_list, reading_errors, refusal
+from fp8calib.errors import ModelError
+from fp8calib.fp8 import Fp8Format
+
+_TRTLLM_SCALE = "weights_scaling_factor"
+_SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+_NO_SCALE_HINT = "the weights mean nothing without it; the download or the export is not complete"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """The FP8 weights of a checkpoint with their scales."""
+
+    weights: Mapping[str, Fp8Weight]
+    schemes: Mapping[str, Scheme]
+    """What the config says, by the weight's name."""
+    fmt: Fp8Format
+    zero_points: tuple[str, ...]
+    others: Mapping[str, TensorEntry]
+    """All tensors but scales and zero points."""
+
+
+def is_fp8_checkpoint(folder: Path) -> bool:
+    """Tell whether a folder holds FP8 weights of the Hugging Face kind, by headers alone.
+
+    Raises:
+        VerificationError: a file is damaged, so that nothing can be told.
+    """
+    if not folder.is_dir():
+        return False
+    try:
+        names = find_weights(folder)[0]
+    except ModelError:
+        names = tuple(path.name for path in sorted(folder.glob("*.safetensors")))
+    with reading_errors():
+        return any(_list_weights(TensorFile(folder / name).tensors) for name in names)
+
+
+def pair_tensors(checkpoint: Checkpoint, find_scheme: FindScheme) -> Pairing:
+    """Find the scales of every FP8 weight, and check them against its shape and the config.
+
+    Raises:
+        VerificationError: there are no FP8 weights, or a scale is missing, doubled, of a wrong
+            shape or dtype, or another one than the config speaks of.
+    """
+    names = {name: name_companions(name) for name in _list_weights(checkpoint.tensors)}
+    fmt = _find_format(checkpoint, names)
+    schemes = {name: find_scheme(item.module) for name, item in names.items()}
+    weights = {
+        name: _describe(checkpoint, name, item, schemes[name]) for name, item in names.items()
+    }
+    paired = {part for item in names.values() for part in item.all}
+    _refuse_orphans(checkpoint, paired)
+    others = {
+        name: entry
+        for name, entry in checkpoint.tensors.items()
+        if name not in paired and not is_companion(name)
+    }
+    zero_points = tuple(
+        part for item in names.values() for part in item.zero_points if part in checkpoint
+    )
+    return Pairing(
+        weights=weights, schemes=schemes, fmt=fmt, zero_points=zero_points, others=others
+    )
+
+
+def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """List the FP8 tensors that are no scales; TensorRT-LLM's are none of ours."""
+    return [
+        name
+        for name, entry in tensors.items()
+        if entry.dtype.startswith("F8_")
+        and not is_companion(name)
+        and f"{name.removesuffix('weight')}{_TRTLLM_SCALE}" not in tensors
+    ]
+
+
+def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
+    if not names:
+        hint = "name the folder of a checkpoint quantized to FP8"
+        raise refusal(checkpoint.folder, "there are no FP8 weights", hint=hint)
+    by_dtype = {checkpoint.tensors[name].dtype: name for name in names}
+    if len(by_dtype) > 1:
+        examples = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+        raise refusal(checkpoint.folder, f"FP8 weights of several dtypes: {examples}")
+    dtype, name = by_dtype.popitem()
+    if dtype not in WEIGHT_FORMATS:
+        known = ", ".join(WEIGHT_FORMATS)
+        raise refusal(
+            checkpoint.file_of(name), f"{name} is of dtype {dtype}", hint=f"known are {known}"
+        )
+    return WEIGHT_FORMATS[dtype]
+
+
+def _describe(checkpoint: Checkpoint, name: str, names: Companions, scheme: Scheme) -> Fp8Weight:
+    scale_name = _choose(checkpoint, name, names.scales)
+    if scale_name is None:
+        fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
+        raise refusal(
+            checkpoint.file_of(name), fault, hint=_explain_missing(checkpoint, names.scales)
+        )
+    shape = checkpoint.shape(name)
+    _check_shape(checkpoint, name, scale_name, scheme)
+    return Fp8Weight(
+        name=name,
+        module=names.module,
+        shape=shape,
+        scale_name=scale_name,
+        input_scale_name=_find_input_scale(checkpoint, name, names, scheme),
+        granularity=scheme.granularity,
+        block=scheme.block,
+    )
+
+
+def _choose(checkpoint: Checkpoint, name: str, candidates: Collection[str]) -> str | None:
+    """Give the one of several spellings that is there."""
+    found = [candidate for candidate in candidates if candidate in checkpoint]
+    if len(found) > 1:
+        fault = f"{name} has several scales: {', '.join(found)}"
+        raise refusal(checkpoint.file_of(name), fault, hint="engines differ in which they read")
+    if not found:
+        return None
+    dtype = checkpoint.tensors[found[0]].dtype
+    if dtype not in _SCALE_DTYPES:
+        fault = f"{found[0]} is of dtype {dtype}"
+        raise refusal(checkpoint.file_of(found[0]), fault, hint="scales of FP8 weights are floats")
+    return found[0]
+
+
+def _explain_missing(checkpoint: Checkpoint, candidates: Collection[str]) -> str:
+    beside = [item for item in checkpoint.unlisted if item.name in candidates]
+    if beside:
+        return f"{beside[0].name} stands in {beside[0].file_name}, but not in the index"
+    return _NO_SCALE_HINT
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: Scheme) -> None:
+    shape, scale_shape = checkpoint.shape(name), checkpoint.shape(scale_name)
+    if len(shape) not in (2, 3) or 0 in shape:
+        fault = f"{name} is FP8 of shape {list(shape)}"
+        hint = "FP8 weights are [out, in], or [experts, out, in]"
+        raise refusal(checkpoint.file_of(name), fault, hint=hint)
+    forms = list_scale_shapes(shape, scheme.block)
+    if scale_shape in forms[scheme.granularity]:
+        return
+    fitting = [form for form in Granularity if scale_shape in forms[form]]
+    fault = f"{scale_name} has shape {list(scale_shape)}"
+    if fitting:
+        says = f"the config says per {scheme.granularity}"
+        raise contradiction(
+            checkpoint.file_of(scale_name), f"{fault}, which is per {fitting[0]}; {says}"
+        )
+    expected = " or ".join(str(list(form)) for form in forms[scheme.granularity])
+    hint = f"for a weight {list(shape)}, scales per {scheme.granularity} are {expected}"
+    raise refusal(checkpoint.file_of(scale_name), fault, hint=hint)
+
+
+def _find_input_scale(
+    checkpoint: Checkpoint, name: str, names: Companions, scheme: Scheme
+) -> str | None:
+    found = _choose(checkpoint, name, names.input_scales)
+    is_static = scheme.input is ActivationKind.STATIC
+    if is_static and found is None:
+        fault = f"the inputs of {names.module} are static, but there is no {names.input_scales[0]}"
+        hint = _explain_missing(checkpoint, names.input_scales)
+        raise refusal(checkpoint.file_of(name), fault, hint=hint)
+    if found is None:
+        return None
+    if not is_static:
+        says = f"the inputs are {scheme.input}, as {CONFIG_NAME} has it"
+        raise contradiction(checkpoint.file_of(found), f"there is {found}, though {says}")
+    if checkpoint.shape(found) not in ((), (1,)):
+        fault = f"{found} has shape {list(checkpoint.shape(found))}"
+        raise refusal(checkpoint.file_of(found), fault, hint="a static input scale is one number")
+    return found
+
+
+def _refuse_orphans(checkpoint: Checkpoint, paired: Collection[str]) -> None:
+    orphans = [name for name in checkpoint.tensors if is_orphan(name) and name not in paired]
+    if orphans:
+        fault = f"scales without an FP8 weight: {cut_list(orphans)}"
+        hint = "the weights beside them are of another dtype (INT4, FP4), or missing"
+        raise refusal(checkpoint.file_of(orphans[0]), fault, hint=hint)
