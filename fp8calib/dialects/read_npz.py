@@ -72,4 +72,5 @@ def _read_array(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[np.generic
 
 
 def _describe(error: Exception) -> str:
-    return ascii(str(error) or type(error).__name__)[1:200].rstrip("'\"")
+    """Show what went wrong, in ASCII: a damaged archive's message repeats its bytes."""
+    return f"{type(error).__name__}, {error!s:.160}".encode("ascii", "backslashreplace").decode()

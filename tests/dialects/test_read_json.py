@@ -294,3 +294,10 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "scales.json").write_bytes(b'{"kv_cache": "\xff"}')
     with pytest.raises(VerificationError, match="not valid JSON: 'utf-8' codec"):
         read_scales(tmp_path / "scales.json", TWO_LAYERS)
+
+
+def test_a_file_too_large_for_scales_is_not_read_into_memory(tmp_path: Path) -> None:
+    with (tmp_path / "scales.json").open("wb") as file:
+        file.truncate(100_000_001)
+    with pytest.raises(VerificationError, match="too large for a scales file"):
+        read_scales(tmp_path / "scales.json", TWO_LAYERS)

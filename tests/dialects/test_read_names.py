@@ -122,6 +122,9 @@ def test_q_and_zero_points_alone_are_nothing_to_read(name: str, expected: bool) 
         ("transformer.h.{}.attn", "h.{}.attn", "transformer.h.{}.attn.attn"),
         ("gpt_neox.layers.{}.attention", None, "gpt_neox.layers.{}.attention.attn"),
         ("backbone.layers.{}.mixer", None, "backbone.layers.{}.mixer"),
+        ("blocks.{}.norm.attn", None, "blocks.{}.norm.attn"),
+        ("blocks.{}.norm.attn", None, "blocks.{}.norm.attn.attn"),
+        ("thinker.model.layers.{}.self_attn", None, "model.layers.{}.self_attn"),
     ],
 )
 def test_a_layer_is_found_whatever_the_model_is_wrapped_in(

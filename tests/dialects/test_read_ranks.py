@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -144,6 +146,7 @@ def test_the_layer_is_the_one_number_in_the_name(tmp_path: Path, suffix: str) ->
         "kv_cache_scaling_factor",
         "a.0.b.1.kv_cache_scaling_factor",
         "a.b0.kv_cache_scaling_factor",
+        f"a.{'1' * 5000}.kv_cache_scaling_factor",
     ):
         path = _save(tmp_path / f"rank0.{suffix}", {0: 1}, name)
         assert _refusal(path).endswith(f"{name}: which layer it is of cannot be told")
@@ -246,3 +249,29 @@ def test_a_damaged_member_is_refused(tmp_path: Path) -> None:
     raw[raw.index(b"\x93NUMPY") + 20] ^= 0xFF
     path.write_bytes(raw)
     assert "cannot be read" in _refusal(path)
+
+
+def _save_member(path: Path, raw: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{NAME.format(0)}.npy", raw)
+    return path
+
+
+def _npy(version: tuple[int, int]) -> bytes:
+    target = io.BytesIO()
+    np.lib.format.write_array(target, np.ones(1, np.float32), version=version)
+    return target.getvalue()
+
+
+def test_an_array_without_its_number_is_refused(tmp_path: Path) -> None:
+    path = _save_member(tmp_path / "rank0.npz", _npy((1, 0))[:-2])
+    assert _refusal(path).endswith(f"{NAME.format(0)}: cut short")
+
+
+def test_the_versions_of_arrays_that_numpy_writes_for_numbers_are_read(tmp_path: Path) -> None:
+    geometry = make_geometry([make_attention(0)])
+    for version in ((1, 0), (2, 0)):
+        path = _save_member(tmp_path / "rank0.npz", _npy(version))
+        assert _values(read_scales(path, geometry)) == [[1.0], [1.0]]
+    path = _save_member(tmp_path / "rank0.npz", _npy((3, 0)))
+    assert "version (3, 0) of the .npy format" in _refusal(path)

@@ -441,3 +441,14 @@ def test_tgis_dtype_is_the_format_of_the_table(tmp_path: Path) -> None:
 def test_weights_in_8_bit_floats_are_seen(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = {"model.layers.0.mlp.down_proj.weight": torch.ones(2, 2).to(dtype)}
     assert read_scales(_save(tmp_path / "a", _pair() | weight), TWO_LAYERS).has_weights
+
+
+def test_scales_outside_the_decoder_are_told(tmp_path: Path) -> None:
+    others = {f"mtp.layers.0.self_attn.{name}": _scalar(9) for name in ("k_scale", "v_scale")}
+    found = read_scales(_save(tmp_path / "a", _pair() | others), TWO_LAYERS)
+
+    assert _values(found) == EXPECTED
+    assert found.notes == (
+        "2 scales outside the decoder left aside "
+        "(mtp.layers.0.self_attn.k_scale, mtp.layers.0.self_attn.v_scale)",
+    )
