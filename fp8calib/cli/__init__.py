@@ -27,6 +27,7 @@ _HINTS = {
     "data": "check the file, or pass other data",
     "calibration": "this model or this data cannot be calibrated as it is",
     "export": "choose another --format or --out",
+    "verification": "look at the file the message names",
 }
 """What to do where an error itself does not say it."""
 

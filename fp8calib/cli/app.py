@@ -11,6 +11,7 @@ from fp8calib.cli.calibrate_command import calibrate_command
 from fp8calib.cli.export_command import export_command
 from fp8calib.cli.recipes_command import recipes_command
 from fp8calib.cli.show_command import show_command
+from fp8calib.cli.verify_command import verify_command
 
 app = typer.Typer(
     name="fp8calib",
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command("calibrate")(calibrate_command)
 app.command("export")(export_command)
+app.command("verify")(verify_command)
 app.command("show")(show_command)
 app.command("recipes")(recipes_command)
 

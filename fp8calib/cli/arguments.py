@@ -54,6 +54,43 @@ TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code a checkpoint carries.")
 ]
 
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        metavar="SPEC",
+        help="File (.jsonl .json .parquet .txt), folder, hub:NAME[:CONFIG][:SPLIT] or builtin; "
+        "SPEC@WEIGHT mixes several. Default: builtin.",
+    ),
+]
+SamplesOption = Annotated[
+    int | None, typer.Option("--samples", metavar="N", min=1, help="Sequences; default 512.")
+]
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(
+        "--seq-len", metavar="L", min=2, help="Tokens each; default min(2048, the model's)."
+    ),
+]
+BatchSizeOption = Annotated[
+    int | None,
+    typer.Option("--batch-size", metavar="B", min=1, help="Sequences at once; default 1."),
+]
+NoPackOption = Annotated[
+    bool, typer.Option("--no-pack", help="Keep rows whole: cut, padded, the padding masked.")
+]
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Where to run.")
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option("--dtype", metavar="auto|float32|bfloat16|float16", help="What to compute in."),
+]
+DeviceMapOption = Annotated[
+    str | None,
+    typer.Option("--device-map", metavar="auto", help="Spread the model over all GPUs."),
+]
+
 
 def spread_formats(arguments: Sequence[str]) -> list[str]:
     """Let one --format take several names: `--format a b` becomes `--format a --format b`."""

@@ -8,13 +8,21 @@ from typing import Annotated
 import typer
 
 from fp8calib.cli.arguments import (
+    BatchSizeOption,
+    DataOption,
+    DeviceMapOption,
+    DeviceOption,
+    DtypeOption,
     FallbackOption,
     ForceOption,
     FormatOption,
     Fp8DtypeOption,
     JsonOption,
+    NoPackOption,
     RevisionOption,
     RuleOption,
+    SamplesOption,
+    SeqLenOption,
     TpOption,
     TrustOption,
     split_names,
@@ -24,15 +32,7 @@ from fp8calib.cli.heavy_imports import heavy_imports
 
 def calibrate_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id.")],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            metavar="SPEC",
-            help="File (.jsonl .json .parquet .txt), folder, hub:NAME[:CONFIG][:SPLIT] or builtin; "
-            "SPEC@WEIGHT mixes several. Default: builtin.",
-        ),
-    ] = None,
+    data: DataOption = None,
     recipe: Annotated[
         str, typer.Option("--recipe", metavar="NAME|FILE", help="See `fp8calib recipes`.")
     ] = "kv",
@@ -42,22 +42,10 @@ def calibrate_command(
     ] = None,
     formats: FormatOption = None,
     tp: TpOption = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", metavar="N", min=1, help="Sequences; default 512.")
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            "--seq-len", metavar="L", min=2, help="Tokens each; default min(2048, the model's)."
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option("--batch-size", metavar="B", min=1, help="Sequences at once; default 1."),
-    ] = None,
-    no_pack: Annotated[
-        bool, typer.Option("--no-pack", help="Keep rows whole: cut, padded, the padding masked.")
-    ] = False,
+    samples: SamplesOption = None,
+    seq_len: SeqLenOption = None,
+    batch_size: BatchSizeOption = None,
+    no_pack: NoPackOption = False,
     seed: Annotated[
         int | None,
         typer.Option("--seed", metavar="S", help="Orders the mixing of weighted specs."),
@@ -68,19 +56,9 @@ def calibrate_command(
     query_scale: Annotated[
         bool, typer.Option("--query-scale", help="Write q_scale into overlays.")
     ] = False,
-    device: Annotated[
-        str, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Where to run.")
-    ] = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype", metavar="auto|float32|bfloat16|float16", help="What to compute in."
-        ),
-    ] = "auto",
-    device_map: Annotated[
-        str | None,
-        typer.Option("--device-map", metavar="auto", help="Spread the model over all GPUs."),
-    ] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    device_map: DeviceMapOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan; load no weights, write nothing.")
     ] = False,

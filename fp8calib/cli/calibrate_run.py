@@ -22,7 +22,8 @@ from fp8calib.cli.calibrate_report import (
     show_report,
 )
 from fp8calib.cli.console import Bar, print_json, say, warn
-from fp8calib.data.plan import DataPlan, build_plan
+from fp8calib.cli.opening import check_device_map, plan_data, quiet_libraries
+from fp8calib.data.plan import DataPlan
 from fp8calib.dialects.registry import (
     check_export,
     check_formats,
@@ -38,7 +39,6 @@ from fp8calib.model.load import (
     build_skeleton,
     choose_device,
     load_model,
-    load_tokenizer,
     open_source,
 )
 from fp8calib.model.weights import WeightSource
@@ -48,12 +48,10 @@ from fp8calib.stats import CalibrationStats, save_stats
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEFAULT_SEQ_LEN = 2048
-
 
 def run_calibrate(settings: Settings) -> None:
     """Calibrate as the settings say, and show the outcome."""
-    _quiet_libraries()
+    quiet_libraries()
     with _opened(settings) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
@@ -70,21 +68,13 @@ def run_calibrate(settings: Settings) -> None:
     show_report(job, stats, report)
 
 
-def _quiet_libraries() -> None:
-    """Keep the libraries' own bars and advice off the terminal: ours says what matters."""
-    import transformers  # noqa: PLC0415
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 @contextmanager
 def _opened(settings: Settings) -> Iterator[Job]:
     recipe = settings.recipe
     check_formats(recipe.formats)
     _check_observed(recipe)
     device = choose_device(settings.device)
-    _check_device_map(settings)
+    check_device_map(settings.device_map, settings.device)
     source = open_source(
         settings.model,
         revision=settings.revision,
@@ -131,33 +121,18 @@ def _check_observed(recipe: Recipe) -> None:
         raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
 
 
-def _check_device_map(settings: Settings) -> None:
-    if settings.device_map not in {None, "auto"}:
-        raise UsageError(f"--device-map {settings.device_map}: only auto is known")
-    if settings.device_map and settings.device != "auto":
-        raise UsageError("--device-map auto chooses the devices itself: leave out --device")
-
-
 def _plan(settings: Settings, source: ModelSource) -> DataPlan | None:
-    recipe = settings.recipe
-    if not recipe.observe.needs_forward:
+    data = settings.recipe.data
+    if not settings.recipe.observe.needs_forward:
         return None
-    vocab_size = int(source.text_config.vocab_size)
-    longest = source.max_positions
-    seq_len = recipe.data.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
-    if longest is not None and seq_len > longest:
-        raise UsageError(
-            f"--seq-len {seq_len} is above the model's maximum of {longest} positions",
-            hint=f"use --seq-len {longest} or less",
-        )
-    return build_plan(
-        recipe.data.sources,
-        tokenizer=lambda: load_tokenizer(source, vocab_size),
-        vocab_size=vocab_size,
-        samples=recipe.data.samples,
-        seq_len=seq_len,
-        pack=recipe.data.pack,
-        seed=recipe.data.seed,
+    return plan_data(
+        source,
+        sources=data.sources,
+        samples=data.samples,
+        seq_len=data.seq_len,
+        pack=data.pack,
+        seed=data.seed,
+        part="calibrate",
     )
 
 

@@ -18,7 +18,7 @@ from fp8calib.geometry import Attention, Linear, ModelGeometry
 from fp8calib.observe.seams import ExpertsCall, TappedCache, own_attentions, tapped
 from fp8calib.run.decoder import Decoder
 from fp8calib.sites import Role, Site
-from fp8calib.verify.quantizer import Quantizer, add_damage, measure_damage
+from fp8calib.verify.quantizer import Fake, Quantizer, add_damage, measure_damage
 from fp8calib.verify.weights import Originals, WeightChange, changed_weights
 
 INPUT_MEASURE_STRIDE = 8
@@ -97,17 +97,20 @@ class EmulatingTaps:
         """Quantize the input of down."""
         return self._input([Site(f"{call.path}.down_proj", Role.INPUT)], rows)
 
+    def measure_heads(self, quantizer: Quantizer, x: torch.Tensor) -> tuple[Fake, torch.Tensor]:
+        """Quantize K, V or q [B, H, S, D], and sum up what that does to the tokens that count."""
+        fake = quantizer.for_heads(x.shape[1]).fake(x)
+        if self._kept is None:
+            return fake, measure_damage(x, fake, quantizer.fmt)
+        kept = self._kept.to(x.device)
+        before, *after = (_tokens(t)[kept] for t in (x, *fake))
+        return fake, measure_damage(before, Fake(*after), quantizer.fmt)
+
     def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         quantizer = self._quantizers.get(site)
         if quantizer is None:
             return x
-        fake = quantizer.for_heads(x.shape[1]).fake(x)
-        if self._kept is None:
-            damage = measure_damage(x, fake, quantizer.fmt)
-        else:
-            kept = self._kept.to(x.device)
-            rows = [_tokens(t)[kept] for t in (x, fake.values, fake.scaled)]
-            damage = measure_damage(rows[0], type(fake)(rows[1], rows[2]), quantizer.fmt)
+        fake, damage = self.measure_heads(quantizer, x)
         self.damage[site] = add_damage(self.damage.get(site), damage)
         return fake.values.to(x.dtype)
 
@@ -127,8 +130,8 @@ class EmulatingTaps:
             if seen is x and version == x._version and used.is_same(quantizer):
                 return quantized, damage
         fake = quantizer.fake(x)
-        rows = [self._sample(t.reshape(-1, x.shape[-1])) for t in (x, fake.values, fake.scaled)]
-        damage = measure_damage(rows[0], type(fake)(rows[1], rows[2]), quantizer.fmt)
+        before, *after = (self._sample(t.reshape(-1, x.shape[-1])) for t in (x, *fake))
+        damage = measure_damage(before, Fake(*after), quantizer.fmt)
         quantized = fake.values.to(x.dtype)
         self._inputs.append((x, x._version, quantizer, quantized, damage))
         del self._inputs[:-_REMEMBERED_INPUTS]

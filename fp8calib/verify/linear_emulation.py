@@ -25,3 +25,171 @@ from fp8calib.verify.weights import (
     WeightParameter,
     find_parameters,
 )
+
+Linears = tuple[dict[Site, Quantizer], tuple[WeightChange, ...]]
+"""Quantizers of inputs by site, and what happens to weights."""
+
+
+def emulate_scheme(
+    scheme: Scheme,
+    geometry: ModelGeometry,
+    modules: Mapping[str, nn.Module],
+    profile: EngineProfile,
+    *,
+    fmt: Fp8Format,
+    stats: CalibrationStats | None,
+) -> Linears:
+    """Emulate `scheme` on the unquantized model.
+
+    Raises:
+        VerificationError: the scheme has static input scales, and there are no stats.
+        ExportError: the stats hold nothing for an input.
+    """
+    groups = find_parameters(geometry, modules)
+    quantizer = Quantizer(fmt=fmt, scale=scheme.weights)
+    changes = tuple(Requantized(parameters=group, quantizer=quantizer) for group in groups)
+    covered = {site.module for group in groups for p in group for site in p.sites}
+    linears = [linear for _, linear in geometry.linears() if linear.module in covered]
+    if scheme.has_static_inputs:
+        return _static_inputs(linears, stats, profile, scheme, fmt), changes
+    if scheme.inputs is None:
+        return {}, changes
+    dynamic = Quantizer(fmt=fmt, scale=scheme.inputs, smallest_scale=profile.smallest_dynamic_scale)
+    return {Site(linear.module, Role.INPUT): dynamic for linear in linears}, changes
+
+
+def _static_inputs(
+    linears: list[Linear],
+    stats: CalibrationStats | None,
+    profile: EngineProfile,
+    scheme: Scheme,
+    fmt: Fp8Format,
+) -> dict[Site, Quantizer]:
+    if stats is None:
+        raise VerificationError(
+            f"--scheme {scheme.name}: its input scales come from calibration",
+            hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
+        )
+    table = compute_linear_scales(stats, fmt)
+    found = ((linear, _static_scale(linear, table, stats, fmt)) for linear in linears)
+    return {
+        Site(linear.module, Role.INPUT): _static_quantizer(scale, fmt, profile)
+        for linear, scale in found
+    }
+
+
+def _static_scale(
+    linear: Linear, table: ScaleTable, stats: CalibrationStats, fmt: Fp8Format
+) -> torch.Tensor:
+    """Give the one scale of a linear's input; of experts, the largest: engines keep one."""
+    if linear.section == "other":
+        site = Site(linear.module, Role.INPUT)
+        if site not in stats.sites:
+            raise VerificationError(f"the stats hold nothing for {site}")
+        return scale_of(stats.sites[site].amax.max(), fmt)
+    sites = (
+        Site(linear.logical(part, expert), Role.INPUT)
+        for part in linear.parts
+        for expert in linear.experts
+    )
+    return torch.stack([table.scales[site].values.max() for site in sites]).max()
+
+
+def _static_quantizer(
+    scale: torch.Tensor | float, fmt: Fp8Format, profile: EngineProfile
+) -> Quantizer:
+    return Quantizer(
+        fmt=fmt,
+        scale=torch.as_tensor(scale, dtype=torch.float32),
+        by_reciprocal=profile.input_by_reciprocal,
+    )
+
+
+def emulate_checkpoint(
+    checkpoint: Fp8Checkpoint,
+    source: WeightSource,
+    geometry: ModelGeometry,
+    modules: Mapping[str, nn.Module],
+    profile: EngineProfile,
+) -> Linears:
+    """Emulate a whole FP8 checkpoint: its weights, and its inputs as its config has them.
+
+    Args:
+        checkpoint: the FP8 checkpoint.
+        source: the same, by the model's parameters.
+        geometry: of the unquantized model.
+        modules: of the unquantized model.
+        profile: the engine.
+
+    Raises:
+        VerificationError: it quantizes no linear of the model, or quantizes one in part.
+    """
+    stored = [
+        parameter
+        for group in find_parameters(geometry, modules)
+        for parameter in group
+        if _is_stored(parameter, checkpoint, source)
+    ]
+    if not stored:
+        raise VerificationError(
+            f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",
+            hint="name the model that the checkpoint was made from",
+        )
+    quantizer = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.TENSOR)
+    changes = tuple(
+        Stored(parameters=(parameter,), source=source, quantizer=quantizer) for parameter in stored
+    )
+    return dict(_stored_inputs(stored, checkpoint, source, profile)), changes
+
+
+def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource) -> bool:
+    names = source.names_of([parameter.name])
+    quantized = names & checkpoint.quantized
+    if quantized and quantized != names:
+        missing = sorted(names - quantized)
+        raise VerificationError(
+            f"{checkpoint.folder}: {parameter.name} is stored in FP8 in part: {missing[0]} is not"
+        )
+    return bool(quantized)
+
+
+def _stored_inputs(
+    stored: list[WeightParameter],
+    checkpoint: Fp8Checkpoint,
+    source: WeightSource,
+    profile: EngineProfile,
+) -> Iterator[tuple[Site, Quantizer]]:
+    for parameter in stored:
+        found = {checkpoint.activation(name) for name in source.names_of([parameter.name])}
+        quantizer = _input_quantizer(parameter, found, checkpoint, profile)
+        if quantizer is not None:
+            for site in parameter.sites:
+                yield Site(site.module, Role.INPUT), quantizer
+
+
+def _input_quantizer(
+    parameter: WeightParameter,
+    found: set[Activation],
+    checkpoint: Fp8Checkpoint,
+    profile: EngineProfile,
+) -> Quantizer | None:
+    kinds = {activation.kind for activation in found}
+    if len(kinds) > 1:
+        raise VerificationError(
+            f"{checkpoint.folder}: the inputs of {parameter.name} are quantized in "
+            f"{len(kinds)} ways: {', '.join(sorted(kinds))}"
+        )
+    kind = kinds.pop()
+    if kind is ActivationKind.NONE:
+        return None
+    if kind is ActivationKind.STATIC:
+        # Experts share one input scale in engines: the largest.
+        largest = max(activation.scale or 0.0 for activation in found)
+        return _static_quantizer(largest, checkpoint.fmt, profile)
+    bounds = [a.upper_bound for a in found if a.upper_bound is not None]
+    return Quantizer(
+        fmt=checkpoint.fmt,
+        scale=Dynamic.TOKEN if kind is ActivationKind.TOKEN else Dynamic.GROUP,
+        smallest_scale=profile.smallest_dynamic_scale,
+        largest_amax=max(bounds) if bounds else None,
+    )

@@ -1,0 +1,64 @@
+"""What every command does before a model runs: libraries quiet, devices checked, data planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp8calib.data.plan import DataPlan, build_plan
+from fp8calib.data.sources import Part
+from fp8calib.errors import UsageError
+from fp8calib.model.load import ModelSource, load_tokenizer
+
+DEFAULT_SEQ_LEN = 2048
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own bars and advice off the terminal: ours says what matters."""
+    import transformers  # noqa: PLC0415
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def check_device_map(device_map: str | None, device: str) -> None:
+    """Refuse device maps that are not known, or that contradict the device."""
+    if device_map not in {None, "auto"}:
+        raise UsageError(f"--device-map {device_map}: only auto is known")
+    if device_map and device != "auto":
+        raise UsageError("--device-map auto chooses the devices itself: leave out --device")
+
+
+def plan_data(
+    source: ModelSource,
+    *,
+    sources: Sequence[str],
+    samples: int,
+    seq_len: int | None,
+    pack: bool,
+    seed: int,
+    part: Part,
+) -> DataPlan:
+    """Build the data plan of a run; without a length, 2048 tokens or the model's maximum.
+
+    Raises:
+        UsageError: the length is above the model's maximum, or a spec makes no sense.
+        DataError: the data cannot be read.
+    """
+    vocab_size = int(source.text_config.vocab_size)
+    longest = source.max_positions
+    length = seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    if longest is not None and length > longest:
+        raise UsageError(
+            f"--seq-len {length} is above the model's maximum of {longest} positions",
+            hint=f"use --seq-len {longest} or less",
+        )
+    return build_plan(
+        sources,
+        tokenizer=lambda: load_tokenizer(source, vocab_size),
+        vocab_size=vocab_size,
+        samples=samples,
+        seq_len=length,
+        pack=pack,
+        seed=seed,
+        part=part,
+    )

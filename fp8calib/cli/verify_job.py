@@ -1,0 +1,72 @@
+"""The nouns of `fp8calib verify`: what was asked for, and what was decided before running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import DataPlan
+from fp8calib.fp8 import Fp8Format
+from fp8calib.model.load import ModelSource
+from fp8calib.rules import Rule
+from fp8calib.verify.candidates import Opened, Target
+from fp8calib.verify.gates import Gate
+from fp8calib.verify.profiles import EngineProfile
+from fp8calib.verify.schemes import Scheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifySettings:
+    """The command line, as it was given."""
+
+    model: str
+    scales: tuple[str, ...]
+    data: tuple[str, ...]
+    engine: str
+    scheme: str | None
+    rules: tuple[str, ...]
+    sensitivity: bool
+    fp8_dtype: str
+    samples: int
+    seq_len: int | None
+    batch_size: int
+    pack: bool
+    gate: str | None
+    report: Path | None
+    dump: Path | None
+    device: str
+    dtype: str
+    device_map: str | None
+    dry_run: bool
+    revision: str | None
+    trust_remote_code: bool
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What names on the command line stand for."""
+
+    profile: EngineProfile
+    scheme: Scheme | None
+    rules: tuple[Rule, ...]
+    fmt: Fp8Format
+    gate: Gate | None
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyJob:
+    """Everything decided before a weight is loaded."""
+
+    settings: VerifySettings
+    choices: Choices
+    source: ModelSource
+    checkpoint: Checkpoint
+    target: Target
+    opened: tuple[Opened, ...]
+    plan: DataPlan
+    dtype: str
+    dtype_why: str
+    warnings: tuple[str, ...]

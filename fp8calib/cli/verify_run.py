@@ -1,0 +1,194 @@
+"""What `fp8calib verify` does: open, check, plan, run, show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.cli.console import Bar, print_json, say, warn
+from fp8calib.cli.opening import check_device_map, plan_data, quiet_libraries
+from fp8calib.cli.verify_job import Choices, VerifyJob, VerifySettings
+from fp8calib.cli.verify_questions import build_question
+from fp8calib.cli.verify_show import describe_plan, show_plan, show_verification
+from fp8calib.data.plan import DataPlan
+from fp8calib.errors import UsageError, VerificationError
+from fp8calib.fp8 import FORMATS
+from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
+from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load_model, open_source
+from fp8calib.model.topology import find_geometry
+from fp8calib.model.weights import WeightSource
+from fp8calib.provenance import fingerprint_model
+from fp8calib.rules import parse_rule
+from fp8calib.verify.candidates import Opened, Target, open_candidate
+from fp8calib.verify.gates import load_gate
+from fp8calib.verify.profiles import find_profile
+from fp8calib.verify.report import SCALE_ONE, Verdict, VerifyReport
+from fp8calib.verify.schemes import find_scheme
+from fp8calib.verify.verify import Subject, Verified, verify
+
+_RESERVED_NAMES = frozenset({"reference", SCALE_ONE})
+
+
+def run_verify(settings: VerifySettings) -> int:
+    """Verify as the settings say, show the outcome, and give the exit code."""
+    quiet_libraries()
+    choices = _choose(settings)
+    with _opened(settings, choices) as job:
+        for text in (*job.plan.warnings, *job.warnings):
+            warn(text)
+        if settings.dry_run:
+            show_plan(describe_plan(job), as_json=settings.as_json)
+            return 0
+        with Bar() as bar:
+            verified = _run(job, bar)
+    _write(settings, verified)
+    if settings.as_json:
+        print_json(verified.report.model_dump(mode="json", exclude={"histograms"}))
+    show_verification(verified.report, settings)
+    return _exit_code(settings, verified.report)
+
+
+def _choose(settings: VerifySettings) -> Choices:
+    check_device_map(settings.device_map, settings.device)
+    _check_names(settings.scales)
+    for path in (settings.report, settings.dump):
+        _check_writable(path)
+    if settings.report is not None:
+        from fp8calib.verify.page import require_plotly  # noqa: PLC0415 -- pages are an extra
+
+        require_plotly()
+    if settings.fp8_dtype not in FORMATS:
+        raise UsageError(
+            f"--fp8-dtype {settings.fp8_dtype}: unknown format", hint=f"known: {', '.join(FORMATS)}"
+        )
+    return Choices(
+        profile=find_profile(settings.engine),
+        scheme=find_scheme(settings.scheme) if settings.scheme else None,
+        rules=tuple(map(parse_rule, settings.rules)),
+        fmt=FORMATS[settings.fp8_dtype],
+        gate=load_gate(settings.gate) if settings.gate else None,
+        device=choose_device(settings.device),
+    )
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    for name in names:
+        if name in _RESERVED_NAMES:
+            raise UsageError(f"--scales {name}: that name is taken", hint=f"write ./{name}")
+        if names.count(name) > 1:
+            raise UsageError(f"--scales {name}: given twice")
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise UsageError(f"{path} is a folder", hint="name a file")
+
+
+@contextmanager
+def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
+    source = open_source(
+        settings.model,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    with Checkpoint.open(source.folder, require_config=True) as checkpoint:
+        dtype, why = choose_dtype(settings.dtype, device=choices.device, checkpoint=checkpoint)
+        skeleton = build_skeleton(source)
+        geometry, _ = find_geometry(
+            skeleton,
+            WeightSource(skeleton, checkpoint).whole,
+            checkpoint_dtype=stored_dtype(checkpoint),
+        )
+        target = Target(
+            checkpoint=checkpoint,
+            fingerprint=fingerprint_model(source.raw_config, checkpoint),
+            geometry=geometry,
+        )
+        fuse = choices.profile.fused_weights_share_scale
+        opened = tuple(open_candidate(name, target, fuse=fuse) for name in settings.scales)
+        job = VerifyJob(
+            settings=settings,
+            choices=choices,
+            source=source,
+            checkpoint=checkpoint,
+            target=target,
+            opened=opened,
+            plan=_plan(settings, source),
+            dtype=dtype,
+            dtype_why=why,
+            warnings=(),
+        )
+        build_question(job, skeleton)  # what cannot be emulated is said before weights are loaded
+        yield replace(job, warnings=tuple(_overlaps(job.plan, opened)))
+
+
+def _plan(settings: VerifySettings, source: ModelSource) -> DataPlan:
+    return plan_data(
+        source,
+        sources=settings.data,
+        samples=settings.samples,
+        seq_len=settings.seq_len,
+        pack=settings.pack,
+        seed=0,
+        part="verify",
+    )
+
+
+def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
+    rows = set(plan.row_hashes.tolist())
+    for candidate in opened:
+        if candidate.stats is None:
+            continue
+        seen = rows & set(candidate.stats.row_hashes.tolist())
+        if seen:
+            yield (
+                f"{candidate.name}: {len(seen)} of the {len(rows)} rows of this text were "
+                "calibrated on: the figures flatter these scales"
+            )
+
+
+def _run(job: VerifyJob, bar: Bar) -> Verified:
+    say(f"computing in {job.dtype} on {job.choices.device} ({job.dtype_why})")
+    bar.stage("loading the model", None)
+    model = load_model(
+        job.source,
+        dtype=DTYPES[job.dtype],
+        device=job.choices.device,
+        device_map=job.settings.device_map,
+    )
+    subject = Subject(
+        name=job.settings.model,
+        model=model,
+        geometry=job.target.geometry,
+        originals=WeightSource(model, job.checkpoint),
+        dtype=job.dtype,
+        device=job.choices.device,
+    )
+    question = build_question(job, model)
+    return verify(subject, question, job.plan, batch_size=job.settings.batch_size, progress=bar)
+
+
+def _write(settings: VerifySettings, verified: Verified) -> None:
+    if settings.dump is not None:
+        save_tensors(settings.dump, dict(verified.logprobs), metadata={"format": "pt"})
+        say(f"log-probabilities of {len(verified.logprobs)} models in {settings.dump}")
+    if settings.report is not None:
+        from fp8calib.verify.page import write_page  # noqa: PLC0415
+
+        write_page(verified.report, settings.report)
+        say(f"report in {settings.report}")
+
+
+def _exit_code(settings: VerifySettings, report: VerifyReport) -> int:
+    failed = [
+        candidate
+        for candidate in report.candidates
+        if candidate.name != SCALE_ONE and candidate.verdict is Verdict.FAIL
+    ]
+    return VerificationError.exit_code if settings.gate and failed else 0

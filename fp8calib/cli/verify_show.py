@@ -1,0 +1,142 @@
+"""The report of a verification for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8calib.cli.console import print_json, print_table, print_text, say
+from fp8calib.cli.verify_job import VerifyJob, VerifySettings
+from fp8calib.verify.report import LayerResult, VerifyReport
+
+_SHOWN_SITES = 8
+
+
+def describe_plan(job: VerifyJob) -> dict[str, Any]:
+    """Say what a run would do."""
+    return {
+        "plan": {
+            "model": job.settings.model,
+            "architecture": job.target.geometry.architecture,
+            "layers": len(job.target.geometry.layers),
+            "weights_size_bytes": job.checkpoint.total_size_bytes,
+            "engine": job.choices.profile.name,
+            "candidates": [*job.settings.scales, "scale-1.0"],
+            "dtype": job.dtype,
+            "dtype_why": job.dtype_why,
+            "device": job.choices.device,
+            "sequences": len(job.plan.sequences),
+            "tokens": job.plan.num_tokens,
+            "data": list(job.plan.sources),
+        }
+    }
+
+
+def show_plan(plan: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a plan."""
+    if as_json:
+        print_json(plan)
+        return
+    rows = [[key, _spell(value)] for key, value in plan["plan"].items()]
+    print_table("plan (nothing was run)", ["what", "value"], rows)
+
+
+def _spell(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
+    """Print the report for people; only the advice, on stderr, when stdout is for JSON."""
+    if settings.as_json:
+        say(report.advice)
+        return
+    print_text(report.advice)
+    print_text("")
+    _show_candidates(report)
+    _show_sites(report)
+    _show_sensitivity(report)
+    _show_rules(report)
+
+
+def _show_candidates(report: VerifyReport) -> None:
+    title = (
+        f"{report.engine} ({report.engine_version}), {report.tokens:,} tokens in "
+        f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
+        f"{report.reference.ppl:.4f}"
+    )
+    columns = ["candidate", "ppl", "ratio", "± se", "KLD mean", "p99", "top-1", "verdict"]
+    rows = [
+        [
+            candidate.name,
+            f"{candidate.ppl:.4f}",
+            f"{candidate.ppl_ratio:.4f}",
+            f"{candidate.ppl_ratio_se:.4f}",
+            f"{candidate.kld_mean:.5f}",
+            f"{candidate.kld_p99:.4f}",
+            f"{candidate.top1_agreement:.2%}",
+            candidate.verdict.value,
+        ]
+        for candidate in report.candidates
+    ]
+    print_table(title, columns, rows)
+    for candidate in report.candidates:
+        print_text(f"  {candidate.name}: {candidate.description}")
+        print_text(
+            f"    {candidate.verdict.value} ({candidate.gate} gate): {candidate.verdict_why}"
+        )
+
+
+def _show_sites(report: VerifyReport) -> None:
+    for candidate in report.candidates:
+        rows = [row for row in report.layers if row.candidate == candidate.name]
+        if rows:
+            print_text("")
+            title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} most damaged sites"
+            columns = ["site", "SQNR dB", "clipped", "flushed", "amax", "scale"]
+            print_table(title, columns, [_site_row(row) for row in rows[:_SHOWN_SITES]])
+
+
+def _site_row(row: LayerResult) -> Sequence[str]:
+    return [
+        row.site,
+        "-" if row.sqnr_db is None else f"{row.sqnr_db:.1f}",
+        f"{row.clipped:.2%}",
+        f"{row.flushed:.2%}",
+        f"{row.amax:.4g}",
+        "dynamic" if row.scale is None else f"{row.scale:.4g}",
+    ]
+
+
+def _show_sensitivity(report: VerifyReport) -> None:
+    found = report.sensitivity
+    if found is None:
+        return
+    print_text("")
+    title = f"{found.candidate}: one layer at a time, on {found.sequences} sequences"
+    rows = [
+        [str(layer.layer), f"{layer.kld_mean:.6f}", f"{layer.ppl_ratio:.4f}"]
+        for layer in found.layers[:_SHOWN_SITES]
+    ]
+    print_table(title, ["layer", "KLD mean", "ratio"], rows)
+    if found.skip_layers:
+        named = ", ".join(map(str, found.skip_layers))
+        print_text(f"worth leaving unquantized: layers {named}  {found.flag}")
+    else:
+        print_text("no layer stands out: none is worth leaving unquantized")
+
+
+def _show_rules(report: VerifyReport) -> None:
+    if not report.rules:
+        return
+    print_text("")
+    rows = [
+        [
+            rule.rule,
+            f"{rule.kld_mean:.5f}",
+            f"{rule.ppl_ratio:.4f}",
+            f"{rule.ppl_ratio_se:.4f}",
+        ]
+        for rule in report.rules
+    ]
+    title = f"{report.rules[0].candidate}: scale rules on this text, best first"
+    print_table(title, ["rule", "KLD mean", "ratio", "± se"], rows)

@@ -1,0 +1,147 @@
+"""The report in a sentence: which scale is wrong, or whether scales are needed at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from fp8calib.verify.report import SCALE_ONE, CandidateResult, LayerResult, Verdict
+
+CLIPPED = 1e-3
+"""Above this share of clipped values a scale is too small, whatever the metrics say."""
+LOST_DB = 6.0
+"""A site this far under the median of its role stands out."""
+LOWEST_DB = 15.0
+"""Half the SQNR (in dB) that e4m3 gives a tensor whose scale fits."""
+NOTABLE_KLD = 1.25
+"""Scales whose mean KL divergence is not lower by this factor change nothing worth the effort."""
+
+
+def advise(candidates: Sequence[CandidateResult], layers: Sequence[LayerResult]) -> str:
+    """Say what is broken first, then whether the KV cache needs scales."""
+    sentences = [
+        text
+        for candidate in candidates
+        if candidate.name != SCALE_ONE and (text := _broken(candidate, layers))
+    ]
+    return " ".join([*sentences, _about_scales(candidates, layers)])
+
+
+def find_broken(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResult]:
+    """List the sites of a candidate whose scale does not fit, the most damaged first."""
+    rows = [row for row in layers if row.candidate == candidate and row.sqnr_db is not None]
+    usual = {
+        role: median(row.sqnr_db or 0.0 for row in rows if row.role == role)
+        for role in {row.role for row in rows}
+    }
+    return [row for row in rows if _is_broken(row, usual[row.role])]
+
+
+def _is_broken(row: LayerResult, usual_db: float) -> bool:
+    if row.sqnr_db is None:
+        return False
+    is_low = row.sqnr_db < LOWEST_DB or row.sqnr_db < usual_db - LOST_DB
+    return row.clipped > CLIPPED or (is_low and (row.clipped > 0 or row.flushed > 0))
+
+
+def _broken(candidate: CandidateResult, layers: Sequence[LayerResult]) -> str:
+    rows = find_broken(candidate.name, layers)
+    if not rows:
+        return ""
+    described = [_describe(row) for row in rows[:3]]
+    more = f", and {len(rows) - 3} more" if rows[3:] else ""
+    return f"{candidate.name}: {'; '.join(described)}{more}."
+
+
+def _describe(row: LayerResult) -> str:
+    scale = "" if row.scale is None else f", scale {row.scale:.3g}"
+    where = f"{row.site} (layer {row.layer}, amax {row.amax:.3g}{scale})"
+    if row.clipped > CLIPPED or row.clipped > row.flushed:
+        return f"{where} clips: its scale is too small, {_percent(row.clipped)} of the values clip"
+    return (
+        f"{where} underflows: its scale is too large, {_percent(row.flushed)} of the values "
+        "become zero"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else f"{share:.2g}"
+
+
+def _about_scales(candidates: Sequence[CandidateResult], layers: Sequence[LayerResult]) -> str:
+    by_name = {candidate.name: candidate for candidate in candidates}
+    unscaled = by_name.get(SCALE_ONE)
+    if unscaled is None:
+        return _verdicts(candidates)
+    scaled = [
+        candidate
+        for candidate in candidates
+        if candidate.name != SCALE_ONE and _has_kv_only(candidate.name, layers)
+    ]
+    hurt = find_broken(SCALE_ONE, layers)
+    if not scaled:
+        return _alone(unscaled, hurt)
+    best = min(scaled, key=lambda candidate: candidate.kld_mean)
+    return _compare(unscaled, best, hurt)
+
+
+def _verdicts(candidates: Sequence[CandidateResult]) -> str:
+    said = [f"{candidate.name}: {candidate.verdict}" for candidate in candidates]
+    return f"{', '.join(said)}." if said else "nothing was compared."
+
+
+def _has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
+    roles = {row.role for row in layers if row.candidate == name}
+    return bool(roles) and roles <= {"k", "v", "q"}
+
+
+def _is_fine(candidate: CandidateResult) -> bool:
+    return candidate.verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}
+
+
+def _alone(unscaled: CandidateResult, hurt: Sequence[LayerResult]) -> str:
+    cost = f"KLD {unscaled.kld_mean:.4f}, {unscaled.verdict_why}"
+    if hurt:
+        return f"{_list_hurt(hurt)} at scale 1.0 ({cost}); calibrate."
+    if _is_fine(unscaled):
+        return f"this model does not need KV scales: at scale 1.0 {cost}."
+    return f"scale 1.0 costs accuracy ({cost}), though no layer stands out; calibrate."
+
+
+def _compare(unscaled: CandidateResult, best: CandidateResult, hurt: Sequence[LayerResult]) -> str:
+    klds = f"KLD {unscaled.kld_mean:.4f} at scale 1.0 against {best.kld_mean:.4f}"
+    if best.kld_mean > unscaled.kld_mean * NOTABLE_KLD:
+        return f"scale 1.0 is better than {best.name} ({klds}): do not use these scales."
+    if hurt:
+        return f"{_list_hurt(hurt)} at scale 1.0; use {best.name} ({klds})."
+    if unscaled.kld_mean > best.kld_mean * NOTABLE_KLD:
+        return f"scales help: use {best.name} ({klds})."
+    if _is_fine(unscaled):
+        return f"this model does not need KV scales: {klds} with {best.name}."
+    return (
+        f"scales change nothing here ({klds} with {best.name}): what it costs comes from FP8 "
+        f"itself ({unscaled.verdict_why})."
+    )
+
+
+def _list_hurt(rows: Sequence[LayerResult]) -> str:
+    clipping = _layers(row for row in rows if row.clipped > CLIPPED)
+    vanishing = _layers(row for row in rows if row.clipped <= CLIPPED)
+    parts = []
+    if clipping:
+        parts.append(f"{_name_layers(clipping)} {'clips' if len(clipping) == 1 else 'clip'}")
+    if vanishing:
+        verb = "underflows" if len(vanishing) == 1 else "underflow"
+        parts.append(f"{_name_layers(vanishing)} {verb}")
+    return " and ".join(parts)
+
+
+def _layers(rows: Iterable[LayerResult]) -> list[int]:
+    return sorted({row.layer for row in rows})
+
+
+def _name_layers(layers: Sequence[int]) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    shown = ", ".join(map(str, layers[:-1]))
+    return f"layers {shown} and {layers[-1]}"

@@ -1,0 +1,199 @@
+"""What is verified: statistics, scales in any dialect, whole FP8 checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint, is_fp8_checkpoint
+from fp8calib.dialects.reading import FoundScales, has_kv_scales, read_scales
+from fp8calib.errors import ModelError, UsageError, VerificationError
+from fp8calib.fp8 import Fp8Format
+from fp8calib.geometry import ModelGeometry
+from fp8calib.model.weights import WeightSource
+from fp8calib.rules import AMAX, Rule
+from fp8calib.scales import ScaleTable, compute_kv_scales
+from fp8calib.stats import CalibrationStats, is_stats_file, load_stats
+from fp8calib.verify.emulate import Emulation
+from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
+from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
+from fp8calib.verify.profiles import EngineProfile
+from fp8calib.verify.schemes import Scheme
+
+STATS_NAME = "stats.safetensors"
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The model that everything is verified on."""
+
+    checkpoint: Checkpoint
+    fingerprint: str
+    geometry: ModelGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A candidate as it was found on disk, checked against the model."""
+
+    name: str
+    stats: CalibrationStats | None = None
+    found: FoundScales | None = None
+    checkpoint: Fp8Checkpoint | None = None
+
+    def kv_table(self, fmt: Fp8Format, rule: Rule = AMAX) -> ScaleTable | None:
+        """Give its KV scales, per tensor where it is statistics; None where it has none."""
+        if self.found is not None:
+            return self.found.table
+        return None if self.stats is None else compute_kv_scales(self.stats, fmt, rule=rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A candidate, ready to be emulated."""
+
+    name: str
+    description: str
+    emulation: Emulation
+
+    @property
+    def default_gate(self) -> str:
+        """Name the gate that fits what is quantized."""
+        return "w8a8" if self.emulation.weights else "kv"
+
+
+def open_candidate(name: str, target: Target, *, fuse: bool) -> Opened:
+    """Read what `name` (a path) holds and check that it belongs to the model.
+
+    Args:
+        name: a stats file, or the folder calibrate wrote it to; scales in any dialect; an FP8
+            checkpoint.
+        target: the model.
+        fuse: read FP8 weights as engines do that fuse projections.
+
+    Raises:
+        UsageError: there is nothing at the path.
+        DataError: a stats file is damaged.
+        VerificationError: the scales are not valid, or of another model.
+    """
+    path = _find(name)
+    if is_stats_file(path):
+        stats = load_stats(path)
+        _check_stats(name, stats, target)
+        return Opened(name=name, stats=stats)
+    if path.is_dir() and is_fp8_checkpoint(path):
+        checkpoint = Fp8Checkpoint.open(path, fuse=fuse)
+        found = read_scales(path, target.geometry) if has_kv_scales(path) else None
+        return Opened(name=name, found=found, checkpoint=checkpoint)
+    found = read_scales(path, target.geometry)
+    if path.is_dir():
+        _check_weights(path, target)
+    return Opened(name=name, found=found)
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    try:
+        if not path.exists():
+            raise UsageError(f"--scales {name}: no such file or folder")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--scales {name}: cannot be read: {error}") from error
+    if path.is_dir() and is_stats_file(path / STATS_NAME):
+        return path / STATS_NAME
+    return path
+
+
+def _check_stats(name: str, stats: CalibrationStats, target: Target) -> None:
+    if stats.header.model_fingerprint != target.fingerprint:
+        raise VerificationError(
+            f"{name}: these statistics are of another model "
+            f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers; its config or "
+            "weights are not those of the model here)",
+            hint="calibrate this model, or name the model that was calibrated",
+        )
+
+
+def _check_weights(folder: Path, target: Target) -> None:
+    """Refuse an overlay whose weights are another model's."""
+    try:
+        with Checkpoint.open(folder) as overlay:
+            for name, entry in overlay.tensors.items():
+                own = target.checkpoint.tensors.get(name)
+                if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
+                    continue
+                sample = overlay.sample_bytes(name, _SAMPLE_BYTES)
+                if sample != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
+                    raise VerificationError(
+                        f"{folder}: its {name} is not that of the model: the scales belong to "
+                        "another one",
+                        hint="name the model the overlay was made of",
+                    )
+    except ModelError:
+        return  # no weights beside the scales: nothing to compare
+
+
+def build_kv_candidate(name: str, table: ScaleTable, profile: EngineProfile, how: str) -> Candidate:
+    """Build a candidate that quantizes the KV cache with the scales of `table`."""
+    kind = "per-head" if table.per_head else "per-tensor"
+    ranks = f", {table.tp} ranks" if table.tp > 1 else ""
+    return Candidate(
+        name=name,
+        description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({how})",
+        emulation=Emulation(quantizers=emulate_kv(table, profile)),
+    )
+
+
+def build_unscaled(
+    name: str, geometry: ModelGeometry, fmt: Fp8Format, profile: EngineProfile
+) -> Candidate:
+    """Build the candidate of an engine that was given no scales."""
+    table = make_unscaled_table(geometry, fmt)
+    return Candidate(
+        name=name,
+        description=f"KV cache {fmt.name}, every scale 1.0",
+        emulation=Emulation(quantizers=emulate_kv(table, profile)),
+    )
+
+
+def build_scheme(
+    name: str,
+    scheme: Scheme,
+    geometry: ModelGeometry,
+    modules: Mapping[str, nn.Module],
+    profile: EngineProfile,
+    *,
+    fmt: Fp8Format,
+    stats: CalibrationStats | None,
+) -> Candidate:
+    """Build a candidate whose weights and inputs follow `scheme`."""
+    quantizers, weights = emulate_scheme(scheme, geometry, modules, profile, fmt=fmt, stats=stats)
+    return Candidate(
+        name=name,
+        description=f"{scheme.name}: {scheme.description}, {fmt.name}",
+        emulation=Emulation(quantizers=quantizers, weights=weights),
+    )
+
+
+def build_checkpoint(
+    opened: Opened, model: nn.Module, geometry: ModelGeometry, profile: EngineProfile
+) -> Candidate:
+    """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
+    checkpoint = opened.checkpoint
+    assert checkpoint is not None  # noqa: S101 -- the caller chose by it
+    source = WeightSource(model, checkpoint)  # type: ignore[arg-type]  # quacks like one
+    modules = dict(model.named_modules())
+    quantizers, weights = emulate_checkpoint(checkpoint, source, geometry, modules, profile)
+    parts = [f"{checkpoint.method} checkpoint, weights {checkpoint.fmt.name}"]
+    if opened.found is not None:
+        quantizers |= emulate_kv(opened.found.table, profile)
+        parts.append(f"KV cache {opened.found.table.fmt.name}")
+    return Candidate(
+        name=opened.name,
+        description=", ".join(parts),
+        emulation=Emulation(quantizers=quantizers, weights=weights),
+    )

@@ -1,0 +1,75 @@
+"""One layer quantized at a time: which are worth leaving unquantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp8calib.calibrate import Progress
+from fp8calib.data.plan import DataPlan, batches
+from fp8calib.geometry import Layer, ModelGeometry
+from fp8calib.verify.candidates import Candidate
+from fp8calib.verify.compare import Comparison
+from fp8calib.verify.emulate import Emulation
+from fp8calib.verify.report import Sensitivity, SensitivityResult
+from fp8calib.verify.summary import summarize
+
+SEQUENCES = 8
+"""Only the first so many are run: every layer costs a forward pass over them."""
+_LAYERS_AT_ONCE = 8
+"""Their hidden states wait for the head together; each round runs the reference once more."""
+_STANDS_OUT = 4.0
+"""A layer that costs so many times its even share is worth leaving unquantized."""
+
+
+def measure_sensitivity(
+    comparison: Comparison,
+    geometry: ModelGeometry,
+    emulation: Emulation,
+    plan: DataPlan,
+    *,
+    batch_size: int,
+    progress: Progress,
+) -> list[SensitivityResult]:
+    """Quantize one layer at a time as `emulation` does, on the first sequences of the plan."""
+    chosen = [batch for batch in batches(plan, batch_size) if batch.first < SEQUENCES]
+    lengths = [length for batch in chosen for length in batch.lengths]
+    parts = {layer.index: emulation.only(_modules(layer)) for layer in geometry.layers}
+    parts = {index: part for index, part in parts.items() if part.quantizers or part.weights}
+    rounds = [list(parts)[i : i + _LAYERS_AT_ONCE] for i in range(0, len(parts), _LAYERS_AT_ONCE)]
+    progress.stage("one layer at a time", sum(lengths) * (len(parts) + len(rounds)), unit="tokens")
+    results = []
+    for indices in rounds:
+        compared = comparison.run(
+            chosen, {str(index): parts[index] for index in indices}, advance=progress.advance
+        )
+        for index in indices:
+            summary = summarize(compared.candidates[str(index)], compared.reference, lengths)
+            results.append(
+                SensitivityResult(
+                    layer=index, kld_mean=summary.kld_mean, ppl_ratio=summary.ppl_ratio
+                )
+            )
+    return results
+
+
+def find_skippable(
+    candidate: Candidate, layers: Sequence[SensitivityResult], *, sequences: int
+) -> Sensitivity:
+    """Choose the layers whose own cost stands out, and spell them as vLLM's flag."""
+    total = sum(layer.kld_mean for layer in layers)
+    threshold = _STANDS_OUT * total / max(len(layers), 1)
+    chosen = tuple(layer.layer for layer in layers if total and layer.kld_mean > threshold)
+    is_kv = not candidate.emulation.weights
+    flag = f"--kv-cache-dtype-skip-layers {' '.join(map(str, chosen))}" if chosen and is_kv else ""
+    return Sensitivity(
+        candidate=candidate.name,
+        sequences=sequences,
+        layers=tuple(sorted(layers, key=lambda layer: -layer.kld_mean)),
+        skip_layers=chosen,
+        flag=flag,
+    )
+
+
+def _modules(layer: Layer) -> frozenset[str]:
+    attention = [layer.attention.module] if layer.attention else []
+    return frozenset([*attention, *(linear.module for linear in layer.linears)])

@@ -1,0 +1,230 @@
+"""The verb: run the model and its emulations on the same text, and report what changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from fp8calib.calibrate import Progress
+from fp8calib.data.plan import DataPlan, batches
+from fp8calib.geometry import ModelGeometry
+from fp8calib.sites import Site
+from fp8calib.verify.advice import advise
+from fp8calib.verify.candidates import Candidate
+from fp8calib.verify.compare import Compared, Comparison
+from fp8calib.verify.gates import GATES, Gate, judge
+from fp8calib.verify.kv_emulation import largest_scales
+from fp8calib.verify.layers import diagnose, index_layers, list_layers
+from fp8calib.verify.looking import LookingTaps
+from fp8calib.verify.profiles import EngineProfile
+from fp8calib.verify.quantizer import Quantizer
+from fp8calib.verify.report import (
+    CandidateResult,
+    HistogramResult,
+    LayerResult,
+    ReferenceResult,
+    RuleResult,
+    Sensitivity,
+    VerifyReport,
+)
+from fp8calib.verify.scoring import TokenScores
+from fp8calib.verify.sensitivity import SEQUENCES, find_skippable, measure_sensitivity
+from fp8calib.verify.summary import compute_ppl, summarize, summarize_positions
+from fp8calib.verify.weights import Originals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The unquantized model, loaded."""
+
+    name: str
+    model: PreTrainedModel
+    geometry: ModelGeometry
+    originals: Originals
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked about a model."""
+
+    profile: EngineProfile
+    candidates: tuple[Candidate, ...]
+    """In the order they are reported in."""
+    rules: Mapping[str, Candidate] = field(default_factory=dict)
+    """Scale rules to rank, by their name, made of the same statistics."""
+    rules_of: str = ""
+    """The candidate that the rules are applied to."""
+    kinds: Mapping[str, Mapping[Site, Quantizer]] = field(default_factory=dict)
+    """Kinds of KV scales to lay side by side (`fp8calib.verify.layers.diagnose`)."""
+    gate: Gate | None = None
+    """None: each candidate's own."""
+    sensitivity_of: Candidate | None = None
+    histograms: tuple[HistogramResult, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """The report, and the scores of every token behind it."""
+
+    report: VerifyReport
+    logprobs: Mapping[str, torch.Tensor]
+    """`reference` and the candidates by name: fp32 [N], sequences in order."""
+
+
+def verify(
+    subject: Subject,
+    question: Question,
+    plan: DataPlan,
+    *,
+    batch_size: int,
+    progress: Progress,
+) -> Verified:
+    """Answer `question` on the text of `plan`.
+
+    Raises:
+        CalibrationError: a forward pass failed.
+        VerificationError: a model gives NaN or inf, or weights cannot be replaced.
+    """
+    started = time.monotonic()
+    looking = LookingTaps(question.kinds)
+    comparison = Comparison(subject.model, subject.geometry, subject.originals)
+    emulations = {name: c.emulation for name, c in _all_candidates(question)}
+    progress.stage("verifying", plan.num_tokens * (len(emulations) + 1), unit="tokens")
+    compared = comparison.run(
+        batches(plan, batch_size), emulations, reference_taps=looking, advance=progress.advance
+    )
+    sensitivity = _sensitivity(comparison, subject, question, plan, batch_size, progress)
+    report = _build_report(
+        subject, question, plan, compared, looking, sensitivity, time.monotonic() - started
+    )
+    logprobs = {
+        "reference": compared.reference.logprobs,
+        **{c.name: compared.candidates[c.name].logprobs for c in question.candidates},
+    }
+    return Verified(report=report, logprobs=logprobs)
+
+
+def _all_candidates(question: Question) -> Iterator[tuple[str, Candidate]]:
+    yield from ((candidate.name, candidate) for candidate in question.candidates)
+    yield from ((_rule_key(name), candidate) for name, candidate in question.rules.items())
+
+
+def _rule_key(rule: str) -> str:
+    return f"\0rule:{rule}"
+
+
+def _sensitivity(
+    comparison: Comparison,
+    subject: Subject,
+    question: Question,
+    plan: DataPlan,
+    batch_size: int,
+    progress: Progress,
+) -> Sensitivity | None:
+    candidate = question.sensitivity_of
+    if candidate is None:
+        return None
+    layers = measure_sensitivity(
+        comparison,
+        subject.geometry,
+        candidate.emulation,
+        plan,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    return find_skippable(candidate, layers, sequences=min(SEQUENCES, len(plan.sequences)))
+
+
+def _build_report(
+    subject: Subject,
+    question: Question,
+    plan: DataPlan,
+    compared: Compared,
+    looking: LookingTaps,
+    sensitivity: Sensitivity | None,
+    duration_s: float,
+) -> VerifyReport:
+    lengths = [len(sequence) for sequence in plan.sequences]
+    layer_of = index_layers(subject.geometry)
+    results = tuple(_result(c, compared, question, lengths) for c in question.candidates)
+    layers = tuple(_layer_rows(question.candidates, compared, layer_of))
+    return VerifyReport(
+        model=subject.name,
+        engine=question.profile.name,
+        engine_version=question.profile.version,
+        dtype=subject.dtype,
+        device=subject.device,
+        data=plan.sources,
+        tokens=len(compared.reference.logprobs),
+        sequences=len(lengths),
+        seq_len=plan.seq_len,
+        duration_s=duration_s,
+        reference=ReferenceResult(ppl=compute_ppl(compared.reference)),
+        candidates=results,
+        layers=layers,
+        advice=advise(results, layers),
+        diagnosis=diagnose(looking.found, layer_of),
+        histograms=question.histograms,
+        sensitivity=sensitivity,
+        rules=_rank_rules(question, compared, lengths),
+        warnings=question.warnings,
+    )
+
+
+def _result(
+    candidate: Candidate, compared: Compared, question: Question, lengths: Sequence[int]
+) -> CandidateResult:
+    scores, reference = compared.candidates[candidate.name], compared.reference
+    summary = summarize(scores, reference, lengths)
+    gate = question.gate or GATES[candidate.default_gate]
+    verdict, why = judge(summary, gate)
+    return CandidateResult(
+        name=candidate.name,
+        description=candidate.description,
+        ppl=summary.ppl,
+        ppl_ratio=summary.ppl_ratio,
+        ppl_ratio_se=summary.ppl_ratio_se,
+        kld_mean=summary.kld_mean,
+        kld_median=summary.kld_median,
+        kld_p99=summary.kld_p99,
+        kld_max=summary.kld_max,
+        top1_agreement=summary.top1_agreement,
+        verdict=verdict,
+        verdict_why=why,
+        gate=gate.name,
+        by_position=summarize_positions(scores, reference, lengths),
+    )
+
+
+def _layer_rows(
+    candidates: Sequence[Candidate], compared: Compared, layer_of: Mapping[str, int]
+) -> Iterator[LayerResult]:
+    for candidate in candidates:
+        scales = largest_scales(candidate.emulation.quantizers)
+        yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
+
+
+def _rank_rules(
+    question: Question, compared: Compared, lengths: Sequence[int]
+) -> tuple[RuleResult, ...]:
+    results = []
+    for rule in question.rules:
+        scores: TokenScores = compared.candidates[_rule_key(rule)]
+        summary = summarize(scores, compared.reference, lengths)
+        results.append(
+            RuleResult(
+                candidate=question.rules_of,
+                rule=rule,
+                ppl_ratio=summary.ppl_ratio,
+                ppl_ratio_se=summary.ppl_ratio_se,
+                kld_mean=summary.kld_mean,
+            )
+        )
+    return tuple(sorted(results, key=lambda result: result.kld_mean))
