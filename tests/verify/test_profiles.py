@@ -1,0 +1,94 @@
+"""Engine profiles: the plain rule by default, a source for whatever is not."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from fp8calib.errors import UsageError
+from fp8calib.fp8_cast import Rounding
+from fp8calib.verify.profiles import PROFILES, EngineProfile, find_profile
+
+PLAIN = EngineProfile(name="plain", version="none")
+SETTINGS = [f.name for f in fields(EngineProfile) if f.name not in {"name", "version", "sources"}]
+
+
+def _differences(profile: EngineProfile) -> set[str]:
+    return {name for name in SETTINGS if getattr(profile, name) != getattr(PLAIN, name)}
+
+
+def test_the_engines_are_those_the_command_line_promises() -> None:
+    assert list(PROFILES) == ["reference", "vllm", "vllm-cpu", "sglang", "tgi"]
+    assert all(find_profile(name).name == name for name in PROFILES)
+
+
+def test_an_unknown_engine_is_a_usage_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="--engine vlm: unknown engine") as caught:
+        find_profile("vlm")
+
+    assert caught.value.hint == "known engines: reference, vllm, vllm-cpu, sglang, tgi"
+
+
+def test_the_defaults_divide_saturate_round_to_nearest_and_use_every_scale_of_the_file() -> None:
+    assert PLAIN.kv_rounding is Rounding.NEAREST_EVEN
+    assert PLAIN.kv_unsaturated == frozenset()
+    assert (PLAIN.smallest_dynamic_scale, PLAIN.smallest_group_scale) == (0.0, 0.0)
+    is_on = {name for name in SETTINGS if getattr(PLAIN, name) is True}
+    assert is_on == {"kv_saturates_unscaled", "kv_scales_e5m2", "kv_per_head", "kv_scales_latents"}
+
+
+def test_the_reference_is_the_plain_rule() -> None:
+    assert _differences(PROFILES["reference"]) == set()
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_field_that_is_not_the_plain_rule_names_its_source(name: str) -> None:
+    profile = PROFILES[name]
+
+    assert set(profile.sources) == _differences(profile)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_source_names_a_version_and_a_file(name: str) -> None:
+    for source in PROFILES[name].sources.values():
+        repository, version, path = source.split(maxsplit=2)
+        assert repository in {
+            "vLLM",
+            "vllm-project/vllm",
+            "SGLang",
+            "TGI",
+            "danieldk/marlin-kernels",
+        }
+        assert version[0].isdigit() or len(version) == 7
+        assert path.split()[0].rstrip(":,;").endswith((".py", ".cu", ".cuh", ".cpp", ".hpp"))
+
+
+def test_the_smallest_scales_are_the_numbers_of_the_engines() -> None:
+    per_token = {name: profile.smallest_dynamic_scale for name, profile in PROFILES.items()}
+    per_group = {name: profile.smallest_group_scale for name, profile in PROFILES.items()}
+
+    assert per_token == {
+        "reference": 0.0,
+        "vllm": 1 / 229376,
+        "vllm-cpu": 1 / 229376,
+        "sglang": 0.0,
+        "tgi": 1 / 229376,
+    }
+    assert per_group == {
+        "reference": 0.0,
+        "vllm": 1e-10 / 448,
+        "vllm-cpu": 0.0,
+        "sglang": 1e-10 / 448,
+        "tgi": 0.0,
+    }
+
+
+def test_only_the_cpu_kernel_rounds_toward_zero() -> None:
+    assert [name for name, p in PROFILES.items() if p.kv_rounding is Rounding.TOWARD_ZERO] == [
+        "vllm-cpu"
+    ]
+
+
+def test_the_query_is_quantized_by_the_engines_that_run_it_in_fp8() -> None:
+    assert [name for name, p in PROFILES.items() if p.quantizes_query] == ["vllm", "sglang"]
