@@ -202,9 +202,11 @@ def test_per_head_scales_are_a_row_and_q_has_the_attention_heads(tmp_path: Path)
         tensors[f"{prefix}k_scale"] = torch.tensor([0.25, 0.5]).reshape(2, 1, 1).bfloat16()
         tensors[f"{prefix}v_scale"] = torch.tensor([0.125, 0.75]).reshape(2, 1, 1).bfloat16()
         tensors[f"{prefix}q_scale"] = torch.tensor([1.0, 2, 3, 4]).reshape(4, 1, 1)
+        tensors[f"{prefix}k_zero_point"] = torch.zeros(2, 1, 1).to(torch.float8_e4m3fn)
     found = read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
 
     assert (found.table.per_head, found.table.tp) == (True, 1)
+    assert not found.has_weights
     assert list(_values(found).items())[3:] == [
         ("model.layers.1.self_attn.k", [[0.25, 0.5]]),
         ("model.layers.1.self_attn.v", [[0.125, 0.75]]),
