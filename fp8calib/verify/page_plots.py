@@ -1,0 +1,153 @@
+"""What a plot of the page is, and how all of them look: plain data for plotly.js."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+"""A trace, an axis or a layout in plotly.js's own words."""
+
+INK = "#1f2933"
+MUTED = "#52606d"
+GRID = "#e4e7eb"
+RED = "#d55e00"
+BLUE = "#0072b2"
+GREEN = "#007a5a"
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How one series is told from the others: by colour, by mark and by dash."""
+
+    color: str
+    symbol: str
+    """plotly's name of the mark."""
+    glyph: str
+    """The mark as a character, for the legend."""
+    dash: str = "solid"
+
+
+BASELINE = Style(color="#4a5560", symbol="x", glyph="\N{MULTIPLICATION X}", dash="dot")
+STYLES = (
+    Style(color=BLUE, symbol="circle", glyph="\N{BLACK CIRCLE}"),
+    Style(color=RED, symbol="square", glyph="\N{BLACK SQUARE}"),
+    Style(color=GREEN, symbol="triangle-up", glyph="\N{BLACK UP-POINTING TRIANGLE}"),
+    Style(color="#aa4499", symbol="diamond", glyph="\N{BLACK DIAMOND}"),
+    Style(color="#b07d00", symbol="star", glyph="\N{BLACK STAR}"),
+    Style(color="#332288", symbol="triangle-down", glyph="\N{BLACK DOWN-POINTING TRIANGLE}"),
+)
+"""Told apart with every kind of colour vision, and by their marks alone (after Okabe-Ito, Tol)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One picture; a plot that has several shows them one at a time."""
+
+    label: str
+    data: Sequence[Json]
+    layout: Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """One place for pictures on the page."""
+
+    name: str
+    """Its id on the page."""
+    title: str
+    views: Sequence[View]
+    height: int = 320
+    """In CSS pixels."""
+    is_wide: bool = False
+    """It takes the whole width where plots stand side by side."""
+
+    def to_json(self) -> Json:
+        """Give what the page's script reads."""
+        views = [{"label": v.label, "data": v.data, "layout": v.layout} for v in self.views]
+        return {"name": self.name, "views": views}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Plots that answer one question."""
+
+    title: str
+    lead: str
+    """How to read them."""
+    plots: Sequence[Plot]
+    findings: Sequence[str] = ()
+    """What is said rather than drawn."""
+
+
+def plain(text: str) -> str:
+    """Spell text that plotly.js would read as markup."""
+    return html.escape(text, quote=False)
+
+
+def finite(value: float | None, *, above: float = -math.inf) -> float | None:
+    """Give a number that can be drawn, or None: a gap."""
+    return value if value is not None and math.isfinite(value) and value > above else None
+
+
+def make_layout(*, x: Json, y: Json, **more: Any) -> Json:
+    """Make a layout in the page's manner."""
+    return {
+        "font": {"family": _FONT, "size": 13, "color": INK},
+        "margin": {"l": 64, "r": 16, "t": 12, "b": 48},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "hovermode": "closest",
+        "showlegend": False,
+        "xaxis": _axis(x),
+        "yaxis": _axis(y),
+        **more,
+    }
+
+
+def own_legend() -> Json:
+    """Put a plot's own legend above it, where it covers nothing."""
+    place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+    return {"showlegend": True, "legend": place}
+
+
+def title(text: str) -> Json:
+    """Name an axis."""
+    return {"text": text, "standoff": 8, "font": {"size": 13, "color": MUTED}}
+
+
+def line(name: str, style: Style, x: Sequence[Any], y: Sequence[float | None], **more: Any) -> Json:
+    """Make a line with marks; a None in `y` is a gap."""
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": plain(name),
+        "x": x,
+        "y": y,
+        "line": {"color": style.color, "width": 1.75, "dash": style.dash},
+        "marker": {"color": style.color, "symbol": style.symbol, "size": 8},
+        **more,
+    }
+
+
+def log_axis(text: str) -> Json:
+    """Name a logarithmic axis, with whole numbers at its ticks."""
+    return {"title": title(text), "type": "log", "tickformat": ".4~g", "nticks": 7}
+
+
+def level(value: float, text: str) -> tuple[Json, Json]:
+    """Draw a horizontal line across a plot with a logarithmic axis: its shape and its label."""
+    stroke = {"color": INK, "width": 1.25, "dash": "dash"}
+    shape = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
+    note = {"text": text, "xref": "paper", "x": 1, "xanchor": "right", "showarrow": False}
+    ends = {"y": math.log10(value), "yanchor": "bottom", "yshift": 4, "font": {"size": 12}}
+    return {**shape, "line": stroke, "layer": "below"}, {**note, **ends}
+
+
+def _axis(axis: Json) -> Json:
+    style = {"gridcolor": GRID, "zeroline": False, "linecolor": "#9aa5b1", "automargin": True}
+    return {**style, "tickcolor": "#9aa5b1", **axis}

@@ -1,0 +1,269 @@
+"""A report as a 30-layer model would give it: seeded, with every part filled in."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fp8calib.verify.report import (
+    SCALE_ONE,
+    CandidateResult,
+    DiagnosisResult,
+    HistogramResult,
+    LayerResult,
+    PositionResult,
+    ReferenceResult,
+    RuleResult,
+    Sensitivity,
+    SensitivityResult,
+    TaskResult,
+    Verdict,
+    VerifyReport,
+)
+
+LAYERS = 30
+OVERLAY = "SmolLM2-135M-fp8calib/kv-overlay"
+HEADS = "SmolLM2-135M-fp8calib/kv-overlay-head"
+CHECKPOINT = "out/SmolLM2-135M-fp8-static-compressed-tensors"
+_PROJECTIONS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+_BINS_PER_OCTAVE = 8
+
+
+def make_report() -> VerifyReport:
+    """Make a report with every part; a few of its numbers are null, as in real ones."""
+    random = np.random.default_rng(5)
+    amax = _draw_amax(random)
+    return VerifyReport(
+        model="HuggingFaceTB/SmolLM2-135M",
+        engine="vllm",
+        engine_version="vLLM 0.32.0",
+        dtype="bfloat16",
+        device="cpu",
+        data=("builtin (last 20 %)",),
+        tokens=65472,
+        sequences=64,
+        seq_len=1024,
+        duration_s=412.7,
+        reference=ReferenceResult(ppl=18.4417),
+        candidates=_make_candidates(random),
+        layers=(*_make_cache_layers(random, amax), *_make_linear_layers(random)),
+        advice="Layers 0 and 16 clip at scale 1.0: calibrate. One scale a tensor is enough; "
+        "scales by head change nothing that can be measured.",
+        diagnosis=_make_diagnosis(random, amax),
+        histograms=_make_histograms(random, amax),
+        sensitivity=_make_sensitivity(random),
+        rules=_make_rules(),
+        tasks=_make_tasks(),
+        warnings=(
+            "calibration and verification text overlap: 3 of 64 sequences were seen in "
+            "calibration; name other text with --data",
+            "model.layers.29.self_attn: 2 of 3 heads are dead (amax 0 for every token)",
+        ),
+    )
+
+
+def _draw_amax(random: np.random.Generator) -> dict[str, np.ndarray]:
+    keys = np.exp2(random.normal(4.2, 0.5, LAYERS))
+    values = np.exp2(np.linspace(-0.5, 4, LAYERS) + random.normal(0, 0.6, LAYERS))
+    keys[[0, 16]] = [1180.0, 655.0]
+    return {"k": keys, "v": values, "q": np.exp2(random.normal(4.5, 0.4, LAYERS))}
+
+
+def _make_candidates(random: np.random.Generator) -> tuple[CandidateResult, ...]:
+    kv = "KV cache, one scale a tensor"
+    rows = (
+        (OVERLAY, kv, 1.0011, 0.0006, 0.0031, Verdict.PASS, "kv"),
+        (HEADS, "KV cache, one scale a head", 1.0004, 0.0006, 0.0027, Verdict.NO_DIFFERENCE, "kv"),
+        (
+            CHECKPOINT,
+            "weights and activations, KV cache",
+            1.0316,
+            0.002,
+            0.0209,
+            Verdict.WARN,
+            "w8a8",
+        ),
+        (SCALE_ONE, "KV cache, no scales", 1.4062, 0.0188, 0.3127, Verdict.FAIL, "kv"),
+    )
+    return tuple(
+        CandidateResult(
+            name=name,
+            description=description,
+            ppl=18.4417 * ratio,
+            ppl_ratio=ratio,
+            ppl_ratio_se=error,
+            kld_mean=kld,
+            kld_median=kld * 0.41,
+            kld_p99=kld * 9.3,
+            kld_max=kld * 88,
+            top1_agreement=1 - kld**0.5 / 2,
+            verdict=verdict,
+            verdict_why=f"perplexity ratio {ratio:.4f}",
+            gate=gate,
+            by_position=_make_positions(random, kld),
+        )
+        for name, description, ratio, error, kld, verdict, gate in rows
+    )
+
+
+def _make_positions(random: np.random.Generator, kld: float) -> tuple[PositionResult, ...]:
+    return tuple(
+        PositionResult(
+            first=2**octave,
+            last=min(2 ** (octave + 1) - 1, 1023),
+            tokens=64 * 2**octave,
+            kld_mean=kld * (0.5 + octave / 10) * float(np.exp(random.normal(0, 0.1))),
+            ppl_ratio=1 + kld,
+        )
+        for octave in range(10)
+    )
+
+
+def _make_cache_layers(
+    random: np.random.Generator, amax: dict[str, np.ndarray]
+) -> tuple[LayerResult, ...]:
+    gains = {OVERLAY: 0.0, HEADS: 0.9, CHECKPOINT: -1.5, SCALE_ONE: -0.6}
+    return tuple(
+        LayerResult(
+            candidate=name,
+            site=f"model.layers.{layer}.self_attn.{role}",
+            layer=layer,
+            role=role,
+            sqnr_db=_draw_sqnr(random, gain, amax[role][layer], name),
+            clipped=3e-4 * amax[role][layer] / 448
+            if name == SCALE_ONE and amax[role][layer] > 448
+            else 0.0,
+            flushed=float(random.uniform(1, 3)) * (2e-3 if name == SCALE_ONE else 1e-4),
+            amax=float(amax[role][layer]),
+            scale=1.0 if name == SCALE_ONE else float(amax[role][layer] / 448),
+        )
+        for name, gain in gains.items()
+        for role in ("k", "v", "q")
+        for layer in range(LAYERS)
+    )
+
+
+def _draw_sqnr(random: np.random.Generator, gain: float, amax: float, name: str) -> float | None:
+    clip_db = 14.0 if name == SCALE_ONE and amax > 448 else 0.0
+    drawn = 31.2 + gain - clip_db + float(random.normal(0, 0.25))
+    return None if drawn > 32.5 else drawn
+
+
+def _make_linear_layers(random: np.random.Generator) -> tuple[LayerResult, ...]:
+    return tuple(
+        LayerResult(
+            candidate=CHECKPOINT,
+            site=f"model.layers.{layer}.{projection}.{role}",
+            layer=layer,
+            role=role,
+            sqnr_db=float(random.normal(30, 1))
+            - (11 if "down" in projection and role == "input" and layer in {1, 28} else 0),
+            clipped=0.0,
+            flushed=float(random.uniform(0, 2e-3)) if role == "input" else 0.0,
+            amax=10.0,
+            scale=10 / 448,
+        )
+        for role in ("input", "weight")
+        for layer in range(LAYERS)
+        for projection in _PROJECTIONS
+    )
+
+
+def _make_diagnosis(
+    random: np.random.Generator, amax: dict[str, np.ndarray]
+) -> tuple[DiagnosisResult, ...]:
+    return tuple(
+        DiagnosisResult(
+            site=f"model.layers.{layer}.self_attn.{role}",
+            layer=layer,
+            unscaled_db=_draw_sqnr(random, -0.6, amax[role][layer], SCALE_ONE),
+            unscaled_clipped=3e-4 if amax[role][layer] > 448 else 0.0,
+            unscaled_flushed=0.002,
+            scaled_db=31.2 + float(random.normal(0, 0.2)),
+            per_head_db=32.1 + float(random.normal(0, 0.2)),
+        )
+        for role in ("k", "v")
+        for layer in range(LAYERS)
+    )
+
+
+def _make_histograms(
+    random: np.random.Generator, amax: dict[str, np.ndarray]
+) -> tuple[HistogramResult, ...]:
+    made = []
+    for role in ("k", "v"):
+        for layer in range(LAYERS):
+            top = float(amax[role][layer])
+            sample = np.abs(random.standard_t(4, 60_000)) + 1e-9
+            octaves = np.log2(sample / sample.max() * top)
+            bins = np.floor(octaves * _BINS_PER_OCTAVE).astype(int)
+            first = int(bins.min())
+            counts = np.bincount(bins - first)
+            made.append(
+                HistogramResult(
+                    site=f"model.layers.{layer}.self_attn.{role}",
+                    layer=layer,
+                    lower_edges_log2=tuple(
+                        (first + index) / _BINS_PER_OCTAVE for index in range(len(counts))
+                    ),
+                    counts=tuple(int(count) for count in counts),
+                    scale=top / 448,
+                    largest=top,
+                    smallest=math.ldexp(top / 448, -10),
+                )
+            )
+    return tuple(made)
+
+
+def _make_sensitivity(random: np.random.Generator) -> Sensitivity:
+    klds = np.exp(random.normal(-9, 0.5, LAYERS))
+    klds[[0, 16]] = [2.1e-3, 9e-4]
+    return Sensitivity(
+        candidate=OVERLAY,
+        sequences=16,
+        layers=tuple(
+            SensitivityResult(layer=layer, kld_mean=float(kld), ppl_ratio=1 + float(kld) / 3)
+            for layer, kld in enumerate(klds)
+        ),
+        skip_layers=(0, 16),
+        flag="--kv-cache-dtype-skip-layers 0 16",
+    )
+
+
+def _make_rules() -> tuple[RuleResult, ...]:
+    rows = (
+        ("mse", 1.0006, 0.0006, 0.00290),
+        ("amax", 1.0011, 0.0006, 0.00310),
+        ("headroom:1.25", 1.0013, 0.0007, 0.00330),
+        ("percentile:99.9", 1.0097, 0.0021, 0.01120),
+    )
+    return tuple(
+        RuleResult(
+            candidate="stats.safetensors",
+            rule=rule,
+            ppl_ratio=ratio,
+            ppl_ratio_se=error,
+            kld_mean=kld,
+        )
+        for rule, ratio, error, kld in rows
+    )
+
+
+def _make_tasks() -> tuple[TaskResult, ...]:
+    return tuple(
+        TaskResult(
+            candidate=name,
+            task="arc_easy",
+            metric="acc_norm,none",
+            reference=0.5884,
+            reference_se=0.0101,
+            value=value,
+            value_se=0.0101,
+            recovery_percent=100 * value / 0.5884,
+        )
+        for name, value in ((OVERLAY, 0.5879), (SCALE_ONE, 0.4118))
+    )
