@@ -31,7 +31,8 @@ _FUSED_PROJECTIONS = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 """Projections of one module that engines load into one weight (vLLM 0.32.0 `models/*.py`)."""
-_FUSED_NAME = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in parts}
+FUSED_NAME = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in parts}
+"""Projection -> what it is loaded into, for those that are loaded with others."""
 
 
 class Granularity(StrEnum):
@@ -63,7 +64,7 @@ class Fp8Weight:
     def fused_group(self) -> tuple[str, str]:
         """Name what the weight is loaded into: the parent module, and the fused projection."""
         parent, _, projection = self.module.rpartition(".")
-        return parent, _FUSED_NAME.get(projection, projection)
+        return parent, FUSED_NAME.get(projection, projection)
 
     @property
     def input_group(self) -> tuple[str, str]:

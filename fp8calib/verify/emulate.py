@@ -95,7 +95,11 @@ class EmulatingTaps:
 
     def tap_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
         """Quantize the input of down."""
-        return self._input([Site(f"{call.path}.down_proj", Role.INPUT)], rows)
+        site = Site(f"{call.path}.down_proj", Role.INPUT)
+        if self._kept is None:
+            return self._input([site], rows)
+        order = torch.sort(call.index.flatten()).indices
+        return self._input([site], rows, tokens=order // call.index.shape[1])
 
     def measure_heads(self, quantizer: Quantizer, x: torch.Tensor) -> tuple[Fake, torch.Tensor]:
         """Quantize K, V or q [B, H, S, D], and sum up what that does to the tokens that count."""
@@ -114,31 +118,35 @@ class EmulatingTaps:
         self.damage[site] = add_damage(self.damage.get(site), damage)
         return fake.values.to(x.dtype)
 
-    def _input(self, sites: list[Site], x: torch.Tensor) -> torch.Tensor:
+    def _input(
+        self, sites: list[Site], x: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         quantizer = self._quantizers.get(sites[0])
         if quantizer is None or not x.numel():
             return x
-        quantized, damage = self._quantized_input(quantizer, x)
+        quantized, damage = self._quantized_input(quantizer, x, tokens)
         for site in sites:
             self.damage[site] = add_damage(self.damage.get(site), damage)
         return quantized
 
     def _quantized_input(
-        self, quantizer: Quantizer, x: torch.Tensor
+        self, quantizer: Quantizer, x: torch.Tensor, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         for seen, version, used, quantized, damage in self._inputs:
             if seen is x and version == x._version and used.is_same(quantizer):
                 return quantized, damage
         fake = quantizer.fake(x)
-        before, *after = (self._sample(t.reshape(-1, x.shape[-1])) for t in (x, *fake))
+        before, *after = (self._sample(t.reshape(-1, x.shape[-1]), tokens) for t in (x, *fake))
         damage = measure_damage(before, Fake(*after), quantizer.fmt)
         quantized = fake.values.to(x.dtype)
         self._inputs.append((x, x._version, quantizer, quantized, damage))
         del self._inputs[:-_REMEMBERED_INPUTS]
         return quantized, damage
 
-    def _sample(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._kept is not None and int(self._kept[-1]) < len(rows):
+    def _sample(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        if self._kept is not None and tokens is not None:
+            rows = rows[torch.isin(tokens, self._kept.to(rows.device))]
+        elif self._kept is not None and int(self._kept[-1]) < len(rows):
             rows = rows[self._kept.to(rows.device)]
         return rows[::INPUT_MEASURE_STRIDE]
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from fp8calib.dialects.fp8_weights import FUSED_NAME
 from fp8calib.errors import VerificationError
 from fp8calib.geometry import Linear, ModelGeometry
 from fp8calib.scales import scale_of
@@ -160,9 +161,10 @@ def find_parameters(
 
 
 def _group_key(linear: Linear) -> tuple[str, ...]:
-    if linear.num_experts or linear.section == "other":
+    if linear.num_experts:
         return (linear.weight_name,)
-    return (linear.root, linear.shares_input_with or linear.module)
+    parent, _, projection = linear.module.rpartition(".")
+    return (parent, FUSED_NAME.get(projection, projection))
 
 
 def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
