@@ -18,6 +18,7 @@ from fp8calib.errors import VerificationError
 Fields = Mapping[str, object]
 GROUP_SIZE = 128
 _MAX_BOUND = 1e38
+_OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
 
 
 class ActivationKind(StrEnum):
@@ -74,8 +75,8 @@ def contradiction(path: Path, fault: str) -> VerificationError:
     return refusal(path, fault, hint=hint)
 
 
-def matches_expression(module: str, expression: str) -> bool:
-    """Tell whether a path begins with what a regular expression describes.
+def matches_expression(path: Path, module: str, expression: str) -> bool:
+    """Tell whether a module begins with what an expression of the config at `path` describes.
 
     Raises:
         VerificationError: it is not a regular expression.
@@ -83,8 +84,8 @@ def matches_expression(module: str, expression: str) -> bool:
     try:
         return re.match(expression, module) is not None
     except (re.error, RecursionError, OverflowError) as error:
-        message = f"re:{expression!a:.80} is not a regular expression: {error}"
-        raise VerificationError(message, hint="it stands in the quantization config") from error
+        fault = f"re:{expression!a:.80} is not a regular expression: {error}"
+        raise refusal(path, fault, hint="it stands in the quantization config") from error
 
 
 def take_list(path: Path, config: Fields, key: str) -> list[object]:
@@ -96,9 +97,14 @@ def take_list(path: Path, config: Fields, key: str) -> list[object]:
 
 
 def take_block(path: Path, key: str, value: object) -> tuple[int, int]:
-    """Read rows and columns of a block from a config."""
-    sizes = value if isinstance(value, list) else []
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+    """Read rows and columns of a block from a config, old ones as "128x128"."""
+    pair = _OLD_BLOCK.fullmatch(value) if isinstance(value, str) else None
+    sizes = [int(size) for size in pair.groups()] if pair else value
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != 2
+        or not all(type(size) is int and size > 0 for size in sizes)
+    ):
         raise refusal(path, f"{key} is {value!a:.60}", hint="it is two sizes, as [128, 128]")
     return sizes[0], sizes[1]
 
@@ -181,14 +187,16 @@ def refuse_ignored(
         VerificationError: `module` is listed.
     """
     for pattern in ignored:
-        if isinstance(pattern, str) and _is_named(module, pattern, is_covered):
+        if isinstance(pattern, str) and _is_named(path, module, pattern, is_covered):
             fault = f"{module}: its weight is FP8, though the config leaves {pattern!a:.80} out"
             raise contradiction(path, fault)
 
 
-def _is_named(module: str, pattern: str, is_covered: Callable[[str, str], bool]) -> bool:
+def _is_named(
+    path: Path, module: str, pattern: str, is_covered: Callable[[str, str], bool]
+) -> bool:
     if pattern.startswith("re:"):
-        return matches_expression(module, pattern.removeprefix("re:"))
+        return matches_expression(path, module, pattern.removeprefix("re:"))
     return module == pattern or is_covered(module, pattern)
 
 

@@ -84,7 +84,7 @@ def _make_group_finder(path: Path, config: Fields) -> FindScheme:
 
     def find(module: str) -> Scheme:
         refuse_ignored(path, module, ignored, operator.eq)
-        group = targets.get(_find_target(module, targets) or "")
+        group = targets.get(_find_target(path, module, targets) or "")
         if group is None:
             raise contradiction(path, f"{module}: its weight is FP8, but no group of the config's")
         weights = _read_arguments(path, module, group.get("weights"))
@@ -99,13 +99,13 @@ def _make_group_finder(path: Path, config: Fields) -> FindScheme:
     return find
 
 
-def _find_target(module: str, targets: Mapping[str, object]) -> str | None:
+def _find_target(path: Path, module: str, targets: Mapping[str, object]) -> str | None:
     """Find the target that decides, as compressed-tensors does: name, expression, class."""
     if module in targets:
         return module
     expressions = sorted(target for target in targets if target.startswith("re:"))
     for target in expressions:
-        if matches_expression(module, target.removeprefix("re:")):
+        if matches_expression(path, module, target.removeprefix("re:")):
             return target
     is_embedding = any(mark in module.rpartition(".")[2] for mark in _EMBEDDING_MARKS)
     kind = "Embedding" if is_embedding else "Linear"
@@ -117,7 +117,7 @@ def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
     if not isinstance(fields, dict):
         raise contradiction(path, f"{module}: its weight is FP8, the config says {fields!a:.60}")
     kind, num_bits = fields.get("type", "int"), fields.get("num_bits", 8)
-    if (kind, num_bits) != ("float", 8):
+    if (str(kind).lower(), num_bits) != ("float", 8):
         fault = (
             f"{module}: its weight is FP8, the config says {num_bits!a:.20} bits of {kind!a:.20}"
         )

@@ -100,6 +100,18 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         STATIC,
         "compressed-tensors",
     ),
+    "compressed-tensors capitals and old blocks": (
+        compressed_tensors(
+            group(
+                quantizer(strategy="BLOCK", type="FLOAT", block_structure="1x4"),
+                PER_TOKEN,
+            )
+        ),
+        linear(scale=ROWS.reshape(2, 1)),
+        BY_ROW,
+        TOKEN,
+        "compressed-tensors",
+    ),
     "compressed-tensors zero point": (
         CT_STATIC,
         linear(scale=HALF, input_scale=INPUT)
