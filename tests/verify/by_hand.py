@@ -1,0 +1,200 @@
+"""FP8 by hand: torch's own casts, a cache that quantizes, models whose weights were replaced.
+
+Nothing here computes with a line of the product; it only opens models the way the product does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedModel
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import Batch
+from fp8calib.geometry import ModelGeometry
+from fp8calib.model.topology import find_geometry
+from fp8calib.model.weights import WeightSource
+from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
+
+LARGEST = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e4m3fnuz: 240.0,
+    torch.float8_e5m2: 57344.0,
+}
+NUMPY = {
+    torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
+    torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
+    torch.float8_e5m2: ml_dtypes.float8_e5m2,
+}
+E4M3 = torch.float8_e4m3fn
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Subject:
+    """A tiny model with what the product needs to know of it."""
+
+    model: PreTrainedModel
+    geometry: ModelGeometry
+    originals: WeightSource
+
+
+@contextmanager
+def opened(model: PreTrainedModel, folder: Path) -> Iterator[Subject]:
+    """Write `model` as a checkpoint and open it; the model in memory stays the one given."""
+    model.save_pretrained(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        source = WeightSource(model, checkpoint)
+        geometry, _ = find_geometry(model, source.whole, checkpoint_dtype="float32")
+        yield Subject(model, geometry, source)
+
+
+def make_batch(lengths: list[int], *, seed: int = 11, first: int = 0) -> Batch:
+    """Draw random sequences and pad them on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return Batch(first=first, input_ids=padded, lengths=tuple(lengths), quarter=0)
+
+
+def padding_mask(batch: Batch) -> torch.Tensor | None:
+    """Give 1 where a token stands: int64 [B, L]; None where nothing is padded."""
+    width = max(batch.lengths)
+    if min(batch.lengths) == width:
+        return None
+    return torch.tensor([[int(place < n) for place in range(width)] for n in batch.lengths])
+
+
+def plain_forward(model: PreTrainedModel, batch: Batch, cache: Any = None) -> torch.Tensor:
+    """Run the model below its head as anybody would: the last hidden state [B, L, C]."""
+    with torch.no_grad():
+        hidden: torch.Tensor = model.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=padding_mask(batch),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+    return hidden
+
+
+def emulate(
+    subject: Subject, emulation: Emulation, *batches: Batch, taps: EmulatingTaps | None = None
+) -> list[torch.Tensor]:
+    """Run batches through the product's emulation."""
+    taps = taps or EmulatingTaps(emulation.quantizers)
+    with emulated(
+        subject.model, subject.geometry, emulation, taps, originals=subject.originals
+    ) as runner:
+        return [runner.run(batch) for batch in batches]
+
+
+# --- casts -------------------------------------------------------------------------------------
+
+
+def cast(x: torch.Tensor, scale: Any, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    """Divide in fp32, clamp, cast to torch's 8-bit dtype and back, multiply."""
+    largest = LARGEST[dtype]
+    codes = (x.float() / scale).clamp(-largest, largest).to(dtype)
+    return (codes.float() * scale).to(x.dtype)
+
+
+def search_down(x: torch.Tensor, scale: Any, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    """Look up the nearest value toward zero in the list of ml_dtypes' values."""
+    values = np.arange(256, dtype=np.uint8).view(NUMPY[dtype]).astype(np.float32)
+    magnitudes = np.unique(values[np.isfinite(values) & (values >= 0)])
+    scaled = (x.float() / scale).numpy()
+    below = magnitudes[np.searchsorted(magnitudes, np.abs(scaled), side="right") - 1]
+    return torch.from_numpy(np.copysign(below, scaled)) * scale
+
+
+def tensor_scale(*tensors: torch.Tensor) -> float:
+    """Give the one scale that fits all `tensors`, rounded to fp32."""
+    largest = max(float(x.abs().max()) for x in tensors)
+    return float(np.float32(largest) / np.float32(448))
+
+
+def row_scales(x: torch.Tensor) -> torch.Tensor:
+    """Give a scale per row of the last dimension."""
+    return x.float().abs().amax(-1, keepdim=True) / torch.tensor(448.0)
+
+
+def cast_rows(x: torch.Tensor) -> torch.Tensor:
+    """Quantize each row of the last dimension with its own scale."""
+    return cast(x, row_scales(x).clamp(min=2.0**-126))
+
+
+def cast_groups(x: torch.Tensor) -> torch.Tensor:
+    """Quantize 128 channels at a time, piece by piece."""
+    return torch.cat([cast_rows(piece) for piece in x.split(128, -1)], -1)
+
+
+def cast_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """Quantize a weight [out, in] 128 x 128 at a time, piece by piece."""
+    strips = []
+    for strip in weight.split(128, 0):
+        pieces = [cast(piece, tensor_scale(piece)) for piece in strip.split(128, 1)]
+        strips.append(torch.cat(pieces, 1))
+    return torch.cat(strips, 0)
+
+
+# --- K, V and q --------------------------------------------------------------------------------
+
+
+class HandCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """transformers' cache, whose every layer is given quantized K and V to store."""
+
+    def __init__(self, config: Any, changes: Mapping[int, tuple[Change, Change]]) -> None:
+        super().__init__(config=config)
+        self._changes = changes
+        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Quantize, then store."""
+        self.seen[layer_idx] = (key.clone(), value.clone())
+        change_key, change_value = self._changes[layer_idx]
+        return super().update(change_key(key), change_value(value), layer_idx, *args, **kwargs)
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """Give the config that describes the decoder layers."""
+    return model.config.get_text_config(decoder=True)
+
+
+@contextmanager
+def changed_queries(model: PreTrainedModel, changes: list[Change]) -> Iterator[None]:
+    """Change q where torch's kernel or the family's eager function receives it, in layer order."""
+    kernel = functional.scaled_dot_product_attention
+    family = sys.modules[type(model).__module__]
+    eager = getattr(family, "eager_attention_forward", None)
+    queue: list[Change] = []
+
+    def next_change() -> Change:
+        if not queue:
+            queue.extend(changes)
+        return queue.pop(0)
+
+    def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return kernel(next_change()(query), *args, **kwargs)
+
+    def attend_eagerly(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return eager(module, next_change()(query), *args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attend))
+        if eager is not None:
+            stack.enter_context(patch.object(family, "eager_attention_forward", attend_eagerly))
+        yield
+    assert not queue
