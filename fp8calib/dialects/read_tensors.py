@@ -34,6 +34,7 @@ _METHOD_DIALECTS = {
     "modelopt": "modelopt",
     "quark": "quark",
 }
+_PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +110,11 @@ def name_dialect(forms: Collection[Form], config: CheckpointConfig) -> str:
 
 
 def has_fp8_weights(files: Iterable[TensorFile]) -> bool:
-    """Tell whether any tensor but a zero point is stored in 8-bit floats."""
+    """Tell whether any tensor but a scale or zero point is stored in 8-bit floats."""
     return any(
-        entry.dtype.startswith("F8_") and len(entry.shape) > 1
+        entry.dtype.startswith("F8_") and not name.endswith(_PARAMETERS_OF_WEIGHTS)
         for file in files
         for name, entry in file.tensors.items()
-        if parse_name(name) is None
     )
 
 

@@ -270,12 +270,24 @@ def test_integers_are_no_scales(tmp_path: Path, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_is_finite_and_above_zero(tmp_path: Path, value: float) -> None:
-    tensors = _pair() | {PREFIX.format(1) + "v_scale": _scalar(value)}
-    assert _refusal(_save(tmp_path / "a", tensors)).endswith(
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (0.0, torch.float32),
+        (-0.0, torch.bfloat16),
+        (-1.0, torch.float16),
+        (float("nan"), torch.float32),
+        (float("inf"), torch.float16),
+    ],
+)
+def test_a_scale_is_finite_and_above_zero(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    tensors = _pair() | {PREFIX.format(1) + "v_scale": _scalar(value).to(dtype)}
+    with pytest.raises(VerificationError) as caught:
+        read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
+    assert caught.value.message.endswith(
         f"model.layers.1.self_attn.v_scale: {value} is not a scale"
     )
+    assert caught.value.hint.startswith("a scale is a finite number above zero")
 
 
 def test_one_bad_head_is_enough(tmp_path: Path) -> None:
