@@ -57,12 +57,14 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
             update={"observe": recipe.observe.model_copy(update={"weights": False})}
         )
         ready = prepare(model, checkpoint, recipe, checkpoint_dtype=stored_dtype(checkpoint))
-        observe = _calibration(ready, _plan(tokens, batches, model), source, checkpoint, recipe)
+        observe = _calibration(ready, plan_tokens(tokens, batches, model), source, checkpoint, recipe)
         runs = {"plain": lambda: plain, "body": lambda: body, "calibrate": lambda: observe}
         print(json.dumps(time_rounds(runs, rounds=rounds, device=device)))
 
 
-def _plan(tokens: Path, batches: list[torch.Tensor], model: torch.nn.Module) -> DataPlan:
+def plan_tokens(tokens: Path, batches: list[torch.Tensor], model: torch.nn.Module) -> DataPlan:
+    """Plan exactly the tokens that the plain forward runs."""
+
     def no_tokenizer() -> None:
         msg = "the tokens are ids already"
         raise RuntimeError(msg)

@@ -1,0 +1,316 @@
+"""`verify`: what it prints and writes, and what it refuses, each with one message."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import zoo
+
+from .conftest import QUICK, save_tokenizer, write_rows
+from .program import Outcome, fail, run, succeed
+
+PROMISED = {
+    "name",
+    "ppl",
+    "ppl_ratio",
+    "ppl_ratio_se",
+    "kld_mean",
+    "kld_p99",
+    "top1_agreement",
+    "verdict",
+}
+
+
+@pytest.fixture(scope="session")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give 20 rows of 40 tokens that no calibration has seen."""
+    rows = [{"text": " ".join(f"w{(i * j + 7 * j) % 90}" for j in range(1, 40))} for i in range(20)]
+    return write_rows(tmp_path_factory.mktemp("data") / "verify.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def verify(model: Path, held_out: Path) -> Any:
+    """Give a function that verifies the tiny llama and returns what `--json` printed."""
+
+    def verified(*options: object) -> Outcome:
+        return succeed("verify", model, "--data", held_out, *QUICK, "--json", *options)
+
+    return verified
+
+
+@pytest.fixture(scope="session")
+def refuse(model: Path, held_out: Path) -> Any:
+    """Give a function that requires an exit code and gives the message."""
+
+    def refused(code: int, *options: object) -> str:
+        return fail(code, "verify", model, "--data", held_out, *QUICK, *options)
+
+    return refused
+
+
+@pytest.fixture(scope="session")
+def files(calibrated: tuple[Path, Outcome]) -> Path:
+    """Give the folder of one calibration in every format."""
+    return calibrated[0]
+
+
+# --- what is printed and written ---------------------------------------------------------------
+
+
+def test_json_holds_the_promised_keys(verify: Any, files: Path) -> None:
+    stats = str(files / "stats.safetensors")
+    report = verify("--scales", stats).json
+    assert report["engine"] == "vllm"
+    assert report["tokens"] == 4 * 15  # every token but the first of each sequence
+    assert report["reference"]["ppl"] > 1
+    assert [candidate["name"] for candidate in report["candidates"]] == [stats, "scale-1.0"]
+    for candidate in report["candidates"]:
+        assert candidate.keys() >= PROMISED
+        assert candidate["verdict"] in {"pass", "warn", "fail", "no-difference"}
+    assert {row["site"] for row in report["layers"]} == {
+        f"model.layers.{layer}.self_attn.{role}" for layer in (0, 1) for role in "kvq"
+    }
+    assert all(
+        row.keys() >= {"candidate", "site", "sqnr_db", "clipped", "flushed"}
+        for row in report["layers"]
+    )
+    assert report["advice"]
+
+
+def test_without_scales_only_scale_one_is_compared(verify: Any) -> None:
+    report = verify().json
+    assert [candidate["name"] for candidate in report["candidates"]] == ["scale-1.0"]
+
+
+def test_candidates_keep_the_order_of_the_command_line(verify: Any, files: Path) -> None:
+    names = [str(files / name) for name in ("kv-overlay", "stats.safetensors", "tgi")]
+    options = [part for name in names for part in ("--scales", name)]
+    report = verify(*options).json
+    assert [candidate["name"] for candidate in report["candidates"]] == [*names, "scale-1.0"]
+
+
+def test_the_same_scales_in_every_dialect_give_the_same_numbers(verify: Any, files: Path) -> None:
+    names = ["stats.safetensors", "kv-overlay", "kv_scales.safetensors"]
+    options = [part for name in names for part in ("--scales", files / name)]
+    first, *others = verify(*options, "--engine", "reference").json["candidates"][:3]
+    for other in others:
+        assert other["kld_mean"] == first["kld_mean"]
+        assert other["ppl"] == first["ppl"]
+
+
+def test_the_folder_of_a_calibration_stands_for_its_statistics(verify: Any, files: Path) -> None:
+    by_folder, by_file = (
+        verify("--scales", path).json["candidates"][0]
+        for path in (files, files / "stats.safetensors")
+    )
+    assert by_folder["kld_mean"] == by_file["kld_mean"]
+
+
+def test_dump_holds_the_log_probability_of_every_scored_token(
+    verify: Any, files: Path, tmp_path: Path
+) -> None:
+    stats = str(files / "stats.safetensors")
+    report = verify("--scales", stats, "--dump", tmp_path / "d.safetensors").json
+    dumped = load_file(tmp_path / "d.safetensors")
+    assert set(dumped) == {"reference", stats, "scale-1.0"}
+    for name, logprobs in dumped.items():
+        assert logprobs.shape == (60,)
+        assert logprobs.dtype is torch.float32
+        found = [c["ppl"] for c in report["candidates"] if c["name"] == name]
+        expected = found[0] if found else report["reference"]["ppl"]
+        assert math.exp(-logprobs.double().mean()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_plan_is_shown_and_nothing_run(verify: Any, files: Path) -> None:
+    plan = verify("--scales", files, "--dry-run").json["plan"]
+    assert plan["tokens"] == 64
+    assert plan["candidates"] == [str(files), "scale-1.0"]
+
+
+def test_tables_are_printed_for_people(model: Path, held_out: Path, files: Path) -> None:
+    outcome = succeed(
+        "verify",
+        model,
+        "--data",
+        held_out,
+        *QUICK,
+        "--scales",
+        files,
+        "--sensitivity",
+        "--rules",
+        "amax,mse,percentile:99,headroom:2",
+    )
+    for words in ("scale-1.0", "most damaged sites", "one layer at a time", "best first"):
+        assert words in outcome.out
+
+
+@pytest.mark.parametrize("scheme", ["fp8-static", "fp8-dynamic", "w8a16", "fp8-block"])
+def test_every_scheme_quantizes_weights(
+    verify: Any, model: Path, data: Path, tmp_path: Path, scheme: str
+) -> None:
+    options = ("--data", data, *QUICK, "--recipe", "w8a8-static", "--out", tmp_path / "out")
+    succeed("calibrate", model, *options)
+    report = verify("--scales", tmp_path / "out", "--scheme", scheme).json
+    rows = [row for row in report["layers"] if row["candidate"] != "scale-1.0"]
+    assert sum(row["role"] == "weight" for row in rows) == 2 * 7
+    assert any(row["role"] == "input" for row in rows) == (scheme != "w8a16")
+    assert report["candidates"][0]["gate"] == "w8a8"
+
+
+def test_a_scheme_without_data_needs_no_scales(verify: Any) -> None:
+    report = verify("--scheme", "fp8-dynamic").json
+    assert [candidate["name"] for candidate in report["candidates"]] == ["fp8-dynamic", "scale-1.0"]
+
+
+def test_text_that_was_calibrated_on_is_told(model: Path, data: Path, files: Path) -> None:
+    outcome = succeed("verify", model, "--data", data, *QUICK, "--scales", files, "--json")
+    assert any("calibrated on" in text for text in outcome.json["warnings"])
+
+
+def test_padded_rows_are_scored_like_single_ones(verify: Any, files: Path) -> None:
+    one, three = (
+        verify("--no-pack", "--scales", files, "--batch-size", size).json for size in (1, 3)
+    )
+    assert three["tokens"] == one["tokens"]
+    assert three["reference"]["ppl"] == pytest.approx(one["reference"]["ppl"], rel=1e-5)
+
+
+# --- gates -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def broken(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give scales of which one is 64 times too small."""
+    path = tmp_path_factory.mktemp("broken") / "kv_scales.safetensors"
+    scales = load_file(files / "kv_scales.safetensors")
+    scales["model.layers.1.self_attn.v_scale"] /= 64
+    save_file(scales, path)
+    return path
+
+
+def test_a_broken_scale_is_the_first_thing_named(verify: Any, broken: Path) -> None:
+    report = verify("--scales", broken).json
+    assert report["layers"][0]["site"] == "model.layers.1.self_attn.v"
+    assert report["layers"][0]["clipped"] > 0.1
+    assert report["advice"].startswith(f"{broken}: model.layers.1.self_attn.v (layer 1")
+
+
+def test_a_gate_decides_the_exit_code_and_the_report_is_printed(
+    verify: Any, model: Path, held_out: Path, broken: Path, files: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("pass_at: 1.5\nfail_above: 2.0\nkld_fail_above: 1.0e-3\n")
+    arguments = ("verify", model, "--data", held_out, *QUICK, "--json", "--gate", gate)
+    outcome = run(*arguments, "--scales", broken)
+    assert outcome.code == 8
+    assert outcome.json["candidates"][0]["verdict"] == "fail"
+    loose = tmp_path / "loose.json"
+    loose.write_text(json.dumps({"pass_at": 5, "fail_above": 10}))
+    verify("--scales", files, "--gate", loose)
+
+
+def test_scale_one_never_decides(verify: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("pass_at: 0.1\nfail_above: 0.1\nkld_fail_above: 0\n")
+    assert verify("--gate", gate).json["candidates"][-1]["verdict"] == "fail"
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+
+def change(files: Path, tmp_path: Path, name: str, value: torch.Tensor | None) -> Path:
+    """Write the scales with one of them replaced, or left out."""
+    scales = load_file(files / "kv_scales.safetensors")
+    if value is None:
+        del scales[name]
+    else:
+        scales[name] = value
+    save_file(scales, tmp_path / "bad.safetensors")
+    return tmp_path / "bad.safetensors"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 0.0, -1.0, math.nan, math.inf, torch.tensor(1e-9, dtype=torch.float16)],
+    ids=["missing", "zero", "negative", "nan", "inf", "fp16-underflowed"],
+)
+def test_a_bad_scale_is_refused_by_name(
+    refuse: Any, files: Path, tmp_path: Path, value: float | torch.Tensor | None
+) -> None:
+    replaced = None if value is None else torch.as_tensor(value)
+    path = change(files, tmp_path, "model.layers.1.self_attn.v_scale", replaced)
+    message = refuse(8, "--scales", path)
+    assert "layer 1" in message or "layers.1" in message
+    assert str(path) in message
+
+
+def test_an_extra_layer_is_refused(refuse: Any, files: Path, tmp_path: Path) -> None:
+    path = change(files, tmp_path, "model.layers.2.self_attn.k_scale", torch.tensor(1.0))
+    refuse(8, "--scales", path)
+
+
+def test_statistics_of_another_model_are_refused(
+    held_out: Path, files: Path, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "other", seed=1)
+    save_tokenizer(tmp_path / "other")
+    message = fail(8, "verify", tmp_path / "other", "--data", held_out, *QUICK, "--scales", files)
+    assert "another model" in message
+
+
+def test_half_a_file_is_refused(refuse: Any, files: Path, tmp_path: Path) -> None:
+    whole = (files / "kv_scales.safetensors").read_bytes()
+    (tmp_path / "half.safetensors").write_bytes(whole[: len(whole) // 2])
+    refuse(8, "--scales", tmp_path / "half.safetensors")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--engine", "tensorrt"),
+        ("--scheme", "int8"),
+        ("--rules", "median"),
+        ("--gate", "strict"),
+        ("--fp8-dtype", "e3m4"),
+        ("--scales", "nowhere.safetensors"),
+        ("--rules", "amax"),
+        ("--scheme", "fp8-static"),
+        ("--dump", "no/such/folder/d.safetensors"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_asked_is_a_usage_error(refuse: Any, options: tuple[str, ...]) -> None:
+    expect = 8 if options == ("--scheme", "fp8-static") else 2
+    message = refuse(expect, *options)
+    assert options[0] in message or options[1] in message
+
+
+def test_a_scheme_is_for_statistics(refuse: Any, files: Path) -> None:
+    refuse(2, "--scales", files / "kv-overlay", "--scheme", "w8a16")
+
+
+def test_the_same_scales_twice_are_refused(refuse: Any, files: Path) -> None:
+    refuse(2, "--scales", files, "--scales", files)
+
+
+def test_text_too_short_to_score_is_a_data_error(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "short.jsonl", [{"input_ids": [1]}])
+    fail(5, "verify", model, "--data", rows)
+
+
+def test_an_overlay_of_another_model_is_refused(refuse: Any, files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "kv-overlay", tmp_path / "overlay")
+    shard = tmp_path / "overlay" / "model-00001-of-00002.safetensors"
+    weights = load_file(shard)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] + 1
+    shard.unlink()
+    save_file(weights, shard, metadata={"format": "pt"})
+    assert "another" in refuse(8, "--scales", tmp_path / "overlay")
