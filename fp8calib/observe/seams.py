@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -93,44 +93,20 @@ class TappedCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand back what the taps make of K and V ([B, H, S, D] each)."""
-        attention = _find_attention(self._attentions, layer_idx, key_states, value_states)
+        attention = find_attention(self._attentions, layer_idx, key_states, value_states)
         if attention.module in self._ignored:
             return key_states, value_states
         return self._taps.tap_kv(attention, key_states, value_states)
 
 
-@contextmanager
-def tapped_caches(geometry: ModelGeometry, taps: Taps) -> Iterator[None]:
-    """Tap K and V on their way into every cache of transformers while the context is open.
-
-    What the taps make of them is kept, so that a model can generate. Nothing changes for a
-    `TappedCache`, which has a way of its own.
-    """
-    attentions = own_attentions(geometry)
-    original = Cache.update
-
-    def update(
-        self: Any,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        attention = _find_attention(attentions, layer_idx, key_states, value_states)
-        key, value = taps.tap_kv(attention, key_states, value_states)
-        return original(self, key, value, layer_idx, *args, **kwargs)
-
-    Cache.update = update
-    try:
-        yield
-    finally:
-        Cache.update = original
-
-
-def _find_attention(
+def find_attention(
     attentions: Mapping[int, Attention], layer_idx: int, key: torch.Tensor, value: torch.Tensor
 ) -> Attention:
+    """Give the attention of a layer that caches K and V [B, H, S, D].
+
+    Raises:
+        CalibrationError: the layer has none, or one of other shapes.
+    """
     attention = attentions.get(layer_idx)
     if attention is None or not _fits(attention, key, value):
         raise _unexpected(attention, layer_idx, key, value)

@@ -107,7 +107,7 @@ def test_a_model_called_under_emulation_gives_the_logits_that_verify_scores(
     emulation = make_harsh(subject)
     expected = emulated_logits(subject, emulation)
     plain = call(subject.model)
-    with emulated_model(subject.model, subject.geometry, emulation, originals=subject.originals):
+    with emulated_model(subject, emulation):
         found = call(subject.model)
     for a, b, c in zip(found, expected, plain, strict=True):
         assert torch.equal(a, b)
@@ -117,7 +117,7 @@ def test_a_model_called_under_emulation_gives_the_logits_that_verify_scores(
 def test_weights_and_inputs_are_quantized_too(llama: Subject) -> None:
     emulation = make_w8a8(llama)
     expected = emulated_logits(llama, emulation)
-    with emulated_model(llama.model, llama.geometry, emulation, originals=llama.originals):
+    with emulated_model(llama, emulation):
         found = call(llama.model)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
@@ -125,9 +125,7 @@ def test_weights_and_inputs_are_quantized_too(llama: Subject) -> None:
 
 def test_generating_with_a_cache_equals_computing_every_token_anew(subject: Subject) -> None:
     _, plain = generate(subject.model)
-    with emulated_model(
-        subject.model, subject.geometry, make_harsh(subject), originals=subject.originals
-    ):
+    with emulated_model(subject, make_harsh(subject)):
         tokens, logits = generate(subject.model)
         expected_tokens, expected = generate_anew(subject.model)
     assert tokens == expected_tokens
@@ -136,7 +134,7 @@ def test_generating_with_a_cache_equals_computing_every_token_anew(subject: Subj
 
 
 def test_a_caller_that_wants_no_cache_meets_the_same_emulation(llama: Subject) -> None:
-    with emulated_model(llama.model, llama.geometry, make_harsh(llama), originals=llama.originals):
+    with emulated_model(llama, make_harsh(llama)):
         tokens = BATCHES[1].input_ids
         with torch.no_grad():
             expected = llama.model(tokens).logits
@@ -147,7 +145,7 @@ def test_a_caller_that_wants_no_cache_meets_the_same_emulation(llama: Subject) -
 
 
 def test_the_cache_holds_what_the_format_can_hold(llama: Subject) -> None:
-    with emulated_model(llama.model, llama.geometry, make_harsh(llama), originals=llama.originals):
+    with emulated_model(llama, make_harsh(llama)):
         cache = DynamicCache(config=llama.model.config)
         llama.model(BATCHES[1].input_ids, past_key_values=cache)
     for layer in cache.layers:
@@ -160,7 +158,7 @@ def test_the_cache_holds_what_the_format_can_hold(llama: Subject) -> None:
 def fail_inside(subject: Subject, emulation: Emulation) -> None:
     """Raise while the model is under emulation."""
     update = Cache.update
-    with emulated_model(subject.model, subject.geometry, emulation, originals=subject.originals):
+    with emulated_model(subject, emulation):
         assert Cache.update is not update
         raise ZeroDivisionError
 
@@ -184,6 +182,6 @@ def test_the_query_is_quantized_where_the_engine_does_it(llama: Subject) -> None
     emulation = Emulation(quantizers=emulate_kv(table, engine))
     assert Role.Q in {site.role for site in emulation.quantizers}
     expected = emulated_logits(llama, emulation)
-    with emulated_model(llama.model, llama.geometry, emulation, originals=llama.originals):
+    with emulated_model(llama, emulation):
         found = call(llama.model)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

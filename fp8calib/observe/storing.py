@@ -1,0 +1,79 @@
+"""The seam of K and V for models that keep them: a cache of the caller's own stores what taps make.
+
+`TappedCache` keeps nothing, which serves one forward pass; generating needs what was stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from fp8calib.geometry import ModelGeometry
+from fp8calib.model.topology import text_decoder
+from fp8calib.observe.seams import Taps, find_attention, own_attentions
+
+
+@contextmanager
+def tapped_caches(model: PreTrainedModel, geometry: ModelGeometry, taps: Taps) -> Iterator[None]:
+    """Tap K and V on their way into whatever cache `model` is called with, or none.
+
+    No other model may run in this process while the context is open.
+    """
+    with _tapped_updates(geometry, taps), _always_cached(model):
+        yield
+
+
+@contextmanager
+def _tapped_updates(geometry: ModelGeometry, taps: Taps) -> Iterator[None]:
+    attentions = own_attentions(geometry)
+    original = Cache.update
+
+    def update(
+        self: Any,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        attention = find_attention(attentions, layer_idx, key_states, value_states)
+        key, value = taps.tap_kv(attention, key_states, value_states)
+        return original(self, key, value, layer_idx, *args, **kwargs)
+
+    Cache.update = update
+    try:
+        yield
+    finally:
+        Cache.update = original
+
+
+class _UnaskedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """The cache of a caller that wants none."""
+
+
+@contextmanager
+def _always_cached(model: PreTrainedModel) -> Iterator[None]:
+    """Give every call of the decoder a cache: without one, K and V would go around the seam."""
+    decoder: nn.Module = text_decoder(model)[1]
+    config = model.config.get_text_config(decoder=True)
+
+    def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            is_asked = kwargs.get("use_cache") is not False
+            cache = (DynamicCache if is_asked else _UnaskedCache)(config=config)
+        return args, {**kwargs, "past_key_values": cache, "use_cache": True}
+
+    def withhold(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(getattr(output, "past_key_values", None), _UnaskedCache):
+            output.past_key_values = None
+
+    with ExitStack() as stack:
+        stack.callback(decoder.register_forward_pre_hook(supply, with_kwargs=True).remove)
+        stack.callback(decoder.register_forward_hook(withhold).remove)
+        yield
