@@ -9,7 +9,8 @@ const config = {
   displayModeBar: canHover ? "hover" : false,
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
 };
-const hidden = new Set();
+const hidden = new Set(); // names of candidates
+const redraws = [];
 
 function report(problem) {
   const card = document.getElementById("problem");
@@ -53,7 +54,7 @@ function offerViews(plot) {
   return redraw;
 }
 
-function offerHiding(redraws) {
+function offerHiding() {
   for (const button of document.querySelectorAll("#legend button")) {
     button.addEventListener("click", () => {
       const isShown = button.getAttribute("aria-pressed") === "true";
@@ -64,12 +65,17 @@ function offerHiding(redraws) {
   }
 }
 
+async function show(plot) {
+  const redraw = offerViews(plot);
+  await redraw();
+  redraws.push(redraw);
+}
+
 async function start() {
   const plots = JSON.parse(document.getElementById("plots").textContent);
-  const redraws = plots.map(offerViews);
-  offerHiding(redraws);
-  await Promise.all(redraws.map((redraw) => redraw()));
-  document.documentElement.dataset.drawn = String(plots.length);
+  await Promise.all(plots.map((plot) => show(plot).catch(report)));
+  offerHiding();
+  document.documentElement.dataset.drawn = String(redraws.length);
 }
 
 start();

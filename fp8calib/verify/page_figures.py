@@ -64,7 +64,7 @@ def _positions_section(report: VerifyReport) -> Section:
         }
         traces.append(line(series.label, series.style, ranges, klds, **more))
     x = {"title": title("token position"), "type": "category"}
-    y = log_axis("mean KLD, nats")
+    y = log_axis("mean KLD, nats", [kld for trace in traces for kld in trace["y"]])
     view = View(label="", data=traces, layout=make_layout(x=x, y=y))
     plot = Plot(name="positions", title="Mean KL divergence", views=[view], is_wide=True)
     return Section(

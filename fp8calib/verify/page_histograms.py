@@ -45,8 +45,7 @@ def _draw(row: HistogramResult) -> View:
     total = sum(row.counts)
     pairs = zip(row.lower_edges_log2, row.counts, strict=True)
     bins = [(edge, count) for edge, count in pairs if count and math.isfinite(edge)]
-    smallest, largest = math.log2(row.smallest), math.log2(row.largest)
-    bars = {
+    bars: Json = {
         "type": "bar",
         "name": "",
         "x": [round(edge + _BIN_OCTAVES / 2, 4) for edge, _ in bins],
@@ -55,14 +54,15 @@ def _draw(row: HistogramResult) -> View:
         "marker": {"color": BLUE, "line": {"width": 0}},
         "hovertemplate": "2<sup>%{x:.2f}</sup>: %{y:.2~%} of values<extra></extra>",
     }
-    edges = [edge for edge, _ in bins] + [smallest, largest]
+    edges = [*(edge for edge, _ in bins), math.log2(row.smallest), math.log2(row.largest)]
     ends = [min(edges) - _MARGIN_OCTAVES, max(edges) + _MARGIN_OCTAVES]
-    return View(label=row.site, data=[bars], layout=_layout(row, ends, smallest, largest))
+    return View(label=row.site, data=[bars], layout=_layout(row, bars, ends))
 
 
-def _layout(row: HistogramResult, ends: Sequence[float], smallest: float, largest: float) -> Json:
+def _layout(row: HistogramResult, bars: Json, ends: Sequence[float]) -> Json:
+    smallest, largest = math.log2(row.smallest), math.log2(row.largest)
     x = {"title": title("log2 |x|"), "range": ends, "showgrid": False}
-    y = log_axis("share of values")
+    y = log_axis("share of values", bars["y"])
     return make_layout(
         x=x,
         y=y,

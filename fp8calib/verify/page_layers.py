@@ -22,7 +22,12 @@ from fp8calib.verify.page_plots import (
 from fp8calib.verify.report import LayerResult, VerifyReport
 
 ROLE_NAMES = {"k": "Keys", "v": "Values", "q": "Queries"}
-LAYER_AXIS: Json = {"title": title("layer"), "showgrid": False}
+LAYER_AXIS: Json = {
+    "title": title("layer"),
+    "showgrid": False,
+    "tickangle": 0,
+    "automargin": False,
+}
 _LOSSES = {"clipped": "clipped", "flushed": "flushed to zero"}
 _HOVER = (
     "<b>%{fullData.name}</b><br>layer %{x}: %{y:.4~g}<br>amax %{customdata[0]:.4~g}, "
@@ -54,10 +59,11 @@ _ByRole = dict[str, list[LayerResult]]
 def _ranges_section(
     by_role: _ByRole, series: Sequence[Series], limits: Sequence[tuple[float, str]]
 ) -> Section:
+    drawn = [_amax_in_codes(row) for rows in by_role.values() for row in rows]
     marks = [level(value, text) for value, text in limits]
     layout = make_layout(
         x=LAYER_AXIS,
-        y=log_axis("amax / scale"),
+        y=log_axis("amax / scale", drawn),
         shapes=[shape for shape, _ in marks],
         annotations=[note for _, note in marks],
     )

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 
 from fp8calib.verify.page_candidates import Series
-from fp8calib.verify.page_plots import Json, Plot, Section, View, finite, make_layout, plain, title
+from fp8calib.verify.page_layers import LAYER_AXIS
+from fp8calib.verify.page_plots import Json, Plot, Section, View, finite, make_layout, plain
 from fp8calib.verify.report import LayerResult
 
 _ROLES = {"input": "inputs", "weight": "weights"}
@@ -93,7 +94,15 @@ def _find_place(row: LayerResult) -> str:
 def _color_bar(words: str) -> Json:
     bar = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
     form = "" if "dB" in words else ".3~%"
-    return {**bar, "thickness": 10, "len": 1, "outlinewidth": 0, "tickformat": form}
+    return {
+        **bar,
+        "thickness": 10,
+        "xpad": 0,
+        "ypad": 0,
+        "len": 1,
+        "outlinewidth": 0,
+        "tickformat": form,
+    }
 
 
 def _hover(words: str) -> str:
@@ -102,6 +111,6 @@ def _hover(words: str) -> str:
 
 
 _LAYOUT = make_layout(
-    x={"title": title("layer"), "showgrid": False},
+    x=LAYER_AXIS,
     y={"type": "category", "autorange": "reversed", "showgrid": False},
 )

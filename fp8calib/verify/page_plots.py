@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,11 @@ class Style:
     """The mark as a character, for the legend."""
     dash: str = "solid"
 
+
+_FEWEST_DECADES = 0.7
+"""A shorter axis may hold no 1, 2 or 5: plotly.js then chooses better."""
+_MOST_DECADES_WITH_125 = 3.5
+_MOST_TICKS = 8
 
 BASELINE = Style(color="#4a5560", symbol="x", glyph="\N{MULTIPLICATION X}", dash="dot")
 STYLES = (
@@ -134,9 +139,16 @@ def line(name: str, style: Style, x: Sequence[Any], y: Sequence[float | None], *
     }
 
 
-def log_axis(text: str) -> Json:
-    """Name a logarithmic axis, with whole numbers at its ticks."""
-    return {"title": title(text), "type": "log", "tickformat": ".4~g", "nticks": 7}
+def log_axis(text: str, values: Iterable[float | None]) -> Json:
+    """Name a logarithmic axis for `values`; its ticks are whole numbers, and not too many."""
+    drawn = [value for value in values if value is not None and value > 0] or [1.0]
+    decades = math.log10(max(drawn)) - math.log10(min(drawn))
+    axis = {"title": title(text), "type": "log", "tickformat": ".4~g"}
+    if decades < _FEWEST_DECADES:
+        return {**axis, "nticks": 6}
+    if decades < _MOST_DECADES_WITH_125:
+        return {**axis, "dtick": "D2"}  # plotly's name for 1, 2, 5, 10, ...
+    return {**axis, "dtick": math.ceil(decades / _MOST_TICKS)}
 
 
 def level(value: float, text: str) -> tuple[Json, Json]:

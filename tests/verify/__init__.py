@@ -1,0 +1,1 @@
+"""What FP8 costs a model: emulation, numbers, verdicts, the page."""

@@ -35,8 +35,18 @@ _TIMEOUT_S = 60.0
 
 
 def find_chromium() -> str | None:
-    """Give the path of a Chromium, or None where there is none on PATH."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+    """Give the path of a Chromium that starts, or None where there is none on PATH."""
+    found = (path for name in NAMES if (path := shutil.which(name)))
+    return next((path for path in found if _starts(path)), None)
+
+
+def _starts(path: str) -> bool:
+    """Tell a browser from a stub that asks to install one."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 class Page:
@@ -79,13 +89,24 @@ class Page:
 
     def open(self, path: Path, *, width: int, height: int, is_phone: bool = False) -> None:
         """Load a file at a window size in CSS pixels; wait until its plots stand."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
         self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.resize(width=width, height=height, is_phone=is_phone)
         self.call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait_for(f"location.href == {json.dumps(path.resolve().as_uri())}")
         self.wait_for("document.documentElement.dataset.drawn !== undefined")
+
+    def resize(self, *, width: int, height: int, is_phone: bool = False) -> None:
+        """Give the window another size, in CSS pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": is_phone}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def drag_finger(self, *, x: int, start: int, end: int) -> None:
+        """Put a finger down, move it up or down in small steps, and lift it."""
+        ways = [round(start + (end - start) * step / 20) for step in range(21)]
+        for kind, y in zip(["touchStart", *["touchMove"] * 20], ways, strict=True):
+            self.call("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y}])
+        self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def wait_for(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""
