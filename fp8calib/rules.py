@@ -25,7 +25,6 @@ MOST_HEADROOM = 1024.0
 _CANDIDATES_PER_OCTAVE = 16
 _SEARCHED_OCTAVES = 16
 """A value 2**16 times a typical one outweighs all that clipping it can save on 2**32 of those."""
-_TIE = 1e-9
 
 
 class RuleKind(StrEnum):
@@ -146,5 +145,4 @@ def _least_error(spread: Spread, amax: float, fmt: Fp8Format) -> float:
     steps = np.arange(_SEARCHED_OCTAVES * _CANDIDATES_PER_OCTAVE)
     candidates = amax * 2.0 ** (-steps / _CANDIDATES_PER_OCTAVE)
     errors = spread.squared_errors(candidates / fmt.max, fmt)
-    is_least = errors <= errors.min() * (1 + _TIE)
-    return float(candidates[is_least][0])
+    return float(candidates[errors.argmin()])

@@ -103,6 +103,7 @@ def test_an_amax_that_no_sampled_value_reached_is_one_value_more(amax: float) ->
     one = clipped_share(histogram, amax * 0.99999 / 448, E4M3FN, amax=amax)
     assert one == pytest.approx((8 if amax == 1.0 else 1) / total, rel=0.01)
     assert clipped_share(histogram, float(np.float32(amax / 448)), E4M3FN, amax=amax) == 0.0
+    assert 20 < expected_sqnr_db(histogram, amax / 448, E4M3FN, amax=amax) < 140
 
 
 def test_the_last_bin_ends_at_a_larger_amax() -> None:

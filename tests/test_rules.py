@@ -184,7 +184,7 @@ def test_an_outlier_that_was_not_sampled_is_weighed_as_one_value() -> None:
 
 
 def test_of_equal_errors_the_largest_magnitude_is_taken() -> None:
-    # Below 8, every octave down to 1.09 does equally well: what clips the 8 itself is one in 1e15.
+    # Every octave down to 1.09 does equally well, but for the 8 itself, which is one in 1e15.
     assert 4 < find_limit("mse", make_histogram({UNIT_BIN: 10**15}), 8.0) <= 8
     assert find_limit("mse", make_histogram({UNIT_BIN: 1}), 1.0) == 1.0
 
