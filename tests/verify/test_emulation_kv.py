@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fp8calib.errors import VerificationError
 from fp8calib.fp8 import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
@@ -250,6 +252,56 @@ def test_dividing_in_bfloat16_rounds_the_quotient_before_the_cast(
         }
         spread = {site: value.expand(2) for site, value in values.items()}
         assert_same(found, make_table(found, values), spread, profile=profile, quantize=divide)
+
+
+# --- powers of two -----------------------------------------------------------------------------
+
+
+def seen_by_hand(subject: Subject, scales: dict[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
+    """Give K and V of every layer as the quantized forward computes them."""
+    changes = {
+        index: tuple(
+            partial(cast, scale=scales[attention.site(role)], dtype=torch.float8_e5m2)
+            for role in (Role.K, Role.V)
+        )
+        for index, attention in producers(subject).items()
+    }
+    cache = HandCache(text_config(subject.model), changes)  # type: ignore[arg-type]
+    plain_forward(subject.model, FULL, cache)
+    return {
+        attention.site(role): x
+        for index, attention in producers(subject).items()
+        for role, x in zip((Role.K, Role.V), cache.seen[index], strict=True)
+    }
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(octaves=st.lists(st.integers(-5, 5), min_size=4, max_size=4))
+def test_powers_of_two_on_scales_leave_a_whole_model_as_it_is(
+    llama: Subject, octaves: list[int]
+) -> None:
+    """In e5m2, whose range leaves room: each of the four scales is moved on its own."""
+    middle = {
+        site: amax.max().reshape(1) / 57344 * 2.0**8 for site, amax in head_amaxes(llama).items()
+    }
+    moved = {
+        site: scale * 2.0**octave
+        for (site, scale), octave in zip(middle.items(), octaves, strict=True)
+    }
+    for site, x in seen_by_hand(llama, middle).items():
+        for scale in (middle[site], moved[site]):
+            assert float(x.abs().max() / scale) < 57344
+            assert float(x.abs().min() / scale) > 2.0**-14
+    first, second = (
+        emulate(
+            llama,
+            Emulation(quantizers=emulate_kv(make_table(llama, values, fmt=E5M2), PLAIN)),
+            FULL,
+        )[0]
+        for values in (middle, moved)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, plain_forward(llama.model, FULL))
 
 
 # --- q -----------------------------------------------------------------------------------------
