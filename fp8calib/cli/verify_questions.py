@@ -127,7 +127,10 @@ def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
     if first is None or choices.scheme is not None:
         return kinds
     table = _table(job, first)
-    kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(table, choices.profile)
+    dialect = first.found.dialect if first.found else ""
+    kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(
+        table, choices.profile, dialect=dialect
+    )
     if first.stats is not None and choices.profile.kv_per_head:
         per_head = compute_kv_scales(first.stats, choices.fmt, per_head=True)
         kinds[PER_HEAD] = emulate_kv(per_head, choices.profile)

@@ -24,6 +24,10 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tikto
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
+LoadedModel = PreTrainedModel
+"""A model with its weights, for those who only pass it on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """A checkpoint folder on disk and what its config says."""

@@ -19,7 +19,7 @@ from fp8calib.rules import AMAX, Rule
 from fp8calib.scales import ScaleTable, compute_kv_scales
 from fp8calib.stats import CalibrationStats, is_stats_file, load_stats
 from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
+from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table, takes_latents_unscaled
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.schemes import Scheme
@@ -138,13 +138,25 @@ def _check_weights(folder: Path, target: Target) -> None:
 
 
 def build_kv_candidate(name: str, table: ScaleTable, profile: EngineProfile, how: str) -> Candidate:
-    """Build a candidate that quantizes the KV cache with the scales of `table`."""
+    """Build a candidate that quantizes the KV cache with the scales of `table`.
+
+    Args:
+        name: what it is called in the report.
+        table: its scales.
+        profile: the engine.
+        how: the dialect the scales stood in, or the rule that made them.
+    """
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
+    unused = (
+        f"; {profile.name} takes no scales for latent attention: 1.0"
+        if takes_latents_unscaled(table, profile, how)
+        else ""
+    )
     return Candidate(
         name=name,
-        description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({how})",
-        emulation=Emulation(quantizers=emulate_kv(table, profile)),
+        description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({how}){unused}",
+        emulation=Emulation(quantizers=emulate_kv(table, profile, dialect=how)),
     )
 
 
@@ -190,7 +202,8 @@ def build_checkpoint(
     quantizers, weights = emulate_checkpoint(checkpoint, source, geometry, modules, profile)
     parts = [f"{checkpoint.method} checkpoint, weights {checkpoint.fmt.name}"]
     if opened.found is not None:
-        quantizers |= emulate_kv(opened.found.table, profile)
+        found = opened.found
+        quantizers |= emulate_kv(found.table, profile, dialect=found.dialect)
         parts.append(f"KV cache {opened.found.table.fmt.name}")
     return Candidate(
         name=opened.name,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.geometry import ModelGeometry
+from fp8calib.model.load import LoadedModel
 from fp8calib.run.head import open_head
 from fp8calib.sites import Site
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
@@ -53,7 +53,7 @@ class Comparison:
     """
 
     def __init__(
-        self, model: PreTrainedModel, geometry: ModelGeometry, originals: Originals
+        self, model: LoadedModel, geometry: ModelGeometry, originals: Originals
     ) -> None:
         self._model = model
         self._geometry = geometry

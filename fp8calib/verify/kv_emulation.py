@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8 import E5M2, Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role, Site
@@ -28,38 +28,71 @@ def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
     )
 
 
-def emulate_kv(table: ScaleTable, profile: EngineProfile) -> dict[Site, Quantizer]:
+def emulate_kv(
+    table: ScaleTable, profile: EngineProfile, *, dialect: str = ""
+) -> dict[Site, Quantizer]:
     """Give the quantizers of K, V and, where the engine quantizes it, q.
 
+    Args:
+        table: the scales.
+        profile: the engine.
+        dialect: how the scales stood on disk, where engines treat it apart.
+
     Raises:
-        VerificationError: the scales are per head, and the engine has no such thing.
+        VerificationError: the engine has no use for such scales.
     """
+    _check_usable(table, profile)
+    quantizers: dict[Site, Quantizer] = {}
+    for _, attention in table.geometry.attentions():
+        for role in (Role.K, Role.V):
+            if attention.producer is None:
+                values = _values(table, attention, role, profile, dialect)
+                quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, profile)
+        if profile.quantizes_query and attention.kind == "heads":
+            quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, profile)
+    return quantizers
+
+
+def takes_latents_unscaled(table: ScaleTable, profile: EngineProfile, dialect: str) -> bool:
+    """Whether the engine has no place for the scales of a model's latent attention."""
+    # ModelOpt's names reach the module of latent attention (FORMATS.md 1.iii), no others do.
+    has_place = profile.kv_scales_latents or dialect == "modelopt"
+    return table.geometry.has_latent_attention and not has_place
+
+
+def _check_usable(table: ScaleTable, profile: EngineProfile) -> None:
     if table.per_head and not profile.kv_per_head:
         raise VerificationError(
             f"the scales are per head, and {profile.name} loads one per tensor",
             hint="name an engine that honours them: --engine vllm",
         )
-    quantizers: dict[Site, Quantizer] = {}
-    for _, attention in table.geometry.attentions():
-        for role in (Role.K, Role.V):
-            if attention.producer is None:
-                values = _values(table, attention, role, profile)
-                quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, profile)
-        if profile.quantizes_query and attention.kind == "heads":
-            quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention)
-    return quantizers
+    is_scaled = any(bool((scale.values != 1).any()) for scale in table.scales.values())
+    if table.fmt is E5M2 and is_scaled and not profile.kv_scales_e5m2:
+        raise VerificationError(
+            f"{profile.name} uses no scales with an e5m2 KV cache",
+            hint="scales are for e4m3fn; e5m2 is verified as scale-1.0",
+        )
 
 
 def _values(
-    table: ScaleTable, attention: Attention, role: Role, profile: EngineProfile
+    table: ScaleTable, attention: Attention, role: Role, profile: EngineProfile, dialect: str
 ) -> torch.Tensor:
+    if attention.kind == "latent" and takes_latents_unscaled(table, profile, dialect):
+        return torch.tensor(1.0)
     if profile.kv_joint_scale:
         joint = torch.tensor([table.kv(attention, rank) for rank in range(table.tp)])
         return _per_head(joint, attention.num_kv_heads)
     values = table.scales[attention.site(role)].values
     if table.per_head:
-        return values.reshape(-1, 1, 1)
+        return values.max() if profile.kv_heads_share_largest else values.reshape(-1, 1, 1)
+    if profile.kv_joint_in_model_dtype and dialect == "tgi":
+        values = values.to(_served_dtype(table.geometry)).float()
     return _per_head(values, attention.num_kv_heads)
+
+
+def _served_dtype(geometry: ModelGeometry) -> torch.dtype:
+    """Give the 16-bit dtype a model is served in; fp32 checkpoints are served in bf16."""
+    return torch.float16 if geometry.checkpoint_dtype == "float16" else torch.bfloat16
 
 
 def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -74,23 +107,27 @@ def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _kv_quantizer(fmt: Fp8Format, values: torch.Tensor, profile: EngineProfile) -> Quantizer:
+    is_one = bool((values == 1).all())
+    saturates = profile.kv_saturates_unscaled or not is_one
     return Quantizer(
         fmt=fmt,
         scale=values,
         rounding=profile.kv_rounding,
+        by_reciprocal=profile.kv_by_reciprocal,
         in_model_dtype=profile.kv_in_model_dtype,
+        saturates=saturates and fmt.name not in profile.kv_unsaturated,
     )
 
 
-def _query_quantizer(table: ScaleTable, attention: Attention) -> Quantizer:
+def _query_quantizer(table: ScaleTable, attention: Attention, profile: EngineProfile) -> Quantizer:
     scale = table.scales.get(attention.site(Role.Q))
-    if scale is None:
+    if scale is None or profile.query_unscaled:
         values = torch.tensor(1.0)
     elif table.per_head:
         values = scale.values.reshape(-1, 1, 1)
     else:
         values = _per_head(scale.values, attention.num_heads)
-    return Quantizer(fmt=table.fmt, scale=values)
+    return Quantizer(fmt=table.fmt, scale=values, by_reciprocal=profile.query_by_reciprocal)
 
 
 def largest_scales(quantizers: Mapping[Site, Quantizer]) -> dict[Site, float]:

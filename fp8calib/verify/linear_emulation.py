@@ -12,7 +12,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Linear, ModelGeometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.scales import ScaleTable, compute_linear_scales, scale_of
+from fp8calib.scales import SMALLEST_SCALE, ScaleTable, compute_linear_scales, scale_of
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from fp8calib.verify.profiles import EngineProfile
@@ -46,16 +46,40 @@ def emulate_scheme(
         ExportError: the stats hold nothing for an input.
     """
     groups = find_parameters(geometry, modules)
-    quantizer = Quantizer(fmt=fmt, scale=scheme.weights)
-    changes = tuple(Requantized(parameters=group, quantizer=quantizer) for group in groups)
+    quantizer = Quantizer(
+        fmt=fmt,
+        scale=scheme.weights,
+        power_of_two=scheme.weights is Dynamic.BLOCK and profile.group_scales_power_of_two,
+    )
+    through_float16 = profile.weights_through_float16 and scheme.weights is Dynamic.TENSOR
+    changes = tuple(
+        Requantized(parameters=group, quantizer=quantizer, through_float16=through_float16)
+        for group in groups
+    )
     covered = {site.module for group in groups for p in group for site in p.sites}
     linears = [linear for _, linear in geometry.linears() if linear.module in covered]
-    if scheme.has_static_inputs:
+    if scheme.has_static_inputs and not profile.static_inputs_ignored:
         return _static_inputs(linears, stats, profile, scheme, fmt), changes
-    if scheme.inputs is None:
+    kind = Dynamic.TOKEN if scheme.has_static_inputs else scheme.inputs
+    if kind is None:
         return {}, changes
-    dynamic = Quantizer(fmt=fmt, scale=scheme.inputs, smallest_scale=profile.smallest_dynamic_scale)
+    dynamic = _dynamic_quantizer(kind, fmt, profile)
     return {Site(linear.module, Role.INPUT): dynamic for linear in linears}, changes
+
+
+def _dynamic_quantizer(
+    kind: Dynamic, fmt: Fp8Format, profile: EngineProfile, *, largest_amax: float | None = None
+) -> Quantizer:
+    is_group = kind is Dynamic.GROUP
+    smallest = profile.smallest_group_scale if is_group else profile.smallest_dynamic_scale
+    return Quantizer(
+        fmt=fmt,
+        scale=kind,
+        smallest_scale=max(smallest, SMALLEST_SCALE),
+        largest_amax=largest_amax,
+        by_reciprocal=profile.token_by_reciprocal and not is_group,
+        power_of_two=profile.group_scales_power_of_two and is_group,
+    )
 
 
 def _static_inputs(
@@ -182,14 +206,14 @@ def _input_quantizer(
     kind = kinds.pop()
     if kind is ActivationKind.NONE:
         return None
-    if kind is ActivationKind.STATIC:
+    if kind is ActivationKind.STATIC and not profile.static_inputs_ignored:
         # Experts share one input scale in engines: the largest.
         largest = max(activation.scale or 0.0 for activation in found)
         return _static_quantizer(largest, checkpoint.fmt, profile)
     bounds = [a.upper_bound for a in found if a.upper_bound is not None]
-    return Quantizer(
-        fmt=checkpoint.fmt,
-        scale=Dynamic.TOKEN if kind is ActivationKind.TOKEN else Dynamic.GROUP,
-        smallest_scale=profile.smallest_dynamic_scale,
+    return _dynamic_quantizer(
+        Dynamic.GROUP if kind is ActivationKind.GROUP else Dynamic.TOKEN,
+        checkpoint.fmt,
+        profile,
         largest_amax=max(bounds) if bounds else None,
     )

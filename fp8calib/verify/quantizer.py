@@ -57,7 +57,12 @@ class Quantizer:
     by_reciprocal: bool = False
     """Multiply by 1 / scale (fp32) where the plain rule divides."""
     in_model_dtype: bool = False
-    """Divide in the tensor's own dtype."""
+    """Divide in the tensor's own dtype, the scale rounded to it first and the quotient after."""
+    power_of_two: bool = False
+    """Dynamic scales are rounded up to powers of two."""
+    saturates: bool = True
+    """Where not, the engine makes NaN or infinity of what is too large; here it saturates all the
+    same, and whoever reports must say so."""
 
     def for_heads(self, num_heads: int) -> Quantizer:
         """Repeat per-head scales where a model repeats its KV heads before it caches them."""
@@ -94,7 +99,8 @@ class Quantizer:
         amax = _AMAX[self.scale](x.detach())
         if self.largest_amax is not None:
             amax = amax.clamp(max=self.largest_amax)
-        return scale_of(amax, self.fmt).clamp(min=self.smallest_scale)
+        scale = scale_of(amax, self.fmt).clamp(min=self.smallest_scale)
+        return torch.exp2(scale.log2().ceil()) if self.power_of_two else scale
 
     def _divide(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if self.in_model_dtype:

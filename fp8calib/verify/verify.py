@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel
 
 from fp8calib.calibrate import Progress
 from fp8calib.data.plan import DataPlan, batches
 from fp8calib.geometry import ModelGeometry
+from fp8calib.model.load import LoadedModel
 from fp8calib.sites import Site
 from fp8calib.verify.advice import advise
 from fp8calib.verify.candidates import Candidate
@@ -21,7 +21,7 @@ from fp8calib.verify.kv_emulation import largest_scales
 from fp8calib.verify.layers import diagnose, index_layers, list_layers
 from fp8calib.verify.looking import LookingTaps
 from fp8calib.verify.profiles import EngineProfile
-from fp8calib.verify.quantizer import Quantizer
+from fp8calib.verify.quantizer import Damage, Quantizer
 from fp8calib.verify.report import (
     CandidateResult,
     HistogramResult,
@@ -29,6 +29,7 @@ from fp8calib.verify.report import (
     ReferenceResult,
     RuleResult,
     Sensitivity,
+    Verdict,
     VerifyReport,
 )
 from fp8calib.verify.scoring import TokenScores
@@ -42,7 +43,7 @@ class Subject:
     """The unquantized model, loaded."""
 
     name: str
-    model: PreTrainedModel
+    model: LoadedModel
     geometry: ModelGeometry
     originals: Originals
     dtype: str
@@ -185,6 +186,9 @@ def _result(
     summary = summarize(scores, reference, lengths)
     gate = question.gate or GATES[candidate.default_gate]
     verdict, why = judge(summary, gate)
+    overflowing = _overflowing(candidate, compared)
+    if overflowing:
+        verdict, why = Verdict.FAIL, f"{question.profile.name} makes NaN or inf of {overflowing}"
     return CandidateResult(
         name=candidate.name,
         description=candidate.description,
@@ -201,6 +205,16 @@ def _result(
         gate=gate.name,
         by_position=summarize_positions(scores, reference, lengths),
     )
+
+
+def _overflowing(candidate: Candidate, compared: Compared) -> str:
+    """Name where values are too large and the engine does not saturate; empty where nowhere."""
+    for site, sums in compared.damage[candidate.name].items():
+        quantizer = candidate.emulation.quantizers.get(site)
+        count = float(Damage(*sums).clipped)
+        if quantizer is not None and not quantizer.saturates and count:
+            return f"{count:.0f} values of {site}, which are saturated in these numbers"
+    return ""
 
 
 def _layer_rows(

@@ -68,26 +68,35 @@ class Requantized:
     parameters: tuple[WeightParameter, ...]
     """A fused group: with one scale per tensor, they share it."""
     quantizer: Quantizer
+    through_float16: bool = False
+    """The engine dequantizes to fp16 at load and quantizes again with the same scale."""
 
     def apply(
         self, values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
         """Quantize in place, expert by expert."""
         slices = {p.name: p.slices(values[p.name]) for p in self.parameters}
+        # All scales first: what is quantized already must not have a say in its group's.
+        groups = zip(*slices.values(), strict=True)
+        quantizers = [self._for_group(group) for group in groups]
         for parameter in self.parameters:
             damage = [
-                self._apply_one(weight, [slices[p.name][index] for p in self.parameters])
-                for index, weight in enumerate(slices[parameter.name])
+                self._apply_one(weight, quantizer)
+                for weight, quantizer in zip(slices[parameter.name], quantizers, strict=True)
             ]
             yield parameter, sum_damage(damage)
 
-    def _apply_one(self, weight: torch.Tensor, group: Sequence[torch.Tensor]) -> torch.Tensor:
-        quantizer = self.quantizer
-        if quantizer.scale is Dynamic.TENSOR and len(group) > 1:
-            amax = torch.stack([_amax(member) for member in group]).amax()
-            quantizer = replace(quantizer, scale=scale_of(amax, quantizer.fmt))
+    def _for_group(self, group: Sequence[torch.Tensor]) -> Quantizer:
+        if self.quantizer.scale is not Dynamic.TENSOR:
+            return self.quantizer
+        amax = torch.stack([_amax(member) for member in group]).amax()
+        return replace(self.quantizer, scale=scale_of(amax, self.quantizer.fmt))
+
+    def _apply_one(self, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
         fake = quantizer.fake(weight)
         damage = measure_damage(weight, fake, quantizer.fmt)
+        if self.through_float16:
+            fake = quantizer.fake(fake.values.half())
         weight.copy_(fake.values)
         return damage
 
