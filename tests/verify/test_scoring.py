@@ -151,7 +151,7 @@ def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) ->
 
 
 def _decoder(model: PreTrainedModel) -> Any:
-    return getattr(model.base_model, "language_model", model.base_model)
+    return model.get_decoder()
 
 
 # --- blocks ------------------------------------------------------------------------------------

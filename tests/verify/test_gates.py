@@ -1,0 +1,168 @@
+"""Verdicts by hand, and gate files good and bad."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from fp8calib.errors import UsageError
+from fp8calib.verify.gates import GATES, Gate, judge, load_gate
+from fp8calib.verify.report import Verdict
+from fp8calib.verify.summary import Summary
+
+PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DIFFERENCE
+
+
+def make_summary(ratio: float, error: float, *, kld: float = 0.01) -> Summary:
+    """Make a summary of a ratio with its own standard error (not its logarithm's)."""
+    return Summary(
+        ppl=10 * ratio,
+        log_ratio=math.log(ratio),
+        log_ratio_se=error / ratio,
+        kld_mean=kld,
+        kld_median=kld,
+        kld_p99=kld,
+        kld_max=kld,
+        top1_agreement=0.9,
+    )
+
+
+TABLE = [
+    # ratio, its error, verdict by kv (1.01, 1.05), by w8a8 (1.02, 1.06)
+    (1.000, 0.0, SAME, SAME),
+    (1.004, 0.005, SAME, SAME),
+    (1.004, 0.001, PASS, PASS),
+    (0.980, 0.001, PASS, PASS),
+    (0.980, 0.030, SAME, SAME),
+    (1.0099, 0.0001, PASS, PASS),
+    (1.015, 0.001, WARN, PASS),
+    (1.015, 0.006, PASS, PASS),
+    (1.030, 0.001, WARN, WARN),
+    (1.030, 0.012, WARN, PASS),
+    (1.030, 0.050, SAME, SAME),
+    (1.055, 0.001, FAIL, WARN),
+    (1.055, 0.006, WARN, WARN),
+    (1.065, 0.001, FAIL, FAIL),
+    (1.065, 0.006, FAIL, WARN),
+    (1.300, 0.010, FAIL, FAIL),
+    (4.0, 1.0, FAIL, FAIL),
+    (500.0, 600.0, FAIL, FAIL),
+    (500.0, 4000.0, SAME, SAME),
+    (1e250, 1e251, FAIL, FAIL),
+]
+
+
+@pytest.mark.parametrize(("ratio", "error", "kv", "w8a8"), TABLE)
+def test_the_verdict_of(ratio: float, error: float, kv: Verdict, w8a8: Verdict) -> None:
+    """Errors count on the logarithm: 500 +- 600 is e**6.2 +- a factor e**1.2, far from 1."""
+    summary = make_summary(ratio, error)
+    assert judge(summary, GATES["kv"])[0] is kv
+    assert judge(summary, GATES["w8a8"])[0] is w8a8
+
+
+@pytest.mark.parametrize(
+    ("ratio", "error", "reason"),
+    [
+        (1.004, 0.005, "ratio 1.0040 ± 0.0050 is within one standard error of 1"),
+        (1.004, 0.001, "ratio 1.0040 ± 0.0010 is at most 1.01"),
+        (1.015, 0.006, "ratio 1.0150 ± 0.0060 is within one standard error of 1.01"),
+        (1.030, 0.001, "ratio 1.0300 ± 0.0010 lies between 1.01 and 1.05"),
+        (1.055, 0.006, "ratio 1.0550 ± 0.0060 is within one standard error of 1.05"),
+        (1.065, 0.001, "ratio 1.0650 ± 0.0010 is above 1.05 by more than one standard error"),
+    ],
+)
+def test_the_reason_names_the_ratio_its_error_and_the_threshold(
+    ratio: float, error: float, reason: str
+) -> None:
+    assert judge(make_summary(ratio, error), GATES["kv"])[1] == reason
+
+
+def test_the_thresholds_are_those_of_the_contract() -> None:
+    assert {(g.name, g.pass_at, g.fail_above) for g in GATES.values()} == {
+        ("kv", 1.01, 1.05),
+        ("w8a8", 1.02, 1.06),
+    }
+    assert all(gate.kld_fail_above is None for gate in GATES.values())
+
+
+def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
+    gate = Gate(name="strict", pass_at=1.01, fail_above=1.05, kld_fail_above=0.05)
+    assert judge(make_summary(1.0, 0.0, kld=0.051), gate) == (
+        FAIL,
+        "mean KLD 0.0510 is above 0.05",
+    )
+    assert judge(make_summary(1.0, 0.0, kld=0.05), gate)[0] is SAME
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def test_the_names_of_gates_are_gates() -> None:
+    assert load_gate("kv") is GATES["kv"]
+    assert load_gate("w8a8") is GATES["w8a8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mine.yaml", "pass_at: 1.005\nfail_above: 1.2\nkld_fail_above: 0.3\n"),
+        ("mine.json", '{"pass_at": 1.005, "fail_above": 1.2, "kld_fail_above": 0.3}'),
+        ("mine.yml", "name: mine\npass_at: 1.005\nfail_above: 1.2\nkld_fail_above: 0.3"),
+    ],
+)
+def test_a_file_holds_the_thresholds(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    expected = Gate(name="mine", pass_at=1.005, fail_above=1.2, kld_fail_above=0.3)
+    assert load_gate(str(tmp_path / name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a gate"),
+        ("- 1\n- 2", "not a gate"),
+        ("1.01", "not a gate"),
+        ("{", "not a gate"),
+        ("a: b: c", "not a gate"),
+        ("1: 2\npass_at: 1.0\nfail_above: 1.1", "1: Keys should be strings"),
+        ("pass_at: 1.01", "fail_above: Field required"),
+        ("pass_at: 1.01\nfail_above: 1.05\npas_at: 1", "pas_at: Extra inputs"),
+        ("pass_at: 1.06\nfail_above: 1.05", "needs 0 < pass_at <= fail_above"),
+        ("pass_at: -1\nfail_above: 1.05", "needs 0 < pass_at <= fail_above"),
+        ("pass_at: .nan\nfail_above: 1.05", "pass_at: Input should be a finite number"),
+        ("pass_at: 1.01\nfail_above: .inf", "fail_above: Input should be a finite number"),
+        ("pass_at: low\nfail_above: 1.05", "pass_at: Input should be a valid number"),
+        ("pass_at: [1]\nfail_above: 1.05", "pass_at: Input should be a valid number"),
+        (
+            "pass_at: 1.01\nfail_above: 1.05\nkld_fail_above: -1",
+            "kld_fail_above: Input should be greater",
+        ),
+    ],
+)
+def test_a_bad_file_is_a_usage_error_that_names_it(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_gate(str(path))
+    assert f"--gate {path}" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_a_usage_error(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(b"\xff\xfe\x00pass_at")
+    with pytest.raises(UsageError, match="not a gate"):
+        load_gate(str(path))
+
+
+@pytest.mark.parametrize("name", ["kw", "", "a/b.yaml", "x" * 5000, "a\0b"])
+def test_what_is_neither_a_gate_nor_a_file_is_a_usage_error(name: str) -> None:
+    with pytest.raises(UsageError, match="neither a gate"):
+        load_gate(name)
+
+
+def test_a_folder_is_no_gate(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither a gate"):
+        load_gate(str(tmp_path))
