@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fp8calib.verify.page_candidates import make_series
 from fp8calib.verify.page_histograms import histograms_section
-from fp8calib.verify.page_layers import LAYER_AXIS, ROLE_NAMES, cache_sections
+from fp8calib.verify.page_layers import ROLE_NAMES, cache_sections
 from fp8calib.verify.page_linears import linears_section
 from fp8calib.verify.page_plots import (
     BASELINE,
@@ -20,6 +20,7 @@ from fp8calib.verify.page_plots import (
     Section,
     View,
     finite,
+    layer_axis,
     line,
     log_axis,
     make_layout,
@@ -84,7 +85,8 @@ def _diagnosis_section(rows: Sequence[DiagnosisResult]) -> Section:
     plots = []
     for role in roles:
         chosen = sorted((r for r in rows if r.site.endswith(f".{role}")), key=lambda r: r.layer)
-        layout = make_layout(x=LAYER_AXIS, y={"title": title("SQNR, dB")}, **own_legend())
+        x = layer_axis(row.layer for row in chosen)
+        layout = make_layout(x=x, y={"title": title("SQNR, dB")}, **own_legend())
         view = View(label="", data=_diagnosis_lines(chosen), layout=layout)
         plots.append(Plot(name=f"diagnosis-{role}", title=ROLE_NAMES[role], views=[view]))
     return Section(
@@ -122,7 +124,8 @@ def _sensitivity_section(sensitivity: Sensitivity | None) -> Section:
         _bars([r for r in sensitivity.layers if r.layer in skipped], "leave unquantized", RED),
         _bars([r for r in sensitivity.layers if r.layer not in skipped], "quantize", BLUE),
     ]
-    layout = make_layout(x=LAYER_AXIS, y={"title": title("mean KLD, nats")}, **own_legend())
+    x = layer_axis(row.layer for row in sensitivity.layers)
+    layout = make_layout(x=x, y={"title": title("mean KLD, nats")}, **own_legend())
     view = View(label="", data=[bar for bar in bars if bar["x"]], layout=layout)
     plot = Plot(name="sensitivity", title=sensitivity.candidate, views=[view], is_wide=True)
     advice = "No layer stands out: none is worth leaving unquantized."

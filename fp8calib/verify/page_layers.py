@@ -13,6 +13,7 @@ from fp8calib.verify.page_plots import (
     Section,
     View,
     finite,
+    layer_axis,
     level,
     line,
     log_axis,
@@ -22,12 +23,6 @@ from fp8calib.verify.page_plots import (
 from fp8calib.verify.report import LayerResult, VerifyReport
 
 ROLE_NAMES = {"k": "Keys", "v": "Values", "q": "Queries"}
-LAYER_AXIS: Json = {
-    "title": title("layer"),
-    "showgrid": False,
-    "tickangle": 0,
-    "automargin": False,
-}
 _LOSSES = {"clipped": "clipped", "flushed": "flushed to zero"}
 _HOVER = (
     "<b>%{fullData.name}</b><br>layer %{x}: %{y:.4~g}<br>amax %{customdata[0]:.4~g}, "
@@ -61,12 +56,11 @@ def _ranges_section(
 ) -> Section:
     drawn = [_amax_in_codes(row) for rows in by_role.values() for row in rows]
     marks = [level(value, text) for value, text in limits]
-    layout = make_layout(
-        x=LAYER_AXIS,
-        y=log_axis("amax / scale", drawn),
-        shapes=[shape for shape, _ in marks],
-        annotations=[note for _, note in marks],
-    )
+    layout: Json = {
+        "y": log_axis("amax / scale", [*drawn, *(value for value, _ in limits)]),
+        "shapes": [shape for shape, _ in marks],
+        "annotations": [note for _, note in marks],
+    }
     return Section(
         title="Range: amax over scale",
         lead="The largest magnitude of each layer in units of its scale. Above the dashed line "
@@ -87,7 +81,7 @@ def _find_limits(report: VerifyReport) -> Sequence[tuple[float, str]]:
 
 
 def _sqnr_section(by_role: _ByRole, series: Sequence[Series]) -> Section:
-    layout = make_layout(x=LAYER_AXIS, y={"title": title("SQNR, dB")})
+    layout: Json = {"y": {"title": title("SQNR, dB")}}
     return Section(
         title="Signal to quantization noise of the KV cache",
         lead="Higher is better; 3 dB more is half the noise. A gap: nothing was lost, or the "
@@ -103,8 +97,7 @@ def _losses_section(by_role: _ByRole, series: Sequence[Series]) -> Section:
         share: Callable[[LayerResult], float] = attrgetter(name)
         lost = {role: rows for role, rows in by_role.items() if any(map(share, rows))}
         y = {"title": title(f"share {words}"), "tickformat": ".3~%", "rangemode": "tozero"}
-        layout = make_layout(x=LAYER_AXIS, y=y)
-        plots += _draw_roles(lost, series, name, share, layout, suffix=f": {words}")
+        plots += _draw_roles(lost, series, name, share, {"y": y}, suffix=f": {words}")
         whole = [ROLE_NAMES[role] for role in by_role if role not in lost]
         findings += [f"{role}: nothing {words}, in any layer of any candidate." for role in whole]
     lead = "Shares of all elements. A scale too small clips, a scale too large flushes to zero."
@@ -120,9 +113,11 @@ def _draw_roles(
     *,
     suffix: str = "",
 ) -> Iterator[Plot]:
+    """Draw each role; `layout` is what its plots have beside the axis of layers."""
     for role, rows in by_role.items():
+        x = layer_axis(row.layer for row in rows)
         lines = [made for one in series if (made := _draw_line(rows, one, measure))]
-        view = View(label="", data=lines, layout=layout)
+        view = View(label="", data=lines, layout=make_layout(x=x, **layout))
         yield Plot(name=f"{name}-{role}", title=ROLE_NAMES[role] + suffix, views=[view])
 
 

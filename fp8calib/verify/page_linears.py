@@ -3,85 +3,87 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from fp8calib.verify.page_candidates import Series
-from fp8calib.verify.page_layers import LAYER_AXIS
-from fp8calib.verify.page_plots import Json, Plot, Section, View, finite, make_layout, plain
+from fp8calib.verify.page_plots import (
+    Json,
+    Plot,
+    Section,
+    View,
+    finite,
+    layer_axis,
+    make_layout,
+    plain,
+)
 from fp8calib.verify.report import LayerResult
 
 _ROLES = {"input": "inputs", "weight": "weights"}
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
-_Pick = Callable[[Sequence[LayerResult]], float | None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measure:
+    """What a map shows: its name, its words, how numbers are spelled, and dark for the worse."""
+
+    name: str
+    words: str
+    tick_format: str
+    hover_format: str
+    is_worse_above: bool
+    pick: Callable[[Sequence[LayerResult]], float | None]
+    """Give the worst of the tensors that share a cell."""
 
 
 def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> Section:
     """Give the maps of SQNR and of losses of the tensors around linear layers."""
-    measures: tuple[tuple[str, str, _Pick, Json], ...] = (
-        ("sqnr", "SQNR, dB", _lowest_sqnr, {"colorscale": "Cividis"}),
-        ("clipped", "Share clipped", _most_clipped, _LOSS_COLORS),
-        ("flushed", "Share flushed to zero", _most_flushed, _LOSS_COLORS),
-    )
-    plots = [
-        plot
-        for name, words, pick, colors in measures
-        if (plot := _draw_maps(rows, series, name, words, pick, colors)).views
-    ]
+    plots = []
+    for measure in _MEASURES:
+        views = list(_draw_views(rows, series, measure))
+        most = max((len(view.data[0]["y"]) for view in views), default=0)
+        name, height = f"linear-{measure.name}", 150 + 28 * most
+        plots.append(Plot(name=name, title=measure.words, views=views, height=height, is_wide=True))
     return Section(
         title="Weights and activations of the linear layers",
         lead="One candidate at a time; dark is worse. Experts of a layer share a cell: the worst "
         "of them is shown.",
-        plots=plots,
+        plots=[plot for plot in plots if plot.views],
     )
 
 
-_LOSS_COLORS: Json = {"colorscale": "Cividis", "reversescale": True, "zmin": 0}
-
-
-def _lowest_sqnr(rows: Sequence[LayerResult]) -> float | None:
-    known = [row.sqnr_db for row in rows if finite(row.sqnr_db) is not None]
-    return min((db for db in known if db is not None), default=None)
-
-
-def _most_clipped(rows: Sequence[LayerResult]) -> float | None:
-    return max((row.clipped for row in rows), default=None)
-
-
-def _most_flushed(rows: Sequence[LayerResult]) -> float | None:
-    return max((row.flushed for row in rows), default=None)
-
-
-def _draw_maps(
-    rows: Sequence[LayerResult],
-    series: Sequence[Series],
-    name: str,
-    words: str,
-    pick: _Pick,
-    colors: Json,
-) -> Plot:
-    views = []
+def _draw_views(
+    rows: Sequence[LayerResult], series: Sequence[Series], measure: _Measure
+) -> Iterator[View]:
+    """Draw the inputs and the weights of each candidate, where there is something to see."""
     for one in series:
         for role, kind in _ROLES.items():
-            chosen = [r for r in rows if r.candidate == one.name and r.role == role]
-            trace = _draw_map(chosen, pick)
-            if any(value for line in trace["z"] for value in line):
-                bar = _color_bar(words)
-                data = [{**trace, **colors, "colorbar": bar, "hovertemplate": _hover(words)}]
-                views.append(View(label=f"{kind}, {one.label}", data=data, layout=_LAYOUT))
-    most = max((len(view.data[0]["y"]) for view in views), default=0)
-    height = 150 + 28 * most
-    return Plot(name=f"linear-{name}", title=words, views=views, height=height, is_wide=True)
+            chosen = [row for row in rows if row.candidate == one.name and row.role == role]
+            trace = _draw_map(chosen, measure)
+            if any(value for cells in trace["z"] for value in cells):
+                y = {"type": "category", "autorange": "reversed", "showgrid": False}
+                layout = make_layout(x=layer_axis(trace["x"]), y=y)
+                yield View(label=f"{kind}, {one.label}", data=[trace], layout=layout)
 
 
-def _draw_map(rows: Sequence[LayerResult], pick: _Pick) -> Json:
+def _draw_map(rows: Sequence[LayerResult], measure: _Measure) -> Json:
     cells: dict[tuple[str, int], list[LayerResult]] = {}
     for row in rows:
         cells.setdefault((_find_place(row), row.layer), []).append(row)
     places = list(dict.fromkeys(place for place, _ in cells))
     layers = sorted({layer for _, layer in cells})
-    z = [[pick(cells.get((place, layer), [])) for layer in layers] for place in places]
-    return {"type": "heatmap", "x": layers, "y": [plain(place) for place in places], "z": z}
+    return {
+        "type": "heatmap",
+        "x": layers,
+        "y": [plain(place) for place in places],
+        "z": [[measure.pick(cells.get((place, at), [])) for at in layers] for place in places],
+        "colorscale": "Cividis",
+        "reversescale": measure.is_worse_above,
+        "zmin": 0 if measure.is_worse_above else None,
+        "colorbar": _color_bar(measure),
+        "hovertemplate": f"layer %{{x}}, %{{y}}<br>{measure.words}: "
+        f"%{{z:{measure.hover_format}}}<extra></extra>",
+    }
 
 
 def _find_place(row: LayerResult) -> str:
@@ -91,26 +93,41 @@ def _find_place(row: LayerResult) -> str:
     return _EXPERT.sub("*", inside or module)
 
 
-def _color_bar(words: str) -> Json:
-    bar = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
-    form = "" if "dB" in words else ".3~%"
-    return {
-        **bar,
-        "thickness": 10,
-        "xpad": 0,
-        "ypad": 0,
-        "len": 1,
-        "outlinewidth": 0,
-        "tickformat": form,
-    }
+def _color_bar(measure: _Measure) -> Json:
+    """Put the scale of colours above the map, as wide as it."""
+    place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
+    size = {"thickness": 10, "len": 1, "xpad": 0, "ypad": 0, "outlinewidth": 0}
+    return {**place, **size, "tickformat": measure.tick_format}
 
 
-def _hover(words: str) -> str:
-    form = ".2f" if "dB" in words else ".3~%"
-    return f"layer %{{x}}, %{{y}}<br>{words}: %{{z:{form}}}<extra></extra>"
+def _lowest_sqnr(rows: Sequence[LayerResult]) -> float | None:
+    known = (finite(row.sqnr_db) for row in rows)
+    return min((db for db in known if db is not None), default=None)
 
 
-_LAYOUT = make_layout(
-    x=LAYER_AXIS,
-    y={"type": "category", "autorange": "reversed", "showgrid": False},
+_MEASURES = (
+    _Measure(
+        name="sqnr",
+        words="SQNR, dB",
+        tick_format="",
+        hover_format=".2f",
+        is_worse_above=False,
+        pick=_lowest_sqnr,
+    ),
+    _Measure(
+        name="clipped",
+        words="Share clipped",
+        tick_format=".3~%",
+        hover_format=".3~%",
+        is_worse_above=True,
+        pick=lambda rows: max((row.clipped for row in rows), default=None),
+    ),
+    _Measure(
+        name="flushed",
+        words="Share flushed to zero",
+        tick_format=".3~%",
+        hover_format=".3~%",
+        is_worse_above=True,
+        pick=lambda rows: max((row.flushed for row in rows), default=None),
+    ),
 )

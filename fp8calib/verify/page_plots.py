@@ -32,6 +32,8 @@ class Style:
     dash: str = "solid"
 
 
+_MOST_LAYERS_NAMED = 10
+_MOST_LARGE_MARKS = 40
 _FEWEST_DECADES = 0.7
 """A shorter axis may hold no 1, 2 or 5: plotly.js then chooses better."""
 _MOST_DECADES_WITH_125 = 3.5
@@ -127,6 +129,7 @@ def title(text: str) -> Json:
 
 def line(name: str, style: Style, x: Sequence[Any], y: Sequence[float | None], **more: Any) -> Json:
     """Make a line with marks; a None in `y` is a gap."""
+    size = 8 if len(x) <= _MOST_LARGE_MARKS else 5
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -134,9 +137,15 @@ def line(name: str, style: Style, x: Sequence[Any], y: Sequence[float | None], *
         "x": x,
         "y": y,
         "line": {"color": style.color, "width": 1.75, "dash": style.dash},
-        "marker": {"color": style.color, "symbol": style.symbol, "size": 8},
+        "marker": {"color": style.color, "symbol": style.symbol, "size": size},
         **more,
     }
+
+
+def layer_axis(layers: Iterable[int]) -> Json:
+    """Name the axis of layers; no tick stands between two of them."""
+    axis = {"title": title("layer"), "showgrid": False, "tickangle": 0, "automargin": False}
+    return axis | ({"dtick": 1} if len(set(layers)) < _MOST_LAYERS_NAMED else {})
 
 
 def log_axis(text: str, values: Iterable[float | None]) -> Json:
@@ -145,7 +154,8 @@ def log_axis(text: str, values: Iterable[float | None]) -> Json:
     decades = math.log10(max(drawn)) - math.log10(min(drawn))
     axis = {"title": title(text), "type": "log", "tickformat": ".4~g"}
     if decades < _FEWEST_DECADES:
-        return {**axis, "nticks": 6}
+        ends = [math.log10(min(drawn) / 2), math.log10(max(drawn) * 2)]
+        return {**axis, "nticks": 6, "range": ends}
     if decades < _MOST_DECADES_WITH_125:
         return {**axis, "dtick": "D2"}  # plotly's name for 1, 2, 5, 10, ...
     return {**axis, "dtick": math.ceil(decades / _MOST_TICKS)}

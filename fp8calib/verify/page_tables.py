@@ -62,17 +62,14 @@ def _candidate_row(one: CandidateResult) -> Sequence[Child]:
 
 def rules_table(rules: Sequence[RuleResult]) -> Element:
     """Give the ranking of scale rules, best first."""
-    rows = [
-        [
-            f"{rank}. {row.rule}",
-            row.candidate,
-            _with_error(row.ppl_ratio, row.ppl_ratio_se),
-            f"{row.kld_mean:.3g}",
-        ]
-        for rank, row in enumerate(rules, start=1)
-    ]
-    header = ("Rule", "Candidate", "Perplexity ratio", "KLD mean")
-    return make_table(header, rows, label="Scale rules", words=2)
+    header = ("Rule", "Perplexity ratio", "KLD mean")
+    rows = [_rule_row(rank, row) for rank, row in enumerate(rules, start=1)]
+    return make_table(header, rows, label="Scale rules", words=1)
+
+
+def _rule_row(rank: int, row: RuleResult) -> Sequence[Child]:
+    name = element("div", element("strong", f"{rank}. {row.rule}"), _aside(row.candidate))
+    return [name, _with_error(row.ppl_ratio, row.ppl_ratio_se), f"{row.kld_mean:.3g}"]
 
 
 def tasks_table(tasks: Sequence[TaskResult]) -> Element:
