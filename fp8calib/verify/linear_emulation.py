@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -46,16 +47,15 @@ def emulate_scheme(
         ExportError: the stats hold nothing for an input.
     """
     groups = find_parameters(geometry, modules)
-    quantizer = Quantizer(
-        fmt=fmt,
-        scale=scheme.weights,
-        power_of_two=scheme.weights is Dynamic.BLOCK and profile.group_scales_power_of_two,
+    quantizer = Quantizer(fmt=fmt, scale=scheme.weights)
+    is_again = scheme.weights is Dynamic.BLOCK and profile.group_scales_power_of_two
+    change = Requantized(
+        parameters=(),
+        quantizer=quantizer,
+        through_float16=profile.weights_through_float16 and scheme.weights is Dynamic.TENSOR,
+        again=replace(quantizer, power_of_two=True) if is_again else None,
     )
-    through_float16 = profile.weights_through_float16 and scheme.weights is Dynamic.TENSOR
-    changes = tuple(
-        Requantized(parameters=group, quantizer=quantizer, through_float16=through_float16)
-        for group in groups
-    )
+    changes = tuple(replace(change, parameters=group) for group in groups)
     covered = {site.module for group in groups for p in group for site in p.sites}
     linears = [linear for _, linear in geometry.linears() if linear.module in covered]
     if scheme.has_static_inputs and not profile.static_inputs_ignored:

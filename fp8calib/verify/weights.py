@@ -70,6 +70,8 @@ class Requantized:
     quantizer: Quantizer
     through_float16: bool = False
     """The engine dequantizes to fp16 at load and quantizes again with the same scale."""
+    again: Quantizer | None = None
+    """How the engine quantizes at load what was quantized already; None: it does not."""
 
     def apply(
         self, values: Mapping[str, torch.Tensor]
@@ -93,11 +95,13 @@ class Requantized:
         return replace(self.quantizer, scale=scale_of(amax, self.quantizer.fmt))
 
     def _apply_one(self, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-        fake = quantizer.fake(weight)
-        damage = measure_damage(weight, fake, quantizer.fmt)
+        values, scaled = quantizer.fake(weight)
         if self.through_float16:
-            fake = quantizer.fake(fake.values.half())
-        weight.copy_(fake.values)
+            values = quantizer.fake(values.half()).values
+        if self.again is not None:
+            values = self.again.fake(values).values
+        damage = measure_damage(weight, Fake(values, scaled), quantizer.fmt)
+        weight.copy_(values)
         return damage
 
 
