@@ -92,7 +92,7 @@ def _score_block(
     reference = torch.log_softmax(logits(hidden[0]).float(), -1)
     targets = targets.to(reference.device).unsqueeze(1)
     probabilities = reference.exp()
-    best = reference.argmax(-1)
+    best = reference.argmax(-1, keepdim=True)
     scores = [
         TokenScores(
             logprobs=reference.gather(1, targets).squeeze(1).cpu(),
@@ -103,7 +103,8 @@ def _score_block(
     for found in hidden[1:]:
         candidate = torch.log_softmax(logits(found).float(), -1)
         logprobs = candidate.gather(1, targets).squeeze(1)
-        agrees = candidate.argmax(-1) == best
+        # Half the time of another argmax; a tie for the first place agrees.
+        agrees = candidate.gather(1, best).squeeze(1) == candidate.amax(-1)
         difference = torch.sub(reference, candidate, out=candidate)
         klds = torch.bmm(probabilities.unsqueeze(1), difference.unsqueeze(2)).flatten()
         scores.append(
