@@ -94,6 +94,18 @@ def verify_command(
             "--dump", metavar="FILE", help="Write every token's log-probability (safetensors)."
         ),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            metavar="NAME,...",
+            help="Tasks of lm-evaluation-harness to run as well, or YAML files of your own.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help="Documents of each task, from its first."),
+    ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     device_map: DeviceMapOption = None,
@@ -129,6 +141,8 @@ def verify_command(
             gate=gate,
             report=report,
             dump=dump,
+            tasks=() if tasks is None else tuple(task.strip() for task in tasks.split(",")),
+            limit=limit,
             device=device,
             dtype=dtype,
             device_map=device_map,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import DataPlan
@@ -14,6 +15,7 @@ from fp8calib.verify.candidates import Opened, Target
 from fp8calib.verify.gates import Gate
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.schemes import Scheme
+from fp8calib.verify.task_files import Tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class VerifySettings:
     gate: str | None
     report: Path | None
     dump: Path | None
+    tasks: tuple[str, ...]
+    limit: int | None
     device: str
     dtype: str
     device_map: str | None
@@ -57,6 +61,14 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskJob:
+    """Tasks to run, and what turns their texts into tokens."""
+
+    tasks: Tasks
+    tokenizer: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyJob:
     """Everything decided before a weight is loaded."""
 
@@ -67,6 +79,7 @@ class VerifyJob:
     target: Target
     opened: tuple[Opened, ...]
     plan: DataPlan
+    task_job: TaskJob | None
     dtype: str
     dtype_why: str
     warnings: tuple[str, ...]

@@ -11,14 +11,21 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.opening import check_device_map, plan_data, quiet_libraries
-from fp8calib.cli.verify_job import Choices, VerifyJob, VerifySettings
+from fp8calib.cli.verify_job import Choices, TaskJob, VerifyJob, VerifySettings
 from fp8calib.cli.verify_questions import build_question
 from fp8calib.cli.verify_show import describe_plan, show_plan, show_verification
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8 import FORMATS
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
-from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load_model, open_source
+from fp8calib.model.load import (
+    ModelSource,
+    build_skeleton,
+    choose_device,
+    load_model,
+    load_tokenizer,
+    open_source,
+)
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
 from fp8calib.provenance import fingerprint_model
@@ -28,7 +35,9 @@ from fp8calib.verify.gates import load_gate
 from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.report import SCALE_ONE, Verdict, VerifyReport
 from fp8calib.verify.schemes import find_scheme
-from fp8calib.verify.verify import Subject, Verified, verify
+from fp8calib.verify.task_files import open_tasks, require_harness
+from fp8calib.verify.tasks import run_tasks
+from fp8calib.verify.verify import Question, Subject, Verified, verify
 
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE})
 
@@ -61,6 +70,7 @@ def _choose(settings: VerifySettings) -> Choices:
         from fp8calib.verify.page import require_plotly  # noqa: PLC0415 -- pages are an extra
 
         require_plotly()
+    _check_tasks(settings)
     if settings.fp8_dtype not in FORMATS:
         raise UsageError(
             f"--fp8-dtype {settings.fp8_dtype}: unknown format", hint=f"known: {', '.join(FORMATS)}"
@@ -73,6 +83,13 @@ def _choose(settings: VerifySettings) -> Choices:
         gate=load_gate(settings.gate) if settings.gate else None,
         device=choose_device(settings.device),
     )
+
+
+def _check_tasks(settings: VerifySettings) -> None:
+    if settings.tasks:
+        require_harness()
+    elif settings.limit is not None:
+        raise UsageError("--limit is for tasks, and there are none", hint="add --tasks NAME")
 
 
 def _check_names(names: tuple[str, ...]) -> None:
@@ -120,6 +137,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             target=target,
             opened=opened,
             plan=_plan(settings, source),
+            task_job=_open_tasks(settings, source),
             dtype=dtype,
             dtype_why=why,
             warnings=(),
@@ -138,6 +156,14 @@ def _plan(settings: VerifySettings, source: ModelSource) -> DataPlan:
         seed=0,
         part="verify",
     )
+
+
+def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None:
+    if not settings.tasks:
+        return None
+    tokenizer = load_tokenizer(source, int(source.text_config.vocab_size))
+    say(f"loading tasks: {', '.join(settings.tasks)}")
+    return TaskJob(tasks=open_tasks(settings.tasks, limit=settings.limit), tokenizer=tokenizer)
 
 
 def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
@@ -171,7 +197,30 @@ def _run(job: VerifyJob, bar: Bar) -> Verified:
         device=job.choices.device,
     )
     question = build_question(job, model)
-    return verify(subject, question, job.plan, batch_size=job.settings.batch_size, progress=bar)
+    verified = verify(subject, question, job.plan, batch_size=job.settings.batch_size, progress=bar)
+    return verified if job.task_job is None else _add_tasks(job, subject, question, verified, bar)
+
+
+def _add_tasks(
+    job: VerifyJob, subject: Subject, question: Question, verified: Verified, bar: Bar
+) -> Verified:
+    assert job.task_job is not None  # noqa: S101 -- the caller chose by it
+    outcome = run_tasks(
+        subject,
+        question.candidates,
+        job.task_job.tasks,
+        job.task_job.tokenizer,
+        batch_size=job.settings.batch_size,
+        progress=bar,
+    )
+    for text in outcome.warnings:
+        warn(text)
+    found = {
+        "tasks": outcome.rows,
+        "task_setup": outcome.setup,
+        "warnings": (*verified.report.warnings, *outcome.warnings),
+    }
+    return replace(verified, report=verified.report.model_copy(update=found))
 
 
 def _write(settings: VerifySettings, verified: Verified) -> None:

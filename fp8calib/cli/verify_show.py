@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8calib.cli.console import print_json, print_table, print_text, say
 from fp8calib.cli.verify_job import VerifyJob, VerifySettings
-from fp8calib.verify.report import LayerResult, VerifyReport
+from fp8calib.verify.report import LayerResult, TaskResult, VerifyReport
 
 _SHOWN_SITES = 8
 
@@ -28,6 +28,7 @@ def describe_plan(job: VerifyJob) -> dict[str, Any]:
             "sequences": len(job.plan.sequences),
             "tokens": job.plan.num_tokens,
             "data": list(job.plan.sources),
+            "tasks": list(job.settings.tasks),
         }
     }
 
@@ -56,6 +57,7 @@ def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     _show_sites(report)
     _show_sensitivity(report)
     _show_rules(report)
+    _show_tasks(report)
 
 
 def _show_candidates(report: VerifyReport) -> None:
@@ -140,3 +142,29 @@ def _show_rules(report: VerifyReport) -> None:
     ]
     title = f"{report.rules[0].candidate}: scale rules on this text, best first"
     print_table(title, ["rule", "KLD mean", "ratio", "± se"], rows)
+
+
+def _show_tasks(report: VerifyReport) -> None:
+    setup = report.task_setup
+    if setup is None:
+        return
+    bos = f"add_bos_token=True ({setup.bos_token} before every text)"
+    if not setup.add_bos_token:
+        bos = "no BOS before texts, as the tokenizer has none to put there"
+    limit = "" if setup.limit is None else f", --limit {setup.limit}"
+    print_text("")
+    columns = ["candidate", "task", "metric", "docs", "reference", "± se", "value", "± se"]
+    title = f"lm-evaluation-harness {setup.harness_version}, {bos}{limit}"
+    print_table(title, [*columns, "recovery %"], [_task_row(row) for row in report.tasks])
+
+
+def _task_row(row: TaskResult) -> Sequence[str]:
+    numbers = (row.reference, row.reference_se, row.value, row.value_se)
+    return [
+        row.candidate,
+        row.task,
+        row.metric,
+        "-" if row.num_documents is None else str(row.num_documents),
+        *("-" if number is None else f"{number:.4f}" for number in numbers),
+        "-" if row.recovery_percent is None else f"{row.recovery_percent:.2f}",
+    ]

@@ -153,6 +153,19 @@ class TaskResult(_Model):
     value: float
     value_se: float | None
     recovery_percent: float | None
+    """value / reference; None where less is better, or the reference is not above 0."""
+    num_documents: int | None = None
+
+
+class TaskSetup(_Model):
+    """How lm-evaluation-harness was run."""
+
+    harness_version: str
+    add_bos_token: bool
+    """Whether every text began with the tokenizer's BOS; true wherever it has one."""
+    bos_token: str | None
+    limit: int | None
+    """Documents of each task, at most."""
 
 
 class VerifyReport(_Model):
@@ -178,4 +191,5 @@ class VerifyReport(_Model):
     sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()
     tasks: tuple[TaskResult, ...] = ()
+    task_setup: TaskSetup | None = None
     warnings: tuple[str, ...] = ()

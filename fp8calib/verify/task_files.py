@@ -1,0 +1,175 @@
+"""Opening tasks of lm-evaluation-harness: its own by name, a user's from a YAML file.
+
+All that can be wrong with them is found here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fp8calib.errors import DataError, UsageError
+
+_FILE_SUFFIXES = frozenset({".yaml", ".yml"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """Tasks with their data, ready to be asked."""
+
+    loaded: Mapping[str, Mapping[str, Any]]
+    """As lm_eval's TaskManager gives them: `tasks`, `groups` and `group_map`, each by name."""
+    limit: int | None
+    """How many documents of each are asked, from its first on; None: all."""
+
+
+def require_harness() -> None:
+    """Refuse to go on without lm-evaluation-harness.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise UsageError(
+            "--tasks: lm-evaluation-harness, which runs them, is not installed",
+            hint="pip install 'fp8calib[eval]'",
+        )
+
+
+def open_tasks(names: Sequence[str], *, limit: int | None) -> Tasks:
+    """Load tasks and their data.
+
+    Args:
+        names: tasks, groups and tags of the harness, or paths of YAML files; data files that a
+            YAML file names are looked for beside it, then here.
+        limit: how many documents of each task are asked.
+
+    Raises:
+        UsageError: the harness is not installed, or a task is unknown, cannot be loaded, or
+            cannot be run here.
+        DataError: the data of a task cannot be had.
+    """
+    require_harness()
+    parts: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
+    with quiet_harness():
+        manager = _make_manager(names)
+        for name in names:
+            for part, found in _load(manager, name).items():
+                _require_new(name, parts[part].keys() & found.keys())
+                parts[part] |= found
+    for name, task in parts["tasks"].items():
+        _require_runnable(name, task)
+    return Tasks(loaded=parts, limit=limit)
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in _FILE_SUFFIXES
+
+
+def _exists(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _make_manager(names: Sequence[str]) -> Any:
+    from lm_eval.tasks import TaskManager  # noqa: PLC0415 -- an extra
+
+    # The harness parses 15,000 files for its own tasks: twenty seconds that local files spare.
+    manager = TaskManager(include_defaults=not all(map(_is_file, names)))
+    for name in names:
+        if _is_file(name) and not _exists(name):
+            raise UsageError(f"--tasks {name}: no such file", hint="name a task, or its YAML file")
+        if not _is_file(name) and name not in manager.task_index:
+            raise UsageError(f"--tasks {name}: unknown task", hint=_suggest(name, manager))
+    return manager
+
+
+def _suggest(name: str, manager: Any) -> str:
+    near = get_close_matches(name, manager.all_tasks, n=5)
+    if near:
+        return f"near matches: {', '.join(near)}"
+    return "`lm-eval ls tasks` lists those there are; a file's name ends in .yaml"
+
+
+def _load(manager: Any, name: str) -> Mapping[str, Mapping[str, Any]]:
+    if not _is_file(name):
+        return _guarded(name, lambda: manager.load([name]))
+    path = Path(name).resolve()
+
+    def load_beside() -> Any:
+        with contextlib.chdir(path.parent):
+            return manager.load([str(path)])
+
+    try:
+        return _guarded(name, load_beside)
+    except DataError:
+        return _guarded(name, lambda: manager.load([str(path)]))  # from here, as the harness does
+
+
+def _guarded(name: str, load: Callable[[], Any]) -> Mapping[str, Mapping[str, Any]]:
+    try:
+        loaded: Mapping[str, Mapping[str, Any]] = load()
+    except OSError as error:
+        raise DataError(
+            f"--tasks {name}: its data cannot be loaded: {_first_line(error)}",
+            hint="check the names of its files, or the network where it is a dataset of the hub",
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"--tasks {name}: lm-evaluation-harness cannot load it: {_first_line(error)}",
+            hint="`lm-eval validate --tasks` says more",
+        ) from error
+    return loaded
+
+
+def _first_line(error: Exception) -> str:
+    line = next(iter(str(error).strip().splitlines()), "").strip()
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _require_new(name: str, twice: set[str]) -> None:
+    if twice:
+        raise UsageError(
+            f"--tasks {name}: {', '.join(sorted(twice))} is asked for twice",
+            hint="name each task once, and no group beside its own tasks",
+        )
+
+
+def _require_runnable(name: str, task: Any) -> None:
+    for flag, what in (
+        ("UNSAFE_CODE", "runs code that the model writes"),
+        ("MULTIMODAL", "needs more than text"),
+    ):
+        if getattr(task, flag, False):
+            raise UsageError(f"--tasks {name}: it {what}, which is not done here", hint="leave it")
+
+
+@contextlib.contextmanager
+def quiet_harness() -> Iterator[None]:
+    """Keep the harness' prints (stdout is for data), logs and progress bars to itself."""
+    import tqdm  # noqa: PLC0415 -- comes with the harness
+
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    start = tqdm.tqdm.__init__
+
+    def start_silent(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **{**kwargs, "disable": True})
+
+    tqdm.tqdm.__init__ = start_silent
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+        tqdm.tqdm.__init__ = start
