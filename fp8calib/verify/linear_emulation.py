@@ -160,8 +160,17 @@ def emulate_checkpoint(
             hint="name the model that the checkpoint was made from",
         )
     quantizer = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.TENSOR)
+    plain = Stored(parameters=(), source=source, quantizer=quantizer)
+    blocks = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.BLOCK, power_of_two=True)
     changes = tuple(
-        Stored(parameters=(parameter,), source=source, quantizer=quantizer) for parameter in stored
+        replace(
+            plain,
+            parameters=(parameter,),
+            again=blocks
+            if profile.group_scales_power_of_two and _has_groups(parameter, checkpoint, source)
+            else None,
+        )
+        for parameter in stored
     )
     return dict(_stored_inputs(stored, checkpoint, source, profile)), changes
 
@@ -175,6 +184,14 @@ def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: We
             f"{checkpoint.folder}: {parameter.name} is stored in FP8 in part: {missing[0]} is not"
         )
     return bool(quantized)
+
+
+def _has_groups(
+    parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource
+) -> bool:
+    """Whether its inputs have a scale per 128 channels, and the weight one per block."""
+    names = source.names_of([parameter.name])
+    return any(checkpoint.activation(name).kind is ActivationKind.GROUP for name in names)
 
 
 def _stored_inputs(

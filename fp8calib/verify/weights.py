@@ -113,6 +113,8 @@ class Stored:
     source: Originals
     quantizer: Quantizer
     """Tells the format; scales are those of the checkpoint."""
+    again: Quantizer | None = None
+    """How the engine quantizes them once more at load; None: it does not."""
 
     def apply(
         self, values: Mapping[str, torch.Tensor]
@@ -138,7 +140,7 @@ class Stored:
                 "the model",
                 hint="name the model that the checkpoint was made from",
             )
-        values = found.float()
+        values = found.float() if self.again is None else self.again.fake(found).values
         damage = measure_damage(piece, Fake(values, torch.zeros(1)), self.quantizer.fmt)
         piece.copy_(values)
         return damage

@@ -148,6 +148,14 @@ def cast_blocks(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat(strips, 0)
 
 
+def ceil_log2(x: float) -> int:
+    """Find the smallest power of two that is not less, by counting."""
+    exponent = -200
+    while 2.0**exponent < x:
+        exponent += 1
+    return exponent
+
+
 # --- K, V and q --------------------------------------------------------------------------------
 
 

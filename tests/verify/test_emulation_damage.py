@@ -37,7 +37,7 @@ from tests.verify.by_hand import (
     opened,
     plain_forward,
 )
-from tests.verify.test_emulation_linears import Recipe, quantize_by_hand
+from tests.verify.models_by_hand import Recipe, quantize_by_hand
 
 PLAIN = EngineProfile(name="plain", version="")
 PADDED = make_batch([5, 20, 13])

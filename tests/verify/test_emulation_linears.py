@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from fp8calib.errors import VerificationError
 from fp8calib.fp8 import E4M3FN
@@ -27,7 +23,6 @@ from fp8calib.verify.schemes import SCHEMES, Scheme
 from tests import zoo
 from tests.truth.test_statistics import make_plan, run_calibration
 from tests.verify.by_hand import (
-    Change,
     Subject,
     cast,
     cast_blocks,
@@ -39,35 +34,22 @@ from tests.verify.by_hand import (
     plain_forward,
     tensor_scale,
 )
+from tests.verify.models_by_hand import (
+    ROUTERS,
+    Recipe,
+    is_experts,
+    quantize_by_hand,
+    quantize_expert,
+)
 
 PLAIN = EngineProfile(name="plain", version="")
 PADDED = make_batch([5, 20, 13])
 FULL = make_batch([20, 20], seed=12)
 BATCHES = (PADDED, FULL)
-ROUTERS = ("gate", "router", "shared_expert_gate")
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 MOE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 _WIDE = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
 WIDE = {"llama": _WIDE, "gpt_oss": _WIDE, "gpt2": {"n_embd": 160}}
 Q_INPUT = Site("model.layers.0.self_attn.q_proj", Role.INPUT)
-
-
-@dataclass
-class Recipe:
-    """What a scheme does, by hand: weights [out, in] and inputs."""
-
-    weight: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
-    """Given the weight and all of its fused group."""
-    inputs: Callable[[str], Change] = field(default=lambda _name: _leave)
-    """Given a module's path."""
-
-
-def _leave(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _per_tensor(weight: torch.Tensor, group: list[torch.Tensor]) -> torch.Tensor:
@@ -79,86 +61,6 @@ RECIPES = {
     "w8a16": Recipe(lambda weight, _: cast_rows(weight)),
     "fp8-block": Recipe(lambda weight, _: cast_blocks(weight), lambda _: cast_groups),
 }
-
-
-# --- the model by hand -------------------------------------------------------------------------
-
-
-def quantize_by_hand(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Copy a model, replace its weights, and quantize its inputs on their way."""
-    copy = deepcopy(model)
-    originals = dict(model.named_modules())
-    for name, module in copy.named_modules():
-        if not _is_in_a_layer(name) or name.rpartition(".")[2] in ROUTERS:
-            continue
-        if isinstance(module, nn.Linear | Conv1D):
-            group = [_out_in(member) for member in _fused_with(name, originals)]
-            replaced = recipe.weight(_out_in(originals[name]), group)
-            module.weight.data = replaced.T.contiguous() if _is_conv(module) else replaced
-            change = recipe.inputs(name)
-            module.register_forward_pre_hook(
-                lambda _module, args, change=change: (change(args[0]), *args[1:])
-            )
-        elif _is_experts(module):
-            _replace_experts(name, module, recipe)
-    return copy
-
-
-def _is_in_a_layer(name: str) -> bool:
-    return re.search(r"\.(layers|h)\.\d+\.", name) is not None
-
-
-def _is_conv(module: nn.Module) -> bool:
-    return isinstance(module, Conv1D)
-
-
-def _is_experts(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "down_proj", None), nn.Parameter)
-
-
-def _out_in(module: Any) -> torch.Tensor:
-    return module.weight.detach().T if _is_conv(module) else module.weight.detach()
-
-
-def _fused_with(name: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
-    parent, _, last = name.rpartition(".")
-    names = next((group for group in FUSED if last in group), (last,))
-    return [modules[f"{parent}.{n}"] for n in names if f"{parent}.{n}" in modules]
-
-
-def _replace_experts(name: str, experts: Any, recipe: Recipe) -> None:
-    """Run every expert alone, in a loop, on quantized rows and weights."""
-    is_gpt_oss = type(experts).__name__ == "GptOssExperts"
-    first = [_expert(weight, recipe, flip=is_gpt_oss) for weight in experts.gate_up_proj.detach()]
-    down = [_expert(weight, recipe, flip=is_gpt_oss) for weight in experts.down_proj.detach()]
-    change_first, change_down = (recipe.inputs(f"{name}.{n}") for n in ("gate_proj", "down_proj"))
-
-    def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        result = torch.zeros_like(hidden)
-        quantized = change_first(hidden)
-        for expert in range(len(first)):
-            tokens, slots = (index == expert).nonzero(as_tuple=True)
-            if not len(tokens):
-                continue
-            both = linear(quantized[tokens], first[expert])
-            if is_gpt_oss:
-                both = both + experts.gate_up_proj_bias[expert]
-                gate, up = both[:, 0::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
-                rows = (up + 1) * (gate * torch.sigmoid(1.702 * gate))
-            else:
-                gate, up = both.chunk(2, -1)
-                rows = experts.act_fn(gate) * up
-            out = linear(change_down(rows), down[expert])
-            out = out + experts.down_proj_bias[expert] if is_gpt_oss else out
-            result.index_add_(0, tokens, out * weights[tokens, slots, None])
-        return result
-
-    experts.forward = forward
-
-
-def _expert(weight: torch.Tensor, recipe: Recipe, *, flip: bool) -> torch.Tensor:
-    weight = weight.T if flip else weight
-    return recipe.weight(weight, [weight])
 
 
 # --- the schemes -------------------------------------------------------------------------------
@@ -189,7 +91,7 @@ def make_emulation(
 
 def assert_same(subject: Subject, emulation: Emulation, expected_model: PreTrainedModel) -> None:
     """Compare hidden states: bit for bit without experts, whose kernels add in another order."""
-    is_sparse = any(_is_experts(module) for module in subject.model.modules())
+    is_sparse = any(is_experts(module) for module in subject.model.modules())
     for batch, hidden in zip(BATCHES, emulate(subject, emulation, *BATCHES), strict=True):
         expected = plain_forward(expected_model, batch)
         plain = plain_forward(subject.model, batch)
@@ -268,9 +170,11 @@ def test_the_model_holds_the_weights_made_by_hand(family: str, scheme: str, tmp_
         for name, held in weights_held(subject, emulation).items():
             path, _, last = name.rpartition(".")
             wanted = getattr(modules[path], last).detach()
-            if _is_experts(modules[path]) and last.endswith("_proj"):
+            if is_experts(modules[path]) and last.endswith("_proj"):
                 wanted = torch.stack(
-                    [_expert(w, recipe, flip=True).T for w in wanted]  # only gpt_oss has experts
+                    [
+                        quantize_expert(w, recipe, flip=True).T for w in wanted
+                    ]  # only gpt_oss has experts
                 )
             assert torch.equal(held, wanted), name
             num_changed += not torch.equal(held, subject.model.get_parameter(name))

@@ -30,6 +30,7 @@ from tests.verify.by_hand import (
     cast,
     cast_blocks,
     cast_rows,
+    ceil_log2,
     opened,
     row_scales,
     search_down,
@@ -246,19 +247,12 @@ def test_groups_have_scales_that_are_powers_of_two_in_vllm(llama: Subject) -> No
     found = scheme_of(llama, "fp8-block", PROFILES["vllm"]).quantizers[Q_INPUT]
     pieces = []
     for piece in INPUTS.split(128, 1):
-        scales = [2.0 ** _ceil_log2(float(row.abs().max()) / 448) for row in piece]
+        scales = [2.0 ** ceil_log2(float(row.abs().max()) / 448) for row in piece]
         pieces.append(cast(piece, torch.tensor(scales).unsqueeze(1)))
     assert torch.equal(found.fake_quantize(INPUTS), torch.cat(pieces, 1))
     plain = scheme_of(llama, "fp8-block", PROFILES["sglang"]).quantizers[Q_INPUT]
     expected = torch.cat([cast_rows(piece) for piece in INPUTS.split(128, 1)], 1)
     assert torch.equal(plain.fake_quantize(INPUTS), expected)
-
-
-def _ceil_log2(x: float) -> int:
-    exponent = -200
-    while 2.0**exponent < x:
-        exponent += 1
-    return exponent
 
 
 def test_powers_of_two_are_exact_over_the_whole_range() -> None:
@@ -309,7 +303,7 @@ def test_vllm_quantizes_blocks_again_with_scales_that_are_powers_of_two(llama: S
     strips = []
     for strip in first.split(128, 0):
         pieces = [
-            cast(piece, 2.0 ** _ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
+            cast(piece, 2.0 ** ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
         ]
         strips.append(torch.cat(pieces, 1))
     expected = torch.cat(strips, 0)
