@@ -31,7 +31,7 @@ from fp8calib.dialects.registry import (
     check_source,
     write_formats,
 )
-from fp8calib.errors import UsageError
+from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8 import FORMATS
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
 from fp8calib.model.load import (
@@ -159,10 +159,22 @@ def _run(job: Job, bar: Bar) -> tuple[CalibrationStats, str]:
 
 
 def _write(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping[str, Any]:
+    """Write everything, or, where a format cannot be written, what the run has cost hours for."""
+    try:
+        return _write_all(job, stats, measured)
+    except ExportError as error:
+        with _output(job) as folder:
+            save_stats(stats, folder / STATS_NAME)
+        raise ExportError(
+            error.message,
+            hint=f"the statistics are kept: `fp8calib export {job.out / STATS_NAME}` makes scales "
+            f"of them without another run. {error.hint}".strip(),
+        ) from error
+
+
+def _write_all(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping[str, Any]:
     recipe = job.recipe
-    with OutputFolder(
-        job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
-    ) as folder:
+    with _output(job) as folder:
         save_stats(stats, folder / STATS_NAME)
         written = write_formats(
             stats,
@@ -179,3 +191,9 @@ def _write(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping[str
         report = build_report(job, stats, measured, files=files, notes=written.notes)
         save_report(folder / REPORT_NAME, report)
     return report
+
+
+def _output(job: Job) -> OutputFolder:
+    return OutputFolder(
+        job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
+    )

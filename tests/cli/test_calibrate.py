@@ -370,11 +370,12 @@ def test_a_site_of_zeros_takes_a_fallback_unless_refused(
     torch.nn.init.zeros_(dead.model.layers[0].self_attn.v_proj.weight)
     dead.save_pretrained(folder)
     command = ("calibrate", folder, "--data", data, *QUICK, "--format", "kv-scales")
-    before = snapshot(tmp_path)
     text = fail(7, *command, "--fallback", "refuse", "--out", tmp_path / "out")
     assert "model.layers.0.self_attn.v" in text
-    assert snapshot(tmp_path) == before
-    outcome = succeed(*command, "--fallback", "one", "--out", tmp_path / "out", "--json")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["stats.safetensors"]
+    assert str(tmp_path / "out" / "stats.safetensors") in text
+    options = ("--fallback", "one", "--out", tmp_path / "out", "--force", "--json")
+    outcome = succeed(*command, *options)
     assert (
         load_file(tmp_path / "out" / "kv_scales.safetensors")[
             "model.layers.0.self_attn.v_scale"
