@@ -116,7 +116,8 @@ def make_scheme(path: Path, module: str, weights: Arguments, inputs: Arguments |
         VerificationError: it is none that FP8 weights are served with.
     """
     if weights.dynamic or weights.strategy not in tuple(Granularity):
-        raise refusal(path, f"{module}: weights of strategy {weights.strategy!a:.40} are not read")
+        how = "dynamic weights" if weights.dynamic else "weights"
+        raise refusal(path, f"{module}: {how} per {weights.strategy!a:.40} are not read")
     granularity = Granularity(weights.strategy)
     if granularity is Granularity.BLOCK and weights.block is None:
         raise refusal(path, f"{module}: weights in blocks without a size of the blocks")

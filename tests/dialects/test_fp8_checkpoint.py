@@ -100,6 +100,15 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         STATIC,
         "compressed-tensors",
     ),
+    "compressed-tensors groups without a strategy": (
+        compressed_tensors(
+            group(PER_CHANNEL, {"type": "float", "dynamic": True, "group_size": 128})
+        ),
+        linear(scale=ROWS.reshape(2, 1)),
+        BY_ROW,
+        GROUP,
+        "compressed-tensors",
+    ),
     "compressed-tensors capitals and old blocks": (
         compressed_tensors(
             group(
@@ -157,6 +166,7 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
     ),
     "modelopt mixed": (
         modelopt("MIXED_PRECISION")
+        | {"quant_method": "modelopt_mixed"}
         | {"quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "FP8"}}},
         linear(scale=HALF, input_scale=INPUT),
         HALVED,
@@ -165,6 +175,7 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
     ),
     "quark static": (quark(), linear(scale=HALF, input_scale=INPUT), HALVED, STATIC, "quark"),
     "quark token": (quark(QUARK_TOKEN), linear(scale=HALF), HALVED, TOKEN, "quark"),
+    "quark list": (quark([QUARK_TOKEN]), linear(scale=HALF), HALVED, TOKEN, "quark"),
     "quark weights only": (quark(None), linear(scale=HALF), HALVED, NONE, "quark"),
     "fbgemm": (
         FBGEMM,
@@ -225,12 +236,13 @@ def _make_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make a weight [130, 300], its scales [2, 3], and element by element the product."""
     weight = torch.arange(130 * 300).remainder(0x7F).to(torch.uint8).reshape(130, 300)
     scale = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
-    values = weight.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    values = weight.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64).tolist()
+    scales = scale.tolist()
     expected = [
-        [values[row, column] * float(scale[row // 128, column // 128]) for column in range(300)]
+        [value * scales[row // 128][column // 128] for column, value in enumerate(values[row])]
         for row in range(130)
     ]
-    return weight.view(torch.float8_e4m3fn), scale, torch.tensor(expected).to(torch.float32)
+    return weight.view(torch.float8_e4m3fn), scale, torch.tensor(expected)
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "finegrained", "modelopt"])
@@ -286,11 +298,11 @@ def test_what_is_not_fp8_comes_as_it_is_stored_and_scales_are_out_of_sight(tmp_p
     assert checkpoint.load_config()["model_type"] == "llama"
 
 
-# 416 * 0.75 = 312, which under a scale of 1.0 lies between 288 and 320; 15 * 0.75 = 11.25 between
-# 11 and 12.
+# 416 * 1.5 = 624, which under a scale of 2 lies between 576 and 640; 15 * 1.5 = 22.5 between 22
+# and 24.
 FUSED = codes([[0x7D, 0x57]])
-ROUNDED_AGAIN = [[320.0, 11.0]]
-AS_STORED = [[312.0, 11.25]]
+ROUNDED_AGAIN = [[640.0, 22.0]]
+AS_STORED = [[624.0, 22.5]]
 
 
 @pytest.mark.parametrize(
@@ -310,17 +322,17 @@ AS_STORED = [[312.0, 11.25]]
 def test_fused_projections_are_rounded_again_with_the_largest_of_their_scales(
     tmp_path: Path, small: str, large: str
 ) -> None:
-    tensors = linear(small, weight=FUSED, scale=scalar(0.75), input_scale=scalar(0.25))
-    tensors |= linear(large, weight=FUSED, scale=scalar(1.0), input_scale=scalar(0.5))
+    tensors = linear(small, weight=FUSED, scale=scalar(1.5), input_scale=scalar(0.25))
+    tensors |= linear(large, weight=FUSED, scale=scalar(2.0), input_scale=scalar(0.5))
     fused = _open(tmp_path, tensors, AUTOFP8_STATIC, fuse=True)
     assert fused.read(f"{small}.weight").tolist() == ROUNDED_AGAIN
-    assert fused.weight_scale(f"{small}.weight").tolist() == 1.0
-    assert fused.read(f"{large}.weight").tolist() == [[416.0, 15.0]]
+    assert fused.weight_scale(f"{small}.weight").tolist() == 2.0
+    assert fused.read(f"{large}.weight").tolist() == [[832.0, 30.0]]
     assert fused.activation(f"{small}.weight").scale == 0.5
     assert fused.activation(f"{large}.weight").scale == 0.5
     stored = Fp8Checkpoint.open(tmp_path, fuse=False)
     assert stored.read(f"{small}.weight").tolist() == AS_STORED
-    assert stored.weight_scale(f"{small}.weight").tolist() == 0.75
+    assert stored.weight_scale(f"{small}.weight").tolist() == 1.5
     assert stored.activation(f"{small}.weight").scale == 0.25
 
 
@@ -333,11 +345,12 @@ def test_fused_projections_are_rounded_again_with_the_largest_of_their_scales(
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj"),
         ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.shared_expert.up_proj"),
         ("model.layers.1.experts.0.w1", "model.layers.1.experts.0.w2"),
+        ("model.layers.1.gate_proj", "model.layers.2.up_proj"),
     ],
 )
 def test_what_is_not_fused_keeps_its_scales(tmp_path: Path, small: str, large: str) -> None:
-    tensors = linear(small, weight=FUSED, scale=scalar(0.75), input_scale=scalar(0.25))
-    tensors |= linear(large, weight=FUSED, scale=scalar(1.0), input_scale=scalar(0.5))
+    tensors = linear(small, weight=FUSED, scale=scalar(1.5), input_scale=scalar(0.25))
+    tensors |= linear(large, weight=FUSED, scale=scalar(2.0), input_scale=scalar(0.5))
     checkpoint = _open(tmp_path, tensors, AUTOFP8_STATIC, fuse=True)
     assert checkpoint.read(f"{small}.weight").tolist() == AS_STORED
     assert checkpoint.activation(f"{small}.weight").scale == 0.25
@@ -348,13 +361,13 @@ def test_experts_share_input_scales_over_the_layer_but_weight_scales_only_inside
 ) -> None:
     tensors: Tensors = {}
     for layer, expert, projection, scale, input_scale in (
-        (3, 0, "gate_proj", 0.75, 0.25),
-        (3, 0, "up_proj", 0.75, 0.25),
-        (3, 1, "gate_proj", 1.0, 0.5),
-        (3, 1, "up_proj", 1.0, 2.0),
-        (3, 0, "down_proj", 0.75, 4.0),
-        (3, 1, "down_proj", 1.0, 1.0),
-        (4, 0, "up_proj", 1.0, 8.0),
+        (3, 0, "gate_proj", 1.5, 0.25),
+        (3, 0, "up_proj", 1.5, 0.25),
+        (3, 1, "gate_proj", 2.0, 0.5),
+        (3, 1, "up_proj", 2.0, 2.0),
+        (3, 0, "down_proj", 1.5, 4.0),
+        (3, 1, "down_proj", 2.0, 1.0),
+        (4, 0, "up_proj", 2.0, 8.0),
     ):
         module = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
         tensors |= linear(
@@ -387,8 +400,8 @@ def test_equal_scales_leave_fused_weights_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_scales_per_channel_and_per_block_are_never_fused(tmp_path: Path) -> None:
-    small = {"weight": FUSED, "scale": scalar(0.75).reshape(1, 1)}
-    large = {"weight": FUSED, "scale": scalar(1.0).reshape(1, 1)}
+    small = {"weight": FUSED, "scale": scalar(1.5).reshape(1, 1)}
+    large = {"weight": FUSED, "scale": scalar(2.0).reshape(1, 1)}
     for config in (CT_CHANNEL, CT_BLOCK):
         tensors = linear("a.q_proj", **small) | linear("a.k_proj", **large)
         checkpoint = _open(tmp_path, tensors, config, fuse=True)
