@@ -86,6 +86,7 @@ def write_overlay(
     scales: Mapping[str, torch.Tensor],
     config_updates: Mapping[str, object],
     remove_config: Collection[str] = (),
+    metadata: Mapping[str, str] | None = None,
 ) -> Mapping[str, str]:
     """Write `source` with extra tensors and a changed config as a checkpoint of its own.
 
@@ -99,6 +100,7 @@ def write_overlay(
         scales: the extra tensors by name; not one may be in the source.
         config_updates: top-level keys of config.json with their new values.
         remove_config: top-level keys of config.json to drop.
+        metadata: what the header of the file of extra tensors says beside `format`.
 
     Returns:
         The entries of the source that were left out, each with the reason.
@@ -118,7 +120,8 @@ def write_overlay(
         copy_side_files(plan.side_files, destination)
     except OSError as error:
         raise explain_os_error(error, destination) from error
-    save_tensors(destination / plan.scales_name, scales, metadata={"format": "pt"})
+    described = {"format": "pt", **(metadata or {})}
+    save_tensors(destination / plan.scales_name, scales, metadata=described)
     _write_json(destination / INDEX_NAME, _make_index(source, plan, scales))
     changed = {**config, **config_updates}
     kept = {key: value for key, value in changed.items() if key not in remove_config}

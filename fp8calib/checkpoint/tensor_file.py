@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import threading
 from collections.abc import Mapping
@@ -143,16 +144,26 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file under a temporary name and rename it; equal input, equal bytes.
 
-    The order of several metadata keys changes from process to process, so one key is all there
-    may be: put a JSON text under it. Tensors that share memory are written each for itself.
+    Tensors that share memory are written each for itself.
 
     Raises:
-        ValueError: `metadata` has more than one key.
         ExportError: the file cannot be written.
     """
+    separate = _separate(tensors)
     if len(metadata) > 1:
-        raise ValueError(f"one metadata key at most, not {sorted(metadata)}")
-    write_file_atomic(path, serialize(_separate(tensors), dict(metadata) or None))
+        raw = _insert_metadata(serialize(separate), metadata)
+    else:
+        raw = serialize(separate, dict(metadata) or None)
+    write_file_atomic(path, raw)
+
+
+def _insert_metadata(raw: bytes, metadata: Mapping[str, str]) -> bytes:
+    """Write the header anew: the library orders several keys differently in every process."""
+    length = int.from_bytes(raw[:8], "little")
+    header = {"__metadata__": dict(sorted(metadata.items())), **json.loads(raw[8 : 8 + length])}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    return len(text).to_bytes(8, "little") + text + raw[8 + length :]
 
 
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

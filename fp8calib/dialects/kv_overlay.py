@@ -15,6 +15,8 @@ from fp8calib.checkpoint.overlay import write_overlay
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.dialects.names import make_scale_tensors
+from fp8calib.dialects.scale_metadata import Provenance, make_metadata
+from fp8calib.fp8 import E4M3FN
 from fp8calib.scales import ScaleTable
 
 Strategy = Literal["tensor", "attn_head"]
@@ -24,14 +26,18 @@ SCALAR_SHAPE = (1,)
 (`core_model_loading.py:set_param_for_module`: mismatched sizes). llm-compressor stores it too."""
 UNLISTED_NAME = "kv_scales.safetensors"
 """A file beside the index, for TGI, which reads every file; vLLM reads those the index names."""
-_STRICT_TYPES = ("gpt2",)
+STRICT_TYPES = ("gpt2",)
 """Model types that vLLM loads without ignoring scales it has no place for: beside
 `attn.attn.k_scale`, a listed `attn.k_scale` is a ValueError (vLLM 0.32.0 `models/gpt2.py`, whose
 inner model has no `quant_config`; gptj and gpt_bigcode load both)."""
 
 
-def write_kv_overlay(table: ScaleTable, source: Checkpoint, folder: Path) -> Mapping[str, str]:
+def write_kv_overlay(
+    table: ScaleTable, source: Checkpoint, folder: Path, *, provenance: Provenance | None = None
+) -> Mapping[str, str]:
     """Write `source` with the table's scales beside its weights, per tensor or per head.
+
+    compressed-tensors means e4m3fn; another format is named in the metadata of the scales' file.
 
     Returns:
         The entries of the source that were left out, each with the reason.
@@ -43,20 +49,23 @@ def write_kv_overlay(table: ScaleTable, source: Checkpoint, folder: Path) -> Map
     strategy: Strategy = "attn_head" if table.per_head else "tensor"
     scales = make_scale_tensors(table, scalar_shape=SCALAR_SHAPE)
     unlisted = _list_refused_by_vllm(table, scales)
+    fmt = None if table.fmt is E4M3FN else table.fmt
+    metadata = make_metadata(fmt=fmt, provenance=provenance)
     skipped = write_overlay(
         source,
         folder,
         scales={name: scale for name, scale in scales.items() if name not in unlisted},
         config_updates={"quantization_config": make_quantization_config(strategy)},
+        metadata=metadata,
     )
     if unlisted:
         tensors = {name: scales[name] for name in unlisted}
-        save_tensors(folder / UNLISTED_NAME, tensors, metadata={"format": "pt"})
+        save_tensors(folder / UNLISTED_NAME, tensors, metadata={"format": "pt", **metadata})
     return skipped
 
 
 def _list_refused_by_vllm(table: ScaleTable, names: Iterable[str]) -> list[str]:
-    if table.geometry.model_type not in _STRICT_TYPES:
+    if table.geometry.model_type not in STRICT_TYPES:
         return []
     return [name for name in names if not name.rpartition(".")[0].endswith(".attn.attn")]
 

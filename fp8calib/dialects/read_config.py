@@ -8,12 +8,14 @@ from pathlib import Path
 
 from fp8calib.dialects.read_json import find_format, load_object
 from fp8calib.dialects.read_values import refusal
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8 import E4M3FN, Fp8Format
 from fp8calib.geometry import ModelGeometry
 
 CONFIG_NAME = "config.json"
 _MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 _TGI_DTYPE_KEY = "kv_cache_torch_dtype"
+_ALGORITHM_KEY = "kv_cache_quant_algo"
+_ALGORITHM_SECTIONS = ("quantization", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class CheckpointConfig:
     exists: bool = False
     quant_method: str = ""
     fmt: Fp8Format | None = None
+    """The format that is written there: under TGI's key, or as an algorithm of NVIDIA's tools."""
     tp: int | None = None
     """How many rank files a TensorRT-LLM checkpoint has."""
 
@@ -47,7 +50,7 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
     return CheckpointConfig(
         exists=True,
         quant_method=method if isinstance(method, str) else "",
-        fmt=None if dtype is None else find_format(path, _TGI_DTYPE_KEY, dtype),
+        fmt=_find_algorithm(config) if dtype is None else find_format(path, _TGI_DTYPE_KEY, dtype),
         tp=tp if type(tp) is int else None,
     )
 
@@ -81,10 +84,16 @@ def _check_scheme(path: Path, scheme: object) -> None:
         raise refusal(path, fault, hint="its scales mean something else; calibrate for FP8")
 
 
+def _find_algorithm(config: Mapping[str, object]) -> Fp8Format | None:
+    """Read `kv_cache_quant_algo`: FP8 is e4m3fn, for NVIDIA's tools know no other e4m3."""
+    sections = [_section(config, name) for name in _ALGORITHM_SECTIONS]
+    return E4M3FN if any(section.get(_ALGORITHM_KEY) == "FP8" for section in sections) else None
+
+
 def _check_algorithm(path: Path, config: Mapping[str, object]) -> None:
     """Refuse the other KV formats of ModelOpt and TensorRT-LLM: INT8 scales are amax / 127."""
-    for section in ("quantization", "quantization_config"):
-        algorithm = _section(config, section).get("kv_cache_quant_algo")
+    for section in _ALGORITHM_SECTIONS:
+        algorithm = _section(config, section).get(_ALGORITHM_KEY)
         if algorithm not in (None, "FP8"):
             fault = f"kv_cache_quant_algo is {algorithm!a:.40}, not FP8"
             raise refusal(path, fault, hint="its scales mean something else; calibrate for FP8")

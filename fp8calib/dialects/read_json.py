@@ -43,7 +43,8 @@ def read_json(path: Path, geometry: ModelGeometry) -> Reading:
     kv_cache = document.get("kv_cache")
     if not isinstance(kv_cache, dict):
         raise refusal(path, "there is no `kv_cache` object", hint=_FORM_HINT)
-    fmt = find_format(path, "kv_cache.dtype", kv_cache.get("dtype"))
+    is_named = "dtype" in kv_cache
+    fmt = find_format(path, "kv_cache.dtype", kv_cache["dtype"]) if is_named else None
     factors = kv_cache.get("scaling_factor")
     if not isinstance(factors, dict) or not factors:
         raise refusal(path, "there is no `scaling_factor` object in `kv_cache`", hint=_FORM_HINT)
@@ -58,6 +59,7 @@ def read_json(path: Path, geometry: ModelGeometry) -> Reading:
         values=join_ranks(path, geometry, ranks),
         tp=len(ranks),
         fmt=fmt,
+        files=(path,),
         notes=(ONE_FILLS_BOTH,),
     )
 

@@ -59,6 +59,7 @@ def read_ranks(
         values=join_ranks(place, geometry, ranks),
         tp=len(ranks),
         fmt=config.fmt,
+        files=tuple(files),
         notes=(ONE_FILLS_BOTH,),
     )
 

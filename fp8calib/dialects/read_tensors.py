@@ -25,6 +25,8 @@ from fp8calib.dialects.read_values import (
     reading_errors,
     refusal,
 )
+from fp8calib.dialects.scale_metadata import find_recorded_format
+from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role, Site
 
@@ -89,10 +91,23 @@ def read_tensors(
         dialect=name_dialect({item.name.form for _, item in scales}, config),
         values=values,
         per_head=_is_per_head(place, values),
-        fmt=config.fmt,
+        fmt=_find_format(place, config, [item.file for _, item in scales]),
         has_weights=has_fp8_weights(files),
+        files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
         notes=_write_notes(owners.ignored, {item.name.form for _, item in scales}),
     )
+
+
+def _find_format(
+    place: Path, config: CheckpointConfig, files: Iterable[TensorFile]
+) -> Fp8Format | None:
+    """Find the format that the config or the files themselves name."""
+    recorded = map(find_recorded_format, dict.fromkeys(files))
+    named = {fmt for fmt in (config.fmt, *recorded) if fmt is not None}
+    if len(named) > 1:
+        names = cut_list(sorted(fmt.name for fmt in named))
+        raise refusal(place, f"config and files name several formats: {names}")
+    return named.pop() if named else None
 
 
 def name_dialect(forms: Collection[Form], config: CheckpointConfig) -> str:

@@ -31,6 +31,8 @@ class Reading:
     fmt: Fp8Format | None = None
     """The format the file names; None where it names none."""
     has_weights: bool = False
+    files: tuple[Path, ...] = ()
+    """Those that held the scales."""
     notes: tuple[str, ...] = ()
 
 

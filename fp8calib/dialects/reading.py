@@ -30,6 +30,9 @@ from fp8calib.sites import Role
 from fp8calib.stats import METADATA_KEY
 
 SOURCE_DTYPES = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
+_E4M3FN_DIALECTS = ("compressed-tensors", "autofp8", "modelopt", "quark")
+"""Of tools that make no other KV scales: their names or their `quant_method` say it."""
+_JSON_DIALECTS = ("vllm-json", "rfc")
 _TENSOR_SUFFIXES = (".safetensors", ".npz")
 _SCALES_JSON_WORDS = (b'"kv_cache"', b'"scaling_factor"')
 
@@ -45,6 +48,8 @@ class FoundScales:
     """Scales of K and V, and of Q where they are there; `tp` is the number of ranks found."""
     has_weights: bool
     """The checkpoint holds FP8 weights as well."""
+    files: tuple[Path, ...]
+    """The files that held the scales."""
     notes: tuple[str, ...]
     """What a user should know of how the scales were read."""
 
@@ -68,7 +73,11 @@ class _Source:
 
 
 def read_scales(
-    path: Path, geometry: ModelGeometry, *, source_dtype: str | None = None
+    path: Path,
+    geometry: ModelGeometry,
+    *,
+    source_dtype: str | None = None,
+    needs_dtype: bool = False,
 ) -> FoundScales:
     """Read the KV scales of a checkpoint folder or of one file, in any dialect.
 
@@ -77,9 +86,11 @@ def read_scales(
             `.npz` file.
         geometry: the model the scales are for.
         source_dtype: `e4m3fn` or `e4m3fnuz`, for files that do not say; values stay as they are.
+        needs_dtype: refuse a file that neither names its format nor is of a tool that knows only
+            e4m3fn, unless `source_dtype` is there; otherwise it is taken for e4m3fn.
 
     Raises:
-        UsageError: there is no such path, or no such dtype.
+        UsageError: there is no such path, no such dtype, or a dtype is needed.
         VerificationError: the scales are not complete, not valid, of another model, or not there.
     """
     asked = _find_source_format(source_dtype)
@@ -96,13 +107,17 @@ def read_scales(
     }
     table = ScaleTable(
         geometry=geometry,
-        fmt=_agree_on_format(path, reading.fmt, asked),
+        fmt=_agree_on_format(path, reading, asked, needs_dtype=needs_dtype),
         tp=reading.tp,
         per_head=reading.per_head,
         scales=scales,
     )
     return FoundScales(
-        dialect=reading.dialect, table=table, has_weights=reading.has_weights, notes=reading.notes
+        dialect=reading.dialect,
+        table=table,
+        has_weights=reading.has_weights,
+        files=reading.files,
+        notes=reading.notes,
     )
 
 
@@ -203,8 +218,20 @@ def _find_source_format(source_dtype: str | None) -> Fp8Format | None:
     return SOURCE_DTYPES[source_dtype] if source_dtype is not None else None
 
 
-def _agree_on_format(path: Path, named: Fp8Format | None, asked: Fp8Format | None) -> Fp8Format:
+def _agree_on_format(
+    path: Path, reading: Reading, asked: Fp8Format | None, *, needs_dtype: bool
+) -> Fp8Format:
+    named = reading.fmt
     if named is not None and asked is not None and named is not asked:
         fault = f"the scales are for {named.name}, as is written there, not {asked.name}"
         raise refusal(path, fault, hint="leave --source-dtype out")
-    return named or asked or E4M3FN
+    if named is not None or asked is not None:
+        return named or asked or E4M3FN
+    if needs_dtype and reading.dialect not in _E4M3FN_DIALECTS:
+        raise UsageError(
+            f"{path}: nothing says which FP8 format these scales ({reading.dialect}) are for",
+            hint="--source-dtype e4m3fn (all but AMD's MI300) or --source-dtype e4m3fnuz says it",
+        )
+    if reading.dialect in _JSON_DIALECTS:
+        raise refusal(path, "there is no kv_cache.dtype", hint="engines refuse the file for it")
+    return E4M3FN

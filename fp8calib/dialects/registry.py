@@ -8,9 +8,10 @@ from pathlib import Path
 
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.dialects.kv_overlay import UNLISTED_NAME, write_kv_overlay
+from fp8calib.dialects.kv_overlay import STRICT_TYPES, UNLISTED_NAME, write_kv_overlay
 from fp8calib.dialects.kv_scales import write_kv_scales
 from fp8calib.dialects.rfc import write_rfc
+from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.dialects.tgi import write_tgi_overlay
 from fp8calib.dialects.vllm_json import write_vllm_json
 from fp8calib.errors import ExportError, UsageError
@@ -51,6 +52,8 @@ class FormatSpec:
     per_head: bool = False
     has_linears: bool = False
     """Weights and activations have scales too."""
+    joins_kv: bool = False
+    """One scale a layer for k and v, none for q."""
     lists_all_layers: bool = False
     """Layers without K and V have an entry as well, 1.0."""
 
@@ -82,6 +85,7 @@ FORMATS: Mapping[str, FormatSpec] = {
             path_pattern="tgi",
             description="a checkpoint with one kv_scale per layer, no quantization_config",
             needs_model=True,
+            joins_kv=True,
         ),
         FormatSpec(
             name="kv-scales",
@@ -93,6 +97,7 @@ FORMATS: Mapping[str, FormatSpec] = {
             path_pattern="kv_cache_scales.tp{tp}.json",
             description="the scales file of vLLM 0.4 to 0.6 and SGLang",
             per_tp=True,
+            joins_kv=True,
             lists_all_layers=True,
         ),
         FormatSpec(
@@ -101,6 +106,7 @@ FORMATS: Mapping[str, FormatSpec] = {
             description="the RFC's JSON: KV cache, MLP and attention scales",
             per_tp=True,
             has_linears=True,
+            joins_kv=True,
             lists_all_layers=True,
         ),
     )
@@ -185,6 +191,30 @@ def check_source(
             )
 
 
+def check_kv_alone(name: str) -> None:
+    """Refuse a form that KV scales alone are not enough for.
+
+    Raises:
+        UsageError: it is not known.
+        ExportError: it has scales of weights and activations too.
+    """
+    check_formats([name])
+    if FORMATS[name].has_linears:
+        raise ExportError(
+            f"--format {name} has scales of weights and activations, which no KV scales tell",
+            hint=f"`fp8calib calibrate --format {name}` measures them; vllm-json has KV scales "
+            "alone",
+        )
+
+
+def list_owned(name: str, tp: int, geometry: ModelGeometry, source: Checkpoint) -> frozenset[str]:
+    """Name everything in an output folder that *is* the overlay, or holds the one file."""
+    if not FORMATS[name].needs_model:
+        return paths([name], [tp])
+    unlisted = {UNLISTED_NAME} if geometry.model_type in STRICT_TYPES else frozenset[str]()
+    return plan_overlay(source).names | unlisted
+
+
 def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> None:
     """Refuse to replace an overlay folder in which there is something no overlay of `source` has.
 
@@ -250,6 +280,45 @@ def write_formats(
     )
 
 
+def write_table(
+    table: ScaleTable,
+    name: str,
+    target: Path,
+    *,
+    source: Checkpoint,
+    provenance: Provenance | None = None,
+) -> tuple[Note, ...]:
+    """Write KV scales that are there already in one form.
+
+    Args:
+        table: scales of the ranks, or heads, that the form is for.
+        name: of `FORMATS`.
+        target: the file, or the folder of an overlay, which is empty or not there.
+        source: the model, for overlays.
+        provenance: where the scales were taken from, to be written down with them.
+
+    Returns:
+        What a user should know: layers without scales of their own, files left out.
+
+    Raises:
+        UsageError: the form is not known.
+        ExportError: it needs more than KV scales, or cannot be written.
+    """
+    check_kv_alone(name)
+    spec = FORMATS[name]
+    check_source(table.geometry, [name], source)
+    notes = [*_notes_of_origins(table), *_notes_of_bare_layers(spec, table.geometry)]
+    if spec.needs_model:
+        write = write_tgi_overlay if spec.joins_kv else write_kv_overlay
+        skipped = write(table, source, target, provenance=provenance)
+        notes.extend(_notes_of_left_out(spec, skipped))
+    elif spec.joins_kv:
+        write_vllm_json(table, target, provenance=provenance)
+    else:
+        write_kv_scales(table, target, provenance=provenance)
+    return tuple(notes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """What every writer needs, and the notes that come up."""
@@ -281,9 +350,7 @@ class _Job:
         return self._noted(table)
 
     def note_left_out(self, spec: FormatSpec, skipped: Mapping[str, str]) -> None:
-        self.notes.extend(
-            Note(name, f"left out of {spec.name}: {why}") for name, why in skipped.items()
-        )
+        self.notes.extend(_notes_of_left_out(spec, skipped))
 
     def note_unobserved_weights(self, spec: FormatSpec) -> None:
         """Say which weights a form of weights and activations is written without."""
@@ -294,17 +361,26 @@ class _Job:
             )
 
     def note_layers_without_cache(self, spec: FormatSpec) -> None:
-        if spec.lists_all_layers:
-            why = "caches no K and V; the JSON forms want every layer, so it is 1.0 there"
-            bare = (layer for layer in self.stats.geometry.layers if layer.attention is None)
-            self.notes.extend(Note(layer.module, why) for layer in bare)
+        self.notes.extend(_notes_of_bare_layers(spec, self.stats.geometry))
 
     def _noted(self, table: ScaleTable) -> ScaleTable:
-        self.notes.extend(
-            Note(str(site), _WHY[scale.origin]) for site, scale in table.not_observed()
-        )
+        self.notes.extend(_notes_of_origins(table))
         self.notes.extend(_notes_of_kept_amax(table))
         return table
+
+
+def _notes_of_origins(table: ScaleTable) -> Iterator[Note]:
+    return (Note(str(site), _WHY[scale.origin]) for site, scale in table.not_observed())
+
+
+def _notes_of_left_out(spec: FormatSpec, skipped: Mapping[str, str]) -> Iterator[Note]:
+    return (Note(name, f"left out of {spec.name}: {why}") for name, why in skipped.items())
+
+
+def _notes_of_bare_layers(spec: FormatSpec, geometry: ModelGeometry) -> Iterator[Note]:
+    if spec.lists_all_layers:
+        why = "caches no K and V; the JSON forms want every layer, so it is 1.0 there"
+        yield from (Note(layer.module, why) for layer in geometry.layers if layer.attention is None)
 
 
 def _notes_of_kept_amax(table: ScaleTable) -> Iterator[Note]:

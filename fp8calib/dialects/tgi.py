@@ -14,10 +14,13 @@ import torch
 from fp8calib.checkpoint.overlay import write_overlay
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.json_scales import name_dtype
+from fp8calib.dialects.scale_metadata import Provenance, make_metadata
 from fp8calib.scales import ScaleTable
 
 
-def write_tgi_overlay(table: ScaleTable, source: Checkpoint, folder: Path) -> Mapping[str, str]:
+def write_tgi_overlay(
+    table: ScaleTable, source: Checkpoint, folder: Path, *, provenance: Provenance | None = None
+) -> Mapping[str, str]:
     """Write `source` with one scale for k and v of every layer, fp32 0-dim.
 
     Returns:
@@ -32,4 +35,5 @@ def write_tgi_overlay(table: ScaleTable, source: Checkpoint, folder: Path) -> Ma
         for _, attention in table.geometry.attentions()
     }
     updates = {"kv_cache_torch_dtype": name_dtype(table.fmt)}
-    return write_overlay(source, folder, scales=scales, config_updates=updates)
+    metadata = make_metadata(fmt=None, provenance=provenance)
+    return write_overlay(source, folder, scales=scales, config_updates=updates, metadata=metadata)

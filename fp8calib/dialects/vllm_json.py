@@ -10,15 +10,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.dialects.json_scales import list_kv_scales, name_dtype, save_json
+from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.scales import ScaleTable
 
 
-def write_vllm_json(table: ScaleTable, path: Path) -> None:
+def write_vllm_json(table: ScaleTable, path: Path, *, provenance: Provenance | None = None) -> None:
     """Write one scale per layer, that of k and v, for each rank of the table.
+
+    Readers pass over a `_comment` at the top; inside `scaling_factor` it costs them every scale.
 
     Raises:
         ExportError: the file cannot be written.
     """
     factors = {str(rank): list_kv_scales(table, rank) for rank in range(table.tp)}
     kv_cache = {"dtype": name_dtype(table.fmt), "scaling_factor": factors}
-    save_json(path, {"model_type": table.geometry.model_type, "kv_cache": kv_cache})
+    document = {"model_type": table.geometry.model_type, "kv_cache": kv_cache}
+    comment = {} if provenance is None else {"_comment": provenance.describe()}
+    save_json(path, comment | document)

@@ -207,9 +207,23 @@ def test_saving_gives_the_same_bytes_in_any_order_and_any_process(tmp_path: Path
     assert (tmp_path / "c").read_bytes() == first
 
 
-def test_a_second_metadata_key_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one metadata key at most"):
-        save_tensors(tmp_path / "x", SCALES, metadata={"a": "1", "b": "2"})
+def test_several_metadata_keys_stand_in_their_order(tmp_path: Path) -> None:
+    metadata = {"zeta": '{"a": 1}', "format": "pt", "alpha": "schön"}
+    save_tensors(tmp_path / "x", SCALES, metadata=metadata)
+    save_tensors(tmp_path / "plain", SCALES, metadata={})
+
+    raw, plain = (tmp_path / "x").read_bytes(), (tmp_path / "plain").read_bytes()
+    header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
+    data = plain[8 + int.from_bytes(plain[:8], "little") :]
+    assert header.startswith(
+        '{"__metadata__":{"alpha":"schön","format":"pt","zeta":"{\\"a\\": 1}"},"'.encode()
+    )
+    assert len(header) % 8 == 0
+    assert raw.endswith(header + data)
+    with safe_open(tmp_path / "x", "pt") as file:
+        assert file.metadata() == metadata
+    assert load(raw).keys() == SCALES.keys()
+    assert all(torch.equal(load(raw)[name], SCALES[name]) for name in SCALES)
 
 
 def test_tensors_that_share_memory_are_saved_each_for_itself(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from fp8calib.scales import compute_kv_scales
 from .handmade import make_attention, make_geometry, make_kv_sites, make_stats
 
 GOLDEN = (
-    b'{"__metadata__":{"format":"pt"},'
+    b'{"__metadata__":{"format":"pt","fp8calib.kv_cache_dtype":"float8_e4m3fn"},'
     b'"transformer.h.0.attn.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[0,4]},'
     b'"transformer.h.0.attn.attn.v_scale":{"dtype":"F32","shape":[],"data_offsets":[4,8]},'
     b'"transformer.h.0.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[8,12]},'

@@ -1,0 +1,182 @@
+"""From the scales a file had to the scales another form has: formats, ranks, heads.
+
+What is lost is said in notes; a scale never becomes smaller than what it has to cover, except where
+the notes say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from fp8calib.errors import ExportError, UsageError
+from fp8calib.fp8 import Fp8Format
+from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.scales import SMALLEST_SCALE, ScaleTable
+from fp8calib.sites import Role, Site
+from fp8calib.tensor_parallel import check_heads, rank_range
+
+_NOT_PER_HEAD = "there is one scale for all heads, and every head gets it: nothing is gained"
+
+
+def fit_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: bool) -> ScaleTable:
+    """Say the same scales for another format, other ranks, or per head.
+
+    Heads go by the ranks that hold them: of finer scales a rank takes the largest of its heads, of
+    coarser ones all its heads take theirs. Where the ranks of the table do not fit the model's
+    heads, every rank takes the largest of all.
+
+    A code of e4m3fnuz is half of what it is in e4m3fn, so scales are doubled or halved, which
+    leaves every dequantized value what it was (FORMATS.md, section 3, trap 1).
+
+    Raises:
+        UsageError: `tp` does not fit the heads.
+        ExportError: a scale cannot be said in the other format.
+    """
+    check_heads(table.geometry, tp)
+    factor = 2.0 ** (fmt.bias - table.fmt.bias)
+    attentions = {
+        attention.site(role): attention
+        for _, attention in table.geometry.attentions()
+        for role in (Role.K, Role.V, Role.Q)
+    }
+    scales = {}
+    for site, scale in table.scales.items():
+        heads = _count_heads(attentions[site], site.role)
+        values = _fit(table, scale.values, heads, tp, per_head=per_head)
+        scales[site] = replace(scale, values=_convert(values, factor, site))
+    return ScaleTable(
+        geometry=table.geometry,
+        fmt=fmt,
+        tp=1 if per_head else tp,
+        per_head=per_head,
+        scales=scales,
+    )
+
+
+def fits_heads(geometry: ModelGeometry, tp: int) -> bool:
+    """Tell whether the model's heads can lie on `tp` ranks."""
+    try:
+        check_heads(geometry, tp)
+    except UsageError:
+        return False
+    return True
+
+
+def explain_fit(table: ScaleTable, fitted: ScaleTable) -> tuple[str, ...]:
+    """Say what `fit_table` did, and what of it is a loss."""
+    return (
+        *_explain_ranks(table, fitted),
+        *_explain_heads(table, fitted),
+        *_explain_format(table.fmt, fitted.fmt),
+    )
+
+
+def explain_joint(table: ScaleTable) -> tuple[str, ...]:
+    """Say what is lost by a form that has one scale a layer for k and v, and none for q."""
+    attentions = [attention for _, attention in table.geometry.attentions()]
+    unequal = [attention for attention in attentions if not _has_equal_pair(table, attention)]
+    notes = []
+    if unequal:
+        notes.append(
+            "k and v of a layer share one scale here, the larger: it is more than one of the two "
+            f"needs in {len(unequal)} of {len(attentions)} layers"
+        )
+    if any(site.role is Role.Q for site in table.scales):
+        notes.append("q_scale is left out: this form has no place for it")
+    return tuple(notes)
+
+
+def _count_heads(attention: Attention, role: Role) -> int:
+    return attention.num_heads if role is Role.Q else attention.num_kv_heads
+
+
+def _fit(
+    table: ScaleTable, values: torch.Tensor, heads: int, tp: int, *, per_head: bool
+) -> torch.Tensor:
+    """Bring [tp] or [1, heads] of the table to [tp] or [1, heads] of the target."""
+    if (table.per_head, table.tp) == (per_head, 1 if per_head else tp):
+        return values
+    by_head = _spread_to_heads(table, values, heads)
+    if per_head:
+        return by_head.unsqueeze(0)
+    ranges = (rank_range(heads, tp, rank) for rank in range(tp))
+    return torch.stack([by_head[owned.start : owned.stop].max() for owned in ranges])
+
+
+def _spread_to_heads(table: ScaleTable, values: torch.Tensor, heads: int) -> torch.Tensor:
+    """Give every head the scale that was used for it; of ranks that share a head, the largest."""
+    if table.per_head:
+        return values[0]
+    if not fits_heads(table.geometry, table.tp):
+        return values.max().expand(heads)
+    by_head = torch.zeros(heads)
+    for rank in range(table.tp):
+        owned = rank_range(heads, table.tp, rank)
+        part = by_head[owned.start : owned.stop]
+        part.copy_(part.clamp(min=float(values[rank])))
+    return by_head
+
+
+def _convert(values: torch.Tensor, factor: float, site: Site) -> torch.Tensor:
+    if factor == 1:
+        return values
+    converted = (values * factor).clamp(min=SMALLEST_SCALE)
+    if not bool(converted.isfinite().all()):
+        raise ExportError(
+            f"{site}: {float(values.max())} cannot be doubled for e4m3fnuz in fp32",
+            hint="no value of a model is that large; calibrate anew",
+        )
+    return converted
+
+
+def _explain_ranks(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
+    if table.tp in (1, fitted.tp):
+        return
+    spread = "which are equal" if _has_equal_ranks(table) else "which differ"
+    source = f"the scales of {table.tp} ranks, {spread}"
+    if not fits_heads(table.geometry, table.tp):
+        yield f"{source}, do not fit the model's heads: the largest is used everywhere"
+    elif fitted.per_head:
+        yield f"{source}, became those of the heads each rank holds"
+    elif fitted.tp == 1:
+        yield f"{source}, became their largest"
+    else:
+        yield f"{source}, became those of {fitted.tp}: each has the largest its heads had"
+
+
+def _explain_heads(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
+    if fitted.per_head and not table.per_head and table.tp == 1:
+        yield _NOT_PER_HEAD
+    if table.per_head and not fitted.per_head:
+        whose = "a layer's heads" if fitted.tp == 1 else "the heads on its rank"
+        yield f"scales per head became one, the largest of {whose}"
+    if table.tp == 1 and not table.per_head and fitted.tp > 1:
+        yield f"there is one scale for all heads, and each of {fitted.tp} ranks gets it"
+
+
+def _explain_format(source: Fp8Format, target: Fp8Format) -> Iterator[str]:
+    if source is target:
+        return
+    what = "doubled" if target.bias > source.bias else "halved"
+    # what the other format's largest code stands for, of what the source's does
+    reach = target.max * 2.0 ** (target.bias - source.bias) / source.max
+    yield (
+        f"the scales for {source.name} are {what} for {target.name}, so that every code keeps "
+        "the value it stood for"
+    )
+    if reach < 1:
+        percent = math.ceil((1 - reach) * 1000) / 10
+        yield f"values in the uppermost {percent:g} % of {source.name}'s range clip"
+
+
+def _has_equal_ranks(table: ScaleTable) -> bool:
+    return all(bool((scale.values == scale.values[0]).all()) for scale in table.scales.values())
+
+
+def _has_equal_pair(table: ScaleTable, attention: Attention) -> bool:
+    k, v = (table.scales[attention.site(role)].values for role in (Role.K, Role.V))
+    return torch.equal(k.amax(-1) if table.per_head else k, v.amax(-1) if table.per_head else v)

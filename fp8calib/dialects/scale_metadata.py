@@ -1,0 +1,63 @@
+"""What our files of scales say of themselves: the FP8 format, and where the scales were taken from.
+
+It stands in the metadata of safetensors headers, which engines do not look at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.dialects.json_scales import name_dtype
+from fp8calib.dialects.read_json import find_format
+from fp8calib.fp8 import Fp8Format
+
+DTYPE_KEY = "fp8calib.kv_cache_dtype"
+PROVENANCE_KEY = "fp8calib.provenance"
+_BIAS = (
+    "k and v of a quantized model carry the errors of its weights and activations, and so do "
+    "their scales"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where scales were taken from that nobody measured on the unquantized model."""
+
+    dialect: str
+    files: tuple[str, ...]
+    """The files that held them: the name of the folder and of the file, no more."""
+    has_fp8_weights: bool
+    """FP8 weights lie in these files as well."""
+
+    def describe(self) -> str:
+        """Say it in a sentence."""
+        files = ", ".join(self.files)
+        return f"scales of a quantized model ({self.dialect}: {files}): {_BIAS}"
+
+    def to_json(self) -> str:
+        """Say it to programs."""
+        fields = {"taken_from": "a quantized model", **asdict(self), "bias": _BIAS}
+        return json.dumps(fields)
+
+
+def make_metadata(*, fmt: Fp8Format | None, provenance: Provenance | None) -> dict[str, str]:
+    """Make the metadata of a file of scales; None is not mentioned."""
+    metadata = {} if fmt is None else {DTYPE_KEY: name_dtype(fmt)}
+    if provenance is not None:
+        metadata[PROVENANCE_KEY] = provenance.to_json()
+    return metadata
+
+
+def find_recorded_format(file: TensorFile) -> Fp8Format | None:
+    """Find the format that a file of ours says its scales are for.
+
+    Raises:
+        VerificationError: it names a format KV scales are not for.
+    """
+    metadata: Mapping[str, str] = file.header.metadata
+    if DTYPE_KEY not in metadata:
+        return None
+    return find_format(file.path, DTYPE_KEY, metadata[DTYPE_KEY])
