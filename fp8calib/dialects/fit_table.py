@@ -127,7 +127,7 @@ def _convert(values: torch.Tensor, factor: float, site: Site) -> torch.Tensor:
     converted = (values * factor).clamp(min=SMALLEST_SCALE)
     if not bool(converted.isfinite().all()):
         raise ExportError(
-            f"{site}: {float(values.max())} cannot be doubled for e4m3fnuz in fp32",
+            f"{site}: {float(values.max()):g} cannot be doubled for e4m3fnuz in fp32",
             hint="no value of a model is that large; calibrate anew",
         )
     return converted

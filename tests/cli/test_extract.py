@@ -1,0 +1,642 @@
+"""`extract-kv-scales`: from every tool's scales to every form, beside the unquantized model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.cli import main_inner
+from tests import zoo
+
+from . import quantized_sources as sources
+from .program import Outcome, fail, snapshot, succeed
+from .quantized_sources import ATTENTION, JOINT, SOURCES, K, V
+
+OVERLAYS = ("kv-overlay", "kv-overlay-head", "tgi")
+FORMATS = (*OVERLAYS, "kv-scales", "vllm-json")
+FILES = {"kv-scales": "kv_scales.safetensors", "vllm-json": "kv_cache_scales.tp1.json"}
+SHARD = "model-00002-of-00002.safetensors"
+CHECKPOINT = {
+    "config.json",
+    "generation_config.json",
+    "model-00001-of-00002.safetensors",
+    SHARD,
+    "model.safetensors.index.json",
+}
+
+Extract = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a llama of two layers, 4 heads and 2 KV heads, and nothing else."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    zoo.save("llama", folder)
+    return folder
+
+
+@pytest.fixture
+def extract(model: Path, tmp_path: Path) -> Extract:
+    """Extract into `out` (or `into`), and give what --json printed."""
+
+    def run(source: Path, *options: object, into: Path | None = None) -> Any:
+        command = ("extract-kv-scales", "--quantized-model", source, "--model", model)
+        out = into or tmp_path / "out"
+        return succeed(*command, "--save-path", out, *options, "--json").json
+
+    return run
+
+
+@pytest.fixture
+def refused(model: Path, tmp_path: Path) -> Callable[..., str]:
+    """Extract, require the exit code, and that nothing changed anywhere."""
+
+    def run(code: int, source: object, *options: object) -> str:
+        before = snapshot(tmp_path)
+        given = () if "--model" in options else ("--model", model)
+        command = ("extract-kv-scales", "--quantized-model", source, *given)
+        text = fail(code, *command, "--save-path", tmp_path / "out", *options)
+        assert snapshot(tmp_path) == before
+        return text
+
+    return run
+
+
+def _numbers(path: Path) -> dict[str, list[float]]:
+    return {name: tensor.flatten().tolist() for name, tensor in load_file(path).items()}
+
+
+def _written(out: Path, name: str) -> tuple[list[list[float]], list[list[float]]]:
+    """Read k and v of both layers as they stand in what was written, without fp8calib."""
+    if name == "vllm-json":
+        factors = json.loads((out / FILES[name]).read_text())["kv_cache"]["scaling_factor"]
+        assert list(factors) == ["0"]
+        both = [[factors["0"][str(layer)]] for layer in range(2)]
+        return both, both
+    found = _numbers(out / FILES.get(name, SHARD))
+    k, v = ("kv_scale", "kv_scale") if name == "tgi" else ("k_scale", "v_scale")
+    assert len(found) == (2 if name == "tgi" else 4)
+    return tuple(  # type: ignore[return-value]
+        [found[f"{ATTENTION.format(layer)}.{suffix}"] for layer in range(2)] for suffix in (k, v)
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_becomes_every_form(
+    extract: Extract, tmp_path: Path, source: str, name: str
+) -> None:
+    place, save, is_joint = SOURCES[source]
+    report = extract(save(tmp_path / place), "--format", name)
+    k, v = _written(tmp_path / "out", name)
+
+    loses_pair = name in {"tgi", "vllm-json"} and not is_joint
+    times = 2 if name == "kv-overlay-head" else 1
+    expected_k, expected_v = (JOINT, JOINT) if is_joint or loses_pair else (K, V)
+    assert k == [[number] * times for number in expected_k]
+    assert v == [[number] * times for number in expected_v]
+    assert report["dialect"] == source.removeprefix("old ")
+    notes = " | ".join(report["notes"])
+    assert ("k and v of a layer share one scale here" in notes) is loses_pair
+    assert ("in 2 of 2 layers" in notes) is loses_pair
+    assert ("one scale a layer fills k and v" in notes) is is_joint
+    assert ("nothing is gained" in notes) is (name == "kv-overlay-head")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
+def test_our_own_forms_can_be_extracted_again(
+    extract: Extract, tmp_path: Path, source: str, name: str
+) -> None:
+    extract(sources.save_modelopt(tmp_path / "q"), "--format", source, into=tmp_path / "first")
+    place = tmp_path / "first" / FILES[source] if source in FILES else tmp_path / "first"
+    extract(place, "--format", name)
+    direct = tmp_path / "direct"
+    extract(tmp_path / "q", "--format", name, into=direct)
+
+    is_joint = {source, name} & {"tgi", "vllm-json"}
+    written = _written(tmp_path / "out", name)
+    if is_joint and name not in is_joint:
+        times = 2 if name == "kv-overlay-head" else 1
+        assert written == ([[number] * times for number in JOINT],) * 2
+    else:
+        assert written == _written(direct, name)
+
+
+def test_a_checkpoint_is_whole_and_its_weights_are_the_models(
+    extract: Extract, model: Path, tmp_path: Path
+) -> None:
+    report = extract(sources.save_autofp8(tmp_path / "q"))
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == CHECKPOINT
+    assert report["files"] == sorted(CHECKPOINT)
+    assert (out / "model-00001-of-00002.safetensors").samefile(model / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["kv_cache_scheme"]["strategy"] == "tensor"
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index[f"{ATTENTION.format(0)}.k_scale"] == SHARD
+    assert {tensor.dtype for tensor in load_file(out / SHARD).values()} == {torch.float32}
+
+
+def test_tgis_form_has_its_key_and_no_quantization_config(extract: Extract, tmp_path: Path) -> None:
+    extract(sources.save_autofp8(tmp_path / "q"), "--format", "tgi")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["kv_cache_torch_dtype"] == "float8_e4m3fn"
+    assert "quantization_config" not in config
+
+
+def test_json_tells_everything(extract: Extract, tmp_path: Path) -> None:
+    report = extract(sources.save_quark(tmp_path / "llama-FP8"))
+    out = tmp_path / "out"
+    assert report["save_path"] == str(out)
+    assert (report["dialect"], report["format"]) == ("quark", "kv-overlay")
+    assert (report["source_dtype"], report["fp8_dtype"], report["tp"]) == ("e4m3fn", "e4m3fn", 1)
+    assert report["taken_from"] == ["llama-FP8/model.safetensors"]
+    assert report["layers"] == [
+        {"layer": i, "module": ATTENTION.format(i), "k": K[i], "v": V[i]} for i in range(2)
+    ]
+    assert report["serving"][0] == {
+        "engine": "vLLM",
+        "command": f"vllm serve {out} --kv-cache-dtype fp8",
+    }
+    assert {item["engine"] for item in report["serving"]} == {"vLLM", "SGLang", "TGI"}
+    assert report["kv_bytes_per_token"] == {"before": 256, "after": 64}
+    assert report["limitations"]
+
+
+def test_people_read_what_was_written_and_how_to_serve_it(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    source = sources.save_autofp8(tmp_path / "q")
+    command = ("extract-kv-scales", "--quantized-model", source, "--model", model)
+    shown: Outcome = succeed(*command, "--save-path", out)
+    assert shown.out.startswith("autofp8 scales of 2 layers, e4m3fn\n")
+    assert f"written to {out}: config.json, " in shown.out
+    assert f"vllm serve {out} --kv-cache-dtype fp8\n" in shown.out
+    assert "warning: scales of a quantized model (autofp8: q/model.safetensors)" in shown.err
+
+
+def test_a_json_of_one_form_is_served_beside_the_model(
+    extract: Extract, model: Path, tmp_path: Path
+) -> None:
+    report = extract(sources.save_autofp8(tmp_path / "q"), "--format", "vllm-json", "--tp", 2)
+    target = tmp_path / "out" / "kv_cache_scales.tp2.json"
+    assert report["files"] == [target.name]
+    command = report["serving"][0]["command"]
+    assert f"--model-path {model} " in command
+    assert f"--quantization-param-path {target} --tp-size 2" in command
+    assert report["layers"][0]["k"] == [JOINT[0]] * 2
+
+
+# --- provenance --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kv-overlay", "kv-overlay-head", "tgi", "kv-scales"])
+def test_a_file_of_tensors_says_where_its_scales_are_from(
+    extract: Extract, tmp_path: Path, name: str
+) -> None:
+    extract(sources.save_modelopt(tmp_path / "llama-FP8"), "--format", name)
+    with safe_open(tmp_path / "out" / FILES.get(name, SHARD), "pt") as file:
+        metadata = file.metadata()
+    provenance = json.loads(metadata["fp8calib.provenance"])
+    assert metadata["format"] == "pt"
+    assert provenance.pop("bias").startswith("k and v of a quantized model carry the errors")
+    assert provenance == {
+        "taken_from": "a quantized model",
+        "dialect": "modelopt",
+        "files": ["llama-FP8/model.safetensors"],
+        "has_fp8_weights": True,
+    }
+    assert str(tmp_path) not in json.dumps(metadata)
+
+
+def test_a_json_says_so_where_readers_pass_over_it(extract: Extract, tmp_path: Path) -> None:
+    extract(sources.save_ranks(tmp_path / "ammo"), "--format", "vllm-json")
+    document = json.loads((tmp_path / "out" / "kv_cache_scales.tp2.json").read_text())
+    assert document["_comment"].startswith(
+        "scales of a quantized model (trtllm: ammo/rank0.safetensors, ammo/rank1.safetensors): "
+    )
+    assert set(document) == {"_comment", "model_type", "kv_cache"}
+    assert set(document["kv_cache"]) == {"dtype", "scaling_factor"}
+    assert set(document["kv_cache"]["scaling_factor"]) == {"0", "1"}
+
+
+def test_the_same_source_gives_the_same_bytes(extract: Extract, tmp_path: Path) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+    for name in FORMATS:
+        for turn in ("a", "b"):
+            extract(source, "--format", name, into=tmp_path / f"{name}-{turn}")
+        assert snapshot(tmp_path / f"{name}-a") == snapshot(tmp_path / f"{name}-b")
+
+
+def test_a_name_that_is_no_unicode_stays_out_of_the_json(extract: Extract, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/llama-\xff"))
+    try:
+        sources.save_modelopt(folder)
+    except (OSError, UnicodeError):
+        pytest.skip("this file system, or safetensors, has no such names")
+    extract(folder, "--format", "vllm-json")
+    comment = json.loads((tmp_path / "out" / FILES["vllm-json"]).read_text())["_comment"]
+    assert "modelopt: llama-?/model.safetensors" in comment
+
+
+# --- ranks and heads -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("kv-overlay", [[0.75], [2.0]]),
+        ("kv-overlay-head", [[0.75, 0.25], [1.0, 2.0]]),
+        ("tgi", [[0.75], [2.0]]),
+        ("kv-scales", [[0.75], [2.0]]),
+    ],
+)
+def test_ranks_become_their_largest_or_the_heads_they_hold(
+    extract: Extract, tmp_path: Path, name: str, expected: list[list[float]]
+) -> None:
+    report = extract(sources.save_ranks(tmp_path / "ranks"), "--format", name)
+    assert _written(tmp_path / "out", name) == (expected, expected)
+    assert any("the scales of 2 ranks, which differ" in note for note in report["notes"])
+    assert report["taken_from"] == ["ranks/rank0.safetensors", "ranks/rank1.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "expected"),
+    [
+        ((), 2, {"0": [0.75, 1.0], "1": [0.25, 2.0]}),
+        (("--tp", 1), 1, {"0": [0.75, 2.0]}),
+        (
+            ("--tp", 4),
+            4,
+            {"0": [0.75, 1.0], "1": [0.75, 1.0], "2": [0.25, 2.0], "3": [0.25, 2.0]},
+        ),
+    ],
+)
+def test_the_ranks_of_a_json_are_those_found_or_those_asked_for(
+    extract: Extract,
+    tmp_path: Path,
+    options: tuple[object, ...],
+    tp: int,
+    expected: dict[str, list[float]],
+) -> None:
+    report = extract(sources.save_ranks(tmp_path / "ranks"), "--format", "vllm-json", *options)
+    document = json.loads((tmp_path / "out" / f"kv_cache_scales.tp{tp}.json").read_text())
+    factors = document["kv_cache"]["scaling_factor"]
+    assert {rank: list(layers.values()) for rank, layers in factors.items()} == expected
+    assert report["tp"] == tp
+    assert any("2 ranks" in note for note in report["notes"]) is bool(options)
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "v"),
+    [
+        ("kv-overlay", [[0.5], [2.0]], [[0.75], [0.25]]),
+        ("kv-overlay-head", [[0.5, 0.125], [1.0, 2.0]], [[0.25, 0.75], [0.25, 0.0625]]),
+        ("tgi", [[0.75], [2.0]], [[0.75], [2.0]]),
+        ("kv-scales", [[0.5], [2.0]], [[0.75], [0.25]]),
+        ("vllm-json", [[0.75], [2.0]], [[0.75], [2.0]]),
+    ],
+)
+def test_scales_per_head_become_their_largest_or_stay(
+    extract: Extract, tmp_path: Path, name: str, k: list[list[float]], v: list[list[float]]
+) -> None:
+    report = extract(sources.save_per_head(tmp_path / "q"), "--format", name)
+    assert _written(tmp_path / "out", name) == (k, v)
+    notes = " | ".join(report["notes"])
+    assert ("scales per head became one" in notes) is (name != "kv-overlay-head")
+    assert ("--format kv-overlay-head keeps" in notes) is (name != "kv-overlay-head")
+
+
+def test_a_rank_of_a_json_takes_the_largest_of_its_heads(extract: Extract, tmp_path: Path) -> None:
+    extract(sources.save_per_head(tmp_path / "q"), "--format", "vllm-json", "--tp", 2)
+    document = json.loads((tmp_path / "out" / "kv_cache_scales.tp2.json").read_text())
+    factors = document["kv_cache"]["scaling_factor"]
+    assert factors == {"0": {"0": 0.5, "1": 1.0}, "1": {"0": 0.75, "1": 2.0}}
+
+
+def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path) -> None:
+    pairs = sources.name_pairs()
+    queries = {f"{ATTENTION.format(i)}.q_scale": torch.tensor(4.0) for i in range(2)}
+    config = {"quant_method": "compressed-tensors"}
+    source = sources.save_checkpoint(tmp_path / "q", pairs | queries, quantization_config=config)
+    report = extract(source)
+    assert _numbers(tmp_path / "out" / SHARD)[f"{ATTENTION.format(1)}.q_scale"] == [4.0]
+    assert report["layers"][1]["q"] == 4.0
+    assert any("q_scale is not read" in item["why"] for item in report["limitations"])
+    report = extract(source, "--format", "tgi", into=tmp_path / "tgi")
+    assert "q_scale is left out: this form has no place for it" in report["notes"]
+    assert "q" not in report["layers"][1]
+
+
+# --- formats of FP8 --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("target", ["e4m3fn", "e4m3fnuz"])
+@pytest.mark.parametrize("source", ["e4m3fn", "e4m3fnuz"])
+def test_scales_are_doubled_and_halved_between_the_formats_and_the_file_says_its_own(
+    extract: Extract, tmp_path: Path, source: str, target: str, name: str
+) -> None:
+    place = sources.save_tgi(tmp_path / "q", dtype=f"float8_{source}")
+    report = extract(place, "--format", name, "--fp8-dtype", target)
+    factor = {(True, False): 2.0, (False, True): 0.5}.get(
+        (source == "e4m3fn", target == "e4m3fn"), 1.0
+    )
+    k, _ = _written(tmp_path / "out", name)
+    assert [values[0] for values in k] == [number * factor for number in JOINT]
+    assert (report["source_dtype"], report["fp8_dtype"]) == (source, target)
+
+    place = tmp_path / "out" / FILES[name] if name in FILES else tmp_path / "out"
+    again = extract(place, "--fp8-dtype", source, into=tmp_path / "again")
+    assert again["source_dtype"] == target
+    k, _ = _written(tmp_path / "again", "kv-overlay")
+    assert [values[0] for values in k] == list(JOINT)
+
+
+def test_a_halved_scale_clips_and_that_is_said(extract: Extract, tmp_path: Path) -> None:
+    report = extract(sources.save_tgi(tmp_path / "q", dtype="float8_e4m3fnuz"))
+    notes = " | ".join(report["notes"])
+    assert "the scales for e4m3fnuz are halved for e4m3fn" in notes
+    assert "values in the uppermost 6.7 % of e4m3fnuz's range clip" in notes
+
+
+def _save_plain(folder: Path) -> Path:
+    return sources.save_checkpoint(folder, sources.name_pairs())
+
+
+def _save_json_without_dtype(path: Path) -> Path:
+    return sources.save_json(path, {"0": {"0": 0.5, "1": 2.0}}, dtype=None)
+
+
+UNKNOWN: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "bare tensors": ("scales.safetensors", sources.save_bare),
+    "tensors in an unquantized model": ("q", _save_plain),
+    "rank files without config": ("rank0.npz", sources.save_npz),
+    "json without dtype": ("scales.json", _save_json_without_dtype),
+}
+
+
+@pytest.mark.parametrize("source", UNKNOWN)
+def test_a_source_of_unknown_format_wants_source_dtype(
+    refused: Callable[..., str], extract: Extract, tmp_path: Path, source: str
+) -> None:
+    place, save = UNKNOWN[source]
+    path = save(tmp_path / place)
+    text = refused(2, path)
+    assert "nothing says which FP8 format these scales" in text
+    assert "--source-dtype e4m3fn" in text
+    plain = extract(path, "--source-dtype", "e4m3fn", into=tmp_path / "fn")
+    halved = extract(path, "--source-dtype", "e4m3fnuz", into=tmp_path / "fnuz")
+    assert [layer["k"] for layer in halved["layers"]] == [
+        layer["k"] / 2 for layer in plain["layers"]
+    ]
+
+
+def test_a_format_that_is_written_there_may_not_be_contradicted(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path = sources.save_vllm_json(tmp_path / "scales.json")
+    text = refused(8, path, "--source-dtype", "e4m3fnuz")
+    assert "the scales are for e4m3fn, as is written there" in text
+    path = sources.save_ranks(tmp_path / "ranks")
+    assert "for e4m3fn, as is written there" in refused(8, path, "--source-dtype", "e4m3fnuz")
+
+
+def test_a_format_that_is_only_implied_may_be_told(extract: Extract, tmp_path: Path) -> None:
+    report = extract(sources.save_quark(tmp_path / "q"), "--source-dtype", "e4m3fnuz")
+    assert report["source_dtype"] == "e4m3fnuz"
+    assert [layer["k"] for layer in report["layers"]] == [number / 2 for number in K]
+
+
+# --- other models ----------------------------------------------------------------------------
+
+
+def _extract_of(family: str, tmp_path: Path, names: dict[str, float], *options: object) -> Any:
+    zoo.save(family, tmp_path / "model")
+    tensors = {name: torch.tensor(value) for name, value in names.items()}
+    save_file(tensors, tmp_path / "scales.safetensors")
+    command = ("extract-kv-scales", "--quantized-model", tmp_path / "scales.safetensors")
+    given = ("--model", tmp_path / "model", "--source-dtype", "e4m3fn")
+    return succeed(*command, *given, "--save-path", tmp_path / "out", *options, "--json").json
+
+
+def test_layers_without_a_cache_are_listed(tmp_path: Path) -> None:
+    names = {f"model.layers.1.self_attn.{role}_scale": 0.5 for role in "kv"}
+    report = _extract_of("qwen3_next", tmp_path, names, "--format", "vllm-json")
+    assert [layer["layer"] for layer in report["layers"]] == [1]
+    (note,) = [note for note in report["notes"] if note.startswith("model.layers.0: ")]
+    assert "caches no K and V" in note
+    document = json.loads((tmp_path / "out" / FILES["vllm-json"]).read_text())
+    assert document["kv_cache"]["scaling_factor"] == {"0": {"0": 1.0, "1": 0.5}}
+
+
+def test_layers_that_share_a_cache_are_listed(tmp_path: Path) -> None:
+    names = {
+        f"model.layers.{layer}.self_attn.{role}_scale": 0.5 * (layer + 1)
+        for layer in range(2)
+        for role in "kv"
+    }
+    report = _extract_of("gemma3n_text", tmp_path, names, "--format", "kv-scales")
+    assert [layer["k"] for layer in report["layers"]] == [0.5, 1.0, 0.5, 1.0]
+    shared = [note for note in report["notes"] if "reads another layer's K and V" in note]
+    assert [note.partition(": ")[0] for note in shared] == [
+        f"model.layers.{layer}.self_attn.{role}" for layer in (2, 3) for role in "kv"
+    ]
+
+
+def test_gpt2_has_the_file_beside_the_index_and_force_knows_it(tmp_path: Path) -> None:
+    names = {f"transformer.h.{i}.attn.{role}_scale": 0.5 for i in range(2) for role in "kv"}
+    report = _extract_of("gpt2", tmp_path, names)
+    assert "kv_scales.safetensors" in report["files"]
+    command = ("extract-kv-scales", "--quantized-model", tmp_path / "out")
+    given = ("--model", tmp_path / "model", "--save-path", tmp_path / "b")
+    succeed(*command, *given)
+    before = snapshot(tmp_path / "b")
+    fail(2, *command, *given)
+    succeed(*command, *given, "--force")
+    assert snapshot(tmp_path / "b") == before
+
+
+# --- what is read ----------------------------------------------------------------------------
+
+
+def test_nothing_but_scales_is_read(
+    extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+    read: list[int] = []
+    original = TensorFile._read_flat
+
+    def spy(file: TensorFile, offset: int, size_bytes: int) -> torch.Tensor:
+        read.append(size_bytes)
+        return original(file, offset, size_bytes)
+
+    monkeypatch.setattr(TensorFile, "_read_flat", spy)
+    extract(source)
+    assert read == [4] * 4
+
+
+def test_shards_of_weights_need_not_be_there(extract: Extract, tmp_path: Path) -> None:
+    source = sources.save_compressed(tmp_path / "q")
+    (source / "model.safetensors").rename(source / "model-00002-of-00002.safetensors")
+    weight_map = dict.fromkeys(sources.name_pairs(), "model-00002-of-00002.safetensors")
+    weight_map["model.embed_tokens.weight"] = "model-00001-of-00002.safetensors"
+    index = {"metadata": {}, "weight_map": weight_map}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [layer["k"] for layer in extract(source)["layers"]] == list(K)
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--format", "nonsense"], 2, "--format nonsense: unknown format"),
+        (["--format", "tgi", "kv-scales"], 2, "name one format"),
+        (["--format", "rfc"], 7, "--format rfc has scales of weights and activations"),
+        (["--source-dtype", "float8_e4m3fn"], 2, "--source-dtype float8_e4m3fn: unknown"),
+        (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: unknown"),
+        (["--tp", "2"], 2, "kv-overlay is the same for any number of ranks"),
+        (["--format", "vllm-json", "--tp", "3"], 2, "--tp 3 does not divide the 4 attention heads"),
+        (["--format", "vllm-json", "--tp", "0"], 2, "--tp 0"),
+        (["--model", "no-such-folder-or-model"], 4, "no-such-folder-or-model"),
+        (["--model", "./nowhere"], 4, "nowhere"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    refused: Callable[..., str], tmp_path: Path, options: list[str], code: int, says: str
+) -> None:
+    assert says in refused(code, sources.save_modelopt(tmp_path / "q"), *options)
+
+
+def test_the_rfc_is_refused_with_a_way_out(refused: Callable[..., str], tmp_path: Path) -> None:
+    text = refused(7, sources.save_rfc(tmp_path / "a.json"), "--format", "rfc")
+    assert "`fp8calib calibrate --format rfc` measures them" in text
+
+
+def test_a_source_that_is_not_there_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "no such file or folder" in refused(2, tmp_path / "nowhere")
+
+
+def test_a_model_is_no_source_of_scales(refused: Callable[..., str], model: Path) -> None:
+    assert "there are no KV scales" in refused(8, model)
+
+
+def test_a_missing_layer_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    pairs = {name: value for name, value in sources.name_pairs().items() if "layers.1" not in name}
+    save_file(pairs, tmp_path / "a.safetensors")
+    text = refused(8, tmp_path / "a.safetensors", "--source-dtype", "e4m3fn")
+    assert "there is no KV scale for layer 1 (1 of 2 are missing)" in text
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_number_that_is_no_scale_is_refused(
+    refused: Callable[..., str], tmp_path: Path, bad: float
+) -> None:
+    pairs = sources.name_pairs() | {f"{ATTENTION.format(1)}.v_scale": torch.tensor(bad)}
+    source = sources.save_checkpoint(
+        tmp_path / "q", pairs, quantization_config={"quant_method": "fp8"}
+    )
+    assert "is not a scale" in refused(8, source)
+
+
+def test_a_truncated_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = sources.save_modelopt(tmp_path / "q") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "torn or truncated" in refused(8, tmp_path / "q")
+
+
+def test_scales_of_another_model_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "qwen2"}
+    (source / "config.json").write_text(json.dumps(config))
+    assert "model_type is 'qwen2'" in refused(8, source)
+
+
+def test_a_quantized_model_is_not_the_unquantized_one(
+    refused: Callable[..., str], extract: Extract, tmp_path: Path
+) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+    extract(source, into=tmp_path / "overlay")
+    assert "already quantized" in refused(4, source, "--model", tmp_path / "overlay")
+
+
+def test_a_model_that_has_such_scales_already_is_refused(
+    refused: Callable[..., str], extract: Extract, tmp_path: Path
+) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+    extract(source, "--format", "tgi", into=tmp_path / "tgi")
+    text = refused(7, source, "--format", "tgi", "--model", tmp_path / "tgi")
+    assert "already has a tensor" in text
+
+
+# --- what is replaced ------------------------------------------------------------------------
+
+
+def test_force_replaces_a_checkpoint_and_refuses_strangers(
+    extract: Extract, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+    extract(source)
+    assert "--force" in refused(2, source)
+    extract(source, "--force", "--fp8-dtype", "e4m3fnuz")
+    assert _written(tmp_path / "out", "kv-overlay")[0] == [[2 * number] for number in K]
+    (tmp_path / "out" / "mine").touch()
+    assert "mine" in refused(2, source, "--force")
+
+
+def test_a_folder_of_another_form_is_not_mixed_with_this_one(
+    extract: Extract, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+    extract(source, "--format", "kv-scales")
+    assert "kv_scales.safetensors" in refused(2, source, "--force")
+
+
+def test_an_empty_folder_is_taken(extract: Extract, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    extract(sources.save_modelopt(tmp_path / "q"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == CHECKPOINT
+
+
+def test_the_source_and_the_model_may_not_be_replaced(model: Path, tmp_path: Path) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+    before = snapshot(model) | snapshot(source)
+    command = ("extract-kv-scales", "--quantized-model", source, "--model", model)
+    for place in (source, model, tmp_path):
+        fail(2, *command, "--save-path", place, "--force")
+    assert snapshot(model) | snapshot(source) == before
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interruption_leaves_nothing(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    error: type[BaseException] | BaseException,
+) -> None:
+    source = sources.save_modelopt(tmp_path / "q")
+
+    def fail_late(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fp8calib.checkpoint.atomic.OutputFolder._commit", fail_late)
+    before = snapshot(tmp_path)
+    command = ["extract-kv-scales", "--quantized-model", source, "--model", model, "--format", name]
+    with pytest.raises((KeyboardInterrupt, Exception)) as caught:
+        main_inner([*map(str, command), "--save-path", str(tmp_path / "new" / "out")])
+    assert "KeyboardInterrupt" in repr(caught.value) or "No space left" in str(caught.value)
+    assert snapshot(tmp_path) == before
