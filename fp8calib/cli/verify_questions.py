@@ -85,7 +85,7 @@ def _candidate(job: VerifyJob, opened: Opened, model: nn.Module) -> Candidate:
             stats=opened.stats,
         )
     if opened.checkpoint is not None:
-        return build_checkpoint(opened, model, job.target.geometry, choices.profile)
+        return build_checkpoint(opened, model, job.target, choices.profile)
     table = _table(job, opened)
     how = "statistics, amax" if opened.found is None else opened.found.dialect
     return build_kv_candidate(opened.name, table, choices.profile, how)

@@ -127,8 +127,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             fingerprint=fingerprint_model(source.raw_config, checkpoint),
             geometry=geometry,
         )
-        fuse = choices.profile.fused_weights_share_scale
-        opened = tuple(open_candidate(name, target, fuse=fuse) for name in settings.scales)
+        opened = tuple(open_candidate(name, target, choices.profile) for name in settings.scales)
         job = VerifyJob(
             settings=settings,
             choices=choices,

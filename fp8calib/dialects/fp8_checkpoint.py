@@ -49,8 +49,9 @@ class Fp8Checkpoint:
         fmt: the format of all FP8 weights.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, fuse: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, fuse: bool, through_float16: bool) -> None:
         self._checkpoint = checkpoint
+        self._through_float16 = through_float16
         self.folder = checkpoint.folder
         method, find_scheme = load_finder(self.folder, self.load_config())
         pairing = pair_tensors(checkpoint, find_scheme)
@@ -70,7 +71,7 @@ class Fp8Checkpoint:
             self._input_scales = _share(self._input_scales, lambda name: weights[name].input_group)
 
     @classmethod
-    def open(cls, folder: Path, *, fuse: bool) -> Self:
+    def open(cls, folder: Path, *, fuse: bool, through_float16: bool = False) -> Self:
         """Read everything but the weights, and check that it fits together.
 
         Args:
@@ -78,6 +79,8 @@ class Fp8Checkpoint:
             fuse: share scales as engines do at load: one per-tensor weight scale for projections
                 that they fuse, one static input scale for these and for all experts of a layer;
                 each the largest. Weights are rounded again with the shared scale.
+            through_float16: with `fuse`, dequantize per-tensor weights to fp16 before they are
+                rounded again, fused or not, as vLLM does.
 
         Raises:
             VerificationError: it is no FP8 checkpoint, or not a whole and sound one.
@@ -85,7 +88,7 @@ class Fp8Checkpoint:
         with reading_errors():
             checkpoint = Checkpoint.open(folder)
         try:
-            return cls(checkpoint, fuse=fuse)
+            return cls(checkpoint, fuse=fuse, through_float16=through_float16)
         finally:
             checkpoint.close()
 
@@ -204,9 +207,11 @@ class Fp8Checkpoint:
             path = self._checkpoint.file_of(name)
             raise refusal(path, f"{name} holds NaN or infinity", hint=hint)
         shared = self._shared.get(name)
-        if shared is None or shared == self._stored[name]:
+        if shared is None:
             return values
-        return requantize(values, shared, self.fmt)
+        if self._through_float16:
+            return requantize(values.half().float(), shared, self.fmt)
+        return values if shared == self._stored[name] else requantize(values, shared, self.fmt)
 
     def _read_scale(self, name: str) -> torch.Tensor:
         """Read and check a scale: fp32, in its stored shape."""

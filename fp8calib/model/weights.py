@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -21,14 +22,35 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.errors import ModelError
+
+
+class TensorSource(Protocol):
+    """What tensors are read from: a checkpoint, or something that quacks like one."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Its tensors by name."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor whole."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows of the leading dimension."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Tell the shape of what `read` gives."""
 
 
 class WeightSource:
     """Parameters of a model, read from its checkpoint in the checkpoint's own dtype."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    def __init__(self, model: PreTrainedModel, checkpoint: TensorSource) -> None:
         self._model = model
         self._checkpoint = checkpoint
         conversions = getattr(model, "_weight_conversions", None)
@@ -123,7 +145,7 @@ def _paths(name: str) -> Iterator[str]:
 
 
 def _map_names(
-    model: PreTrainedModel, checkpoint: Checkpoint, conversions: list[Any]
+    model: PreTrainedModel, checkpoint: TensorSource, conversions: list[Any]
 ) -> dict[str, list[tuple[str, str | None]]]:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from fp8calib.checkpoint.reader import Checkpoint
@@ -26,6 +27,7 @@ from fp8calib.verify.schemes import Scheme
 
 STATS_NAME = "stats.safetensors"
 _SAMPLE_BYTES = 4096
+_SAMPLED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +69,14 @@ class Candidate:
         return "w8a8" if self.emulation.weights else "kv"
 
 
-def open_candidate(name: str, target: Target, *, fuse: bool) -> Opened:
+def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
     """Read what `name` (a path) holds and check that it belongs to the model.
 
     Args:
         name: a stats file, or the folder calibrate wrote it to; scales in any dialect; an FP8
             checkpoint.
         target: the model.
-        fuse: read FP8 weights as engines do that fuse projections.
+        profile: the engine, as which FP8 weights are read.
 
     Raises:
         UsageError: there is nothing at the path.
@@ -87,7 +89,11 @@ def open_candidate(name: str, target: Target, *, fuse: bool) -> Opened:
         _check_stats(name, stats, target)
         return Opened(name=name, stats=stats)
     if path.is_dir() and is_fp8_checkpoint(path):
-        checkpoint = Fp8Checkpoint.open(path, fuse=fuse)
+        checkpoint = Fp8Checkpoint.open(
+            path,
+            fuse=profile.fused_weights_share_scale,
+            through_float16=profile.weights_through_float16,
+        )
         found = read_scales(path, target.geometry) if has_kv_scales(path) else None
         return Opened(name=name, found=found, checkpoint=checkpoint)
     found = read_scales(path, target.geometry)
@@ -192,21 +198,41 @@ def build_scheme(
 
 
 def build_checkpoint(
-    opened: Opened, model: nn.Module, geometry: ModelGeometry, profile: EngineProfile
+    opened: Opened, model: nn.Module, target: Target, profile: EngineProfile
 ) -> Candidate:
     """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
     checkpoint = opened.checkpoint
     assert checkpoint is not None  # noqa: S101 -- the caller chose by it
-    source = WeightSource(model, checkpoint)  # type: ignore[arg-type]  # quacks like one
-    modules = dict(model.named_modules())
-    quantizers, weights = emulate_checkpoint(checkpoint, source, geometry, modules, profile)
+    source = WeightSource(model, checkpoint)
+    quantizers, weights = emulate_checkpoint(
+        checkpoint,
+        source,
+        target.geometry,
+        model,
+        profile,
+        is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
+    )
     parts = [f"{checkpoint.method} checkpoint, weights {checkpoint.fmt.name}"]
     if opened.found is not None:
         found = opened.found
         quantizers |= emulate_kv(found.table, profile, dialect=found.dialect)
-        parts.append(f"KV cache {opened.found.table.fmt.name}")
+        parts.append(f"KV cache {found.table.fmt.name}")
     return Candidate(
         name=opened.name,
         description=", ".join(parts),
         emulation=Emulation(quantizers=quantizers, weights=weights),
     )
+
+
+def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> bool:
+    if name not in original or original.dtype(name) != checkpoint.dtype(name):
+        return True
+    return not torch.equal(_few_rows(checkpoint, name), _few_rows(original, name))
+
+
+def _few_rows(checkpoint: Fp8Checkpoint | Checkpoint, name: str) -> torch.Tensor:
+    """Read a vector whole, of a matrix the first rows."""
+    shape = checkpoint.shape(name)
+    if len(shape) < 2:
+        return checkpoint.read(name)
+    return checkpoint.read_rows(name, 0, min(shape[0], _SAMPLED_ROWS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Dynamic, Quantizer
 from fp8calib.verify.schemes import Scheme
 from fp8calib.verify.weights import (
+    Copied,
     Requantized,
     Stored,
     WeightChange,
@@ -133,8 +134,10 @@ def emulate_checkpoint(
     checkpoint: Fp8Checkpoint,
     source: WeightSource,
     geometry: ModelGeometry,
-    modules: Mapping[str, nn.Module],
+    model: nn.Module,
     profile: EngineProfile,
+    *,
+    is_changed: Callable[[str], bool],
 ) -> Linears:
     """Emulate a whole FP8 checkpoint: its weights, and its inputs as its config has them.
 
@@ -142,15 +145,17 @@ def emulate_checkpoint(
         checkpoint: the FP8 checkpoint.
         source: the same, by the model's parameters.
         geometry: of the unquantized model.
-        modules: of the unquantized model.
+        model: the unquantized model.
         profile: the engine.
+        is_changed: tells of a tensor's name whether it differs from the unquantized model's.
 
     Raises:
-        VerificationError: it quantizes no linear of the model, or quantizes one in part.
+        VerificationError: it quantizes no linear of the model, quantizes one in part, or quantizes
+            what is no linear of a decoder layer.
     """
     stored = [
         parameter
-        for group in find_parameters(geometry, modules)
+        for group in find_parameters(geometry, dict(model.named_modules()), routers=True)
         for parameter in group
         if _is_stored(parameter, checkpoint, source)
     ]
@@ -159,6 +164,8 @@ def emulate_checkpoint(
             f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",
             hint="name the model that the checkpoint was made from",
         )
+    others = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
+    _refuse_others(others, checkpoint, source)
     quantizer = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.TENSOR)
     plain = Stored(parameters=(), source=source, quantizer=quantizer)
     blocks = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.BLOCK, power_of_two=True)
@@ -172,7 +179,31 @@ def emulate_checkpoint(
         )
         for parameter in stored
     )
-    return dict(_stored_inputs(stored, checkpoint, source, profile)), changes
+    inputs = dict(_stored_inputs(stored, checkpoint, source, profile))
+    return inputs, (*changes, *_copied(others, source, is_changed))
+
+
+def _refuse_others(
+    others: Collection[str], checkpoint: Fp8Checkpoint, source: WeightSource
+) -> None:
+    quantized = sorted(source.names_of(others) & checkpoint.quantized)
+    if quantized:
+        more = f" and {len(quantized) - 1} more" if quantized[1:] else ""
+        raise VerificationError(
+            f"{checkpoint.folder}: {quantized[0]}{more} is stored in FP8 and no linear of a "
+            "decoder layer, which cannot be emulated here",
+            hint="quantize with lm_head and embeddings left out, as every tool does by default",
+        )
+
+
+def _copied(
+    others: Collection[str], source: WeightSource, is_changed: Callable[[str], bool]
+) -> Iterator[WeightChange]:
+    for name in sorted(others):
+        names = source.names_of([name])
+        if names and any(map(is_changed, names)):
+            parameter = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
+            yield Copied(parameters=(parameter,), source=source)
 
 
 def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource) -> bool:

@@ -134,16 +134,41 @@ class Stored:
             yield parameter, sum_damage(damage)
 
     def _copy(self, piece: torch.Tensor, found: torch.Tensor, name: str) -> torch.Tensor:
-        if piece.shape != found.shape:
-            raise VerificationError(
-                f"{name} is {list(found.shape)} in the FP8 checkpoint and {list(piece.shape)} in "
-                "the model",
-                hint="name the model that the checkpoint was made from",
-            )
+        _require_shape(name, piece, found)
         values = found.float() if self.again is None else self.again.fake(found).values
         damage = measure_damage(piece, Fake(values, torch.zeros(1)), self.quantizer.fmt)
         piece.copy_(values)
         return damage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A tensor that is not quantized, taken from an FP8 checkpoint that holds another one.
+
+    Some tools fold factors into norms and embeddings before they quantize (SmoothQuant).
+    """
+
+    parameters: tuple[WeightParameter, ...]
+    source: Originals
+
+    def apply(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+        """Copy it; nothing is measured, for nothing is quantized."""
+        for parameter in self.parameters:
+            found = self.source.read(parameter.name)
+            _require_shape(parameter.name, values[parameter.name], found)
+            values[parameter.name].copy_(found)
+        return iter(())
+
+
+def _require_shape(name: str, own: torch.Tensor, found: torch.Tensor) -> None:
+    if own.shape != found.shape:
+        raise VerificationError(
+            f"{name} is {list(found.shape)} in the FP8 checkpoint and {list(own.shape)} in the "
+            "model",
+            hint="name the model that the checkpoint was made from",
+        )
 
 
 def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -153,15 +178,16 @@ def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def find_parameters(
-    geometry: ModelGeometry, modules: Mapping[str, nn.Module]
+    geometry: ModelGeometry, modules: Mapping[str, nn.Module], *, routers: bool = False
 ) -> list[tuple[WeightParameter, ...]]:
     """List the weights an FP8 scheme covers, fused groups (q/k/v, gate/up) together.
 
-    Every linear and every expert of the decoder layers, except what routes tokens to experts.
+    Every linear and every expert of the decoder layers; what routes tokens to experts stays as it
+    is, unless `routers` asks for it.
     """
     groups: dict[tuple[str, ...], dict[str, WeightParameter]] = {}
     for _, linear in geometry.linears():
-        if linear.module.rpartition(".")[2] in _ROUTER_NAMES:
+        if not routers and linear.module.rpartition(".")[2] in _ROUTER_NAMES:
             continue
         group = groups.setdefault(_group_key(linear), {})
         known = group.get(linear.weight_name)

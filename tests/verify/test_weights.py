@@ -225,9 +225,9 @@ def write_blocks(model: nn.Module, folder: Path) -> Path:
 def stored(subject: Subject, folder: Path, profile: EngineProfile) -> Emulation:
     """Ask the product what an engine makes of a checkpoint."""
     checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_weights_share_scale)
-    source = WeightSource(subject.model, checkpoint)  # type: ignore[arg-type]
+    source = WeightSource(subject.model, checkpoint)
     inputs, weights = emulate_checkpoint(
-        checkpoint, source, subject.geometry, dict(subject.model.named_modules()), profile
+        checkpoint, source, subject.geometry, subject.model, profile, is_changed=lambda _: False
     )
     return Emulation(quantizers=inputs, weights=weights)
 
