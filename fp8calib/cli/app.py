@@ -8,6 +8,7 @@ import typer
 
 from fp8calib import __version__
 from fp8calib.cli.calibrate_command import calibrate_command
+from fp8calib.cli.check_command import check_command
 from fp8calib.cli.export_command import export_command
 from fp8calib.cli.extract_command import extract_command
 from fp8calib.cli.recipes_command import recipes_command
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command("calibrate")(calibrate_command)
 app.command("export")(export_command)
 app.command("extract-kv-scales")(extract_command)
+app.command("check")(check_command)
 app.command("verify")(verify_command)
 app.command("show")(show_command)
 app.command("recipes")(recipes_command)

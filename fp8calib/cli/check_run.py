@@ -1,0 +1,87 @@
+"""What `fp8calib check` does: find the model's shape, ask every engine, show the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.cli.check_geometry import read_geometry
+from fp8calib.cli.check_show import show_report
+from fp8calib.cli.opening import quiet_libraries
+from fp8calib.dialects.check_engines import ENGINES, check_file, check_folder
+from fp8calib.dialects.check_files import ScaleFolder, open_folder
+from fp8calib.dialects.check_report import CheckReport
+from fp8calib.errors import UsageError, VerificationError
+from fp8calib.model.load import find_folder
+
+_FILE_SUFFIXES = (".json", ".safetensors", ".npz")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSettings:
+    """The command line, resolved."""
+
+    path: Path
+    engines: tuple[str, ...]
+    tp: int
+    model: str | None
+    as_json: bool
+
+
+def run_check(settings: CheckSettings) -> int:
+    """Check, show, and give the exit code: 8 unless every layer of every engine is served."""
+    quiet_libraries()
+    report = _check(settings)
+    show_report(report, str(settings.path), as_json=settings.as_json)
+    return 0 if report.ok else VerificationError.exit_code
+
+
+def choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Give the engines of the command line, or all.
+
+    Raises:
+        UsageError: one is not known.
+    """
+    asked = [part.strip() for name in names or ENGINES for part in name.split(",")]
+    for name in asked:
+        if name not in ENGINES:
+            hint = f"known engines: {', '.join(ENGINES)}"
+            raise UsageError(f"--engine {name}: unknown engine", hint=hint)
+    return tuple(dict.fromkeys(asked))
+
+
+def _check(settings: CheckSettings) -> CheckReport:
+    is_folder = _is_folder(settings.path)
+    model = _open_model(settings, is_folder=is_folder)
+    geometry = read_geometry(model.path, model.config)
+    if is_folder:
+        folder = model if settings.model is None else open_folder(settings.path)
+        return check_folder(folder, geometry, settings.engines, settings.tp)
+    return check_file(settings.path, geometry, settings.engines, settings.tp, model=model)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        if not path.exists():
+            raise UsageError(f"{path}: no such file or folder", hint="name a checkpoint or a JSON")
+        if path.is_dir():
+            return True
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{str(path)[:200]!a}: cannot be looked at") from error
+    if path.suffix not in _FILE_SUFFIXES or not path.is_file():
+        hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
+        raise UsageError(f"{path}: neither", hint=hint)
+    return False
+
+
+def _open_model(settings: CheckSettings, *, is_folder: bool) -> ScaleFolder:
+    if settings.model is not None:
+        folder = find_folder(settings.model, None)
+        if not folder.is_dir():
+            raise UsageError(f"--model {settings.model}: a file, not a model folder")
+        return open_folder(folder)
+    if not is_folder:
+        hint = "the file does not say how many layers there are, nor which have attention"
+        raise UsageError(f"{settings.path}: a file needs --model", hint=hint)
+    return open_folder(settings.path)

@@ -1,0 +1,69 @@
+"""The verdicts of `fp8calib check` for people: layers that fare alike on one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fp8calib.cli.console import print_json, print_table, print_text, warn
+from fp8calib.dialects.check_report import CheckReport, EngineReport, LayerVerdict, Verdict
+
+
+def show_report(report: CheckReport, path: str, *, as_json: bool) -> None:
+    """Print every engine's verdicts, as tables or as one JSON object."""
+    if as_json:
+        print_json(report.to_json())
+        return
+    for name, engine in report.engines.items():
+        print_table(
+            f"{name}: {_sum_up(engine)}", ["layers", "", "what", "value", "why"], _rows(engine)
+        )
+        for mend in _list_mends(engine):
+            print_text(f"  mend: {mend}")
+        for problem in engine.problems:
+            warn(f"{name}: {problem}")
+    print_text(f"{path}: {'ok' if report.ok else 'not ok'}")
+
+
+def _sum_up(engine: EngineReport) -> str:
+    used = sum(layer.ok for layer in engine.layers)
+    return f"{'ok' if engine.ok else 'not ok'}, {used} of {len(engine.layers)} layers served"
+
+
+def _rows(engine: EngineReport) -> list[list[str]]:
+    rows = []
+    for role in ("k", "v"):
+        for layers in _group(engine, role).values():
+            first: Verdict = getattr(layers[0], role)
+            values = [getattr(layer, role).value for layer in layers]
+            indices = [layer.layer for layer in layers]
+            rows.append(
+                [_spell_range(indices), role, first.status, _spell_values(values), first.why]
+            )
+    return rows
+
+
+def _group(engine: EngineReport, role: str) -> Mapping[str, list[LayerVerdict]]:
+    groups: dict[str, list[LayerVerdict]] = {}
+    for layer in engine.layers:
+        groups.setdefault(getattr(layer, role).status, []).append(layer)
+    return groups
+
+
+def _spell_range(indices: list[int]) -> str:
+    if indices == list(range(indices[0], indices[-1] + 1)) and len(indices) > 2:
+        return f"{indices[0]}-{indices[-1]}"
+    shown = ", ".join(map(str, indices[:6]))
+    return shown if len(indices) <= 6 else f"{shown} and {len(indices) - 6} more"
+
+
+def _spell_values(values: list[float | None]) -> str:
+    numbers = sorted({value for value in values if value is not None})
+    if not numbers:
+        return "-"
+    low, high = f"{numbers[0]:.6g}", f"{numbers[-1]:.6g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _list_mends(engine: EngineReport) -> list[str]:
+    verdicts = (verdict for layer in engine.layers for verdict in (layer.k, layer.v))
+    return list(dict.fromkeys(verdict.mend for verdict in verdicts if verdict.mend))

@@ -1,0 +1,76 @@
+"""Asks the engines: which replay is whose, for folders and for single files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fp8calib.dialects.check_files import ScaleFolder
+from fp8calib.dialects.check_report import (
+    CheckReport,
+    EngineReport,
+    Status,
+    Verdict,
+    report_alike,
+)
+from fp8calib.dialects.check_sglang import check_sglang, has_kv_method
+from fp8calib.dialects.check_sglang_json import check_sglang_json
+from fp8calib.dialects.check_tgi import check_tgi
+from fp8calib.dialects.check_transformers import check_transformers
+from fp8calib.dialects.check_vllm import check_vllm
+from fp8calib.geometry import ModelGeometry
+
+ENGINES: Mapping[str, Callable[[ScaleFolder, ModelGeometry, int], EngineReport]] = {
+    "vllm": check_vllm,
+    "sglang": check_sglang,
+    "tgi": check_tgi,
+    "transformers": check_transformers,
+}
+_NO_JSON = {
+    "vllm": "vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
+    "tgi": "TGI reads no JSON of scales",
+    "transformers": "transformers reads no JSON of scales",
+}
+_NO_LONE_FILE = "no engine reads a file of scales that lies outside the model's folder"
+
+
+def check_folder(
+    folder: ScaleFolder, geometry: ModelGeometry, engines: Sequence[str], tp: int
+) -> CheckReport:
+    """Say what each engine does with the scales of a checkpoint folder."""
+    return CheckReport(engines={name: ENGINES[name](folder, geometry, tp) for name in engines})
+
+
+def check_file(
+    path: Path,
+    geometry: ModelGeometry,
+    engines: Sequence[str],
+    tp: int,
+    *,
+    model: ScaleFolder,
+) -> CheckReport:
+    """Say what each engine does with a file of scales beside a model.
+
+    Args:
+        path: a JSON file, or a lone file of tensors.
+        geometry: the shape of the model.
+        engines: names of `ENGINES`.
+        tp: the number of ranks.
+        model: the model's folder.
+    """
+    reports = {}
+    for name in engines:
+        if path.suffix != ".json":
+            reports[name] = _drop(geometry, _NO_LONE_FILE)
+        elif name in _NO_JSON:
+            reports[name] = _drop(geometry, _NO_JSON[name])
+        else:
+            attached = has_kv_method(model)
+            reports[name] = check_sglang_json(path, geometry, tp, has_kv_method=attached)
+    return CheckReport(engines=reports)
+
+
+def _drop(geometry: ModelGeometry, why: str) -> EngineReport:
+    mend = "write a kv-overlay, which carries the scales in the checkpoint"
+    verdict = Verdict(status=Status.DROPPED, value=1.0, why=f"{why}: 1.0", mend=mend)
+    return report_alike(geometry, verdict)

@@ -1,0 +1,264 @@
+"""A folder as engines find it: read leniently, every fault kept as a fact to judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.discovery import INDEX_NAME
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.dialects.check_report import Refusal, Status, Verdict
+from fp8calib.dialects.read_names import parse_name
+from fp8calib.errors import ModelError, VerificationError
+from fp8calib.geometry import ModelGeometry
+from fp8calib.sites import Role
+
+CONFIG_NAME = "config.json"
+MODELOPT_CONFIG_NAME = "hf_quant_config.json"
+KV_ROLES = (Role.K, Role.V)
+MAX_JSON_BYTES = 100_000_000
+_MAX_SCALE_BYTES = 1 << 20
+"""More than any model has heads: what is larger is no scale, and is not read."""
+_SHOWN = 200
+
+Slot = tuple[int, Role]
+"""A layer's k or v."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldScale:
+    """A tensor with the name of a scale, as it lies in a file."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    values: tuple[float, ...]
+    """In fp32; empty where the tensor is far too large to be a scale."""
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it holds; 0 where it is too large to be read."""
+        return len(self.values)
+
+    def __str__(self) -> str:
+        """Name it with its file, whatever a hostile name is made of."""
+        return f"{shorten(self.name)} of {shorten(self.file)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleFolder:
+    """What lies in a checkpoint folder, as far as its KV scales depend on it."""
+
+    path: Path
+    config: Mapping[str, object]
+    modelopt: object = None
+    """What `hf_quant_config.json` holds; None where there is none."""
+    tensor_names: Mapping[str, Collection[str]]
+    """The names of all tensors of every `*.safetensors` file that can be read."""
+    scales: Mapping[str, Mapping[str, HeldScale]]
+    """By file and name."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """The files that cannot be read, each with the reason."""
+    has_index: bool = False
+    index: object = None
+
+    @property
+    def files(self) -> list[str]:
+        """All `*.safetensors` files, readable or not, in order."""
+        return sorted({*self.tensor_names, *self.faults})
+
+
+def shorten(text: str) -> str:
+    """Cut a name and spell what could not be printed."""
+    return ascii(text)[1:-1][:_SHOWN]
+
+
+def load_lenient(path: Path) -> object:
+    """Load JSON as Python programs do: the last of equal keys wins, NaN is a number.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON, nested too deeply, or larger than 100 MB.
+        OSError: it cannot be read.
+    """
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError("larger than 100 MB")
+    try:
+        return json.loads(path.read_bytes().decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def open_folder(path: Path) -> ScaleFolder:
+    """Read the headers, the scales and the configs of a folder; nothing in it is refused.
+
+    Raises:
+        VerificationError: the folder or its config cannot be read.
+    """
+    config = _load_config(path / CONFIG_NAME)
+    names: dict[str, Collection[str]] = {}
+    scales: dict[str, dict[str, HeldScale]] = {}
+    faults: dict[str, str] = {}
+    for file in _list_files(path):
+        try:
+            names[file], scales[file] = _read_file(path / file)
+        except ModelError as error:
+            names.pop(file, None)
+            faults[file] = error.message
+    has_index = (path / INDEX_NAME).is_file()
+    return ScaleFolder(
+        path=path,
+        config=config,
+        modelopt=_load_or_none(path / MODELOPT_CONFIG_NAME),
+        tensor_names=names,
+        scales=scales,
+        faults=faults,
+        has_index=has_index,
+        index=_load_or_none(path / INDEX_NAME) if has_index else None,
+    )
+
+
+def _load_config(path: Path) -> Mapping[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        config = load_lenient(path)
+    except (OSError, ValueError) as error:
+        hint = "engines stop at a config.json that is not UTF-8 JSON"
+        raise VerificationError(f"{path}: not valid JSON: {error}", hint=hint) from error
+    if not isinstance(config, dict):
+        raise VerificationError(f"{path}: not a JSON object")
+    return config
+
+
+def _load_or_none(path: Path) -> object:
+    """Load a JSON file; None where there is none, its fault in words where it cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        return load_lenient(path)
+    except (OSError, ValueError) as error:
+        return f"not valid JSON: {error}"
+
+
+def _list_files(path: Path) -> list[str]:
+    try:
+        entries = sorted(path.iterdir())
+        return [
+            entry.name for entry in entries if entry.suffix == ".safetensors" and entry.is_file()
+        ]
+    except OSError as error:
+        raise VerificationError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_file(path: Path) -> tuple[Collection[str], dict[str, HeldScale]]:
+    with TensorFile(path) as file:
+        named = [name for name in file.tensors if parse_name(name) is not None]
+        return file.tensors.keys(), {name: _read_scale(file, name) for name in named}
+
+
+def _read_scale(file: TensorFile, name: str) -> HeldScale:
+    entry = file.tensors[name]
+    values: list[float] = []
+    if entry.size_bytes <= _MAX_SCALE_BYTES:
+        values = file.read(name).to(torch.float32).flatten().tolist()
+    return HeldScale(name=name, file=file.path.name, shape=entry.shape, values=tuple(values))
+
+
+def find_indexed(folder: ScaleFolder, *, error: str) -> list[str]:
+    """List the files that the index names, as vLLM, SGLang and transformers do.
+
+    Raises:
+        Refusal: the index is none, or names a file that is not beside it.
+    """
+    index = folder.index
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise Refusal(f"{INDEX_NAME} has no weight_map of names to files", mend="write it anew")
+    listed = set(weight_map.values())
+    missing = sorted(listed.difference(folder.files))
+    if missing:
+        shown = ", ".join(map(shorten, missing[:3]))
+        why = f"the index names files that are not beside it ({shown}): {error}"
+        raise Refusal(why, mend="complete the download, or take them out of the index")
+    return sorted(listed)
+
+
+def require_readable(folder: ScaleFolder, files: Sequence[str]) -> None:
+    """Refuse where a file that the engine opens is damaged, or where there is none.
+
+    Raises:
+        Refusal: naming the file.
+    """
+    if not files:
+        raise Refusal(f"there are no safetensors weights to load ({len(folder.files)} files)")
+    for file in files:
+        if file in folder.faults:
+            raise Refusal(folder.faults[file], mend="download or write the file again")
+
+
+class Scene:
+    """What an engine that opens some of a folder's files sees of the model's scales."""
+
+    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, files: Sequence[str]) -> None:
+        self.folder = folder
+        self.geometry = geometry
+        self.files = tuple(files)
+        self.scales = {
+            name: held for file in files for name, held in folder.scales.get(file, {}).items()
+        }
+        self.problems: list[str] = []
+        self._meant = find_meaning(geometry, self.scales.values())
+        self._elsewhere = find_meaning(
+            geometry, (held for file in folder.scales.values() for held in file.values())
+        )
+
+    def load(self, find_slot: Callable[[str], Slot | None]) -> dict[Slot, HeldScale]:
+        """Put every scale where the engine's name rules put it; the last one stays."""
+        loaded: dict[Slot, HeldScale] = {}
+        for name, held in sorted(self.scales.items()):
+            slot = find_slot(name)
+            if slot is None:
+                continue
+            if slot in loaded and loaded[slot].values != held.values:
+                self.problems.append(f"{loaded[slot]} and {held} go to one place; one is lost")
+            loaded[slot] = held
+        return loaded
+
+    def absent(self, slot: Slot, *, value: float | None = 1.0, why: str, mend: str) -> Verdict:
+        """Say of a slot that got no scale whether one was there to be had."""
+        if slot in self._meant:
+            text = f"{self._meant[slot]}: {why}"
+            return Verdict(status=Status.DROPPED, value=value, why=text, mend=mend)
+        if slot in self._elsewhere:
+            status = Status.DEFAULTED if value == 1.0 else Status.DROPPED
+            text = f"{self._elsewhere[slot]} is not opened, so the engine finds no scale"
+            mend = "list the file in the index, or put the scales into a file that is opened"
+            return Verdict(status=status, value=value, why=text, mend=mend)
+        status = Status.DEFAULTED if value == 1.0 else Status.MISREAD
+        text = f"the checkpoint has no {slot[1]}_scale for this layer"
+        mend = "calibrate the layer, or write the scale of the cache it reads"
+        return Verdict(status=status, value=value, why=text, mend=mend)
+
+
+def find_meaning(geometry: ModelGeometry, scales: Iterable[HeldScale]) -> dict[Slot, HeldScale]:
+    """Find which scale of k and v a file means for each layer, in any tool's spelling."""
+    owners = {
+        spelling: layer.index
+        for layer, attention in geometry.attentions()
+        for path in (attention.module, attention.checkpoint_module)
+        for spelling in (path, f"{path}.attn")
+    }
+    meant: dict[Slot, HeldScale] = {}
+    for held in scales:
+        parsed = parse_name(held.name)
+        if parsed is None or parsed.path not in owners or parsed.form.endswith("zero_point"):
+            continue
+        for role in parsed.roles:
+            meant.setdefault((owners[parsed.path], role), held)
+    return meant

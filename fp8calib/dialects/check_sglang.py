@@ -1,0 +1,192 @@
+"""What SGLang 0.5.23 does with the KV scales of a checkpoint folder.
+
+Read in its wheel: `srt/layers/quantization/`, `maybe_remap_kv_scale_name`, and which model's
+`load_weights` calls it: the others know a scale by the parameter's own name alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
+from fp8calib.dialects.check_files import (
+    HeldScale,
+    ScaleFolder,
+    Scene,
+    Slot,
+    find_indexed,
+    require_readable,
+)
+from fp8calib.dialects.check_pairs import PairRules, is_not_positive, judge_pair
+from fp8calib.dialects.check_report import EngineReport, LayerVerdict, Refusal, report_refusal
+from fp8calib.dialects.check_vllm_config import find_quantization
+from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.sites import Role
+
+REMAPPING_TYPES = frozenset(
+    {
+        *("apertus", "arcee", "cohere", "cohere2", "dbrx", "diffusion_gemma", "exaone4", "gemma2"),
+        *("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gptj"),
+        *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "iquestcoder", "kimi_linear"),
+        *("llama", "llama4", "llama4_text", "minimax_m2", "ministral3", "mistral", "muse_glimmer"),
+        *("nemotron_h", "phi3", "qwen3", "solar"),
+    }
+)
+"""Model types whose `load_weights` calls `maybe_remap_kv_scale_name`."""
+STRICT_TYPES = frozenset({"gemma", "gpt2", "gpt_bigcode", "granite", "olmo2", "stablelm"})
+"""Model types whose `load_weights` ends in a KeyError at a name it has no parameter for."""
+_CONFIG_KEYS = (
+    "quantization_config",
+    "text_config.quantization_config",
+    "compression_config",
+    "modelopt",
+)
+_OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
+_MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
+_MEND = "name it as the parameter is called in SGLang's model ({path}.k_scale and .v_scale)"
+
+
+def check_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    """Replay SGLang's loading of a folder, with `--kv-cache-dtype fp8_e4m3`; `tp` plays no part."""
+    del tp  # every rank takes the same number
+    try:
+        return _check(folder, geometry)
+    except Refusal as refusal:
+        return report_refusal(geometry, refusal)
+
+
+def has_kv_method(folder: ScaleFolder) -> bool:
+    """Tell whether a folder's config gives the attention layers parameters for KV scales."""
+    try:
+        return not _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
+    except Refusal:
+        return False
+
+
+def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
+    files = find_indexed(folder, error="RuntimeError") if folder.has_index else folder.files
+    require_readable(folder, files)
+    scene = Scene(folder, geometry, files)
+    fault = _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
+    places = {} if fault else _find_places(geometry)
+    if geometry.model_type in STRICT_TYPES:
+        _refuse_strays(scene, places)
+    loaded = scene.load(lambda name: places.get(map_name(name, geometry.model_type)))
+    layers = [
+        _judge(scene, loaded, layer.index, attention, fault)
+        for layer, attention in geometry.attentions()
+    ]
+    report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
+    doubled = "SGLang takes it as a scale for e4m3fn, doubled once more on AMD gfx94x"
+    return amend_for_dtype(report, find_recorded_dtype(folder), doubled, _E5M2)
+
+
+_E5M2 = "an fp8_e4m3 cache multiplies by a number that was made for e5m2"
+
+
+def _find_fault(quantization: Mapping[str, object] | None) -> str:
+    """Tell why attention layers get no place for KV scales; empty where they do.
+
+    Raises:
+        Refusal: SGLang does not start with this config.
+    """
+    if quantization is None:
+        return "without a quantization_config no layer has a place for KV scales: 1.0"
+    method = str(quantization.get("quant_method", "modelopt"))
+    if method == "compressed-tensors":
+        return _find_scheme_fault(quantization.get("kv_cache_scheme"))
+    if method.startswith("modelopt"):
+        return _find_modelopt_fault(quantization)
+    if method in ("fp8", "quark"):
+        return ""
+    return f"quant_method {method[:40]!a} has no place for KV scales: 1.0"
+
+
+def _find_scheme_fault(scheme: object) -> str:
+    if scheme is None:
+        return "there is no kv_cache_scheme, so no layer has a place for KV scales: 1.0"
+    if not isinstance(scheme, dict):
+        raise Refusal("kv_cache_scheme is not an object", mend="write the scheme of kv-overlay")
+    is_static = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
+    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+    if is_static and all(scheme.get(key) == value for key, value in wanted.items()):
+        return ""
+    return (
+        "kv_cache_scheme is ignored: only static symmetric per-tensor FP8 scales are supported: 1.0"
+    )
+
+
+def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
+    nested = quantization.get("quantization", quantization)
+    section = nested if isinstance(nested, dict) else {}
+    if section.get("quant_algo") is None:
+        why = "Cannot find 'quant_algo' in the model's quantization config"
+        raise Refusal(why, mend="write the scales in compressed-tensors' form (kv-overlay)")
+    scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
+    if isinstance(scheme, dict):
+        algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return "" if algorithm else "the ModelOpt config says nothing of the KV cache: 1.0"
+
+
+def _find_places(geometry: ModelGeometry) -> dict[str, Slot]:
+    return {
+        f"{_inner_path(attention)}.{role}_scale": (layer.index, role)
+        for layer, attention in geometry.attentions()
+        for role in (Role.K, Role.V)
+    }
+
+
+def _inner_path(attention: Attention) -> str:
+    inner = "attn_mqa" if attention.kind == "latent" else "attn"
+    return f"{attention.checkpoint_module}.{inner}"
+
+
+def map_name(name: str, model_type: str) -> str:
+    """Rename a tensor as the model's `load_weights` does before it looks for the parameter."""
+    if model_type in REMAPPING_TYPES:
+        return _remap(name)
+    for scale in ("k_scale", "v_scale"):
+        if scale in name:  # deepseek_weight_loader.py: MLA has its parameters in attn_mqa
+            return name.replace(f"{scale[0]}_proj", "attn_mqa")
+    return name
+
+
+def _remap(name: str) -> str:
+    """Replay `maybe_remap_kv_scale_name` (SGLang 0.5.23)."""
+    if name.endswith(".kv_scale"):
+        return name.replace(".kv_scale", ".attn.k_scale")
+    for scale in (".k_scale", ".v_scale"):
+        if name.endswith(scale):
+            for prefix in _MODELOPT_PREFIXES:
+                old = f"{prefix}{scale[1]}_proj{scale}"
+                if old in name:
+                    return name.replace(old, f"{prefix}attn{scale}")
+            return name.replace(scale, f".attn{scale}")
+    for suffix, new in _OUTPUTS.items():
+        if name.endswith(suffix):
+            return name.replace(suffix, new)
+    return name
+
+
+def _refuse_strays(scene: Scene, places: Mapping[str, Slot]) -> None:
+    for name, held in scene.scales.items():
+        if name not in places:
+            why = f"{held}: SGLang's {scene.geometry.model_type} has no such parameter (KeyError)"
+            raise Refusal(why, mend=_MEND.format(path=_example(scene.geometry)))
+
+
+def _example(geometry: ModelGeometry) -> str:
+    return next((_inner_path(attention) for _, attention in geometry.attentions()), "attn")
+
+
+def _judge(
+    scene: Scene, loaded: dict[Slot, HeldScale], index: int, attention: Attention, fault: str
+) -> LayerVerdict:
+    path = _inner_path(attention)
+    why = f"the model's loader looks for {path}.k_scale alone and warns of others: 1.0"
+    if fault:
+        mend = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
+        k, v = (scene.absent((index, role), why=fault, mend=mend) for role in (Role.K, Role.V))
+        return LayerVerdict(layer=index, k=k, v=v)
+    rules = PairRules("SGLang", is_not_positive, why, _MEND.format(path=path))
+    return judge_pair(scene, index, loaded, rules)

@@ -1,0 +1,129 @@
+"""What SGLang 0.5.23 does with `--quantization-param-path`: its schema, coercions included.
+
+`srt/model_loader/weight_utils.py` (`QuantParamSchema`, `kv_cache_scales_loader`): whatever is
+wrong, all scales are 1.0 behind one line in the log (FORMATS.md 1.i, run).
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fp8calib.dialects.check_files import load_lenient
+from fp8calib.dialects.check_report import (
+    EngineReport,
+    LayerVerdict,
+    Refusal,
+    Status,
+    Verdict,
+    judge_number,
+    report_alike,
+    report_refusal,
+)
+from fp8calib.dialects.engine_rules import SGLANG_JSON_TYPES
+from fp8calib.geometry import ModelGeometry
+
+Ranks = dict[int, dict[int, float]]
+
+_EFFECT = (
+    "SGLang parses the file; what the scales do depends on the attention backend (FlashAttention "
+    "fails on them, Triton and FlashInfer take 1.0): kv-overlay is the sturdier form"
+)
+_MEND = "export --format vllm-json --tp {tp} for this model writes a file that is taken"
+
+
+class _KvCache(BaseModel):
+    dtype: str
+    scaling_factor: Ranks
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+    model_type: str | None
+    kv_cache: _KvCache
+
+
+def check_sglang_json(
+    path: Path, geometry: ModelGeometry, tp: int, *, has_kv_method: bool = False
+) -> EngineReport:
+    """Replay SGLang's loader on a JSON file, on every one of `tp` ranks.
+
+    Args:
+        path: the file.
+        geometry: the model it is loaded beside.
+        tp: the number of ranks.
+        has_kv_method: the model's own quantization_config gives its layers KV scales already.
+    """
+    if geometry.model_type not in SGLANG_JSON_TYPES:
+        why = f"SGLang's {geometry.model_type} takes no file of scales: RuntimeError at start"
+        return report_refusal(geometry, Refusal(why, mend="serve a kv-overlay instead"))
+    try:
+        document = _Schema.model_validate(load_lenient(path))
+        _check_context(document, geometry, tp)
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
+        why = f"the file is thrown away, all scales are 1.0: {_explain(error)}"
+        mend = _MEND.format(tp=tp)
+        return report_alike(
+            geometry, Verdict(status=Status.DEFAULTED, value=1.0, why=why, mend=mend)
+        )
+    if has_kv_method:
+        why = "the model's quantization_config makes k_scale a parameter: a float is a TypeError"
+        return report_refusal(geometry, Refusal(why, mend="store the scales in the checkpoint"))
+    return _judge(document.kv_cache.scaling_factor, geometry)
+
+
+def _check_context(document: _Schema, geometry: ModelGeometry, tp: int) -> None:
+    ranks, count = document.kv_cache.scaling_factor, len(geometry.layers)
+    if document.kv_cache.dtype != "float8_e4m3fn":
+        raise ValueError(f"kv_cache.dtype is {document.kv_cache.dtype!a:.40}, not float8_e4m3fn")
+    if len(ranks) != tp:
+        raise ValueError(f"it has {len(ranks)} ranks, the engine runs {tp}")
+    for rank in range(tp):
+        if rank not in ranks:
+            raise ValueError(f"rank {rank} is missing")
+    for rank, layers in ranks.items():
+        if len(layers) != count:
+            raise ValueError(f"rank {rank} has {len(layers)} layers, the model {count}")
+        missing = next((index for index in range(count) if index not in layers), None)
+        if missing is not None:
+            raise ValueError(f"rank {rank} has no layer {missing}")
+    if document.model_type != geometry.model_type:
+        found = document.model_type
+        raise ValueError(f"model_type is {found!a:.60}, the model's is {geometry.model_type!r}")
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(ascii(str(part))[1:-1][:40] for part in first["loc"])
+        return f"{where}: {first['msg']}"
+    return str(error)[:300]
+
+
+def _judge(ranks: Ranks, geometry: ModelGeometry) -> EngineReport:
+    verdicts = []
+    for layer, _ in geometry.attentions():
+        numbers = [ranks[rank][layer.index] for rank in sorted(ranks)]
+        one = _judge_ranks(numbers)
+        verdicts.append(LayerVerdict(layer=layer.index, k=one, v=one))
+    return EngineReport(layers=tuple(verdicts), problems=(_EFFECT,))
+
+
+def _judge_ranks(numbers: list[float]) -> Verdict:
+    stored = [_to_fp32(number) for number in numbers]
+    bad = next((number for number in stored if not 0 < number < float("inf")), None)
+    shared = "one number for k and v"
+    if bad is not None:
+        return judge_number(bad, shared)
+    why = shared if len(set(stored)) == 1 else f"{shared}; the largest of {len(stored)} ranks"
+    return judge_number(max(numbers), why)
+
+
+def _to_fp32(number: float) -> float:
+    try:
+        result: float = struct.unpack("f", struct.pack("f", number))[0]
+    except OverflowError:
+        return float("inf")
+    return result

@@ -1,0 +1,166 @@
+"""What transformers 5.23 with compressed-tensors 0.20 does with the KV scales of a folder.
+
+Tried on tiny models: only `quant_method: compressed-tensors` gives attention modules scales, under
+their own names, of shape [1] or [heads, 1, 1], in the model's dtype; every other scale is reported
+as unexpected, and a missing one stays uninitialised memory (`initialize_qparams`: torch.empty).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fp8calib.checkpoint.discovery import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
+from fp8calib.dialects.check_files import (
+    HeldScale,
+    ScaleFolder,
+    Scene,
+    Slot,
+    find_indexed,
+    require_readable,
+)
+from fp8calib.dialects.check_report import (
+    EngineReport,
+    LayerVerdict,
+    Refusal,
+    Status,
+    Verdict,
+    judge_number,
+    report_refusal,
+)
+from fp8calib.dialects.check_vllm_config import find_quantization
+from fp8calib.dialects.engine_rules import TRANSFORMERS_UNEXPECTED_TYPES
+from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.sites import Role
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_MEND = "write a kv-overlay: compressed-tensors with kv_cache_scheme, scales of shape [1]"
+_UNSET = "the scale is MISSING, and the parameter keeps whatever its memory held"
+
+
+def check_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    """Replay `from_pretrained` with `dtype="auto"`; `tp` plays no part."""
+    del tp
+    try:
+        return _check(folder, geometry)
+    except Refusal as refusal:
+        return report_refusal(geometry, refusal)
+
+
+def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
+    scene = Scene(folder, geometry, _find_files(folder))
+    quantization = find_quantization(folder, keys=("quantization_config",)) or {}
+    if quantization.get("quant_method") == "quark":
+        raise Refusal("a Quark checkpoint needs AMD's Quark package (ImportError)", mend=_MEND)
+    scheme = _find_scheme(quantization, folder, geometry)
+    if SINGLE_FILE_NAME in folder.files and folder.has_index:
+        scene.problems.append(
+            f"{SINGLE_FILE_NAME} goes before {INDEX_NAME}, which is not looked at"
+        )
+    layers = [
+        _judge(scene, layer.index, attention, scheme) for layer, attention in geometry.attentions()
+    ]
+    report = EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(scene.problems)))
+    return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ, _E5M2)
+
+
+_FNUZ = "compressed-tensors quantizes to e4m3fn, for which it is twice too large"
+_E5M2 = "compressed-tensors quantizes to e4m3fn with a number that was made for e5m2"
+
+
+def _find_files(folder: ScaleFolder) -> list[str]:
+    """Find the files as `modeling_utils.py` does: model.safetensors before an index."""
+    if SINGLE_FILE_NAME in folder.files:
+        files = [SINGLE_FILE_NAME]
+    elif folder.has_index:
+        files = find_indexed(folder, error="OSError")
+    else:
+        why = f"no file named {SINGLE_FILE_NAME} and no {INDEX_NAME} (OSError)"
+        raise Refusal(why, mend="rename the one file, or write an index")
+    require_readable(folder, files)
+    return files
+
+
+def _find_scheme(
+    quantization: Mapping[str, object], folder: ScaleFolder, geometry: ModelGeometry
+) -> Mapping[str, object] | None:
+    """Give the scheme that makes attention modules hold scales; None where they hold none.
+
+    Raises:
+        Refusal: loading fails.
+    """
+    if quantization.get("quant_method") != "compressed-tensors":
+        return None
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict):
+        raise Refusal("config_groups is not an object (ValidationError)", mend=_MEND)
+    if not groups and any(linear.num_experts for _, linear in geometry.linears()):
+        why = "empty config_groups on a model with experts: IndexError in get_experts_scheme"
+        raise Refusal(why, mend='add a group that matches nothing: "targets": ["re:^no-module$"]')
+    scheme = quantization.get("kv_cache_scheme")
+    if scheme is None or geometry.model_type in TRANSFORMERS_UNEXPECTED_TYPES:
+        return None
+    if not isinstance(scheme, dict):
+        raise Refusal("kv_cache_scheme is not an object (ValidationError)", mend=_MEND)
+    if geometry.model_type == "opt" and "num_key_value_heads" not in folder.config:
+        raise Refusal("OPT's config has no num_key_value_heads: ValueError", mend="use vLLM")
+    return None if scheme.get("dynamic") is True else scheme
+
+
+def _judge(
+    scene: Scene, index: int, attention: Attention, scheme: Mapping[str, object] | None
+) -> LayerVerdict:
+    if attention.producer is not None and scheme is not None:
+        scene.problems.append(
+            "scales of layers that read another layer's cache are reported as unexpected: "
+            "the layer that writes the cache quantizes it"
+        )
+        index_of_cache, owner = attention.producer, scene.geometry.layers[attention.producer]
+        theirs = owner.attention or attention
+        k, v = (_judge_role(scene, (index_of_cache, r), theirs, scheme) for r in (Role.K, Role.V))
+    else:
+        k, v = (_judge_role(scene, (index, r), attention, scheme) for r in (Role.K, Role.V))
+    return LayerVerdict(layer=index, k=k, v=v)
+
+
+def _judge_role(
+    scene: Scene, slot: Slot, attention: Attention, scheme: Mapping[str, object] | None
+) -> Verdict:
+    if scheme is None:
+        why = "reported as unexpected, and the cache is not quantized"
+        verdict = scene.absent(slot, why=why, mend=_MEND)
+        return verdict.model_copy(update={"value": None})
+    held = scene.scales.get(f"{attention.checkpoint_module}.{slot[1]}_scale")
+    if held is None:
+        verdict = scene.absent(slot, value=None, why=_UNSET, mend=_MEND)
+        why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
+        return verdict.model_copy(update={"why": why})
+    _check_shape(held, attention, per_head=scheme.get("strategy") == "attn_head")
+    if (scheme.get("type", "int"), scheme.get("num_bits", 8)) != ("float", 8):
+        why = f"{held}: kv_cache_scheme is not FP8, so it scales other numbers"
+        return Verdict(status=Status.MISREAD, value=max(held.values), why=why, mend=_MEND)
+    return _judge_rounded(scene, held)
+
+
+def _check_shape(held: HeldScale, attention: Attention, *, per_head: bool) -> None:
+    heads = attention.num_kv_heads
+    if attention.kind == "latent" and per_head:
+        raise Refusal("attn_head scales of latent attention: RuntimeError", mend=_MEND)
+    wanted = (heads, 1, 1) if per_head else (1,)
+    if held.shape != wanted:
+        why = f"{held} has shape {list(held.shape)}, the parameter {list(wanted)}: RuntimeError"
+        raise Refusal(why, mend=f"store it in shape {list(wanted)}")
+
+
+def _judge_rounded(scene: Scene, held: HeldScale) -> Verdict:
+    dtype = _DTYPES.get(scene.geometry.checkpoint_dtype, torch.float32)
+    values = torch.tensor(held.values).to(dtype).float().tolist()
+    if dtype is not torch.float32:
+        scene.problems.append(
+            f"scales are rounded to the model's {scene.geometry.checkpoint_dtype}"
+        )
+    bad = [value for value in values if not 0 < value < float("inf")]
+    source = str(held) if len(values) == 1 else f"the largest of {len(values)} heads, {held}"
+    return judge_number(bad[0] if bad else max(values), source)

@@ -1,0 +1,241 @@
+"""What vLLM 0.32.0 does with the KV scales of a checkpoint folder (FORMATS.md 1.iii)."""
+
+from __future__ import annotations
+
+import re
+
+from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
+from fp8calib.dialects.check_files import (
+    HeldScale,
+    ScaleFolder,
+    Scene,
+    Slot,
+    find_indexed,
+    require_readable,
+)
+from fp8calib.dialects.check_pairs import PairRules, is_negative, judge_pair, require_scalar
+from fp8calib.dialects.check_report import (
+    EngineReport,
+    LayerVerdict,
+    Refusal,
+    Status,
+    Verdict,
+    judge_number,
+    report_refusal,
+)
+from fp8calib.dialects.check_vllm_config import KvMethod, find_kv_method, find_quantization
+from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.sites import Role
+
+_CONFIG_KEYS = (
+    "quantization_config",
+    "modelopt",
+    "text_config.quantization_config",
+    "compression_config",
+)
+_GONE_TYPES = ("mpt",)
+_STRICT_TYPES = ("gpt2",)
+"""Model types that refuse a scale they have no place for even under a quantization_config."""
+_REGEXES = (
+    (re.compile(r"\.kv_scale$"), ".attn.k_scale"),
+    (re.compile(r"\.self_attn\.[kv]_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
+    (re.compile(r"\.self_attn\.qk(?:qk)?v_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
+    (re.compile(r"\.mixer\.[kv]_proj\.([kv])_scale$"), r".mixer.attn.\1_scale"),
+    (re.compile(r"(?<!\.attn)\.([qkv])_scale$"), r".attn.\1_scale"),
+    (re.compile(r"(?<!\.attn)\.([qkv])_zero_point$"), r".attn.\1_zero_point"),
+)
+"""`QuantizationConfig.get_cache_scale_mapper`, in its order: each is tried on the last's result."""
+_OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
+"""What fp8 and quark map besides."""
+_NAMES_MEND = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
+_NO_PLACE = "no parameter of vLLM's model has that name, so it is ignored without a word: 1.0"
+
+
+def check_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    """Replay vLLM's loading of a folder, with `--kv-cache-dtype fp8` on `tp` ranks."""
+    try:
+        return _check(folder, geometry, tp)
+    except Refusal as refusal:
+        return report_refusal(geometry, refusal)
+
+
+def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    if geometry.model_type in _GONE_TYPES:
+        raise Refusal(f"vLLM runs no {geometry.model_type} since 0.28", mend="use another engine")
+    files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
+    require_readable(folder, files)
+    scene = Scene(folder, geometry, files)
+    quantization = find_quantization(folder, keys=_CONFIG_KEYS)
+    if quantization is None:
+        return _check_unquantized(scene)
+    method = find_kv_method(quantization)
+    loaded = _load(scene, method)
+    if method is KvMethod.COMPRESSED_TENSORS:
+        layers = _check_compressed(scene, loaded, tp)
+    else:
+        layers = [_judge(scene, method, loaded, *item) for item in _attentions(geometry)]
+    _note_conditions(scene, method)
+    report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
+    return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ[method], _E5M2)
+
+
+_E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
+_DOUBLED = "vLLM takes it as a scale for e4m3fn, doubled once more on AMD gfx94x"
+_FNUZ = dict.fromkeys(KvMethod, _DOUBLED) | {
+    KvMethod.COMPRESSED_TENSORS: "compressed-tensors' method uses it as it stands: right on AMD "
+    "gfx94x alone, twice too large for the e4m3fn cache of every other device",
+}
+
+
+def _check_unquantized(scene: Scene) -> EngineReport:
+    stray = next(iter(scene.scales.values()), None)
+    if stray is not None:
+        why = f"{stray}: without a quantization_config no module has a place for it (ValueError)"
+        mend = "add the quantization_config of kv-overlay to config.json"
+        raise Refusal(why, mend=mend)
+    return EngineReport(layers=tuple(_absent_layers(scene)))
+
+
+def _absent_layers(scene: Scene) -> list[LayerVerdict]:
+    verdicts = []
+    for index, _ in _attentions(scene.geometry):
+        k, v = (scene.absent((index, role), why="", mend="") for role in (Role.K, Role.V))
+        verdicts.append(LayerVerdict(layer=index, k=k, v=v))
+    return verdicts
+
+
+def _attentions(geometry: ModelGeometry) -> list[tuple[int, Attention]]:
+    return [(layer.index, attention) for layer, attention in geometry.attentions()]
+
+
+def map_name(name: str, method: KvMethod) -> str:
+    """Rename a tensor as vLLM does before it looks for the parameter."""
+    for pattern, new in _REGEXES:
+        name = pattern.sub(new, name)
+    if method in (KvMethod.FP8, KvMethod.QUARK):
+        for suffix, new in _OUTPUTS.items():
+            if name.endswith(suffix):
+                name = name.removesuffix(suffix) + new
+    return name
+
+
+def _load(scene: Scene, method: KvMethod) -> dict[Slot, HeldScale]:
+    places: dict[str, Slot] = {
+        f"{attention.checkpoint_module}.attn.{role}_scale": (index, role)
+        for index, attention in _attentions(scene.geometry)
+        for role in (Role.K, Role.V)
+        if attention.kind == "heads" and method is not KvMethod.NONE
+    }
+    if scene.geometry.model_type in _STRICT_TYPES:
+        _refuse_strays(scene, method)
+    return scene.load(lambda name: places.get(map_name(name, method)))
+
+
+def _refuse_strays(scene: Scene, method: KvMethod) -> None:
+    held = {f"{attention.checkpoint_module}.attn." for _, attention in _attentions(scene.geometry)}
+    for name, scale in scene.scales.items():
+        mapped = map_name(name, method)
+        if mapped[: mapped.rfind(".") + 1] not in held:
+            why = f"{scale}: vLLM's {scene.geometry.model_type} has no such parameter (ValueError)"
+            raise Refusal(why, mend="call it .attn.attn.k_scale: vLLM's layer lies inside .attn")
+
+
+def _judge(
+    scene: Scene,
+    method: KvMethod,
+    loaded: dict[Slot, HeldScale],
+    index: int,
+    attention: Attention,
+) -> LayerVerdict:
+    if attention.kind == "latent" or method is KvMethod.NONE:
+        return _placeless(scene, index, attention)
+    rules = PairRules("vLLM", is_negative, _NO_PLACE, _NAMES_MEND)
+    return judge_pair(scene, index, loaded, rules)
+
+
+def _placeless(scene: Scene, index: int, attention: Attention) -> LayerVerdict:
+    why, mend = "the quantization method has no place for KV scales", "write a kv-overlay"
+    if attention.kind == "latent":
+        why = "no KV scale reaches multi-head latent attention in vLLM 0.32: 1.0"
+        mend = "serve it with 1.0, or with SGLang in ModelOpt's names"
+    k, v = (scene.absent((index, role), why=why, mend=mend) for role in (Role.K, Role.V))
+    return LayerVerdict(layer=index, k=k, v=v)
+
+
+def _check_compressed(scene: Scene, loaded: dict[Slot, HeldScale], tp: int) -> list[LayerVerdict]:
+    quantization = find_quantization(scene.folder, keys=_CONFIG_KEYS) or {}
+    scheme = quantization.get("kv_cache_scheme")
+    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+    if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
+        why = "attn_head without config_groups: vLLM does not learn the number of heads, and stops"
+        raise Refusal(why, mend="add config_groups, with a group that matches nothing")
+    verdicts = []
+    for index, attention in _attentions(scene.geometry):
+        if attention.kind == "latent":
+            verdicts.append(_placeless(scene, index, attention))
+            continue
+        k, v = (
+            _judge_compressed(scene, (index, role), loaded, attention if per_head else None, tp)
+            for role in (Role.K, Role.V)
+        )
+        verdicts.append(LayerVerdict(layer=index, k=k, v=v))
+    return verdicts
+
+
+def _judge_compressed(
+    scene: Scene,
+    slot: Slot,
+    loaded: dict[Slot, HeldScale],
+    heads: Attention | None,
+    tp: int,
+) -> Verdict:
+    held = loaded.get(slot)
+    if held is None:
+        return _unloaded(scene, slot, loaded)
+    if heads is not None:
+        return _judge_heads(scene, held, heads.num_kv_heads, tp)
+    return judge_number(require_scalar(held, "vLLM"), str(held))
+
+
+def _unloaded(scene: Scene, slot: Slot, loaded: dict[Slot, HeldScale]) -> Verdict:
+    k = loaded.get((slot[0], Role.K))
+    if k is not None and k.name.endswith(".kv_scale"):
+        why = f"{k} becomes k_scale, and compressed-tensors' method copies it to no v_scale: 1.0"
+        mend = "store it as k_scale and as v_scale"
+        return Verdict(status=Status.DEFAULTED, value=1.0, why=why, mend=mend)
+    return scene.absent(slot, why=_NO_PLACE, mend=_NAMES_MEND)
+
+
+def _judge_heads(scene: Scene, held: HeldScale, num_heads: int, tp: int) -> Verdict:
+    """Judge a scale for each head: ranks take their slice, and one number spreads over one rank."""
+    if held.numel < num_heads and not (held.numel == 1 and tp == 1):
+        why = f"{held} has shape {list(held.shape)} for {num_heads} KV heads: RuntimeError"
+        raise Refusal(why, mend=f"store [{num_heads}, 1, 1], or strategy tensor with one number")
+    bad = [value for value in held.values if not 0 < value < float("inf")]
+    if bad:
+        return judge_number(bad[0], str(held))
+    largest = max(held.values)
+    if held.numel > num_heads:
+        why = f"{held} has {held.numel} numbers, of which the first {num_heads} are taken"
+        return Verdict(status=Status.MISREAD, value=largest, why=why, mend="write one a KV head")
+    if held.numel < num_heads:
+        scene.problems.append("attn_head with one number a layer: it is spread over all heads")
+    return judge_number(largest, f"the largest of {held.numel} heads, {held}")
+
+
+def _note_conditions(scene: Scene, method: KvMethod) -> None:
+    quantization = find_quantization(scene.folder, keys=_CONFIG_KEYS) or {}
+    scheme = quantization.get("kv_cache_scheme")
+    if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
+        scene.problems.append(
+            "per-head scales need FlashAttention 3 or later; where the backend wants one number "
+            "(a CPU), the largest of a layer serves all its heads"
+        )
+    turns_on = method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
+    if scene.scales and not (turns_on and isinstance(scheme, dict)):
+        scene.problems.append("the cache is FP8 only with --kv-cache-dtype fp8: auto leaves it off")
+    if scene.scales and method is KvMethod.COMPRESSED_TENSORS:
+        scene.problems.append(
+            "on AMD gfx94x (fnuz) compressed-tensors' KV scales are not doubled: e4m3fn scales "
+            "clip there above 240/448 of the calibrated range"
+        )
