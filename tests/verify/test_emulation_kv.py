@@ -139,7 +139,9 @@ def assert_same(
     quantize: Any = cast,
 ) -> None:
     """Compare the emulation with the plain forward, bit for bit."""
-    found = emulate(subject, Emulation(quantizers=emulate_kv(table, profile)), *BATCHES)
+    quantizers = emulate_kv(table, profile)
+    assert set(quantizers) == set(scales), "no site of a layer that reads another's cache"
+    found = emulate(subject, Emulation(quantizers=quantizers), *BATCHES)
     for batch, hidden in zip(BATCHES, found, strict=True):
         assert torch.equal(hidden, hand_forward(subject, batch, scales, quantize))
         assert not torch.equal(hidden, plain_forward(subject.model, batch))

@@ -224,11 +224,12 @@ def test_damage_of_parts_adds_up_to_that_of_the_whole() -> None:
 
 
 def test_damage_is_summed_in_more_than_fp32() -> None:
-    """2**25 ones and a large value: fp32 sums would stop at 2**24."""
-    ones = torch.ones(2**25)
-    damage = Damage(*measure_damage(ones, Fake(ones, ones), E4M3FN).tolist())
-    assert damage.signal == pytest.approx(2**25, rel=1e-6)
-    assert (damage.noise, damage.num_elements) == (0.0, 2**25)
+    """One more element counts after 2**40 of them."""
+    ones = torch.ones(1)
+    one = measure_damage(ones, Fake(ones * 3, ones * 1000), E4M3FN)
+    many = one * 2.0**40
+    total = add_damage(many, one)
+    assert total[:-1].tolist() == [2.0**40 + 1, 4 * (2.0**40 + 1), 2.0**40 + 1, 0, 2.0**40 + 1]
 
 
 # --- powers of two -----------------------------------------------------------------------------
