@@ -13,6 +13,8 @@ LOST_DB = 6.0
 """A site this far under the median of its role stands out."""
 LOWEST_DB = 15.0
 """Half the SQNR (in dB) that e4m3 gives a tensor whose scale fits."""
+FLUSHED = 0.02
+"""So many values vanish of a tensor that spans many octaves, however well its scale fits."""
 NOTABLE_KLD = 1.25
 """Scales whose mean KL divergence is not lower by this factor change nothing worth the effort."""
 
@@ -40,8 +42,11 @@ def find_broken(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResu
 def _is_broken(row: LayerResult, usual_db: float) -> bool:
     if row.sqnr_db is None:
         return False
-    is_low = row.sqnr_db < LOWEST_DB or row.sqnr_db < usual_db - LOST_DB
-    return row.clipped > CLIPPED or (is_low and (row.clipped > 0 or row.flushed > 0))
+    if row.clipped > CLIPPED:
+        return True
+    if row.sqnr_db < LOWEST_DB:
+        return row.clipped > 0 or row.flushed > 0
+    return row.sqnr_db < usual_db - LOST_DB and (row.clipped > 0 or row.flushed > FLUSHED)
 
 
 def _broken(candidate: CandidateResult, layers: Sequence[LayerResult]) -> str:
