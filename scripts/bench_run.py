@@ -80,6 +80,7 @@ def main() -> None:
     for dtype in choose_dtypes(arguments.dtype, bench.device):
         sections.append(show(measure_passes(bench, dtype)))
         sections.append(show(measure_commands(bench, dtype)))
+        sections.append(show(measure_verification(bench, dtype)))
         if bench.peers_python:
             sections.append(show(measure_peers(bench, dtype)))
     figures = [figure for section in sections for figure in section]
@@ -213,6 +214,33 @@ def measure_commands(bench: Bench, dtype: str) -> list[Figure]:
     return figures
 
 
+def measure_verification(bench: Bench, dtype: str) -> list[Figure]:
+    """Time a verification's three passes (reference, candidate, scale-1.0); measure its memory."""
+    command = worker(PYTHON, "bench_verify.py", bench, dtype, str(bench.rounds))
+    seconds = read_json(command)
+    figures = [
+        compare(
+            dtype,
+            f"verify pass, {name} / plain model(input_ids)",
+            [whole / 3 for whole in seconds[name]],
+            seconds["plain"],
+            1.2,
+        )
+        for name in ("kv", "w8a8")
+    ]
+    commands = {
+        "plain": worker(PYTHON, "bench_plain.py", bench, dtype),
+        "kv": verify_command(bench, dtype),
+        "w8a8": verify_command(bench, dtype, "--scheme", "fp8-dynamic"),
+    }
+    taken = run_in_turn(commands, rounds=1, out=WORK / "out")
+    peak = {name: [each.peak_mb for each in runs] for name, runs in taken.items()}
+    return figures + [
+        compare(dtype, f"verify {name}: peak memory / bare script", peak[name], peak["plain"], 1.3)
+        for name in ("kv", "w8a8")
+    ]
+
+
 def measure_peers(bench: Bench, dtype: str) -> list[Figure]:
     """Time the peers' passes against a plain forward, in one process of theirs."""
     assert bench.peers_python is not None  # noqa: S101 -- called with --peers only
@@ -260,6 +288,13 @@ def calibrate_command(bench: Bench, dtype: str, out: Path) -> list[str]:
     size = ["--samples", str(bench.num_sequences), "--seq-len", str(bench.num_tokens)]
     where = ["--dtype", dtype, "--device", bench.device, "--out", str(out)]
     return [PROGRAM, "calibrate", bench.model, "--data", str(bench.tokens), *size, *where]
+
+
+def verify_command(bench: Bench, dtype: str, *more: str) -> list[str]:
+    """Give the command line of a verification."""
+    size = ["--samples", str(bench.num_sequences), "--seq-len", str(bench.num_tokens)]
+    where = ["--dtype", dtype, "--device", bench.device, "--json"]
+    return [PROGRAM, "verify", bench.model, "--data", str(bench.tokens), *size, *where, *more]
 
 
 def worker(python: str, name: str, bench: Bench, dtype: str, *more: str) -> list[str]:
