@@ -57,7 +57,9 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
             update={"observe": recipe.observe.model_copy(update={"weights": False})}
         )
         ready = prepare(model, checkpoint, recipe, checkpoint_dtype=stored_dtype(checkpoint))
-        observe = _calibration(ready, plan_tokens(tokens, batches, model), source, checkpoint, recipe)
+        observe = _calibration(
+            ready, plan_tokens(tokens, batches, model), source, checkpoint, recipe
+        )
         runs = {"plain": lambda: plain, "body": lambda: body, "calibrate": lambda: observe}
         print(json.dumps(time_rounds(runs, rounds=rounds, device=device)))
 

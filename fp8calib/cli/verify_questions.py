@@ -22,7 +22,7 @@ from fp8calib.verify.candidates import (
     build_unscaled,
 )
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.layers import PER_HEAD, SCALED, UNSCALED, index_layers
+from fp8calib.verify.layers import PER_HEAD, SCALED, UNSCALED, clipped_unscaled, index_layers
 from fp8calib.verify.quantizer import Quantizer
 from fp8calib.verify.report import SCALE_ONE, HistogramResult
 from fp8calib.verify.verify import Question
@@ -43,6 +43,7 @@ def build_question(job: VerifyJob, model: nn.Module) -> Question:
         rules=dict(_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
         kinds=_kinds(job),
+        calibration_clipped=_calibration_clipped(job),
         gate=job.choices.gate,
         sensitivity_of=candidates[0] if job.settings.sensitivity else None,
         histograms=tuple(_histograms(job)) if job.settings.report else (),
@@ -135,6 +136,11 @@ def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
         per_head = compute_kv_scales(first.stats, choices.fmt, per_head=True)
         kinds[PER_HEAD] = emulate_kv(per_head, choices.profile)
     return kinds
+
+
+def _calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:
+    stats = next((opened.stats for opened in job.opened if opened.stats is not None), None)
+    return {} if stats is None else clipped_unscaled(stats, job.choices.fmt)
 
 
 def _histograms(job: VerifyJob) -> Iterator[HistogramResult]:

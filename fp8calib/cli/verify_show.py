@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8calib.cli.console import print_json, print_table, print_text, say
 from fp8calib.cli.verify_job import VerifyJob, VerifySettings
-from fp8calib.verify.report import LayerResult, TaskResult, VerifyReport
+from fp8calib.verify.report import DiagnosisResult, LayerResult, TaskResult, VerifyReport
 
 _SHOWN_SITES = 8
 
@@ -55,6 +55,7 @@ def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     print_text("")
     _show_candidates(report)
     _show_sites(report)
+    _show_diagnosis(report)
     _show_sensitivity(report)
     _show_rules(report)
     _show_tasks(report)
@@ -101,12 +102,45 @@ def _show_sites(report: VerifyReport) -> None:
 def _site_row(row: LayerResult) -> Sequence[str]:
     return [
         row.site,
-        "-" if row.sqnr_db is None else f"{row.sqnr_db:.1f}",
+        _decibels(row.sqnr_db),
         f"{row.clipped:.2%}",
         f"{row.flushed:.2%}",
         f"{row.amax:.4g}",
         "dynamic" if row.scale is None else f"{row.scale:.4g}",
     ]
+
+
+def _show_diagnosis(report: VerifyReport) -> None:
+    """Show the K and V that scales would help most."""
+    rows = sorted(report.diagnosis, key=_unscaled_loss_db, reverse=True)[:_SHOWN_SITES]
+    if not rows:
+        return
+    print_text("")
+    columns = ["site", "SQNR at 1.0", "per tensor", "per head", "clipped at 1.0", "in calibration"]
+    cells = [
+        [
+            row.site,
+            _decibels(row.unscaled_db),
+            _decibels(row.scaled_db),
+            _decibels(row.per_head_db),
+            f"{row.unscaled_clipped:.2%}",
+            "-" if row.calibration_clipped is None else f"{row.calibration_clipped:.2%}",
+        ]
+        for row in rows
+    ]
+    print_table(f"the {len(rows)} K and V that scale 1.0 hurts most (dB)", columns, cells)
+
+
+def _unscaled_loss_db(row: DiagnosisResult) -> tuple[float, float]:
+    """Rank by what clips, then by what calibrated scales would win."""
+    if row.unscaled_db is None:
+        return (row.unscaled_clipped, 0.0)
+    better = [value for value in (row.scaled_db, row.per_head_db) if value is not None]
+    return (row.unscaled_clipped, max(better, default=0.0) - row.unscaled_db)
+
+
+def _decibels(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _show_sensitivity(report: VerifyReport) -> None:
@@ -122,7 +156,7 @@ def _show_sensitivity(report: VerifyReport) -> None:
     print_table(title, ["layer", "KLD mean", "ratio"], rows)
     if found.skip_layers:
         named = ", ".join(map(str, found.skip_layers))
-        print_text(f"worth leaving unquantized: layers {named}  {found.flag}")
+        print_text(f"worth leaving unquantized: layers {named}  {found.flag}".rstrip())
     else:
         print_text("no layer stands out: none is worth leaving unquantized")
 

@@ -52,9 +52,7 @@ class Comparison:
     wait; the group's size keeps these a small part of the memory the weights take.
     """
 
-    def __init__(
-        self, model: LoadedModel, geometry: ModelGeometry, originals: Originals
-    ) -> None:
+    def __init__(self, model: LoadedModel, geometry: ModelGeometry, originals: Originals) -> None:
         self._model = model
         self._geometry = geometry
         self._originals = originals

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import ModelGeometry
+from fp8calib.histogram_shares import clipped_share
 from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats
 from fp8calib.verify.quantizer import Damage
 from fp8calib.verify.report import DiagnosisResult, LayerResult
 
@@ -62,7 +65,9 @@ UNSCALED, SCALED, PER_HEAD = "unscaled", "scaled", "per-head"
 
 
 def diagnose(
-    found: Mapping[tuple[str, Site], torch.Tensor], layer_of: Mapping[str, int]
+    found: Mapping[tuple[str, Site], torch.Tensor],
+    layer_of: Mapping[str, int],
+    calibration_clipped: Mapping[Site, float],
 ) -> tuple[DiagnosisResult, ...]:
     """Lay the kinds of scales side by side, for K and V of every layer."""
     sites: Iterable[Site] = dict.fromkeys(site for _, site in found)
@@ -75,6 +80,7 @@ def diagnose(
             unscaled_flushed=_share(Damage(*found[UNSCALED, site]).flushed, found[UNSCALED, site]),
             scaled_db=_db(found, SCALED, site),
             per_head_db=_db(found, PER_HEAD, site),
+            calibration_clipped=calibration_clipped.get(site),
         )
         for site in sites
         if site.role in (Role.K, Role.V)
@@ -84,3 +90,12 @@ def diagnose(
 def _db(found: Mapping[tuple[str, Site], torch.Tensor], kind: str, site: Site) -> float | None:
     sums = found.get((kind, site))
     return None if sums is None else sqnr_db(sums)
+
+
+def clipped_unscaled(stats: CalibrationStats, fmt: Fp8Format) -> dict[Site, float]:
+    """Tell of K and V what share of the calibration's values clips at scale 1.0."""
+    return {
+        site: clipped_share(seen.histogram, 1.0, fmt, amax=float(seen.amax.max()))
+        for site, seen in stats.sites.items()
+        if site.role in (Role.K, Role.V) and seen.histogram is not None
+    }

@@ -75,6 +75,8 @@ class EngineProfile:
     weights_through_float16: bool = False
     """Per-tensor weights, fused or not, are dequantized to fp16 at load and quantized again with
     their (largest) scale: what fp16 flushes to zero is lost."""
+    kv_skip_flag: str = ""
+    """The option that leaves the KV cache of some layers unquantized, their indices after it."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Field -> file (and function) it was read from."""
 
@@ -105,6 +107,8 @@ _TGI_CACHE = "TGI 065f87a server/text_generation_server/layers/attention/kv_cach
 _TGI_FP8 = "TGI 05d0aa6 server/text_generation_server/layers/fp8.py"
 _MARLIN = "danieldk/marlin-kernels 0e1f9d6 csrc/quantization/fp8/common.cu"
 
+_VLLM_SKIP = "--kv-cache-dtype-skip-layers"
+_VLLM_SKIP_SOURCE = f"{_VLLM} engine/arg_utils.py kv_cache_dtype_skip_layers"
 _VLLM_SMALLEST = 1 / (E4M3FN.max * 512)
 _SMALLEST_GROUP = 1e-10 / E4M3FN.max
 
@@ -127,7 +131,9 @@ PROFILES: Mapping[str, EngineProfile] = {
             fused_inputs_share_scale=True,
             fused_weights_share_scale=True,
             weights_through_float16=True,
+            kv_skip_flag=_VLLM_SKIP,
             sources={
+                "kv_skip_flag": _VLLM_SKIP_SOURCE,
                 "kv_scales_e5m2": _VLLM_E5M2,
                 "kv_scales_latents": _VLLM_MLA,
                 "quantizes_query": f"{_VLLM} model_executor/layers/attention/attention.py "
@@ -166,7 +172,9 @@ PROFILES: Mapping[str, EngineProfile] = {
             fused_inputs_share_scale=True,
             fused_weights_share_scale=True,
             weights_through_float16=True,
+            kv_skip_flag=_VLLM_SKIP,
             sources={
+                "kv_skip_flag": _VLLM_SKIP_SOURCE,
                 "kv_rounding": "vllm-project/vllm 0f25e05 csrc/cpu/cpu_attn_fp8.hpp "
                 "float_to_fp8e4m3_scalar; all bfloat16 values through the installed kernel",
                 "kv_by_reciprocal": "vllm-project/vllm 0a2c686 csrc/cpu/cpu_attn.cpp "

@@ -96,6 +96,8 @@ class DiagnosisResult(_Model):
     unscaled_flushed: float
     scaled_db: float | None
     per_head_db: float | None
+    calibration_clipped: float | None = None
+    """Share that clips at scale 1.0 by the log2 histogram of the statistics; None without any."""
 
 
 class HistogramResult(_Model):

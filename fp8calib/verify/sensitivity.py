@@ -10,6 +10,7 @@ from fp8calib.geometry import Layer, ModelGeometry
 from fp8calib.verify.candidates import Candidate
 from fp8calib.verify.compare import Comparison
 from fp8calib.verify.emulate import Emulation
+from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.report import Sensitivity, SensitivityResult
 from fp8calib.verify.summary import summarize
 
@@ -53,14 +54,18 @@ def measure_sensitivity(
 
 
 def find_skippable(
-    candidate: Candidate, layers: Sequence[SensitivityResult], *, sequences: int
+    candidate: Candidate,
+    layers: Sequence[SensitivityResult],
+    profile: EngineProfile,
+    *,
+    sequences: int,
 ) -> Sensitivity:
-    """Choose the layers whose own cost stands out, and spell them as vLLM's flag."""
+    """Choose the layers whose own cost stands out, and spell them as the engine's flag."""
     total = sum(layer.kld_mean for layer in layers)
     threshold = _STANDS_OUT * total / max(len(layers), 1)
     chosen = tuple(layer.layer for layer in layers if total and layer.kld_mean > threshold)
-    is_kv = not candidate.emulation.weights
-    flag = f"--kv-cache-dtype-skip-layers {' '.join(map(str, chosen))}" if chosen and is_kv else ""
+    has_flag = profile.kv_skip_flag and not candidate.emulation.weights
+    flag = f"{profile.kv_skip_flag} {' '.join(map(str, chosen))}" if chosen and has_flag else ""
     return Sensitivity(
         candidate=candidate.name,
         sequences=sequences,

@@ -63,6 +63,8 @@ class Question:
     """The candidate that the rules are applied to."""
     kinds: Mapping[str, Mapping[Site, Quantizer]] = field(default_factory=dict)
     """Kinds of KV scales to lay side by side (`fp8calib.verify.layers.diagnose`)."""
+    calibration_clipped: Mapping[Site, float] = field(default_factory=dict)
+    """What the statistics' histograms say of scale 1.0."""
     gate: Gate | None = None
     """None: each candidate's own."""
     sensitivity_of: Candidate | None = None
@@ -140,7 +142,9 @@ def _sensitivity(
         batch_size=batch_size,
         progress=progress,
     )
-    return find_skippable(candidate, layers, sequences=min(SEQUENCES, len(plan.sequences)))
+    return find_skippable(
+        candidate, layers, question.profile, sequences=min(SEQUENCES, len(plan.sequences))
+    )
 
 
 def _build_report(
@@ -171,7 +175,7 @@ def _build_report(
         candidates=results,
         layers=layers,
         advice=advise(results, layers),
-        diagnosis=diagnose(looking.found, layer_of),
+        diagnosis=diagnose(looking.found, layer_of, question.calibration_clipped),
         histograms=question.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(question, compared, lengths),
