@@ -39,7 +39,18 @@ from tests.verify.by_hand import (
 
 PLAIN = EngineProfile(name="plain", version="")
 THIRD = 0.0371
-X = torch.randn(1, 2, 4096, 8, generator=torch.Generator().manual_seed(1)) * 5
+
+
+def near_ties(scale: float) -> torch.Tensor:
+    """Lay out what lies an ulp or two beside a tie: [codes, 5]; any other division shows there."""
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2 * torch.tensor(scale)
+    ulps = torch.arange(-2, 3, dtype=torch.int32)
+    return (ties.view(torch.int32).unsqueeze(1) + ulps).view(torch.float32)
+
+
+_OTHERS = torch.randn(1, 2, 63, 5, generator=torch.Generator().manual_seed(1)) * 5
+X = torch.cat([near_ties(THIRD).reshape(1, 2, 63, 5), _OTHERS])
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +228,10 @@ Q_INPUT = Site("model.layers.0.self_attn.q_proj", Role.INPUT)
 INPUTS = torch.randn(7, 160, generator=torch.Generator().manual_seed(2)) * 3
 
 
+def test_the_values_of_these_tests_tell_a_reciprocal_from_a_division() -> None:
+    assert not torch.equal(cast(X, THIRD), by_reciprocal(X, THIRD))
+
+
 def scheme_of(subject: Subject, name: str, profile: EngineProfile, stats: Any = None) -> Emulation:
     """Ask the product what a scheme does in an engine."""
     inputs, weights = emulate_scheme(
@@ -233,13 +248,15 @@ def scheme_of(subject: Subject, name: str, profile: EngineProfile, stats: Any = 
 def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
     llama: Subject,
 ) -> None:
-    x = INPUTS.clone()
+    ties = near_ties(THIRD).T
+    x = torch.cat([ties, torch.full((5, 1), float(448 * torch.tensor(THIRD)))], 1)
     x[3] *= 1e-6
     found = scheme_of(llama, "fp8-dynamic", PROFILES["vllm"]).quantizers[Q_INPUT]
     scales = row_scales(x).clamp(min=1 / (448 * 512))
     assert float(scales[3]) == pytest.approx(1 / (448 * 512))
     expected = (x * (1.0 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
     assert torch.equal(found.fake_quantize(x), expected)
+    assert not torch.equal(expected, cast(x, scales))
 
 
 def test_groups_have_scales_that_are_powers_of_two_in_vllm(llama: Subject) -> None:
@@ -274,8 +291,10 @@ def test_static_scales_are_multiplied_by_their_reciprocal_or_ignored(
         for engine in ("reference", "vllm", "tgi")
     }
     scale = float(stats.sites[Q_INPUT].amax.max()) / 448
-    assert torch.equal(static["vllm"].fake_quantize(INPUTS), by_reciprocal(INPUTS, scale))
-    assert torch.equal(static["reference"].fake_quantize(INPUTS), cast(INPUTS, torch.tensor(scale)))
+    x = near_ties(scale)
+    assert torch.equal(static["vllm"].fake_quantize(x), by_reciprocal(x, scale))
+    assert torch.equal(static["reference"].fake_quantize(x), cast(x, torch.tensor(scale)))
+    assert not torch.equal(by_reciprocal(x, scale), cast(x, torch.tensor(scale)))
     assert static["tgi"].scale is Dynamic.TOKEN
     scheme_of(llama, "fp8-static", PROFILES["tgi"])  # needs no statistics: it takes none
 
