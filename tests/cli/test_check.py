@@ -1,0 +1,270 @@
+"""`fp8calib check`: its contract, our own exports by the README's table, and models of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests import zoo
+from tests.dialects.check_handmade import PER_TENSOR, save_folder, spell
+
+from .program import Outcome, fail, run, succeed
+
+ENGINES = ("vllm", "sglang", "tgi", "transformers")
+STATUSES = {"used", "defaulted", "dropped", "misread", "refused"}
+
+
+def check(code: int, *arguments: object) -> Any:
+    """Check with --json, require the exit code, and give the object on stdout."""
+    outcome = run("check", *arguments, "--json")
+    assert outcome.code == code, outcome.err
+    assert "Traceback" not in outcome.err
+    return outcome.json
+
+
+def statuses(report: Any, engine: str) -> set[str]:
+    layers = report["engines"][engine]["layers"]
+    return {layer[role]["status"] for layer in layers for role in "kv"}
+
+
+@pytest.fixture
+def overlay(calibrated: tuple[Path, Outcome], tmp_path: Path) -> Path:
+    """Give a copy of the overlay of the tiny llama, to be changed."""
+    return Path(shutil.copytree(calibrated[0] / "kv-overlay", tmp_path / "overlay"))
+
+
+# The README's table: which engine is served by which of our forms, for the tiny llama. TGI's loader
+# of weights knows no group in the format `dense`, which kv-overlay names.
+EXPORTS = {
+    "kv-overlay": {"vllm", "sglang", "transformers"},
+    "kv-overlay-head": {"vllm", "transformers"},
+    "tgi": {"tgi"},
+    "kv_scales.safetensors": set(),
+    "kv_cache_scales.tp1.json": {"sglang"},
+    "rfc.tp1.json": set(),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_our_own_exports_serve_whom_the_readme_says(
+    calibrated: tuple[Path, Outcome], model: Path, name: str
+) -> None:
+    path = calibrated[0] / name
+    beside = () if path.is_dir() else ("--model", model)
+
+    report = check(8, path, *beside)
+
+    assert {engine for engine in ENGINES if report["engines"][engine]["ok"]} == EXPORTS[name]
+
+
+def test_the_numbers_are_those_of_the_export(calibrated: tuple[Path, Outcome]) -> None:
+    tensors = load_file(calibrated[0] / "kv_scales.safetensors")
+
+    report = check(0, calibrated[0] / "kv-overlay", "--engine", "vllm")
+
+    for layer in report["engines"]["vllm"]["layers"]:
+        for role in "kv":
+            stored = tensors[f"model.layers.{layer['layer']}.self_attn.{role}_scale"]
+            assert layer[role]["value"] == stored.item()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_json_is_served_for_its_own_ranks_alone(
+    calibrated: tuple[Path, Outcome], model: Path, tp: int
+) -> None:
+    ask = ("--model", model, "--engine", "sglang", "--tp", tp)
+
+    assert check(0, calibrated[0] / f"kv_cache_scales.tp{tp}.json", *ask)["ok"]
+    report = check(8, calibrated[0] / f"kv_cache_scales.tp{3 - tp}.json", *ask)
+    assert statuses(report, "sglang") == {"defaulted"}
+
+
+def test_the_promised_keys_are_there(calibrated: tuple[Path, Outcome]) -> None:
+    report = check(8, calibrated[0] / "kv-overlay-head")
+
+    assert set(report) == {"ok", "engines"}
+    assert report["ok"] is False
+    assert tuple(report["engines"]) == ENGINES
+    for engine in report["engines"].values():
+        assert {"ok", "layers", "problems"} <= set(engine)
+        assert [layer["layer"] for layer in engine["layers"]] == [0, 1]
+        for layer in engine["layers"]:
+            for role in "kv":
+                assert {"status", "value", "why"} <= set(layer[role])
+                assert layer[role]["status"] in STATUSES
+                assert layer[role]["why"]
+
+
+def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> None:
+    outcome = run("check", calibrated[0] / "kv-overlay-head")
+
+    assert outcome.code == 8
+    assert "vllm: ok, 2 of 2 layers served" in outcome.out
+    assert "sglang: not ok, 0 of 2 layers served" in outcome.out
+    assert "mend: " in outcome.out
+    assert outcome.out.endswith("not ok\n")
+    assert "FlashAttention 3" in outcome.err
+    assert succeed("check", calibrated[0] / "tgi", "--engine", "tgi").out.endswith(": ok\n")
+
+
+def test_several_engines_may_be_named(calibrated: tuple[Path, Outcome]) -> None:
+    path = calibrated[0] / "kv-overlay"
+
+    report = check(0, path, "--engine", "vllm", "--engine", "sglang")
+    assert list(report["engines"]) == ["vllm", "sglang"]
+    assert list(check(0, path, "--engine", "sglang,vllm")["engines"]) == ["sglang", "vllm"]
+
+
+def test_the_unquantized_model_itself_is_served_with_ones(model: Path) -> None:
+    report = check(8, model)
+
+    assert statuses(report, "vllm") == statuses(report, "sglang") == {"defaulted"}
+    assert statuses(report, "tgi") == {"defaulted"}
+
+
+def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
+    overlay: Path, model: Path
+) -> None:
+    shutil.copy(model / "model.safetensors", overlay)
+
+    report = check(8, overlay, "--engine", "transformers", "--engine", "vllm")
+
+    assert statuses(report, "transformers") == {"dropped"}
+    assert statuses(report, "vllm") == {"used"}
+
+
+def test_scales_that_the_index_does_not_name_are_defaulted(overlay: Path) -> None:
+    path = overlay / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = {
+        name: file for name, file in index["weight_map"].items() if "_scale" not in name
+    }
+    path.write_text(json.dumps(index))
+
+    assert statuses(check(8, overlay, "--engine", "vllm"), "vllm") == {"defaulted"}
+
+
+def test_a_missing_shard_is_a_refusal(overlay: Path) -> None:
+    (overlay / "model-00002-of-00002.safetensors").unlink()
+
+    report = check(8, overlay, "--engine", "vllm", "--engine", "sglang")
+
+    assert statuses(report, "vllm") == statuses(report, "sglang") == {"refused"}
+
+
+def test_a_folder_of_config_and_scales_alone_is_enough(model: Path, tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": PER_TENSOR}))
+
+    assert check(0, folder, "--engine", "vllm")["ok"]
+
+
+def test_a_folder_may_be_of_a_model_named_beside_it(model: Path, tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
+    config = {"quantization_config": PER_TENSOR}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert "--model" in fail(4, "check", folder)
+    assert check(0, folder, "--model", model, "--engine", "vllm")["ok"]
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "layers"),
+    [
+        ("gpt2", "transformer.h.{}.attn.attn", [0, 1]),
+        ("qwen3_next", "model.layers.{}.self_attn", [1]),
+        ("gemma3n_text", "model.layers.{}.self_attn", [0, 1, 2, 3]),
+        ("mixtral", "model.layers.{}.self_attn", [0, 1]),
+    ],
+)
+def test_the_layers_come_from_the_checkpoints_own_config(
+    tmp_path: Path, family: str, path: str, layers: list[int]
+) -> None:
+    folder = tmp_path / family
+    zoo.save(family, folder)
+    names = [f"{path.format(index)}.{role}_scale" for index in layers for role in "kv"]
+    weights = load_file(folder / "model.safetensors")
+    scales = {name: weights[next(iter(weights))].flatten()[:1].abs() + 0.5 for name in names}
+    save_file({**weights, **scales}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": PER_TENSOR}))
+
+    report = check(0, folder, "--engine", "vllm")
+
+    assert [layer["layer"] for layer in report["engines"]["vllm"]["layers"]] == layers
+
+
+@pytest.mark.parametrize("text", ["", "[]", "\ufeff{}", "[" * 100_000, '{"kv_cache": 7}'])
+def test_broken_json_files_get_verdicts(model: Path, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text(text)
+
+    report = check(8, path, "--model", model)
+
+    assert statuses(report, "sglang") == {"defaulted"}
+    assert statuses(report, "vllm") == statuses(report, "tgi") == {"dropped"}
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "said"),
+    [
+        (2, ("nowhere",), "no such file"),
+        (2, ("{overlay}", "--engine", "trtllm"), "unknown engine"),
+        (2, ("{overlay}", "--tp", 0), "--tp"),
+        (2, ("{overlay}/tokenizer_config.json",), "--model"),
+        (2, ("{overlay}/README",), "neither"),
+        (2, ("{overlay}", "--model", "{overlay}/config.json"), "a file"),
+        (4, ("{overlay}", "--model", "./nowhere"), "no model folder"),
+        (2, ("x" * 5000,), "cannot be looked at"),
+    ],
+)
+def test_what_cannot_be_asked(
+    overlay: Path, code: int, arguments: tuple[object, ...], said: str
+) -> None:
+    (overlay / "README").write_text("x")
+    (overlay / "tokenizer_config.json").write_text("{}")
+    asked = [str(argument).replace("{overlay}", str(overlay)) for argument in arguments]
+
+    assert said in fail(code, "check", *asked)
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        (4, {"num_hidden_layers": 10**6}),
+        (4, {"num_hidden_layers": 10**30}),
+        (4, {"num_hidden_layers": "many"}),
+        (4, {"num_hidden_layers": -1}),
+        (4, {"hidden_size": 10**18}),
+        (4, {"num_attention_heads": 0}),
+        (4, {"model_type": None}),
+        (4, {"model_type": ["llama"]}),
+        (4, {"model_type": "no-such-model"}),
+        (4, {"model_type": "bert"}),
+        (4, {"rope_parameters": "none"}),
+    ],
+)
+def test_configs_of_no_model_are_one_error(
+    overlay: Path, code: int, change: dict[str, object]
+) -> None:
+    path = overlay / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+    fail(code, "check", overlay)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe{\x00", b"\xef\xbb\xbf{}", b"[" * 100_000])
+def test_configs_that_are_no_json_are_one_error(overlay: Path, raw: bytes) -> None:
+    (overlay / "config.json").write_bytes(raw)
+
+    assert "config.json" in fail(8, "check", overlay)
+
+
+def test_help_shows_an_example() -> None:
+    assert "Example: fp8calib check" in succeed("check", "--help").out

@@ -1,0 +1,185 @@
+"""What `check` says is what vLLM does on a CPU, and what SGLang's own JSON loader returns."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8calib.cli.check_geometry import read_geometry
+from fp8calib.dialects.check_engines import check_folder
+from fp8calib.dialects.check_files import open_folder
+from fp8calib.dialects.check_report import EngineReport, Status
+from fp8calib.dialects.check_sglang_json import check_sglang_json
+from tests import zoo
+from tests.dialects.check_handmade import INDEX, MODELOPT, PER_HEAD, PER_TENSOR, plain_geometry
+from tests.dialects.test_check_sglang_json import GOOD, change
+
+from .exports import WIDTH
+from .sglang_loader import Loader, extract_loader
+from .vllm_job import VllmServer
+
+PATH = "model.layers.{}.self_attn"
+SPLIT = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+IGNORED = [
+    *(f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in SPLIT),
+    *(f"model.layers.{i}.mlp.{name}" for i in range(2) for name in MLP),
+]
+FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": IGNORED}
+UNQUANTIZED = {**MODELOPT, "ignore": ["*"]}
+NAN, INF = float("nan"), float("inf")
+NAIVE = {**PER_TENSOR, "format": "naive-quantized"}
+HEADS = [[[0.25]], [[0.5]]]
+
+Scales = Mapping[str, object]
+
+CASES: Mapping[str, tuple[object, Scales]] = {
+    "bare pair": (None, {"k_scale": 0.25, "v_scale": 0.5}),
+    "plain": (None, {}),
+    "ct pair": (PER_TENSOR, {"k_scale": 0.25, "v_scale": 0.5}),
+    "ct in a format for TGI": (NAIVE, {"k_scale": 0.25, "v_scale": 0.5}),
+    "ct kv_scale": (PER_TENSOR, {"kv_scale": 0.25}),
+    "ct k alone": (PER_TENSOR, {"k_scale": 0.25}),
+    "ct odd numbers": (PER_TENSOR, {"k_scale": NAN, "v_scale": 0.0}),
+    "ct heads": (PER_HEAD, {"k_scale": HEADS, "v_scale": HEADS}),
+    "ct heads where one is wanted": (PER_TENSOR, {"k_scale": HEADS, "v_scale": HEADS}),
+    "ct one number for heads": (PER_HEAD, {"k_scale": 0.25, "v_scale": 0.5}),
+    "ct quark's names": (PER_TENSOR, {"k_proj.output_scale": 0.25, "v_proj.output_scale": 0.5}),
+    "ct modelopt's names": (PER_TENSOR, {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}),
+    "fp8 pair": (FP8, {"k_scale": 0.25, "v_scale": 0.5}),
+    "fp8 kv_scale": (FP8, {"kv_scale": 0.25}),
+    "fp8 v alone": (FP8, {"v_scale": 0.25}),
+    "fp8 v zero": (FP8, {"k_scale": 0.25, "v_scale": 0.0}),
+    "fp8 zeros": (FP8, {"k_scale": 0.0, "v_scale": 0.0}),
+    "fp8 negative": (FP8, {"k_scale": -0.5, "v_scale": -0.5}),
+    "fp8 infinite": (FP8, {"k_scale": INF, "v_scale": 0.5}),
+    "modelopt pair": (UNQUANTIZED, {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}),
+    "modelopt kv only": (
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5},
+    ),
+}
+
+
+def _save(folder: Path, quantization: object, scales: Scales) -> None:
+    zoo.save("llama", folder, **WIDTH)
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(2):
+        for suffix, number in scales.items():
+            value = torch.tensor(number, dtype=torch.float32)
+            tensors[f"{PATH.format(index)}.{suffix}"] = value.reshape(value.shape or (1,))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _ask(folder: Path) -> EngineReport:
+    opened = open_folder(folder)
+    geometry = read_geometry(folder, opened.config)
+    return check_folder(opened, geometry, ["vllm"], 1).engines["vllm"]
+
+
+def _finite(numbers: list[float]) -> float | None:
+    """Give what `check` tells of numbers: the largest, and none where one is no number."""
+    return max(numbers) if all(map(math.isfinite, numbers)) else None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_holds_what_check_says(tmp_path: Path, vllm: VllmServer, name: str) -> None:
+    folder = tmp_path / "case" / "model"
+    folder.parent.mkdir()
+    _save(folder, *CASES[name])
+    report = _ask(folder)
+
+    answer = vllm(folder, kv_cache_dtype="fp8", dtype="bfloat16")
+
+    is_refused = report.layers[0].k.status is Status.REFUSED
+    assert bool(answer.error) == is_refused, answer.error
+    if not is_refused:
+        held = {i: (_finite(k), _finite(v)) for i, (k, v) in answer.scales().items()}
+        assert held == {layer.layer: (layer.k.value, layer.v.value) for layer in report.layers}
+
+
+def test_vllm_does_not_open_what_the_index_does_not_name(tmp_path: Path, vllm: VllmServer) -> None:
+    folder = tmp_path / "case" / "model"
+    folder.parent.mkdir()
+    _save(folder, PER_TENSOR, {"k_scale": 0.25, "v_scale": 0.5})
+    tensors = load_file(folder / "model.safetensors")
+    scales = {name: value for name, value in tensors.items() if name.endswith("_scale")}
+    weights = {name: value for name, value in tensors.items() if name not in scales}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(scales, folder / "kv_scales.safetensors", metadata={"format": "pt"})
+    weight_map = dict.fromkeys(weights, "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    answer = vllm(folder, kv_cache_dtype="fp8", dtype="bfloat16")
+
+    assert answer.scales() == {0: ([1.0], [1.0]), 1: ([1.0], [1.0])}
+    assert {layer.k.status for layer in _ask(folder).layers} == {Status.DEFAULTED}
+
+
+FACTORS = (
+    '{"0": {"0": 0.05, "1": 0.04}}',
+    '{"rank0": {"0": 0.05, "1": 0.04}}',
+    '{"0": {"0": true, "1": "0.1"}}',
+    '{"00": {" 0": 1, "1.0": 0.1}}',
+    '{"0": {"0": 7, "0": 1, "1": 0.1}}',
+    '{"0": {"0": NaN, "1": 0}}',
+    '{"0": {"0": [0.1, 0.2], "1": 0.1}}',
+    '{"0": {"_comment": "x", "0": 0.1, "1": 0.1}}',
+    '{"0": {"0": 0.1}}',
+    '{"0": {"0": 0.1, "1": 0.1, "2": 0.1}}',
+    '{"0": {"-1": 0.1, "0": 0.1}}',
+    '{"0": {"1e0": 0.1, "0": 0.1}}',
+    '{"0": {"0": 1e400, "1": -0.5}}',
+    '{"0": {"0": 0.1, "1": 0.1}, "1": {"0": 0.2, "1": 0.1}}',
+    "{}",
+    "[]",
+)
+DOCUMENTS: list[Any] = [
+    GOOD,
+    change(model_type=None),
+    change(model_type="qwen"),
+    {"kv_cache": GOOD["kv_cache"]},
+    change(dtype="float8_e4m3fnuz"),
+    change(mlp={}, _comment=1),
+]
+TEXTS = [
+    *(json.dumps(document) for document in DOCUMENTS),
+    *(json.dumps(GOOD).replace('{"0": {"0": 0.05, "1": 0.04}}', text) for text in FACTORS),
+    "",
+    "\ufeff" + json.dumps(GOOD),
+    "[" * 100_000,
+]
+
+
+@pytest.fixture(scope="module")
+def loader() -> Loader:
+    """Give SGLang's function."""
+    return extract_loader()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("number", range(len(TEXTS)))
+def test_sglangs_loader_returns_what_check_says(
+    tmp_path: Path, loader: Loader, number: int, tp: int
+) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text(TEXTS[number])
+    ranks = [dict(loader(str(path), rank, tp, 2, "llama")) for rank in range(tp)]
+    expected = {i: _finite([float(rank.get(i, 1.0)) for rank in ranks]) for i in range(2)}
+
+    report = check_sglang_json(path, plain_geometry(), tp)
+
+    assert {layer.layer: layer.k.value for layer in report.layers} == expected
+    is_empty = not any(ranks)
+    assert all((layer.k.status is Status.DEFAULTED) == is_empty for layer in report.layers)
