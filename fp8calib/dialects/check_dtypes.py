@@ -9,12 +9,10 @@ _KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")
 
 
 def find_recorded_dtype(folder: ScaleFolder) -> str:
-    """Give what config.json says the KV scales are for; empty where it does not."""
-    for key in _KEYS:
-        value = folder.config.get(key)
-        if isinstance(value, str):
-            return value
-    return ""
+    """Give what the folder says its scales are for, in config.json or a header; else nothing."""
+    named = [folder.config.get(key) for key in _KEYS]
+    found = [value for value in (*named, *folder.recorded.values()) if isinstance(value, str)]
+    return next((value for value in found if "fnuz" in value or "e5m2" in value), "")
 
 
 def amend_for_dtype(report: EngineReport, dtype: str, fnuz: str, e5m2: str) -> EngineReport:

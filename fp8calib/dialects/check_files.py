@@ -13,6 +13,7 @@ from fp8calib.checkpoint.discovery import INDEX_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.check_report import Refusal, Status, Verdict
 from fp8calib.dialects.read_names import parse_name
+from fp8calib.dialects.scale_metadata import DTYPE_KEY
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.geometry import ModelGeometry
 from fp8calib.sites import Role
@@ -65,6 +66,8 @@ class ScaleFolder:
     """The files that cannot be read, each with the reason."""
     has_index: bool = False
     index: object = None
+    recorded: Mapping[str, str] = field(default_factory=dict)
+    """By file: the FP8 format its header says the scales are for, where it does."""
 
     @property
     def files(self) -> list[str]:
@@ -102,11 +105,14 @@ def open_folder(path: Path) -> ScaleFolder:
     names: dict[str, Collection[str]] = {}
     scales: dict[str, dict[str, HeldScale]] = {}
     faults: dict[str, str] = {}
+    recorded: dict[str, str] = {}
     for file in _list_files(path):
         try:
-            names[file], scales[file] = _read_file(path / file)
+            with TensorFile(path / file) as opened:
+                scales[file] = _read_scales(opened)
+                names[file] = opened.tensors.keys()
+                recorded[file] = opened.header.metadata.get(DTYPE_KEY, "")
         except ModelError as error:
-            names.pop(file, None)
             faults[file] = error.message
     has_index = (path / INDEX_NAME).is_file()
     return ScaleFolder(
@@ -118,6 +124,7 @@ def open_folder(path: Path) -> ScaleFolder:
         faults=faults,
         has_index=has_index,
         index=_load_or_none(path / INDEX_NAME) if has_index else None,
+        recorded=recorded,
     )
 
 
@@ -154,10 +161,9 @@ def _list_files(path: Path) -> list[str]:
         raise VerificationError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _read_file(path: Path) -> tuple[Collection[str], dict[str, HeldScale]]:
-    with TensorFile(path) as file:
-        named = [name for name in file.tensors if parse_name(name) is not None]
-        return file.tensors.keys(), {name: _read_scale(file, name) for name in named}
+def _read_scales(file: TensorFile) -> dict[str, HeldScale]:
+    named = [name for name in file.tensors if parse_name(name) is not None]
+    return {name: _read_scale(file, name) for name in named}
 
 
 def _read_scale(file: TensorFile, name: str) -> HeldScale:

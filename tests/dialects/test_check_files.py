@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.check_engines import ENGINES, check_folder
 from fp8calib.dialects.check_files import load_lenient, open_folder
@@ -152,6 +152,14 @@ def test_names_of_megabytes_are_cut_in_what_is_said(tmp_path: Path, engine: str)
     report = ask(engine, folder)
 
     assert all(len(layer.k.why) < 1000 and "\n" not in layer.k.why for layer in report.layers)
+
+
+@pytest.mark.parametrize(("dtype", "is_ok"), [("float8_e4m3fn", True), ("float8_e4m3fnuz", False)])
+def test_the_format_may_stand_in_a_files_header(folder: Path, dtype: str, is_ok: bool) -> None:
+    tensors = load_file(folder / SCALES)
+    save_file(tensors, folder / SCALES, metadata={"fp8calib.kv_cache_dtype": dtype})
+
+    assert ask("vllm", folder).ok == is_ok
 
 
 def test_a_link_to_nothing_is_no_file(folder: Path) -> None:
