@@ -47,6 +47,8 @@ _REGEXES = (
 """`QuantizationConfig.get_cache_scale_mapper`, in its order: each is tried on the last's result."""
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
 """What fp8 and quark map besides."""
+_IGNORED = tuple(f".{role}_{kind}" for role in ("q", "k", "v") for kind in ("scale", "zero_point"))
+"""`_ignore_unexpected_suffixes`: what may be left without a place."""
 _NAMES_MEND = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
 _NO_PLACE = "no parameter of vLLM's model has that name, so it is ignored without a word: 1.0"
 
@@ -126,9 +128,17 @@ def _load(scene: Scene, method: KvMethod) -> dict[Slot, HeldScale]:
         for role in (Role.K, Role.V)
         if attention.kind == "heads" and method is not KvMethod.NONE
     }
+    _refuse_unmapped(scene, method)
     if scene.geometry.model_type in _STRICT_TYPES:
         _refuse_strays(scene, method)
     return scene.load(lambda name: places.get(map_name(name, method)))
+
+
+def _refuse_unmapped(scene: Scene, method: KvMethod) -> None:
+    for name, scale in scene.scales.items():
+        if not map_name(name, method).endswith(_IGNORED):
+            why = f"{scale}: output_scale is mapped for quant_method fp8 and quark alone"
+            raise Refusal(f"{why} (the loader fails on it)", mend=_NAMES_MEND)
 
 
 def _refuse_strays(scene: Scene, method: KvMethod) -> None:

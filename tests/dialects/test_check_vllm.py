@@ -299,11 +299,11 @@ def test_modelopt_names_under_compressed_tensors_are_used(tmp_path: Path) -> Non
     assert ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR)).ok
 
 
-def test_quarks_names_under_compressed_tensors_are_dropped(tmp_path: Path) -> None:
+def test_quarks_names_under_compressed_tensors_are_refused(tmp_path: Path) -> None:
     scales = spell("k_proj.output_scale", "v_proj.output_scale")
     report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR))
 
-    assert statuses(report) == both("dropped")
+    assert statuses(report) == both("refused")
 
 
 @pytest.mark.parametrize(
