@@ -21,8 +21,8 @@ from fp8calib.sites import Role, Site
 from fp8calib.verify.quantizer import Fake, Quantizer, add_damage, measure_damage
 from fp8calib.verify.weights import Originals, WeightChange, changed_weights
 
-INPUT_MEASURE_STRIDE = 8
-"""Every how many tokens one is measured at inputs of linears; all of K, V and q are."""
+MEASURE_STRIDE = 8
+"""Every how many tokens one is measured at q and at inputs of linears; all of K and V are."""
 _REMEMBERED_INPUTS = 2
 
 
@@ -101,12 +101,15 @@ class EmulatingTaps:
         order = torch.sort(call.index.flatten()).indices
         return self._input([site], rows, tokens=order // call.index.shape[1])
 
-    def measure_heads(self, quantizer: Quantizer, x: torch.Tensor) -> tuple[Fake, torch.Tensor]:
-        """Quantize K, V or q [B, H, S, D], and sum up what that does to the tokens that count."""
+    def measure_heads(
+        self, quantizer: Quantizer, x: torch.Tensor, *, stride: int = 1
+    ) -> tuple[Fake, torch.Tensor]:
+        """Quantize K, V or q [B, H, S, D]; sum up what that does to every `stride`-th token."""
         fake = quantizer.for_heads(x.shape[1]).fake(x)
         if self._kept is None:
-            return fake, measure_damage(x, fake, quantizer.fmt)
-        kept = self._kept.to(x.device)
+            before, *after = (t[:, :, ::stride] for t in (x, *fake))
+            return fake, measure_damage(before, Fake(*after), quantizer.fmt)
+        kept = self._kept[::stride].to(x.device)
         before, *after = (_tokens(t)[kept] for t in (x, *fake))
         return fake, measure_damage(before, Fake(*after), quantizer.fmt)
 
@@ -114,7 +117,8 @@ class EmulatingTaps:
         quantizer = self._quantizers.get(site)
         if quantizer is None:
             return x
-        fake, damage = self.measure_heads(quantizer, x)
+        stride = MEASURE_STRIDE if site.role is Role.Q else 1
+        fake, damage = self.measure_heads(quantizer, x, stride=stride)
         self.damage[site] = add_damage(self.damage.get(site), damage)
         return fake.values.to(x.dtype)
 
@@ -148,7 +152,7 @@ class EmulatingTaps:
             rows = rows[torch.isin(tokens, self._kept.to(rows.device))]
         elif self._kept is not None and int(self._kept[-1]) < len(rows):
             rows = rows[self._kept.to(rows.device)]
-        return rows[::INPUT_MEASURE_STRIDE]
+        return rows[::MEASURE_STRIDE]
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,8 @@ class Quantizer:
 
 
 def _tensor_amax(x: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(x.amax(), x.amin().neg()).float()
+    smallest, largest = torch.aminmax(x.detach())
+    return torch.maximum(largest, smallest.neg()).float()
 
 
 def _token_amax(x: torch.Tensor) -> torch.Tensor:
@@ -166,12 +167,19 @@ def measure_damage(x: torch.Tensor, fake: Fake, fmt: Fp8Format) -> torch.Tensor:
     sums = (
         torch.linalg.vector_norm(exact).double().square(),
         torch.linalg.vector_norm(error).double().square(),
-        (fake.scaled.abs() > fmt.max * _AT_THE_EDGE).sum(dtype=torch.float64),
+        _count_beyond(fake.scaled, fmt.max * _AT_THE_EDGE),
         (exact.count_nonzero() - fake.values.count_nonzero()).double(),
         torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
         _tensor_amax(exact).double(),
     )
     return torch.stack(sums)
+
+
+def _count_beyond(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """Count the magnitudes above `limit`; on a CPU the extremes, a tenth of the work, go first."""
+    if x.device.type == "cpu" and x.numel() and _tensor_amax(x).item() <= limit:
+        return torch.zeros((), dtype=torch.float64)
+    return (x.abs() > limit).sum(dtype=torch.float64)
 
 
 def add_damage(total: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:

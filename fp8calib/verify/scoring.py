@@ -15,6 +15,8 @@ from fp8calib.data.plan import Batch
 _LOGITS_AT_ONCE = 2**23
 """Elements of one block of logits on a CPU: 32 MiB in fp32."""
 _LOGITS_AT_ONCE_GPU = 2**27
+_REDUCED_AT_ONCE = 2**20
+_NEIGHBOURS = 64
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [N, C] -> logits [N, V]."""
@@ -89,10 +91,27 @@ def _tokens_at_once(device: torch.device, vocab_size: int) -> int:
 def _score_block(
     hidden: Sequence[torch.Tensor], targets: torch.Tensor, logits: Logits
 ) -> list[TokenScores]:
-    reference = torch.log_softmax(logits(hidden[0]).float(), -1)
-    targets = targets.to(reference.device).unsqueeze(1)
-    probabilities = reference.exp()
-    best = reference.argmax(-1, keepdim=True)
+    """Compute the logits of a block at once, and reduce them a few rows at a time."""
+    found = [logits(states) for states in hidden]
+    rows = _rows_at_once(found[0])
+    pieces = zip(*(torch.split(each, rows) for each in found), strict=True)
+    wanted = torch.split(targets.to(found[0].device).unsqueeze(1), rows)
+    parts = [_score_rows(piece, expected) for piece, expected in zip(pieces, wanted, strict=True)]
+    return [join_scores(scores) for scores in zip(*parts, strict=True)]
+
+
+def _rows_at_once(logits: torch.Tensor) -> int:
+    """Choose so few that they stay in a processor's cache from one reduction to the next."""
+    if logits.device.type != "cpu":
+        return len(logits)
+    return max(_REDUCED_AT_ONCE // logits.shape[1], 4)
+
+
+def _score_rows(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[TokenScores]:
+    """Reduce the logits [N, V] of the reference and of each candidate; targets are [N, 1]."""
+    reference = torch.log_softmax(logits[0], -1, dtype=torch.float32)
+    probabilities = torch.softmax(logits[0], -1, dtype=torch.float32)
+    best = _argmax(reference)
     scores = [
         TokenScores(
             logprobs=reference.gather(1, targets).squeeze(1).cpu(),
@@ -100,17 +119,30 @@ def _score_block(
             agrees=torch.ones(len(targets), dtype=torch.bool),
         )
     ]
-    for found in hidden[1:]:
-        candidate = torch.log_softmax(logits(found).float(), -1)
+    for found in logits[1:]:
+        candidate = torch.log_softmax(found, -1, dtype=torch.float32)
         logprobs = candidate.gather(1, targets).squeeze(1)
         # Half the time of another argmax; a tie for the first place agrees.
         agrees = candidate.gather(1, best).squeeze(1) == candidate.amax(-1)
         difference = torch.sub(reference, candidate, out=candidate)
-        klds = torch.bmm(probabilities.unsqueeze(1), difference.unsqueeze(2)).flatten()
+        klds = difference.mul_(probabilities).sum(-1)
         scores.append(
             TokenScores(logprobs=logprobs.cpu(), klds=klds.clamp_(min=0).cpu(), agrees=agrees.cpu())
         )
     return scores
+
+
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """Find the first largest element of each row: int64 [N, 1].
+
+    The largest of 64 neighbours first: torch's argmax takes five times as long as its amax.
+    """
+    if x.shape[1] % _NEIGHBOURS:
+        return x.argmax(-1, keepdim=True)
+    groups = x.view(len(x), -1, _NEIGHBOURS)
+    group = groups.amax(-1).argmax(-1, keepdim=True)
+    chosen = groups.gather(1, group.unsqueeze(2).expand(-1, -1, _NEIGHBOURS)).squeeze(1)
+    return group * _NEIGHBOURS + chosen.argmax(-1, keepdim=True)
 
 
 def predicted_positions(lengths: Sequence[int]) -> torch.Tensor:

@@ -161,8 +161,8 @@ def test_inputs_are_measured_at_one_token_in_eight(stride: int, llama: Subject) 
     """Of the tokens of a batch that are no padding; q, k and v read one tensor."""
     emulation = dynamic(llama)
     taps = EmulatingTaps(emulation.quantizers)
-    assert emulate_module.INPUT_MEASURE_STRIDE == 8
-    with patch.object(emulate_module, "INPUT_MEASURE_STRIDE", stride):
+    assert emulate_module.MEASURE_STRIDE == 8
+    with patch.object(emulate_module, "MEASURE_STRIDE", stride):
         emulate(llama, emulation, *BATCHES, taps=taps)
     kept: dict[str, list[torch.Tensor]] = {}
 
@@ -218,7 +218,7 @@ def test_inputs_of_experts_are_measured_where_tokens_stand(family: str, tmp_path
     with opened(model, tmp_path / "m") as subject:
         emulation = dynamic(subject)
         taps = EmulatingTaps(emulation.quantizers)
-        with patch.object(emulate_module, "INPUT_MEASURE_STRIDE", 1):
+        with patch.object(emulate_module, "MEASURE_STRIDE", 1):
             emulate(subject, emulation, PADDED, taps=taps)
         by_hand = quantize_by_hand(model, recipe)
         for row, length in zip(PADDED.input_ids, PADDED.lengths, strict=True):
