@@ -44,6 +44,14 @@ class Fp8Format:
         return float(2.0 ** (exponent - self.bias) * (1 + mantissa * 2.0**-self.mantissa_bits))
 
     @property
+    def overflow(self) -> float:
+        """The largest fp32 magnitude that still rounds to `max` (to nearest, ties to even)."""
+        exponent = math.frexp(self.max)[1] - 1
+        tie = self.max + math.ldexp(1.0, exponent - self.mantissa_bits - 1)
+        is_even = self.specials is Specials.TOP_CODE  # its top mantissa is one short of all ones
+        return tie if is_even else tie - math.ldexp(1.0, exponent - 23)
+
+    @property
     def smallest_normal(self) -> float:
         """The smallest value with a full mantissa."""
         return float(2.0 ** (1 - self.bias))

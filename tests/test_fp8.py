@@ -56,3 +56,13 @@ def test_of_all_256_codes_none_is_beyond_the_ends(
 
 def test_formats_are_found_by_name() -> None:
     assert FORMATS == {"e4m3fn": E4M3FN, "e4m3fnuz": E4M3FNUZ, "e5m2": E5M2}
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "_torch_dtype"), OTHERS, ids=list(FORMATS))
+def test_what_still_rounds_to_the_largest_value(
+    fmt: Fp8Format, dtype: type, _torch_dtype: torch.dtype
+) -> None:
+    last = np.float32(fmt.overflow)
+    assert last == fmt.overflow
+    assert float(last.astype(dtype)) == fmt.max
+    assert not math.isfinite(float(np.nextafter(last, np.float32(np.inf)).astype(dtype)))

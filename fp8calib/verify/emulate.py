@@ -108,10 +108,11 @@ class EmulatingTaps:
         fake = quantizer.for_heads(x.shape[1]).fake(x)
         if self._kept is None:
             before, *after = (t[:, :, ::stride] for t in (x, *fake))
-            return fake, measure_damage(before, Fake(*after), quantizer.fmt)
-        kept = self._kept[::stride].to(x.device)
-        before, *after = (_tokens(t)[kept] for t in (x, *fake))
-        return fake, measure_damage(before, Fake(*after), quantizer.fmt)
+        else:
+            kept = self._kept[::stride].to(x.device)
+            before, *after = (_tokens(t)[kept] for t in (x, *fake))
+        damage = measure_damage(before, Fake(*after), quantizer.fmt, saturates=quantizer.saturates)
+        return fake, damage
 
     def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         quantizer = self._quantizers.get(site)

@@ -160,14 +160,20 @@ class Damage(NamedTuple):
     amax: torch.Tensor
 
 
-def measure_damage(x: torch.Tensor, fake: Fake, fmt: Fp8Format) -> torch.Tensor:
-    """Sum up what quantization did to `x`: fp64 [6], in the order of `Damage`."""
+def measure_damage(
+    x: torch.Tensor, fake: Fake, fmt: Fp8Format, *, saturates: bool = True
+) -> torch.Tensor:
+    """Sum up what quantization did to `x`: fp64 [6], in the order of `Damage`.
+
+    Where the engine does not saturate, only what would round beyond the largest value has clipped.
+    """
+    limit = fmt.max * _AT_THE_EDGE if saturates else fmt.overflow
     exact = x.float()
     error = fake.values - exact
     sums = (
         torch.linalg.vector_norm(exact).double().square(),
         torch.linalg.vector_norm(error).double().square(),
-        _count_beyond(fake.scaled, fmt.max * _AT_THE_EDGE),
+        _count_beyond(fake.scaled, limit),
         (exact.count_nonzero() - fake.values.count_nonzero()).double(),
         torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
         _tensor_amax(exact).double(),
