@@ -54,6 +54,9 @@ def run_verify(settings: VerifySettings) -> int:
             return 0
         with Bar() as bar:
             verified = _run(job, bar)
+        for text in verified.report.warnings:
+            if text not in (*job.plan.warnings, *job.warnings):
+                warn(text)
     _write(settings, verified)
     if settings.as_json:
         print_json(verified.report.model_dump(mode="json", exclude={"histograms"}))

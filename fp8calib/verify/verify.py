@@ -179,7 +179,7 @@ def _build_report(
         histograms=question.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(question, compared, lengths),
-        warnings=question.warnings,
+        warnings=(*question.warnings, *_never_met(question, compared)),
     )
 
 
@@ -209,6 +209,19 @@ def _result(
         gate=gate.name,
         by_position=summarize_positions(scores, reference, lengths),
     )
+
+
+def _never_met(question: Question, compared: Compared) -> Iterator[str]:
+    """Tell what an engine quantizes and the model never showed (q of falcon, say)."""
+    for candidate in question.candidates:
+        met = compared.damage[candidate.name]
+        missed = [site for site in candidate.emulation.quantizers if site not in met]
+        if missed:
+            more = f" and {len(missed) - 1} more" if missed[1:] else ""
+            yield (
+                f"{candidate.name}: {missed[0]}{more}: quantized by {question.profile.name}, not "
+                "here: the model never passed it through what is emulated"
+            )
 
 
 def _overflowing(candidate: Candidate, compared: Compared) -> str:

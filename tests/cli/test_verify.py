@@ -175,6 +175,17 @@ def test_text_that_was_calibrated_on_is_told(model: Path, data: Path, files: Pat
     assert any("calibrated on" in text for text in outcome.json["warnings"])
 
 
+def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
+    data: Path, tmp_path: Path
+) -> None:
+    zoo.save("falcon", tmp_path / "falcon")
+    save_tokenizer(tmp_path / "falcon")
+    outcome = succeed("verify", tmp_path / "falcon", "--data", data, *QUICK, "--json")
+    (warning,) = [text for text in outcome.json["warnings"] if "not here" in text]
+    assert "self_attention.q and 1 more: quantized by vllm" in warning
+    assert warning in outcome.err
+
+
 def test_padded_rows_are_scored_like_single_ones(verify: Any, files: Path) -> None:
     one, three = (
         verify("--no-pack", "--scales", files, "--batch-size", size).json for size in (1, 3)
