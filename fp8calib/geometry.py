@@ -67,8 +67,6 @@ class Linear(_Frozen):
     """The parameter in the model that holds the weight."""
     checkpoint_name: str | None = None
     """The tensor in the checkpoint, where exactly one tensor is the whole weight."""
-    shares_input_with: str | None = None
-    """The first of the linears that read the same tensor (q of q/k/v, gate of gate/up)."""
 
     def logical(self, part: Part, expert: int | None = None) -> str:
         """Path of `part` as if nothing were fused: `...attn.q_proj`, `...experts.3.up_proj`."""

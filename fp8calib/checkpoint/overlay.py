@@ -1,6 +1,6 @@
 """A complete checkpoint folder made of a source's weights and a small file of extra tensors.
 
-Forms and their reasons: FORMATS.md, Appendix B. A server must find weights and scales through the
+A server must find weights and scales through the
 index, so no file may be called `model.safetensors`: transformers would read that one alone.
 """
 

@@ -1,7 +1,7 @@
 """What SGLang 0.5.23 does with `--quantization-param-path`: its schema, coercions included.
 
 `srt/model_loader/weight_utils.py` (`QuantParamSchema`, `kv_cache_scales_loader`): whatever is
-wrong, all scales are 1.0 behind one line in the log (FORMATS.md 1.i, run).
+wrong, all scales are 1.0 behind one line in the log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What TGI does with the KV scales of a checkpoint folder, read in its source (FORMATS.md 1.ii).
+"""What TGI does with the KV scales of a checkpoint folder, read in its source.
 
 `layers/attention/kv_cache.py:get_kv_scales`, `utils/hub.py:_weight_files_from_dir`,
 `layers/compressed_tensors/loader.py`; served with `--kv-cache-dtype fp8_e4m3fn`.

@@ -1,4 +1,4 @@
-"""What vLLM 0.32.0 does with the KV scales of a checkpoint folder (FORMATS.md 1.iii)."""
+"""What vLLM 0.32.0 does with the KV scales of a checkpoint folder."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def fit_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: bool)
     heads, every rank takes the largest of all.
 
     A code of e4m3fnuz is half of what it is in e4m3fn, so scales are doubled or halved, which
-    leaves every dequantized value what it was (FORMATS.md, section 3, trap 1).
+    leaves every dequantized value what it was.
 
     Raises:
         UsageError: `tp` does not fit the heads.

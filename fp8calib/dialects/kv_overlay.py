@@ -1,8 +1,9 @@
 """`kv-overlay` and `kv-overlay-head`: a whole checkpoint that vLLM and transformers load.
 
 The weights stay as they are. The `quantization_config` names one group that matches no module: an
-empty one makes transformers fail on MoE models, and without `ignore` TGI looks for a target
-(FORMATS.md, Appendix B).
+empty one makes transformers fail on MoE models, and without `ignore` TGI looks for a target. TGI
+knows no float group in the format `dense` either (`layers/compressed_tensors/loader.py`), hence
+`naive-quantized`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def make_quantization_config(strategy: Strategy) -> dict[str, object]:
     fixed = {"symmetric": True, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
-        "format": "dense",
+        "format": "naive-quantized",
         "quantization_status": "compressed",
         "ignore": ["re:.*"],
         "config_groups": {

@@ -156,7 +156,7 @@ def build_kv_candidate(name: str, table: ScaleTable, profile: EngineProfile, how
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
     unused = (
         f"; {profile.name} takes no scales for latent attention: 1.0"
-        if takes_latents_unscaled(table, profile, how)
+        if takes_latents_unscaled(table, profile)
         else ""
     )
     return Candidate(

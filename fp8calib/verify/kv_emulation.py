@@ -53,11 +53,9 @@ def emulate_kv(
     return quantizers
 
 
-def takes_latents_unscaled(table: ScaleTable, profile: EngineProfile, dialect: str) -> bool:
+def takes_latents_unscaled(table: ScaleTable, profile: EngineProfile) -> bool:
     """Whether the engine has no place for the scales of a model's latent attention."""
-    # ModelOpt's names reach the module of latent attention (FORMATS.md 1.iii), no others do.
-    has_place = profile.kv_scales_latents or dialect == "modelopt"
-    return table.geometry.has_latent_attention and not has_place
+    return table.geometry.has_latent_attention and not profile.kv_scales_latents
 
 
 def _check_usable(table: ScaleTable, profile: EngineProfile) -> None:
@@ -77,7 +75,7 @@ def _check_usable(table: ScaleTable, profile: EngineProfile) -> None:
 def _values(
     table: ScaleTable, attention: Attention, role: Role, profile: EngineProfile, dialect: str
 ) -> torch.Tensor:
-    if attention.kind == "latent" and takes_latents_unscaled(table, profile, dialect):
+    if attention.kind == "latent" and takes_latents_unscaled(table, profile):
         return torch.tensor(1.0)
     if profile.kv_joint_scale:
         joint = torch.tensor([table.kv(attention, rank) for rank in range(table.tp)])

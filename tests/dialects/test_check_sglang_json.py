@@ -1,4 +1,4 @@
-"""Expected outcomes from FORMATS.md 1.i, where SGLang's own loader was run."""
+"""Expected outcomes, as seen where SGLang's own loader was run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expected verdicts from FORMATS.md 1.ii: `get_kv_scales`, the files, the weights loader."""
+"""Expected verdicts, read in TGI: `get_kv_scales`, the files, the weights loader."""
 
 from __future__ import annotations
 

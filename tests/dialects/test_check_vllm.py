@@ -1,4 +1,4 @@
-"""Expected verdicts from FORMATS.md 1.iii: the mapping, the methods, the executed tables."""
+"""Expected verdicts of vLLM 0.32.0: the mapping, the methods, the executed tables."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .handmade import (
     save_source,
 )
 
-CONFIG = """{"quant_method":"compressed-tensors","format":"dense",
+CONFIG = """{"quant_method":"compressed-tensors","format":"naive-quantized",
  "quantization_status":"compressed","ignore":["re:.*"],
  "config_groups":{"group_0":{"targets":["re:^no-module$"],"weights":{"num_bits":8,"type":"float",
    "strategy":"tensor","symmetric":true,"dynamic":false}}},

@@ -171,7 +171,7 @@ def test_scales_per_head_are_refused_by(engine: str, llama: Subject) -> None:
     ("engine", "dialect", "expected"),
     [
         ("vllm", "compressed-tensors", 1.0),
-        ("vllm", "modelopt", THIRD),
+        ("vllm", "modelopt", 1.0),
         ("sglang", "kv-scales", 1.0),
         ("reference", "", THIRD),
         ("tgi", "", THIRD),
