@@ -22,7 +22,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-TIMEOUT_S = 300
+TIMEOUT_S = 1200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
