@@ -26,8 +26,16 @@ from rich.text import Text
 
 from fp8calib.errors import ExportError
 
-_out = Console(highlight=False, soft_wrap=True)
-_talk = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _Console(Console):
+    """A console that leaves a closed pipe to the caller; rich itself would exit with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+_out = _Console(highlight=False, soft_wrap=True)
+_talk = _Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
@@ -94,7 +102,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def _wide_enough() -> Console:
     """Never cut a table that goes into a pipe or a file to somebody's terminal width."""
-    return _out if _out.is_terminal else Console(highlight=False, width=200)
+    return _out if _out.is_terminal else _Console(highlight=False, width=200)
 
 
 def _is_number(text: str) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from fp8calib.cli.verify_job import VerifyJob
-from fp8calib.errors import UsageError
+from fp8calib.dialects.reading import FoundScales
+from fp8calib.errors import UsageError, VerificationError
 from fp8calib.histogram import lower_edge
 from fp8calib.scales import ScaleTable, compute_kv_scales
 from fp8calib.sites import Site
@@ -94,9 +95,20 @@ def _candidate(job: VerifyJob, opened: Opened, model: nn.Module) -> Candidate:
 
 def _table(job: VerifyJob, opened: Opened) -> ScaleTable:
     if opened.found is not None:
+        _check_format(job, opened.found)
         return opened.found.table
     assert opened.stats is not None  # noqa: S101 -- a candidate is one of the two
     return compute_kv_scales(opened.stats, job.choices.fmt)
+
+
+def _check_format(job: VerifyJob, found: FoundScales) -> None:
+    """Refuse scales of one format in a cache of another: 448 and 240 are not the same range."""
+    if found.table.fmt is not job.choices.fmt:
+        raise VerificationError(
+            f"the scales are for {found.table.fmt.name}, and the KV cache is emulated as "
+            f"{job.choices.fmt.name}",
+            hint=f"--fp8-dtype {found.table.fmt.name} verifies them as what they are",
+        )
 
 
 def _rules_of(job: VerifyJob) -> Opened | None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
@@ -14,7 +15,7 @@ from fp8calib.cli.opening import check_device_map, plan_data, quiet_libraries
 from fp8calib.cli.verify_job import Choices, TaskJob, VerifyJob, VerifySettings
 from fp8calib.cli.verify_questions import build_question
 from fp8calib.cli.verify_show import describe_plan, show_plan, show_verification
-from fp8calib.data.plan import DataPlan
+from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8 import FORMATS
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
@@ -39,7 +40,7 @@ from fp8calib.verify.task_files import open_tasks, require_harness
 from fp8calib.verify.tasks import run_tasks
 from fp8calib.verify.verify import Question, Subject, Verified, verify
 
-_RESERVED_NAMES = frozenset({"reference", SCALE_ONE})
+_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
 
 
 def run_verify(settings: VerifySettings) -> int:
@@ -67,8 +68,7 @@ def run_verify(settings: VerifySettings) -> int:
 def _choose(settings: VerifySettings) -> Choices:
     check_device_map(settings.device_map, settings.device)
     _check_names(settings.scales)
-    for path in (settings.report, settings.dump):
-        _check_writable(path)
+    _check_outputs(settings)
     if settings.report is not None:
         from fp8calib.verify.page import require_plotly  # noqa: PLC0415 -- pages are an extra
 
@@ -97,17 +97,38 @@ def _check_tasks(settings: VerifySettings) -> None:
 
 def _check_names(names: tuple[str, ...]) -> None:
     for name in names:
+        if not name or not name.isprintable():
+            raise UsageError(f"--scales {name!r}: a path of printable characters is needed")
         if name in _RESERVED_NAMES:
             raise UsageError(f"--scales {name}: that name is taken", hint=f"write ./{name}")
         if names.count(name) > 1:
             raise UsageError(f"--scales {name}: given twice")
 
 
-def _check_writable(path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.parent}")
-    if path is not None and path.is_dir():
-        raise UsageError(f"{path} is a folder", hint="name a file")
+def _check_outputs(settings: VerifySettings) -> None:
+    """Refuse outputs that cannot be written, or would replace what is read, before hours of work.
+
+    Raises:
+        UsageError: naming the path.
+    """
+    outputs = [path for path in (settings.report, settings.dump) if path is not None]
+    for path in outputs:
+        check_output_file(path)
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}")
+        for name in (settings.model, *settings.scales, *settings.data):
+            _refuse_input(path, Path(name))
+    if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
+        raise UsageError(f"--report and --dump are both {outputs[0]}")
+
+
+def _refuse_input(path: Path, source: Path) -> None:
+    try:
+        is_inside = source.exists() and path.resolve().is_relative_to(source.resolve())
+    except (OSError, ValueError):
+        return
+    if is_inside and (path.exists() or source.is_file()):
+        raise UsageError(f"{path} would replace what is read", hint="name another file")
 
 
 @contextmanager
@@ -149,7 +170,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
 
 
 def _plan(settings: VerifySettings, source: ModelSource) -> DataPlan:
-    return plan_data(
+    plan = plan_data(
         source,
         sources=settings.data,
         samples=settings.samples,
@@ -158,6 +179,10 @@ def _plan(settings: VerifySettings, source: ModelSource) -> DataPlan:
         seed=0,
         part="verify",
     )
+    warnings = (text for text in plan.warnings if "scales may miss" not in text)
+    few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are rough"
+    is_few = plan.num_tokens < FEW_TOKENS
+    return replace(plan, warnings=(*warnings, *((few,) if is_few else ())))
 
 
 def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None:

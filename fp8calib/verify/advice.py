@@ -15,6 +15,8 @@ LOWEST_DB = 15.0
 """Half the SQNR (in dB) that e4m3 gives a tensor whose scale fits."""
 FLUSHED = 0.02
 """So many values vanish of a tensor that spans many octaves, however well its scale fits."""
+LARGEST_SE = 0.01
+"""The margin of the `kv` gate: with a larger error its verdict says little."""
 NOTABLE_KLD = 1.25
 """Scales whose mean KL divergence is not lower by this factor change nothing worth the effort."""
 
@@ -45,7 +47,7 @@ def _is_broken(row: LayerResult, usual_db: float) -> bool:
     if row.clipped > CLIPPED:
         return True
     if row.sqnr_db < LOWEST_DB:
-        return row.clipped > 0 or row.flushed > 0
+        return row.role == "weight" or row.clipped > 0 or row.flushed > 0
     return row.sqnr_db < usual_db - LOST_DB and (row.clipped > 0 or row.flushed > FLUSHED)
 
 
@@ -63,6 +65,8 @@ def _describe(row: LayerResult) -> str:
     where = f"{row.site} (layer {row.layer}, amax {row.amax:.3g}{scale})"
     if row.clipped > CLIPPED or row.clipped > row.flushed:
         return f"{where} clips: its scale is too small, {_percent(row.clipped)} of the values clip"
+    if not row.flushed:
+        return f"{where} is not what it was: an SQNR of {row.sqnr_db:.1f} dB"
     return (
         f"{where} underflows: its scale is too large, {_percent(row.flushed)} of the values "
         "become zero"
@@ -84,6 +88,9 @@ def _about_scales(candidates: Sequence[CandidateResult], layers: Sequence[LayerR
         if candidate.name != SCALE_ONE and _has_kv_only(candidate.name, layers)
     ]
     hurt = find_broken(SCALE_ONE, layers)
+    others = [candidate for candidate in candidates if candidate.name != SCALE_ONE]
+    if others and not scaled:
+        return _verdicts(others)
     if not scaled:
         return _alone(unscaled, hurt)
     best = min(scaled, key=lambda candidate: candidate.kld_mean)
@@ -109,7 +116,7 @@ def _alone(unscaled: CandidateResult, hurt: Sequence[LayerResult]) -> str:
     if hurt:
         return f"{_list_hurt(hurt)} at scale 1.0 ({cost}); calibrate."
     if _is_fine(unscaled):
-        return f"this model does not need KV scales: at scale 1.0 {cost}."
+        return f"this model does not need KV scales: at scale 1.0 {cost}{_doubt(unscaled)}."
     return f"scale 1.0 costs accuracy ({cost}), though no layer stands out; calibrate."
 
 
@@ -121,12 +128,21 @@ def _compare(unscaled: CandidateResult, best: CandidateResult, hurt: Sequence[La
         return f"{_list_hurt(hurt)} at scale 1.0; use {best.name} ({klds})."
     if unscaled.kld_mean > best.kld_mean * NOTABLE_KLD:
         return f"scales help: use {best.name} ({klds})."
+    if _is_fine(best) and not _is_fine(unscaled):
+        return f"use {best.name}, which passes: {unscaled.verdict_why} at scale 1.0 ({klds})."
     if _is_fine(unscaled):
-        return f"this model does not need KV scales: {klds} with {best.name}."
+        return f"this model does not need KV scales: {klds} with {best.name}{_doubt(unscaled)}."
     return (
         f"scales change nothing here ({klds} with {best.name}): what it costs comes from FP8 "
         f"itself ({unscaled.verdict_why})."
     )
+
+
+def _doubt(candidate: CandidateResult) -> str:
+    """Say when the text is too short for what a gate asks."""
+    if candidate.ppl_ratio_se <= LARGEST_SE:
+        return ""
+    return f" (the ratio's error of {candidate.ppl_ratio_se:.3f} is large: give more text)"
 
 
 def _list_hurt(rows: Sequence[LayerResult]) -> str:

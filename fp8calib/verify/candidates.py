@@ -130,10 +130,11 @@ def _check_weights(folder: Path, target: Target) -> None:
         with Checkpoint.open(folder) as overlay:
             for name, entry in overlay.tensors.items():
                 own = target.checkpoint.tensors.get(name)
-                if own is None or (own.dtype, own.shape) != (entry.dtype, entry.shape):
+                if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
                     continue
-                sample = overlay.sample_bytes(name, _SAMPLE_BYTES)
-                if sample != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
+                if own.shape != entry.shape or overlay.sample_bytes(
+                    name, _SAMPLE_BYTES
+                ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
                     raise VerificationError(
                         f"{folder}: its {name} is not that of the model: the scales belong to "
                         "another one",
@@ -204,6 +205,7 @@ def build_checkpoint(
     checkpoint = opened.checkpoint
     assert checkpoint is not None  # noqa: S101 -- the caller chose by it
     source = WeightSource(model, checkpoint)
+    _check_embedding(checkpoint, source, model, target)
     quantizers, weights = emulate_checkpoint(
         checkpoint,
         source,
@@ -222,6 +224,23 @@ def build_checkpoint(
         description=", ".join(parts),
         emulation=Emulation(quantizers=quantizers, weights=weights),
     )
+
+
+def _check_embedding(
+    checkpoint: Fp8Checkpoint, source: WeightSource, model: nn.Module, target: Target
+) -> None:
+    """Refuse a checkpoint whose embedding is another model's; no FP8 scheme touches it."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    own = [name for name, value in model.named_parameters() if value is embedding.weight]
+    for name in source.names_of(own) - checkpoint.quantized:
+        original = target.checkpoint
+        if name not in original or original.dtype(name) != checkpoint.dtype(name):
+            continue
+        if _is_changed(name, checkpoint, original):
+            raise VerificationError(
+                f"{checkpoint.folder}: its {name} is not that of the model",
+                hint="name the model that the checkpoint was made from",
+            )
 
 
 def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> bool:

@@ -21,8 +21,8 @@ from fp8calib.sites import Role, Site
 from fp8calib.verify.quantizer import Fake, Quantizer, add_damage, measure_damage
 from fp8calib.verify.weights import Originals, WeightChange, changed_weights
 
-MEASURE_STRIDE = 8
-"""Every how many tokens one is measured at q and at inputs of linears; all of K and V are."""
+FLUSH_STRIDE = 8
+"""Every how many tokens zeros are counted at q and at inputs of linears; of K and V all are."""
 _REMEMBERED_INPUTS = 2
 
 
@@ -102,24 +102,30 @@ class EmulatingTaps:
         return self._input([site], rows, tokens=order // call.index.shape[1])
 
     def measure_heads(
-        self, quantizer: Quantizer, x: torch.Tensor, *, stride: int = 1
+        self, quantizer: Quantizer, x: torch.Tensor, *, flush_stride: int = 1
     ) -> tuple[Fake, torch.Tensor]:
-        """Quantize K, V or q [B, H, S, D]; sum up what that does to every `stride`-th token."""
+        """Quantize K, V or q [B, H, S, D], and sum up what that does to the tokens that count."""
         fake = quantizer.for_heads(x.shape[1]).fake(x)
-        if self._kept is None:
-            before, *after = (t[:, :, ::stride] for t in (x, *fake))
-        else:
-            kept = self._kept[::stride].to(x.device)
-            before, *after = (_tokens(t)[kept] for t in (x, *fake))
-        damage = measure_damage(before, Fake(*after), quantizer.fmt, saturates=quantizer.saturates)
+        before, after = x, fake
+        if self._kept is not None:
+            kept = self._kept.to(x.device)
+            before, *rest = (_tokens(t)[kept] for t in (x, *fake))
+            after = Fake(*rest)
+        damage = measure_damage(
+            before,
+            after,
+            quantizer.fmt,
+            saturates=quantizer.saturates,
+            flush_stride=flush_stride,
+        )
         return fake, damage
 
     def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         quantizer = self._quantizers.get(site)
         if quantizer is None:
             return x
-        stride = MEASURE_STRIDE if site.role is Role.Q else 1
-        fake, damage = self.measure_heads(quantizer, x, stride=stride)
+        stride = FLUSH_STRIDE if site.role is Role.Q else 1
+        fake, damage = self.measure_heads(quantizer, x, flush_stride=stride)
         self.damage[site] = add_damage(self.damage.get(site), damage)
         return fake.values.to(x.dtype)
 
@@ -141,19 +147,19 @@ class EmulatingTaps:
             if seen is x and version == x._version and used.is_same(quantizer):
                 return quantized, damage
         fake = quantizer.fake(x)
-        before, *after = (self._sample(t.reshape(-1, x.shape[-1]), tokens) for t in (x, *fake))
-        damage = measure_damage(before, Fake(*after), quantizer.fmt)
+        before, *after = (self._counted(t.reshape(-1, x.shape[-1]), tokens) for t in (x, *fake))
+        damage = measure_damage(before, Fake(*after), quantizer.fmt, flush_stride=FLUSH_STRIDE)
         quantized = fake.values.to(x.dtype)
         self._inputs.append((x, x._version, quantizer, quantized, damage))
         del self._inputs[:-_REMEMBERED_INPUTS]
         return quantized, damage
 
-    def _sample(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    def _counted(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         if self._kept is not None and tokens is not None:
             rows = rows[torch.isin(tokens, self._kept.to(rows.device))]
         elif self._kept is not None and int(self._kept[-1]) < len(rows):
             rows = rows[self._kept.to(rows.device)]
-        return rows[::MEASURE_STRIDE]
+        return rows
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from fp8calib.verify.summary import Summary
 class Gate(BaseModel):
     """Thresholds on the perplexity ratio; between `pass_at` and `fail_above` lies a warning."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
     name: str
     pass_at: float
     """Pass at a ratio of at most this."""
@@ -59,12 +59,13 @@ def load_gate(text: str) -> Gate:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
         return Gate.model_validate({"name": path.stem, **found})
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
-        raise UsageError(f"--gate {text}: not a gate: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise UsageError(f"--gate {text}: {where}: {first['msg']}") from error
+    except Exception as error:  # PyYAML lets many of its constructors' errors through
+        said = " ".join(str(error).split())
+        raise UsageError(f"--gate {text}: not a gate: {type(error).__name__}: {said}") from error
 
 
 def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:

@@ -161,11 +161,17 @@ class Damage(NamedTuple):
 
 
 def measure_damage(
-    x: torch.Tensor, fake: Fake, fmt: Fp8Format, *, saturates: bool = True
+    x: torch.Tensor, fake: Fake, fmt: Fp8Format, *, saturates: bool = True, flush_stride: int = 1
 ) -> torch.Tensor:
     """Sum up what quantization did to `x`: fp64 [6], in the order of `Damage`.
 
-    Where the engine does not saturate, only what would round beyond the largest value has clipped.
+    Args:
+        x: the tensor, its tokens along the last axis but one.
+        fake: what became of it.
+        fmt: the format.
+        saturates: where the engine does not, only what would round beyond the largest value clips.
+        flush_stride: every how many tokens zeros are counted, and taken for so many as well; that
+            count takes longer than all else together.
     """
     limit = fmt.max * _AT_THE_EDGE if saturates else fmt.overflow
     exact = x.float()
@@ -174,11 +180,24 @@ def measure_damage(
         torch.linalg.vector_norm(exact).double().square(),
         torch.linalg.vector_norm(error).double().square(),
         _count_beyond(fake.scaled, limit),
-        (exact.count_nonzero() - fake.values.count_nonzero()).double(),
+        _count_flushed(exact, fake.values, flush_stride),
         torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
         _tensor_amax(exact).double(),
     )
     return torch.stack(sums)
+
+
+def _count_flushed(exact: torch.Tensor, values: torch.Tensor, stride: int) -> torch.Tensor:
+    chosen, became = (
+        (exact, values)
+        if stride == 1
+        else (
+            exact[..., ::stride, :],
+            values[..., ::stride, :],
+        )
+    )
+    flushed = (chosen.count_nonzero() - became.count_nonzero()).double()
+    return flushed * (exact.numel() / max(chosen.numel(), 1))
 
 
 def _count_beyond(x: torch.Tensor, limit: float) -> torch.Tensor:

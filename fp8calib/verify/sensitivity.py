@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from fp8calib.calibrate import Progress
 from fp8calib.data.plan import DataPlan, batches
@@ -18,8 +19,8 @@ SEQUENCES = 8
 """Only the first so many are run: every layer costs a forward pass over them."""
 _LAYERS_AT_ONCE = 8
 """Their hidden states wait for the head together; each round runs the reference once more."""
-_STANDS_OUT = 4.0
-"""A layer that costs so many times its even share is worth leaving unquantized."""
+_STANDS_OUT = 8.0
+"""A layer that costs so many times as much as the median one is worth leaving unquantized."""
 
 
 def measure_sensitivity(
@@ -61,9 +62,8 @@ def find_skippable(
     sequences: int,
 ) -> Sensitivity:
     """Choose the layers whose own cost stands out, and spell them as the engine's flag."""
-    total = sum(layer.kld_mean for layer in layers)
-    threshold = _STANDS_OUT * total / max(len(layers), 1)
-    chosen = tuple(layer.layer for layer in layers if total and layer.kld_mean > threshold)
+    usual = median(layer.kld_mean for layer in layers) if layers else 0.0
+    chosen = tuple(layer.layer for layer in layers if layer.kld_mean > _STANDS_OUT * usual)
     has_flag = profile.kv_skip_flag and not candidate.emulation.weights
     flag = f"{profile.kv_skip_flag} {' '.join(map(str, chosen))}" if chosen and has_flag else ""
     return Sensitivity(

@@ -325,3 +325,50 @@ def test_an_overlay_of_another_model_is_refused(refuse: Any, files: Path, tmp_pa
     shard.unlink()
     save_file(weights, shard, metadata={"format": "pt"})
     assert "another" in refuse(8, "--scales", tmp_path / "overlay")
+
+
+@pytest.mark.parametrize("option", ["--dump", "--report"])
+def test_no_output_replaces_what_is_read(
+    refuse: Any, model: Path, held_out: Path, files: Path, option: str
+) -> None:
+    for path in (model / "model.safetensors", held_out, files / "stats.safetensors"):
+        before = path.read_bytes()
+        assert str(path) in refuse(2, "--scales", files / "stats.safetensors", option, path)
+        assert path.read_bytes() == before
+
+
+def test_scales_of_another_format_are_refused(
+    refuse: Any, model: Path, data: Path, tmp_path: Path
+) -> None:
+    options = ("--data", data, *QUICK, "--format", "vllm-json", "--fp8-dtype", "e4m3fnuz")
+    succeed("calibrate", model, *options, "--out", tmp_path / "out")
+    path = tmp_path / "out" / "kv_cache_scales.tp1.json"
+    assert "e4m3fnuz" in refuse(8, "--scales", path)
+    options = ("--scales", path, "--fp8-dtype", "e4m3fnuz")
+    succeed("verify", model, "--data", data, *QUICK, *options, "--json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pass_at: 2026-99-99", "[" * 3000, "!!timestamp abc", "a: [1, 2", "pass_at: true", "7"],
+)
+def test_garbage_is_no_gate(refuse: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "gate.yaml").write_text(text)
+    assert "gate.yaml" in refuse(2, "--gate", tmp_path / "gate.yaml")
+
+
+def test_layers_that_cost_much_more_than_the_others_are_left_out(
+    model: Path, held_out: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    wide = zoo.build("llama", num_hidden_layers=5)
+    with torch.no_grad():
+        for layer in (1, 3):
+            attention = wide.model.layers[layer].self_attn
+            attention.v_proj.weight *= 4096
+            attention.o_proj.weight /= 4096
+    wide.save_pretrained(tmp_path / "model")
+    arguments = ("verify", tmp_path / "model", "--data", held_out, *QUICK, "--sensitivity")
+    found = succeed(*arguments, "--json").json["sensitivity"]
+    assert sorted(found["skip_layers"]) == [1, 3]
+    assert found["flag"].startswith("--kv-cache-dtype-skip-layers ")

@@ -157,12 +157,12 @@ def dynamic(subject: Subject) -> Emulation:
 
 
 @pytest.mark.parametrize("stride", [1, 8])
-def test_inputs_are_measured_at_one_token_in_eight(stride: int, llama: Subject) -> None:
+def test_inputs_are_measured_at_every_token(stride: int, llama: Subject) -> None:
     """Of the tokens of a batch that are no padding; q, k and v read one tensor."""
     emulation = dynamic(llama)
     taps = EmulatingTaps(emulation.quantizers)
-    assert emulate_module.MEASURE_STRIDE == 8
-    with patch.object(emulate_module, "MEASURE_STRIDE", stride):
+    assert emulate_module.FLUSH_STRIDE == 8
+    with patch.object(emulate_module, "FLUSH_STRIDE", stride):
         emulate(llama, emulation, *BATCHES, taps=taps)
     kept: dict[str, list[torch.Tensor]] = {}
 
@@ -176,11 +176,11 @@ def test_inputs_are_measured_at_one_token_in_eight(stride: int, llama: Subject) 
         plain_forward(by_hand, batch)
     assert len(kept) == 14
     for name, tensors in kept.items():
-        sampled = [
-            torch.cat([row[:n] for row, n in zip(x, batch.lengths, strict=True)])[::stride]
+        counted = [
+            torch.cat([row[:n] for row, n in zip(x, batch.lengths, strict=True)])
             for x, batch in zip(tensors, BATCHES, strict=True)
         ]
-        before = torch.cat(sampled)
+        before = torch.cat(counted)
         found = Damage(*taps.damage[Site(name, Role.INPUT)].tolist())
         noise = (cast_rows(before) - before).double().square().sum()
         assert found.num_elements == before.numel(), name
@@ -218,7 +218,7 @@ def test_inputs_of_experts_are_measured_where_tokens_stand(family: str, tmp_path
     with opened(model, tmp_path / "m") as subject:
         emulation = dynamic(subject)
         taps = EmulatingTaps(emulation.quantizers)
-        with patch.object(emulate_module, "MEASURE_STRIDE", 1):
+        with patch.object(emulate_module, "FLUSH_STRIDE", 1):
             emulate(subject, emulation, PADDED, taps=taps)
         by_hand = quantize_by_hand(model, recipe)
         for row, length in zip(PADDED.input_ids, PADDED.lengths, strict=True):
