@@ -50,8 +50,7 @@ class OutputFolder:
         self._target = self.path.resolve()
         try:
             _make_folders(self._target.parent, self._made_parents)
-            self._staging = _choose_staging_parent(self._target) / _name_temporary(self._target)
-            self._staging.mkdir()
+            self._staging = self._make_staging(_choose_staging_parent(self._target))
         except OSError as error:
             _remove_empty(self._made_parents)
             raise explain_os_error(error, self.path) from error
@@ -75,6 +74,11 @@ class OutputFolder:
         finally:
             shutil.rmtree(self._staging, ignore_errors=True)
             _remove_empty([*self._made_parents, self._aside])
+
+    def _make_staging(self, parent: Path) -> Path:
+        staging = parent / _name_temporary(self._target)
+        staging.mkdir()
+        return staging
 
     def _check(self) -> None:
         check_output(self.path, self._owned, self._force, inputs=self._inputs)

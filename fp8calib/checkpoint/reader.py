@@ -128,6 +128,15 @@ class Checkpoint:
         """
         return self._file(name).read_rows(name, start, stop)
 
+    def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
+
+        Raises:
+            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
+            IndexError: the tensor does not have these bytes.
+        """
+        return self._file(name).read_span(name, start, stop)
+
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
         """Read `size_bytes` from the middle of a tensor, or all of it when it is smaller."""
         return self._file(name).sample_bytes(name, size_bytes)

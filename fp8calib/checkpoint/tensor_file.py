@@ -82,6 +82,18 @@ class TensorFile:
         flat = self._read_flat(entry.start + start * row_bytes, (stop - start) * row_bytes)
         return flat.view(TORCH_DTYPES[entry.dtype]).reshape(stop - start, *entry.shape[1:])
 
+    def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
+
+        Raises:
+            ModelError: the file holds no such tensor, or cannot be read any more.
+            IndexError: the tensor does not have these bytes.
+        """
+        entry = self._entry(name)
+        if not 0 <= start <= stop <= entry.size_bytes:
+            raise IndexError(f"{name} of {entry.size_bytes} bytes has no bytes {start}:{stop}")
+        return self._read_flat(entry.start + start, stop - start)
+
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
         """Read `size_bytes` from the middle of a tensor, or all of it when it is smaller."""
         entry = self._entry(name)

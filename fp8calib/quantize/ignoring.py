@@ -1,0 +1,109 @@
+"""Which matrices stay as they are: by default, and by the user's patterns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fp8calib.errors import UsageError
+
+_TOWER = "a vision or audio tower"
+_PROJECTOR = "a projector between modalities"
+_TREES = frozenset({_TOWER, _PROJECTOR})
+_MODALITY = "vision|visual|image|img|audio|speech|video"
+
+_PARTS = (
+    ("an output head", r"lm_head|head|shared_head|embed_out|output_layer|score|classifier"),
+    ("an embedding", r".*embed.*|wte|wpe|relative_attention_bias"),
+    ("a norm", r".*norm.*|ln_.+"),
+    ("a router", r"router|gate|shared_expert_gate"),
+    (_TOWER, rf"(.+_)?({_MODALITY})(_.+)?|vit|vpm|apm"),
+    (_PROJECTOR, r".*projector.*|connector|(.+_)?aligner|resampler|merger"),
+    # vLLM 0.32.0 makes these without a quantization config, whatever the checkpoint's
+    # (`models/deepseek_mtp.py`, `models/deepseek_v2.py`).
+    ("a linear that engines keep unquantized", r"eh_proj|weights_proj"),
+)
+"""Why a module is left, and the parts of a path that say so."""
+_OUTER_PARTS = (
+    ("an output head", r"output"),
+    (_PROJECTOR, r"mlp1"),
+)
+"""The same for modules outside the numbered layers, where these names mean something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a module is left unquantized by default."""
+
+    why: str
+    tree: str = ""
+    """The part of the path that names the whole tower or projector it is in."""
+
+
+def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Reason | None:
+    """Say why a linear is left unquantized by default; None when it is not.
+
+    Args:
+        module: its path in the checkpoint.
+        rows: of its weight; outside the numbered layers, a row per word is an embedding or a head.
+        vocab_sizes: all that the config names.
+    """
+    parts = module.split(".")
+    is_outer = not any(part.isdecimal() for part in parts)
+    for why, expression in (*_PARTS, *(_OUTER_PARTS if is_outer else ())):
+        for part in parts:
+            if re.fullmatch(expression, part):
+                return Reason(why, tree=part if why in _TREES else "")
+    if is_outer and rows in vocab_sizes:
+        return Reason("an embedding or an output head: it has a row per word")
+    return None
+
+
+def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[str, str]:
+    """Find the modules that patterns name, themselves or by a module that holds them.
+
+    Args:
+        patterns: a path, a glob, or `re:` and an expression for a whole path. All spell a module,
+            or a tensor (`X.weight`).
+        modules: paths in the checkpoint.
+
+    Returns:
+        The pattern by the module that it names.
+
+    Raises:
+        UsageError: a pattern names no module, or is no regular expression.
+    """
+    matched: dict[str, str] = {}
+    paths = {path for module in modules for path in list_paths(module)}
+    for pattern in patterns:
+        named = {path for path in paths if _matches(pattern, path)}
+        if not named:
+            example = next(iter(modules), "")
+            raise UsageError(
+                f"--ignore {pattern}: matches no module of the model",
+                hint=f"modules look like {example}; globs and re: expressions match whole paths",
+            )
+        matched |= {
+            module: pattern
+            for module in modules
+            if module not in matched and not named.isdisjoint(list_paths(module))
+        }
+    return matched
+
+
+def list_paths(module: str) -> Iterator[str]:
+    """Give a module's path and the paths of all that hold it: `a`, `a.b`, `a.b.c`."""
+    parts = module.split(".")
+    return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+
+
+def _matches(pattern: str, path: str) -> bool:
+    if not pattern.startswith("re:"):
+        return fnmatchcase(path, pattern.removesuffix(".weight"))
+    expression = pattern.removeprefix("re:")
+    try:
+        return any(re.fullmatch(expression, text) for text in (path, f"{path}.weight"))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"--ignore {pattern}: no regular expression: {error}") from error

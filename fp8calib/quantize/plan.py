@@ -1,0 +1,236 @@
+"""What `quantize` will write: every file and every byte's place, from headers and config alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.discovery import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.checkpoint.overlay import find_side_files
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.dialects.fp8_weights import is_companion
+from fp8calib.dialects.read_config import CONFIG_NAME
+from fp8calib.errors import ModelError
+from fp8calib.provenance import fingerprint_model
+from fp8calib.quantize.forms import Form
+from fp8calib.quantize.selection import Matrix, Selection, select
+from fp8calib.quantize.shard_layout import (
+    Codes,
+    Constant,
+    Copied,
+    OutputTensor,
+    ShardLayout,
+    WeightScale,
+    lay_out,
+)
+from fp8calib.verify.schemes import Scheme
+
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+_VERSION = 1
+"""Of what the same plan makes of the same source; a resumed run must not mix two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is asked for."""
+
+    scheme: Scheme
+    form: Form
+    ignore: tuple[str, ...] = ()
+    shares_scales: bool = True
+    """Weights that engines fuse share one per-tensor scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Scales that come from calibration: fp32 []."""
+
+    inputs: Mapping[str, torch.Tensor]
+    """By the linear's path in the checkpoint."""
+    kv: Mapping[str, torch.Tensor]
+    """By the tensor's name."""
+
+
+NO_SCALES = Scales(inputs={}, kv={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizePlan:
+    """Everything that is decided before a weight is read."""
+
+    settings: Settings
+    selection: Selection
+    shards: tuple[ShardLayout, ...]
+    config: Mapping[str, object]
+    """The config.json to write."""
+    json_files: Mapping[str, Mapping[str, object]]
+    """By name, beside config.json: the index, and what the form has."""
+    side_files: Mapping[str, Path]
+    skipped: Mapping[str, str]
+    """Entries of the source that are left out, with the reason."""
+    tag: str
+    """Names the source and everything that was asked: equal tags, equal bytes."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Tell the bytes all files will take together."""
+        sides = sum(path.stat().st_size for path in self.side_files.values())
+        documents = (self.config, *self.json_files.values())
+        texts = sum(len(write_json(document)) for document in documents)
+        return sum(shard.size_bytes for shard in self.shards) + sides + texts
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Name everything at the top of the output folder."""
+        sides = (name.split("/")[0] for name in self.side_files)
+        shards = (shard.name for shard in self.shards)
+        return frozenset({CONFIG_NAME, *self.json_files, *shards, *sides})
+
+    def group(self, matrix: Matrix) -> str:
+        """Name what shares one per-tensor scale with a weight."""
+        return matrix.fused_group if self.settings.shares_scales else matrix.module
+
+
+def check_source(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is quantized already.
+
+    Raises:
+        ModelError: naming what says so.
+    """
+    config = checkpoint.load_config()
+    inner = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
+    for place in (config, *(part for part in inner if isinstance(part, dict))):
+        for key in _CONFIG_KEYS:
+            section = place.get(key)
+            if isinstance(section, dict):
+                method = section.get("quant_method", "unknown")
+                raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {method!a:.40}")
+    for name, entry in checkpoint.tensors.items():
+        if entry.dtype.startswith("F8_"):
+            raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
+        if is_companion(name):
+            raise _quantized(checkpoint, f"{name} is a scale")
+
+
+def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
+    return ModelError(
+        f"{checkpoint.folder}: the model is quantized already: {what}",
+        hint="quantize the unquantized model it was made from",
+    )
+
+
+def make_plan(
+    checkpoint: Checkpoint, settings: Settings, *, scales: Scales = NO_SCALES
+) -> QuantizePlan:
+    """Decide what is written where; nothing but headers and config is read.
+
+    Args:
+        checkpoint: an unquantized checkpoint (`check_source`).
+        settings: what is asked for.
+        scales: of inputs and of the KV cache; the inputs of every linear for a static scheme.
+
+    Raises:
+        UsageError: a pattern of `ignore` names nothing.
+        ModelError: there is nothing to quantize, or a layout is not known.
+    """
+    config = checkpoint.load_config()
+    selection = select(checkpoint, config, ignore=settings.ignore)
+    tag = _make_tag(checkpoint, config, settings, scales)
+    shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, tag))
+    has_kv = bool(scales.kv)
+    form, scheme = settings.form, settings.scheme
+    quantization = form.make_config(scheme, selection.left, has_kv)
+    extras = form.make_extra_files(scheme, selection.left, has_kv)
+    if checkpoint.is_sharded:
+        extras[INDEX_NAME] = _make_index(checkpoint, shards)
+    sides, skipped = find_side_files(checkpoint)
+    return QuantizePlan(
+        settings=settings,
+        selection=selection,
+        shards=shards,
+        config={**config, "quantization_config": quantization},
+        json_files={name: dict(document) for name, document in extras.items()},  # type: ignore[call-overload]
+        side_files={name: path for name, path in sides.items() if name not in extras},
+        skipped=skipped,
+        tag=tag,
+    )
+
+
+def write_json(document: Mapping[str, object]) -> bytes:
+    """Write a JSON file's bytes."""
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _make_tag(
+    checkpoint: Checkpoint, config: Mapping[str, object], settings: Settings, scales: Scales
+) -> str:
+    asked = [
+        _VERSION,
+        settings.scheme.name,
+        settings.form.name,
+        sorted(settings.ignore),
+        settings.shares_scales,
+        *(
+            [[name, float(value)] for name, value in sorted(part.items())]
+            for part in (scales.inputs, scales.kv)
+        ),
+    ]
+    text = fingerprint_model(config, checkpoint) + json.dumps(asked)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lay_out_shards(
+    checkpoint: Checkpoint, settings: Settings, selection: Selection, scales: Scales, tag: str
+) -> Iterable[ShardLayout]:
+    taken = {matrix.tensor: matrix for matrix in selection.taken}
+    by_file: dict[str, list[OutputTensor]] = defaultdict(list)
+    for name in checkpoint.tensors:
+        file = checkpoint.file_of(name).name
+        if name in taken:
+            by_file[file] += _quantized_tensors(taken[name], settings, scales)
+        else:
+            entry = checkpoint.tensors[name]
+            by_file[file].append(
+                OutputTensor(name=name, dtype=entry.dtype, shape=entry.shape, content=Copied(name))
+            )
+    last = checkpoint.weight_files[-1].name
+    by_file[last] += [
+        _constant(name, value, settings.form) for name, value in sorted(scales.kv.items())
+    ]
+    for path in checkpoint.weight_files:
+        name = path.name if checkpoint.is_sharded else SINGLE_FILE_NAME
+        yield lay_out(name, by_file[path.name], tag=tag)
+
+
+def _quantized_tensors(
+    matrix: Matrix, settings: Settings, scales: Scales
+) -> Iterable[OutputTensor]:
+    form, scheme = settings.form, settings.scheme
+    yield OutputTensor(
+        name=matrix.tensor, dtype="F8_E4M3", shape=matrix.shape, content=Codes(matrix)
+    )
+    yield OutputTensor(
+        name=form.name_scale(matrix.module, scheme),
+        dtype="F32",
+        shape=form.shape_scale(matrix.shape, scheme),
+        content=WeightScale(matrix),
+    )
+    if scheme.has_static_inputs:
+        yield _constant(f"{matrix.module}.input_scale", scales.inputs[matrix.module], form)
+
+
+def _constant(name: str, value: torch.Tensor, form: Form) -> OutputTensor:
+    return OutputTensor(name=name, dtype="F32", shape=form.scalar_shape, content=Constant(value))
+
+
+def _make_index(checkpoint: Checkpoint, shards: Collection[ShardLayout]) -> dict[str, object]:
+    metadata = dict(checkpoint.index.metadata) if checkpoint.index else {}
+    metadata["total_size"] = sum(shard.data_bytes for shard in shards)
+    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}

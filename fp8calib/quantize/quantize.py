@@ -1,0 +1,192 @@
+"""The verb: from an unquantized checkpoint to an FP8 one, shard by shard.
+
+The weights pass through buffers of a megabyte; neither the model's size nor a shard's, nor a
+tensor's, decides about memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.atomic import require_free_space
+from fp8calib.checkpoint.overlay import copy_side_files
+from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.dialects.read_config import CONFIG_NAME
+from fp8calib.errors import UsageError
+from fp8calib.quantize.plan import QuantizePlan, write_json
+from fp8calib.quantize.reading import WeightReader
+from fp8calib.quantize.shard_layout import ShardLayout
+from fp8calib.quantize.shard_writer import Progress, ShardWriter
+from fp8calib.quantize.weight_scales import Dead, WeightScales
+
+_MAX_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a run has done."""
+
+    files: tuple[str, ...]
+    dead: tuple[Dead, ...]
+    resumed: tuple[str, ...]
+    """Shards that an interrupted run had finished."""
+
+
+def quantize(
+    checkpoint: Checkpoint,
+    plan: QuantizePlan,
+    out: Path,
+    *,
+    device: torch.device,
+    progress: Progress,
+    resume: bool = False,
+    force: bool = False,
+    inputs: Collection[Path] = (),
+) -> Written:
+    """Write the checkpoint that `plan` describes.
+
+    Args:
+        checkpoint: the source the plan was made for.
+        plan: what to write.
+        out: the folder; it is there whole or not at all, an interrupted run leaves `OUT.partial`.
+        device: where to compute.
+        progress: hears of the bytes written.
+        resume: go on where an interrupted run of the same plan stopped.
+        force: replace what this command writes.
+        inputs: other files that are read, which the output may not replace.
+
+    Raises:
+        UsageError: the folder is in use, or the interrupted run was another one.
+        ModelError: a weight cannot be read, or holds NaN or infinity.
+        ExportError: the disk cannot hold the output.
+    """
+    folder = PartialFolder(
+        out,
+        owned=plan.names,
+        resume=resume,
+        force=force,
+        inputs=[checkpoint.folder, *inputs],
+    )
+    with folder as staging, _threads() as pool:
+        reader = WeightReader(checkpoint, pool, device=device)
+        journal = _Journal.open(staging, plan.tag, out)
+        finished = [shard.name for shard in plan.shards if journal.has(shard)]
+        require_free_space(staging, plan.size_bytes - _count_bytes(staging, finished))
+        scales = WeightScales(plan, reader)
+        for shard in plan.shards:
+            if shard.name in finished:
+                progress.advance(shard.data_bytes)
+                continue
+            temporary = staging / f"{shard.name}.unfinished"
+            writer = ShardWriter(shard, reader, scales, plan.settings.scheme.weights)
+            dead = writer.write(temporary, progress)
+            journal.add(shard, dead)
+            temporary.replace(staging / shard.name)
+        _write_side_files(staging, plan)
+        files = sorted(path.relative_to(staging).as_posix() for path in _list_files(staging))
+    return Written(
+        files=tuple(name for name in files if name != MARK_NAME),
+        dead=journal.dead,
+        resumed=tuple(finished),
+    )
+
+
+def is_finished(out: Path, plan: QuantizePlan) -> bool:
+    """Tell whether `out` is what the plan would write."""
+    if not all((out / name).exists() for name in plan.names):
+        return False
+    return all(_is_shard(out / shard.name, shard) for shard in plan.shards)
+
+
+def _is_shard(path: Path, shard: ShardLayout) -> bool:
+    """Tell whether a file is a finished shard, by its length and first bytes."""
+    if not path.is_file() or path.stat().st_size != shard.size_bytes:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(shard.head)) == shard.head
+
+
+class _Journal:
+    """Which shards are finished, and what was dead in them: a file of the partial folder."""
+
+    def __init__(self, folder: Path, tag: str, found: Mapping[str, list[Dead]]) -> None:
+        self._folder = folder
+        self._tag = tag
+        self._dead = dict(found)
+        self._save()
+
+    @classmethod
+    def open(cls, folder: Path, tag: str, out: Path) -> _Journal:
+        """Read what an interrupted run left.
+
+        Raises:
+            UsageError: it was a run of something else.
+        """
+        document = json.loads((folder / MARK_NAME).read_text(encoding="utf-8"))
+        if document and document["tag"] != tag:
+            raise UsageError(
+                f"{folder}: the interrupted run had another model or other options",
+                hint=f"leave out --resume to start {out} anew, or repeat its options",
+            )
+        dead = {
+            name: [Dead(**fields) for fields in items]
+            for name, items in document.get("dead", {}).items()
+        }
+        return cls(folder, tag, dead)
+
+    @property
+    def dead(self) -> tuple[Dead, ...]:
+        return tuple(item for items in self._dead.values() for item in items)
+
+    def has(self, shard: ShardLayout) -> bool:
+        return shard.name in self._dead and _is_shard(self._folder / shard.name, shard)
+
+    def add(self, shard: ShardLayout, dead: list[Dead]) -> None:
+        self._dead[shard.name] = dead
+        self._save()
+
+    def _save(self) -> None:
+        dead = {name: [asdict(item) for item in items] for name, items in self._dead.items()}
+        text = json.dumps({"tag": self._tag, "dead": dead})
+        temporary = self._folder / f"{MARK_NAME}.new"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self._folder / MARK_NAME)
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Give a pool with a thread for each core, in which torch starts none of its own."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(count)
+
+
+def _write_side_files(folder: Path, plan: QuantizePlan) -> None:
+    """Write all but the shards, and remove what an interrupted run left half done."""
+    for path in folder.iterdir():
+        if path.name not in {*plan.names, MARK_NAME}:
+            path.unlink()
+    copy_side_files(plan.side_files, folder)
+    for name, document in {CONFIG_NAME: plan.config, **plan.json_files}.items():
+        (folder / name).write_bytes(write_json(document))
+
+
+def _count_bytes(folder: Path, names: Collection[str]) -> int:
+    return sum((folder / name).stat().st_size for name in names)
+
+
+def _list_files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,174 @@
+"""What of a checkpoint is quantized, told by config.json and headers: no model class, no weight."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.dialects.fp8_weights import FUSED_NAME
+from fp8calib.errors import ModelError
+from fp8calib.quantize.ignoring import Reason, find_default, match_patterns
+
+_SUFFIX = ".weight"
+_FLOATS = frozenset({"BF16", "F16", "F32"})
+_CONV1D_TYPES = frozenset(
+    {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
+)
+"""Model types whose linears are transformers' Conv1D, [in, out] on disk."""
+_SMALLEST_MATRIX = 16
+"""What has a shorter side in its last two axes is a kernel of a convolution."""
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """The weight of one linear, [rows, columns]: outputs by inputs."""
+
+    module: str
+    """The linear's path in the checkpoint."""
+    shape: tuple[int, int]
+    dtype: str
+    """As safetensors spells it."""
+
+    @property
+    def tensor(self) -> str:
+        """Name the tensor that holds it."""
+        return self.module + _SUFFIX
+
+    @property
+    def layer(self) -> str:
+        """Name the layer it belongs to; empty outside the numbered layers."""
+        found = _LAYER.match(self.module)
+        return found.group(1) if found else ""
+
+    @property
+    def fused_group(self) -> str:
+        """Name what engines load it into, together with others."""
+        parent, _, projection = self.module.rpartition(".")
+        return f"{parent}.{FUSED_NAME.get(projection, projection)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A matrix that is not quantized."""
+
+    module: str
+    why: str
+    is_linear: bool
+    """An engine may take it for a linear, so the config has to name it."""
+    tree: str = ""
+    """The part of its path that names the tower or projector it is in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What is quantized, in the order of the source's data, and which matrices are not."""
+
+    taken: tuple[Matrix, ...]
+    left: tuple[Left, ...]
+
+    def split_groups(self) -> Iterator[str]:
+        """Name the fused groups of which only a part is quantized."""
+        groups = {matrix.fused_group for matrix in self.taken}
+        for item in self.left:
+            group = Matrix(module=item.module, shape=(0, 0), dtype="").fused_group
+            if group in groups:
+                yield group
+
+
+def select(
+    checkpoint: Checkpoint, config: Mapping[str, object], *, ignore: Collection[str]
+) -> Selection:
+    """Take every 2-D `*.weight` for a linear, but those left out by default or by the user.
+
+    Args:
+        checkpoint: an unquantized checkpoint; headers are enough.
+        config: its config.json.
+        ignore: the user's patterns (`match_patterns`).
+
+    Raises:
+        UsageError: a pattern names nothing.
+        ModelError: nothing is left to quantize, or a weight's layout is not known.
+    """
+    modules = [name.removesuffix(_SUFFIX) for name in checkpoint.tensors]
+    tied = [HEAD] if config.get("tie_word_embeddings", True) else []
+    ignored = match_patterns(ignore, [*modules, *tied])
+    vocab_sizes = frozenset(
+        size for size in _find_values(config, "vocab_size") if isinstance(size, int)
+    )
+    taken: list[Matrix] = []
+    left: list[Left] = []
+    for name, entry in checkpoint.tensors.items():
+        if len(entry.shape) < 2 or 0 in entry.shape:
+            continue
+        module = name.removesuffix(_SUFFIX)
+        is_linear = name.endswith(_SUFFIX) and len(entry.shape) == 2
+        reason = _explain_leaving(module, entry, ignored, vocab_sizes)
+        if reason is None and _is_stacked(name, entry):
+            raise _unknown_stack(checkpoint, name, entry)
+        if reason is None and not is_linear:
+            reason = Reason("not a 2-D *.weight")
+        if reason is None:
+            rows, columns = entry.shape
+            taken.append(Matrix(module=module, shape=(rows, columns), dtype=entry.dtype))
+        else:
+            left.append(Left(module=module, why=reason.why, is_linear=is_linear, tree=reason.tree))
+    _check_taken(checkpoint, config, taken)
+    return Selection(taken=tuple(taken), left=tuple(left))
+
+
+def _explain_leaving(
+    module: str, entry: TensorEntry, ignored: Mapping[str, str], vocab_sizes: Collection[int]
+) -> Reason | None:
+    if module in ignored:
+        return Reason(f"--ignore {ignored[module]}")
+    if entry.dtype not in _FLOATS:
+        return Reason(f"stored in {entry.dtype}")
+    return find_default(module, rows=entry.shape[0], vocab_sizes=vocab_sizes)
+
+
+def _is_stacked(name: str, entry: TensorEntry) -> bool:
+    """Tell whether a tensor holds several matrices: experts, most of all."""
+    if name.endswith("bias") or (len(entry.shape) == 2 and name.endswith(_SUFFIX)):
+        return False
+    is_expert = any("expert" in part for part in name.split("."))
+    return is_expert or (len(entry.shape) > 2 and min(entry.shape[-2:]) >= _SMALLEST_MATRIX)
+
+
+def _unknown_stack(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> ModelError:
+    return ModelError(
+        f"{checkpoint.folder}: {name} {list(entry.shape)} holds several matrices, and how they lie "
+        "in it is not known",
+        hint=f"save the model with a tensor per expert, or leave it unquantized: --ignore {name}",
+    )
+
+
+def _check_taken(
+    checkpoint: Checkpoint, config: Mapping[str, object], taken: Collection[Matrix]
+) -> None:
+    if not taken:
+        raise ModelError(
+            f"{checkpoint.folder}: there is no linear to quantize",
+            hint="the 2-D *.weight tensors are all left out: by name, by dtype, or by --ignore",
+        )
+    for model_type in _find_values(config, "model_type"):
+        if model_type in _CONV1D_TYPES:
+            example = next(iter(taken))
+            raise ModelError(
+                f"{checkpoint.folder}: {model_type} keeps its weights [in, out] (Conv1D), as in "
+                f"{example.tensor} {list(example.shape)}; engines have no FP8 form for these",
+                hint="its KV cache can be quantized: `fp8calib calibrate`",
+            )
+
+
+def _find_values(config: object, key: str) -> Iterator[object]:
+    """Find every value of a key in a config and the configs inside it."""
+    if isinstance(config, Mapping):
+        if isinstance(config.get(key), str | int):
+            yield config[key]
+        for value in config.values():
+            yield from _find_values(value, key)

@@ -1,0 +1,117 @@
+"""Where every tensor of an output file will lie, known before the first weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
+from fp8calib.quantize.selection import Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A tensor of the source as it is."""
+
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """The codes of a quantized weight."""
+
+    matrix: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScale:
+    """The scale of a quantized weight, fp32."""
+
+    matrix: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number known beforehand, fp32: a scale of an input, of K or of V."""
+
+    value: torch.Tensor
+
+
+Content = Copied | Codes | WeightScale | Constant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputTensor:
+    """One tensor of an output file."""
+
+    name: str
+    dtype: str
+    """As safetensors spells it."""
+    shape: tuple[int, ...]
+    content: Content
+
+    @property
+    def size_bytes(self) -> int:
+        """Tell the bytes it takes."""
+        size = ITEM_SIZE_BYTES[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLayout:
+    """An output file: its first bytes, and where the data of its tensors begin."""
+
+    name: str
+    head: bytes
+    """Everything before the data of the first tensor."""
+    tensors: tuple[OutputTensor, ...]
+    """In the order of their data."""
+    starts: Mapping[str, int]
+    """By a tensor's name, counted from the file's first byte."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Sum the bytes of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @property
+    def size_bytes(self) -> int:
+        """Tell the length of the file."""
+        return len(self.head) + self.data_bytes
+
+
+def lay_out(name: str, tensors: Collection[OutputTensor], *, tag: str) -> ShardLayout:
+    """Lay tensors out one after another, those of wider numbers first, so that all are aligned.
+
+    Args:
+        name: of the file.
+        tensors: in the order they are to have among equally wide ones.
+        tag: what the header says of where the file is from; equal tags, equal files.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -ITEM_SIZE_BYTES[tensor.dtype])
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "fp8calib.quantize": tag}}
+    offset = 0
+    offsets: dict[str, int] = {}
+    for tensor in ordered:
+        offsets[tensor.name] = offset
+        stop = offset + tensor.size_bytes
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, stop],
+        }
+        offset = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of eight bytes
+    head = len(text).to_bytes(8, "little") + text
+    return ShardLayout(
+        name=name,
+        head=head,
+        tensors=tuple(ordered),
+        starts={name: len(head) + offset for name, offset in offsets.items()},
+    )

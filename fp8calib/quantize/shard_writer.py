@@ -1,0 +1,186 @@
+"""One output file, written in place by several threads while the source is read once or twice."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fp8calib.fp8 import E4M3FN
+from fp8calib.quantize.cast import encode_blocks, encode_rows
+from fp8calib.quantize.reading import BLOCK_BYTES, WeightReader, reduce_rows, split_rows
+from fp8calib.quantize.selection import Matrix
+from fp8calib.quantize.shard_layout import (
+    Codes,
+    Constant,
+    Copied,
+    OutputTensor,
+    ShardLayout,
+    WeightScale,
+)
+from fp8calib.quantize.weight_scales import Dead, WeightScales
+from fp8calib.scales import scale_of
+from fp8calib.verify.quantizer import Dynamic
+
+_TASKS_AHEAD = 64
+"""Blocks that may wait for a thread; none is in memory before its turn."""
+
+
+class Progress(Protocol):
+    """Whoever wants to know how far the work is."""
+
+    def advance(self, steps: int) -> None:
+        """Hear of bytes of the output that are written."""
+
+
+@dataclass(slots=True)
+class _Started:
+    """A tensor whose blocks are on their way."""
+
+    tasks: Sequence[Future[Any]]
+    finish: Callable[[list[Any]], None]
+    size_bytes: int
+
+
+class ShardWriter:
+    """Writes one output file.
+
+    Tensors are started in the order of the source's data, so that disks read and write forward.
+    """
+
+    def __init__(
+        self, shard: ShardLayout, reader: WeightReader, scales: WeightScales, covers: Dynamic
+    ) -> None:
+        self._shard = shard
+        self._reader = reader
+        self._scales = scales
+        self._covers = covers
+        self._places = {
+            tensor.content.matrix.module: tensor
+            for tensor in shard.tensors
+            if isinstance(tensor.content, WeightScale)
+        }
+        self._dead: list[Dead] = []
+
+    def write(self, path: Path, progress: Progress) -> list[Dead]:
+        """Write the file, and list the weights of which something is all zeros.
+
+        Raises:
+            ModelError: a weight cannot be read, or holds NaN or infinity.
+            OSError: the file cannot be written.
+        """
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        started: deque[_Started] = deque()
+        try:
+            os.truncate(self._file, self._shard.size_bytes)
+            self._put(0, self._shard.head)
+            for item in self._start_all():
+                started.append(item)
+                while len(started) > 1 and sum(len(each.tasks) for each in started) > _TASKS_AHEAD:
+                    _finish(started[0], progress)
+                    started.popleft()
+            for item in started:
+                _finish(item, progress)
+        finally:
+            _abandon(started)
+            os.close(self._file)
+        return self._dead
+
+    def _start_all(self) -> Iterable[_Started]:
+        for tensor in self._shard.tensors:
+            content = tensor.content
+            if isinstance(content, Constant):
+                self._put_scale(tensor, content.value)
+            elif isinstance(content, Copied):
+                yield self._start_copy(tensor, content.tensor)
+            elif isinstance(content, Codes):
+                yield self._start_codes(tensor, content.matrix)
+
+    def _start_copy(self, tensor: OutputTensor, source: str) -> _Started:
+        step = 4 * BLOCK_BYTES
+
+        def copy(offset: int) -> None:
+            stop = min(offset + step, tensor.size_bytes)
+            span = self._reader.checkpoint.read_span(source, offset, stop)
+            self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
+
+        tasks = [
+            self._reader.pool.submit(copy, offset) for offset in range(0, tensor.size_bytes, step)
+        ]
+        return _Started(tasks, lambda _: None, tensor.size_bytes)
+
+    def _start_codes(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
+        if self._covers is Dynamic.TENSOR:
+            return self._start_per_tensor(tensor, matrix)
+        return self._start_per_part(tensor, matrix)
+
+    def _start_per_tensor(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
+        scale, dead = self._scales.of_group(matrix)
+
+        def quantize(rows: range) -> None:
+            values = self._reader.read(matrix, rows)
+            self._put_codes(tensor, rows, encode_rows(values, scale.to(values.device)))
+
+        self._note(dead)
+        self._put_scale(self._places[matrix.module], scale)
+        tasks = [self._reader.pool.submit(quantize, rows) for rows in split_rows(matrix)]
+        return _Started(tasks, lambda _: None, tensor.size_bytes)
+
+    def _start_per_part(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
+        """Start a weight whose rows or blocks have scales of their own: one reading will do."""
+        covers = self._covers
+
+        def quantize(rows: range) -> torch.Tensor:
+            values = self._reader.read(matrix, rows)
+            amax = reduce_rows(matrix, rows, values, covers)
+            scale = scale_of(amax, E4M3FN)
+            if covers is Dynamic.BLOCK:
+                self._put_codes(tensor, rows, encode_blocks(values, scale))
+            else:
+                self._put_codes(tensor, rows, encode_rows(values, scale.unsqueeze(1)))
+            return amax.cpu()
+
+        def finish(parts: list[torch.Tensor]) -> None:
+            scale, dead = self._scales.of_parts(matrix, torch.cat(parts))
+            self._note(dead)
+            self._put_scale(self._places[matrix.module], scale)
+
+        tasks = [self._reader.pool.submit(quantize, rows) for rows in split_rows(matrix)]
+        return _Started(tasks, finish, tensor.size_bytes)
+
+    def _put_codes(self, tensor: OutputTensor, rows: range, codes: torch.Tensor) -> None:
+        start = self._shard.starts[tensor.name] + rows.start * tensor.shape[1]
+        self._put(start, codes.view(torch.uint8).cpu().numpy().data)
+
+    def _put_scale(self, tensor: OutputTensor, scale: torch.Tensor) -> None:
+        self._put(self._shard.starts[tensor.name], scale.to(torch.float32).numpy().tobytes())
+
+    def _put(self, offset: int, data: bytes | memoryview) -> None:
+        """Write bytes at a place of the file, all of them."""
+        view = memoryview(data).cast("B")
+        while view:
+            written = os.pwrite(self._file, view, offset)
+            view, offset = view[written:], offset + written
+
+    def _note(self, dead: Dead | None) -> None:
+        if dead is not None:
+            self._dead.append(dead)
+
+
+def _finish(started: _Started, progress: Progress) -> None:
+    started.finish([task.result() for task in started.tasks])
+    progress.advance(started.size_bytes)
+
+
+def _abandon(started: Iterable[_Started]) -> None:
+    """Let no thread write any more: the file is about to be closed."""
+    tasks = [task for item in started for task in item.tasks]
+    for task in tasks:
+        task.cancel()
+    wait(tasks)

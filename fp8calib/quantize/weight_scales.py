@@ -1,0 +1,87 @@
+"""The scales of weights from their magnitudes, and what stands in where a magnitude is zero."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.fp8 import E4M3FN
+from fp8calib.quantize.plan import QuantizePlan
+from fp8calib.quantize.reading import WeightReader
+from fp8calib.quantize.selection import Matrix
+from fp8calib.scales import scale_of
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dead:
+    """A weight of which something was all zeros."""
+
+    tensor: str
+    count: int
+    """How many of its scales cover nothing but zeros."""
+    total: int
+
+
+class WeightScales:
+    """Turns magnitudes into scales, and keeps account of those that were zero.
+
+    A part of zeros takes the largest scale of its weight. A weight of zeros takes the group's
+    scale, else the largest of the same projection of the other experts, else of its layer, else 1.
+    """
+
+    def __init__(self, plan: QuantizePlan, reader: WeightReader) -> None:
+        self._reader = reader
+        self._groups: dict[str, list[Matrix]] = defaultdict(list)
+        self._siblings: dict[str, list[Matrix]] = defaultdict(list)
+        self._layers: dict[str, list[Matrix]] = defaultdict(list)
+        self._plan = plan
+        for matrix in plan.selection.taken:
+            self._groups[plan.group(matrix)].append(matrix)
+            self._siblings[_name_siblings(matrix)].append(matrix)
+            self._layers[matrix.layer].append(matrix)
+
+    def group_of(self, matrix: Matrix) -> Sequence[Matrix]:
+        """List the weights that share one per-tensor scale with this one, itself included."""
+        return self._groups[self._plan.group(matrix)]
+
+    def of_group(self, matrix: Matrix) -> tuple[torch.Tensor, Dead | None]:
+        """Compute the one scale of a weight and of what it shares it with: fp32 []."""
+        amax = torch.tensor(self._reader.measure(self.group_of(matrix)))
+        own = torch.tensor(self._reader.measure([matrix]))
+        dead = _describe(matrix, own)
+        if float(amax.max()) > 0:
+            return scale_of(amax.max(), E4M3FN), dead
+        return self._substitute(matrix), dead
+
+    def of_parts(self, matrix: Matrix, amax: torch.Tensor) -> tuple[torch.Tensor, Dead | None]:
+        """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
+        dead = _describe(matrix, amax)
+        scales = scale_of(amax, E4M3FN)
+        if dead is None:
+            return scales, None
+        is_whole = dead.count == dead.total
+        substitute = self._substitute(matrix) if is_whole else scales[amax > 0].max()
+        return torch.where(amax > 0, scales, substitute), dead
+
+    def _substitute(self, matrix: Matrix) -> torch.Tensor:
+        """Find a scale for a weight of zeros."""
+        for pool in (self._siblings[_name_siblings(matrix)], self._layers[matrix.layer]):
+            largest = max(self._reader.measure(pool))
+            if largest > 0:
+                return scale_of(torch.tensor(largest), E4M3FN)
+        return torch.tensor(1.0)
+
+
+def _name_siblings(matrix: Matrix) -> str:
+    return _EXPERT.sub(".experts.*.", matrix.module)
+
+
+def _describe(matrix: Matrix, amax: torch.Tensor) -> Dead | None:
+    count = int((amax == 0).sum())
+    return Dead(tensor=matrix.tensor, count=count, total=amax.numel()) if count else None
