@@ -28,11 +28,12 @@ from fp8calib.scales import (
 from fp8calib.stats import CalibrationStats
 from fp8calib.tensor_parallel import check_heads, check_linears
 
-_WHY = {
+WHY_NOT_OBSERVED = {
     Origin.SHARED: "reads another layer's K and V, so it carries that layer's scale",
     Origin.DEAD: "only zeros were seen, so its scale is the fallback",
     Origin.UNSEEN: "no token came by, so its scale is the fallback",
 }
+"""Why a scale was not computed from what was seen at its site."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,7 +371,7 @@ class _Job:
 
 
 def _notes_of_origins(table: ScaleTable) -> Iterator[Note]:
-    return (Note(str(site), _WHY[scale.origin]) for site, scale in table.not_observed())
+    return (Note(str(site), WHY_NOT_OBSERVED[scale.origin]) for site, scale in table.not_observed())
 
 
 def _notes_of_left_out(spec: FormatSpec, skipped: Mapping[str, str]) -> Iterator[Note]:

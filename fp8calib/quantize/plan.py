@@ -74,6 +74,8 @@ class QuantizePlan:
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
     """Entries of the source that are left out, with the reason."""
+    has_kv: bool
+    """There are scales of K and V."""
     tag: str
     """Names the source and everything that was asked: equal tags, equal bytes."""
 
@@ -158,6 +160,7 @@ def make_plan(
         json_files={name: dict(document) for name, document in extras.items()},  # type: ignore[call-overload]
         side_files={name: path for name, path in sides.items() if name not in extras},
         skipped=skipped,
+        has_kv=has_kv,
         tag=tag,
     )
 

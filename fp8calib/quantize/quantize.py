@@ -92,12 +92,17 @@ def quantize(
             journal.add(shard, dead)
             temporary.replace(staging / shard.name)
         _write_side_files(staging, plan)
-        files = sorted(path.relative_to(staging).as_posix() for path in _list_files(staging))
     return Written(
-        files=tuple(name for name in files if name != MARK_NAME),
+        files=list_files(out),
         dead=journal.dead,
         resumed=tuple(finished),
     )
+
+
+def list_files(folder: Path) -> tuple[str, ...]:
+    """List the files in a folder and below, sorted."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return tuple(sorted(path.relative_to(folder).as_posix() for path in files))
 
 
 def is_finished(out: Path, plan: QuantizePlan) -> bool:
@@ -186,7 +191,3 @@ def _write_side_files(folder: Path, plan: QuantizePlan) -> None:
 
 def _count_bytes(folder: Path, names: Collection[str]) -> int:
     return sum((folder / name).stat().st_size for name in names)
-
-
-def _list_files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())

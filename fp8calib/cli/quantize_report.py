@@ -1,0 +1,109 @@
+"""What `fp8calib quantize` says of a checkpoint it has written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8calib.checkpoint.atomic import format_size
+from fp8calib.cli.console import list_top_level, print_json, print_text, warn
+from fp8calib.dialects.engines import kv_bytes_per_token
+from fp8calib.quantize.kv_size import estimate_kv_bytes
+from fp8calib.quantize.plan import QuantizePlan
+from fp8calib.quantize.quantize import Written
+from fp8calib.quantize.serving import list_commands, list_limitations
+from fp8calib.stats import CalibrationStats
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was asked, planned and done."""
+
+    plan: QuantizePlan
+    written: Written
+    out: Path
+    source_bytes: int
+    duration_s: float
+    stats: CalibrationStats | None
+    notes: tuple[str, ...]
+
+
+def build_report(outcome: Outcome) -> dict[str, Any]:
+    """Gather what a user or a script wants to know."""
+    plan, out = outcome.plan, outcome.out
+    geometry = outcome.stats.geometry if outcome.stats and plan.has_kv else None
+    size = kv_bytes_per_token(geometry) if geometry else estimate_kv_bytes(plan.config)
+    return {
+        "out": str(out),
+        "files": list(outcome.written.files),
+        "scheme": plan.settings.scheme.name,
+        "format": plan.settings.form.name,
+        "bytes": {
+            "before": outcome.source_bytes,
+            "after": sum(shard.data_bytes for shard in plan.shards),
+        },
+        "duration_s": outcome.duration_s,
+        "resumed": list(outcome.written.resumed),
+        "quantized": [matrix.module for matrix in plan.selection.taken],
+        "left": [{"module": item.module, "why": item.why} for item in plan.selection.left],
+        "dead": [asdict(item) for item in outcome.written.dead],
+        "has_kv_scales": plan.has_kv,
+        "notes": [
+            *outcome.notes,
+            *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
+        ],
+        "kv_bytes_per_token": None if size is None else {"before": size[0], "after": size[1]},
+        "serving": [
+            {"engine": item.engine, "command": item.command}
+            for item in list_commands(plan, out, geometry)
+        ],
+        "limitations": [
+            {"engine": item.engine, "why": item.why, "is_blocking": item.is_blocking}
+            for item in list_limitations(plan, geometry)
+        ],
+    }
+
+
+def show_report(report: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a report, as JSON or for people."""
+    for note in report["notes"]:
+        warn(note)
+    for item in report["dead"]:
+        warn(f"{item['tensor']}: all zeros in {item['count']} of {item['total']} of its scales")
+    if as_json:
+        print_json(report)
+        return
+    for text in _describe(report):
+        print_text(text)
+
+
+def _describe(report: Mapping[str, Any]) -> Iterator[str]:
+    before, after = (format_size(size) for size in report["bytes"].values())
+    yield (
+        f"{len(report['quantized'])} linears quantized ({report['scheme']}, {report['format']}), "
+        f"weights {before} -> {after}, {report['duration_s']:.1f} s"
+    )
+    yield from _describe_left(report["left"])
+    if report["kv_bytes_per_token"]:
+        plain, quantized = report["kv_bytes_per_token"].values()
+        scales = "with the scales here" if report["has_kv_scales"] else "no scales here: 1.0"
+        yield f"KV cache: {plain:,} bytes per token now, {quantized:,} with FP8 ({scales})"
+    yield f"written to {report['out']}: {list_top_level(report['files'])}"
+    for item in report["serving"]:
+        yield f"serve with {item['engine']}:\n    {item['command']}"
+    for item in report["limitations"]:
+        verdict = "cannot use it" if item["is_blocking"] else "note"
+        yield f"  {item['engine']}: {verdict}: {item['why']}"
+
+
+def _describe_left(left: list[dict[str, str]]) -> Iterator[str]:
+    """Say for each reason what was left, a few by name."""
+    for why, count in Counter(item["why"] for item in left).items():
+        names = [item["module"] for item in left if item["why"] == why][:_SHOWN]
+        more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+        yield f"  left as it is ({why}): {', '.join(names)}{more}"

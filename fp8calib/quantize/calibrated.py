@@ -1,0 +1,179 @@
+"""Scales of inputs, K and V from statistics, by the checkpoint's own names.
+
+Statistics name modules of the live model; a checkpoint may call them otherwise, and stores experts
+one by one where the model stacks them. No model is built to find out: the statistics carry, for
+most linears, the name of the tensor they were read from, and the rest of a layer lies beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.dialects.registry import WHY_NOT_OBSERVED
+from fp8calib.errors import ExportError
+from fp8calib.fp8 import E4M3FN
+from fp8calib.geometry import Layer, Linear
+from fp8calib.provenance import fingerprint_model
+from fp8calib.quantize.forms import Form
+from fp8calib.quantize.plan import Scales
+from fp8calib.quantize.selection import Matrix
+from fp8calib.scales import ScaleTable, compute_kv_scales, compute_linear_scales, scale_of
+from fp8calib.sites import Role, Site
+from fp8calib.stats import CalibrationStats
+
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)")
+_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Mixtral's names of what every other family spells out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """Scales from statistics, and what a user should know of them."""
+
+    scales: Scales
+    notes: tuple[str, ...]
+
+
+def check_same_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
+    """Refuse statistics of another model.
+
+    Raises:
+        ExportError: the fingerprints differ.
+    """
+    found = fingerprint_model(checkpoint.load_config(), checkpoint)
+    if found != stats.header.model_fingerprint:
+        raise ExportError(
+            f"{checkpoint.folder} is not the model these statistics were measured on (its "
+            "fingerprint differs)",
+            hint="pass the folder that calibrate was run on",
+        )
+
+
+def find_kv_scales(stats: CalibrationStats, checkpoint: Checkpoint, form: Form) -> Calibrated:
+    """Make the scales of K and V, where the statistics hold them: else there are none.
+
+    Raises:
+        ExportError: no token came by a site.
+    """
+    pairs = [attention for _, attention in stats.geometry.attentions()]
+    if not any(pair.site(Role.K) in stats.sites for pair in pairs):
+        return Calibrated(scales=Scales(inputs={}, kv={}), notes=())
+    table = compute_kv_scales(stats, E4M3FN)
+    named: dict[str, torch.Tensor] = {}
+    for pair in pairs:
+        has_projections = f"{pair.checkpoint_module}.k_proj.weight" in checkpoint
+        for role in (Role.K, Role.V):
+            value = table.scales[pair.site(role)].values[0]
+            names = form.name_kv(pair, role, has_projections)
+            named |= dict.fromkeys(names, value)
+    return Calibrated(scales=Scales(inputs={}, kv=named), notes=tuple(_describe_origins(table)))
+
+
+def find_input_scales(
+    stats: CalibrationStats, taken: Collection[Matrix], *, shares_scales: bool
+) -> Calibrated:
+    """Make a static scale for the input of every linear that is quantized.
+
+    Args:
+        stats: of the same model.
+        taken: the weights.
+        shares_scales: all experts of a layer get one scale per projection, as engines use it,
+            gate and up the same; otherwise each its own. Linears that read one tensor (q, k, v)
+            have one scale in any case.
+
+    Raises:
+        ExportError: the statistics hold nothing for a linear.
+    """
+    inputs = _Inputs(stats)
+    found = {matrix.module: inputs.find(matrix) for matrix in taken}
+    if shares_scales:
+        groups = {matrix.module: _name_input_group(matrix) for matrix in taken}
+        largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
+        for module, group in groups.items():
+            largest[group] = torch.maximum(largest[group], found[module])
+        found = {module: largest[group] for module, group in groups.items()}
+    return Calibrated(
+        scales=Scales(inputs=found, kv={}), notes=tuple(_describe_origins(inputs.table))
+    )
+
+
+class _Inputs:
+    """The scales of inputs, found by the names of weights in the checkpoint."""
+
+    def __init__(self, stats: CalibrationStats) -> None:
+        self.table = compute_linear_scales(stats, E4M3FN)
+        self._stats = stats
+        self._linears = {
+            linear.checkpoint_name: linear
+            for _, linear in stats.geometry.linears()
+            if linear.checkpoint_name is not None
+        }
+        self._experts = {
+            (place, linear.module.rpartition(".")[2]): linear
+            for layer in stats.geometry.layers
+            for place in _find_places(layer)
+            for linear in layer.linears
+            if linear.num_experts
+        }
+
+    def find(self, matrix: Matrix) -> torch.Tensor:
+        """Find the scale of a linear's input: fp32 []."""
+        linear = self._linears.get(matrix.tensor)
+        if linear is not None:
+            return self._of_linear(linear)
+        found = _EXPERT.fullmatch(matrix.module)
+        if found is not None:
+            projection = _PROJECTIONS.get(found.group(3), found.group(3))
+            experts = self._experts.get((matrix.layer, projection))
+            if experts is not None and int(found.group(2)) < experts.num_experts:
+                return self._of_expert(experts, int(found.group(2)))
+        raise ExportError(
+            f"the stats hold no input of {matrix.module}",
+            hint="calibrate with --recipe w8a8-static; what the model's class leaves out (extra "
+            f"prediction layers) stays unquantized with --ignore {matrix.module}",
+        )
+
+    def _of_linear(self, linear: Linear) -> torch.Tensor:
+        if linear.section == "other":
+            return self._of_other(Site(linear.module, Role.INPUT))
+        sites = (Site(linear.logical(part), Role.INPUT) for part in linear.parts)
+        return torch.stack([self.table.scales[site].values[0] for site in sites]).max()
+
+    def _of_other(self, site: Site) -> torch.Tensor:
+        if site not in self._stats.sites:
+            raise ExportError(
+                f"the stats hold nothing for {site}",
+                hint="calibrate with --recipe w8a8-static, or leave it unquantized with --ignore",
+            )
+        amax = self._stats.sites[site].amax.max()
+        return scale_of(amax, E4M3FN) if float(amax) > 0 else torch.tensor(1.0)
+
+    def _of_expert(self, linear: Linear, expert: int) -> torch.Tensor:
+        site = Site(linear.logical(linear.parts[0], expert), Role.INPUT)
+        return self.table.scales[site].values[0]
+
+
+def _find_places(layer: Layer) -> Iterator[str]:
+    """Name the layer as the checkpoint does: what its linears' tensors begin with."""
+    places: set[str] = set()
+    for linear in layer.linears:
+        name = (linear.checkpoint_name or "").removesuffix(".weight")
+        inner = linear.module.removeprefix(f"{layer.module}.")
+        if name.endswith(f".{inner}"):
+            places.add(name.removesuffix(f".{inner}"))
+    return iter(places or {layer.module})
+
+
+def _name_input_group(matrix: Matrix) -> str:
+    """Name what shares one input scale: a fused group, over all experts of a layer."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", matrix.fused_group)
+
+
+def _describe_origins(table: ScaleTable) -> Iterable[str]:
+    return (f"{site}: {WHY_NOT_OBSERVED[scale.origin]}" for site, scale in table.not_observed())

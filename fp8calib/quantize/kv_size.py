@@ -1,0 +1,49 @@
+"""The size of a KV cache from config.json alone, for models whose class nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_INNER_CONFIGS = ("text_config", "llm_config", "language_config")
+_WITHOUT_CACHE = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")
+_WIDE_DTYPES = {"float32": 4, "float64": 8}
+
+
+def estimate_kv_bytes(config: Mapping[str, object]) -> tuple[int, int] | None:
+    """Give the bytes of KV cache per token over all layers, before and in FP8.
+
+    None where the config does not tell layers, heads and their size by the usual names. Layers
+    that read another layer's cache count as if they had one.
+    """
+    text = next((inner for key in _INNER_CONFIGS if isinstance(inner := config.get(key), dict)), {})
+    fields = {**config, **text}
+    layers, elements = _count_layers(fields), _count_elements(fields)
+    if layers is None or elements is None:
+        return None
+    dtype = fields.get("dtype") or fields.get("torch_dtype")
+    size = _WIDE_DTYPES.get(str(dtype), 2)
+    return layers * elements * size, layers * elements
+
+
+def _count_layers(fields: Mapping[str, object]) -> int | None:
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list):
+        return sum(not any(mark in str(kind) for mark in _WITHOUT_CACHE) for kind in kinds)
+    return _take(fields, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def _count_elements(fields: Mapping[str, object]) -> int | None:
+    """Count the numbers that one layer caches per token."""
+    latent, rotary = _take(fields, "kv_lora_rank"), _take(fields, "qk_rope_head_dim")
+    if latent is not None and rotary is not None:
+        return latent + rotary
+    heads = _take(fields, "num_attention_heads", "n_head", "n_heads")
+    kv_heads = _take(fields, "num_key_value_heads", "num_kv_heads") or heads
+    hidden = _take(fields, "hidden_size", "n_embd", "d_model")
+    size = _take(fields, "head_dim") or (hidden // heads if hidden and heads else None)
+    return None if kv_heads is None or size is None else 2 * kv_heads * size
+
+
+def _take(fields: Mapping[str, object], *names: str) -> int | None:
+    found = (fields.get(name) for name in names)
+    return next((value for value in found if type(value) is int and value > 0), None)
