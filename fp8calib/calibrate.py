@@ -116,8 +116,8 @@ def calibrate(
         skipped=tuple(_skipped(prepared, recipe, sites)),
         versions=versions(),
     )
-    rows = plan.row_hashes if plan else torch.zeros(0, dtype=torch.int64)
-    return CalibrationStats(header=header, sites=sites, row_hashes=rows)
+    text = plan.text.hashes if plan else torch.zeros(0, dtype=torch.int64)
+    return CalibrationStats(header=header, sites=sites, text_hashes=text)
 
 
 def _weights(

@@ -11,20 +11,27 @@ from fp8calib import __version__
 from fp8calib.checkpoint.reader import Checkpoint
 
 SAMPLE_BYTES = 4096
+_HISTORY_KEYS = frozenset({"_name_or_path", "transformers_version"})
 
 
 def fingerprint_model(config: Mapping[str, object], checkpoint: Checkpoint) -> str:
     """Hash the config and, of every tensor, name, dtype, shape and 4 KiB from its middle.
 
     The same weights give the same fingerprint however they are sharded; any training step moves
-    the sampled bytes.
+    the sampled bytes. Keys of the config that tell where a model came from do not count.
+
+    Returns:
+        64 hexadecimal digits, 32 of the config and 32 of the weights.
     """
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    counted = {key: value for key, value in config.items() if key not in _HISTORY_KEYS}
+    text = json.dumps(counted, sort_keys=True, default=str)
+    digest = hashlib.sha256()
     for name in sorted(checkpoint.tensors):
         entry = checkpoint.tensors[name]
         digest.update(f"{name}\0{entry.dtype}\0{list(entry.shape)}\0".encode())
         digest.update(checkpoint.sample_bytes(name, SAMPLE_BYTES))
-    return digest.hexdigest()
+    halves = (hashlib.sha256(text.encode()), digest)
+    return "".join(half.hexdigest()[:32] for half in halves)
 
 
 def versions() -> dict[str, str]:

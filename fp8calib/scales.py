@@ -19,6 +19,7 @@ import torch
 from fp8calib.errors import ExportError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Attention, Linear, ModelGeometry, Part
+from fp8calib.measured import MeasuredOn
 from fp8calib.rules import AMAX, Reach, Rule, find_reach
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats
@@ -82,6 +83,8 @@ class ScaleTable:
     scales: Mapping[Site, Scale]
     kept_amax: Mapping[Site, str] = field(default_factory=dict)
     """Why the rule that was asked for could not be followed at a site, whose amax stands."""
+    measured_on: MeasuredOn | None = None
+    """None where nobody wrote it down."""
 
     def kv(self, attention: Attention, rank: int = 0) -> float:
         """Give the one scale that covers k and v of a layer on `rank`: the larger of the two.
@@ -147,6 +150,7 @@ def compute_kv_scales(
         per_head=per_head,
         scales=_fill(scales, pools, fallback),
         kept_amax=kept_amax,
+        measured_on=stats.measured_on,
     )
 
 
@@ -198,6 +202,7 @@ def compute_linear_scales(
         per_head=False,
         scales=_fill(scales, pools, fallback),
         kept_amax=kept_amax,
+        measured_on=stats.measured_on,
     )
 
 

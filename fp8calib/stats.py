@@ -19,6 +19,7 @@ from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import DataError, ModelError, UsageError
 from fp8calib.geometry import ModelGeometry
+from fp8calib.measured import MeasuredOn
 from fp8calib.sites import Site
 
 METADATA_KEY = "fp8calib"
@@ -83,21 +84,29 @@ class StatsHeader(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationStats:
-    """The header, the sites and hashes of the data rows (sorted int64, to find overlap)."""
+    """The header, the sites, and hashes of the text (`data.text_hashes`: int64, sorted, unique)."""
 
     header: StatsHeader
     sites: Mapping[Site, SiteStats]
-    row_hashes: torch.Tensor
+    text_hashes: torch.Tensor
 
     @property
     def geometry(self) -> ModelGeometry:
         """The shape of the model that was observed."""
         return self.header.geometry
 
+    @property
+    def measured_on(self) -> MeasuredOn:
+        """The model and the text, as files of scales name them."""
+        header = self.header
+        return MeasuredOn(
+            model=header.model_fingerprint, data=header.data_fingerprint, text=self.text_hashes
+        )
+
 
 def save_stats(stats: CalibrationStats, path: Path) -> None:
     """Write one safetensors file; equal stats give equal bytes."""
-    tensors: dict[str, torch.Tensor] = {"row_hashes": stats.row_hashes}
+    tensors: dict[str, torch.Tensor] = {"text_hashes": stats.text_hashes}
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
     for site in sorted(stats.sites):
@@ -158,10 +167,10 @@ def load_stats(path: Path) -> CalibrationStats:
         with TensorFile(path) as file:
             tensors = {name: file.read(name) for name in file.tensors}
         sites = _build_sites(envelope, tensors)
-        row_hashes = tensors["row_hashes"].contiguous()
+        text_hashes = tensors["text_hashes"].contiguous()
         if envelope.digest != _digest(envelope, tensors):
             raise ValueError("its contents are not those that were written")
-        return CalibrationStats(header=envelope.header, sites=sites, row_hashes=row_hashes)
+        return CalibrationStats(header=envelope.header, sites=sites, text_hashes=text_hashes)
     except ModelError as error:
         raise DataError(error.message, hint=_HINT) from error
     except ValidationError as error:
@@ -193,7 +202,7 @@ def _explain(error: ValidationError) -> str:
 def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
     by_site: dict[str, dict[str, torch.Tensor]] = {text: {} for text in envelope.counts}
     everything = {
-        **{key: tensor for key, tensor in tensors.items() if key != "row_hashes"},
+        **{key: tensor for key, tensor in tensors.items() if key != "text_hashes"},
         **{key: tensors[first] for key, first in envelope.aliases.items()},
     }
     for key, tensor in everything.items():

@@ -29,6 +29,7 @@ FLOORS = {
         "geometry",
         "histogram",
         "histogram_shares",
+        "measured",
         "rules",
     },
     0: {"errors", "fp8", "sites", "__init__"},

@@ -65,7 +65,7 @@ def make_stats() -> CalibrationStats:
             count=8, amax=torch.tensor([4.0, 3.0, 2.0]), expert_counts=torch.tensor([8, 0])
         ),
     }
-    return CalibrationStats(header=header, sites=sites, row_hashes=torch.tensor([-5, 7]))
+    return CalibrationStats(header=header, sites=sites, text_hashes=torch.tensor([-5, 7]))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def path(tmp_path: Path) -> Path:
 def test_what_is_saved_is_loaded(path: Path) -> None:
     saved, loaded = make_stats(), load_stats(path)
     assert loaded.header == saved.header
-    assert torch.equal(loaded.row_hashes, saved.row_hashes)
+    assert torch.equal(loaded.text_hashes, saved.text_hashes)
     assert loaded.sites.keys() == saved.sites.keys()
     for site, expected in saved.sites.items():
         for field in fields(SiteStats):
@@ -95,7 +95,7 @@ def test_saving_again_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
     backwards = {site: stats.sites[site] for site in reversed(list(stats.sites))}
     again = tmp_path / "again.safetensors"
     save_stats(
-        CalibrationStats(header=stats.header, sites=backwards, row_hashes=stats.row_hashes), again
+        CalibrationStats(header=stats.header, sites=backwards, text_hashes=stats.text_hashes), again
     )
     assert again.read_bytes() == path.read_bytes()
     save_stats(load_stats(path), again)
@@ -150,7 +150,7 @@ def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> 
         (lambda t, _: t[HISTOGRAM].__setitem__(0, -1), "histogram holds values that are no counts"),
         (lambda t, _: t.update({HISTOGRAM: torch.ones(3)}), "no counts"),
         (lambda t, _: t.pop(f"{UP}/amax"), "amax' is missing"),
-        (lambda t, _: t.pop("row_hashes"), "'row_hashes' is missing"),
+        (lambda t, _: t.pop("text_hashes"), "'text_hashes' is missing"),
         (lambda t, _: t.update({f"{K}/nonsense": torch.ones(1)}), "unknown tensor"),
         (lambda t, _: t.update({"x.k/amax": torch.ones(1)}), "'x.k' is missing"),
         (lambda _, h: h["header"].update(kind="other"), "header.kind"),

@@ -19,6 +19,7 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import ExportError
 from fp8calib.fp8 import FORMATS
+from fp8calib.measured import explain_difference
 from fp8calib.provenance import fingerprint_model
 from fp8calib.recipe import Recipe
 from fp8calib.stats import CalibrationStats, load_stats
@@ -86,13 +87,12 @@ def _source(model: str | None, stats: CalibrationStats) -> Iterator[Checkpoint |
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
     with Checkpoint.open(find_folder(model, None), require_config=True) as checkpoint:
-        if (
-            fingerprint_model(checkpoint.load_config(), checkpoint)
-            != stats.header.model_fingerprint
-        ):
+        measured = stats.header.model_fingerprint
+        fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
+        if fingerprint != measured:
             raise ExportError(
-                f"{model} is not the model these statistics were measured on (its fingerprint "
-                "differs)",
+                f"{model} is not the model these statistics were measured on, which had "
+                f"{explain_difference(measured, fingerprint)}",
                 hint="pass the folder that calibrate was run on",
             )
         yield checkpoint

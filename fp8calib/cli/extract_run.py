@@ -1,9 +1,12 @@
-"""What `fp8calib extract-kv-scales` does: read, fit, write, show. No weight is read."""
+"""What `fp8calib extract-kv-scales` does: read, fit, write, show.
+
+No weight of the quantized model is read; of the unquantized one's, what its fingerprint takes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +16,17 @@ from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.opening import quiet_libraries
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.dialects.fit_table import explain_fit, explain_joint, fit_table, fits_heads
-from fp8calib.dialects.reading import SOURCE_DTYPES, FoundScales, read_scales
+from fp8calib.dialects.reading import SOURCE_DTYPES, FoundScales, check_same_model, read_scales
 from fp8calib.dialects.registry import FORMATS, check_kv_alone, list_owned, write_table
 from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.errors import UsageError
 from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.measured import MeasuredOn
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
+from fp8calib.provenance import fingerprint_model
 from fp8calib.scales import ScaleTable
 from fp8calib.sites import Role
 
@@ -77,7 +82,8 @@ def run_extract(settings: ExtractSettings) -> None:
             WeightSource(skeleton, checkpoint).whole,
             checkpoint_dtype=stored_dtype(checkpoint),
         )
-        extracted = _extract(settings, geometry, checkpoint)
+        fingerprint = fingerprint_model(source.raw_config, checkpoint)
+        extracted = _extract(settings, geometry, checkpoint, fingerprint)
     _show(settings, extracted)
 
 
@@ -97,7 +103,7 @@ def _check(settings: ExtractSettings) -> None:
 
 
 def _extract(
-    settings: ExtractSettings, geometry: ModelGeometry, checkpoint: Checkpoint
+    settings: ExtractSettings, geometry: ModelGeometry, checkpoint: Checkpoint, fingerprint: str
 ) -> Extracted:
     spec = FORMATS[settings.format_name]
     found = read_scales(
@@ -106,8 +112,10 @@ def _extract(
         source_dtype=settings.source_dtype,
         needs_dtype=True,
     )
+    check_same_model(str(settings.quantized_model), found.table, fingerprint)
+    known = found.table.measured_on or MeasuredOn.of_model(fingerprint)
     table = fit_table(
-        found.table,
+        replace(found.table, measured_on=known),
         fmt=SOURCE_DTYPES[settings.fp8_dtype],
         tp=_choose_tp(settings, found.table),
         per_head=spec.per_head,

@@ -18,6 +18,7 @@ from fp8calib.cli.verify_show import describe_plan, show_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8 import FORMATS
+from fp8calib.measured import estimate_overlap
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
 from fp8calib.model.load import (
     ModelSource,
@@ -40,6 +41,7 @@ from fp8calib.verify.task_files import open_tasks, require_harness
 from fp8calib.verify.tasks import run_tasks
 from fp8calib.verify.verify import Question, Subject, Verified, verify
 
+_SMALLEST_SHARE = 0.01
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
 
 
@@ -194,15 +196,15 @@ def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None
 
 
 def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
-    rows = set(plan.row_hashes.tolist())
+    text = plan.text.telling()
     for candidate in opened:
-        if candidate.stats is None:
-            continue
-        seen = rows & set(candidate.stats.row_hashes.tolist())
-        if seen:
+        measured = candidate.measured_on
+        share = 0.0 if measured is None else estimate_overlap(text, measured.text)
+        if share:
+            about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
             yield (
-                f"{candidate.name}: {len(seen)} of the {len(rows)} rows of this text were "
-                "calibrated on: the figures flatter these scales"
+                f"{candidate.name}: {about} of this text was calibrated on: the figures flatter "
+                "these scales"
             )
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from fp8calib.data.chat import render_messages
 from fp8calib.data.rows import Row
+from fp8calib.data.text_hashes import RUN, TextHashes, hash_text
 from fp8calib.errors import DataError
 
 MIN_TOKENS = 2
@@ -25,8 +25,8 @@ class PackedRows:
 
     sequences: tuple[torch.Tensor, ...]
     """1-D int64, each of at least two tokens."""
-    row_hashes: frozenset[int]
-    """`hash_tokens` of every row, whole, that has a token in a sequence."""
+    text: TextHashes
+    """Of the rows that have a token in a sequence: these tokens, or 32 where they are fewer."""
     num_rows: int
     """Rows that were read."""
     num_dropped: int
@@ -63,7 +63,7 @@ def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> P
     for ids in rows:
         num_rows += 1
         if ids:
-            starts.append((len(stream), hash_tokens(ids)))
+            starts.append(len(stream))
             stream.extend(ids)
         else:
             num_dropped += 1
@@ -71,31 +71,27 @@ def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> P
             break
     sequences = _cut(stream, samples=samples, seq_len=seq_len)
     num_kept = sum(map(len, sequences))
-    hashes = frozenset(digest for start, digest in starts if start < num_kept)
-    return PackedRows(sequences, hashes, num_rows, num_dropped)
+    used = (
+        stream[start : max(min(stop, num_kept), min(stop, start + RUN))]
+        for start, stop in pairwise((*starts, len(stream)))
+        if start < num_kept
+    )
+    return PackedRows(sequences, hash_text(used), num_rows, num_dropped)
 
 
 def keep_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
     """Make one sequence of each of the first `samples` rows of two tokens, cut to `seq_len`."""
     sequences: list[torch.Tensor] = []
-    hashes, num_rows = set(), 0
+    used: list[Sequence[int]] = []
+    num_rows = 0
     for ids in rows:
         num_rows += 1
         if len(ids) >= MIN_TOKENS:
             sequences.append(torch.tensor(ids[:seq_len], dtype=torch.int64))
-            hashes.add(hash_tokens(ids))
+            used.append(ids[: max(seq_len, RUN)])
         if len(sequences) == samples:
             break
-    return PackedRows(tuple(sequences), frozenset(hashes), num_rows, num_rows - len(sequences))
-
-
-def hash_tokens(ids: Sequence[int]) -> int:
-    """Return the first 8 bytes of the sha256 over the ids, as a signed integer.
-
-    Ids are hashed as little-endian int64, and the 8 bytes are read little-endian.
-    """
-    digest = hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
+    return PackedRows(tuple(sequences), hash_text(used), num_rows, num_rows - len(sequences))
 
 
 def _cut(stream: array[int], *, samples: int, seq_len: int) -> tuple[torch.Tensor, ...]:

@@ -15,6 +15,7 @@ from fp8calib.data.mixing import mix_rows
 from fp8calib.data.packing import MIN_TOKENS, PackedRows, encode_rows, keep_rows, pack_rows
 from fp8calib.data.sources import Part, iter_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
+from fp8calib.data.text_hashes import TextHashes
 from fp8calib.errors import DataError, UsageError
 
 FEW_TOKENS = 4096
@@ -31,8 +32,8 @@ class DataPlan:
     seq_len: int
     fingerprint: str
     """sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited."""
-    row_hashes: torch.Tensor
-    """int64, sorted, unique: `hash_tokens` of every row that gave a token."""
+    text: TextHashes
+    """Of the rows, as far as their tokens are in a sequence (`PackedRows.text`)."""
     sources: tuple[str, ...]
     """The specs as given, paths cut down to their last part."""
     warnings: tuple[str, ...]
@@ -107,7 +108,7 @@ def build_plan(
         packed=pack,
         seq_len=seq_len,
         fingerprint=_compute_fingerprint(found.sequences, packed=pack, seq_len=seq_len),
-        row_hashes=torch.tensor(sorted(found.row_hashes), dtype=torch.int64),
+        text=found.text,
         sources=sources,
         warnings=tuple(_list_warnings(specs, parsed, found, samples=samples)),
     )

@@ -54,6 +54,7 @@ def fit_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: bool)
         tp=1 if per_head else tp,
         per_head=per_head,
         scales=scales,
+        measured_on=table.measured_on,
     )
 
 

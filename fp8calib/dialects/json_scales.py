@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.dialects.read_json import MEASURED_KEY
 from fp8calib.fp8 import Fp8Format
 from fp8calib.scales import ScaleTable
 
@@ -24,6 +25,11 @@ def list_kv_scales(table: ScaleTable, rank: int) -> dict[str, float]:
 def name_dtype(fmt: Fp8Format) -> str:
     """Name the format as torch does: `float8_e4m3fn`."""
     return f"float8_{fmt.name}"
+
+
+def describe_measurement(table: ScaleTable) -> dict[str, object]:
+    """Say at the top of a document what the scales were measured on; readers pass over the key."""
+    return {} if table.measured_on is None else {MEASURED_KEY: table.measured_on.to_fields()}
 
 
 def save_json(path: Path, document: object) -> None:

@@ -18,5 +18,5 @@ def write_kv_scales(table: ScaleTable, path: Path, *, provenance: Provenance | N
     Raises:
         ExportError: the file cannot be written.
     """
-    metadata = make_metadata(fmt=table.fmt, provenance=provenance)
+    metadata = make_metadata(fmt=table.fmt, measured_on=table.measured_on, provenance=provenance)
     save_tensors(path, make_scale_tensors(table), metadata={"format": "pt", **metadata})

@@ -22,9 +22,12 @@ from fp8calib.dialects.read_values import (
 )
 from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry import ModelGeometry
+from fp8calib.measured import MeasuredOn
 
 MAX_JSON_BYTES = 100_000_000
 KV_DTYPES: Mapping[str, Fp8Format] = {f"float8_{fmt.name}": fmt for fmt in (E4M3FN, E4M3FNUZ)}
+MEASURED_KEY = "_fp8calib"
+"""Model and text that a file of ours names; at the top, where every reader passes over it."""
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANK_KEYS = {
     "vllm-json": re.compile(rf"({_INDEX.pattern})"),
@@ -59,6 +62,7 @@ def read_json(path: Path, geometry: ModelGeometry) -> Reading:
         values=join_ranks(path, geometry, ranks),
         tp=len(ranks),
         fmt=fmt,
+        measured_on=_find_recorded(path, document),
         files=(path,),
         notes=(ONE_FILLS_BOTH,),
     )
@@ -99,6 +103,15 @@ def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
     return KV_DTYPES[dtype]
 
 
+def find_measured_on(path: Path, key: str, fields: object) -> MeasuredOn:
+    """Read what a file of ours says its scales were measured on."""
+    try:
+        return MeasuredOn.from_fields(fields)
+    except ValueError as error:
+        hint = "it tells which model the scales are of; write the file again"
+        raise refusal(path, f"{key} is damaged: {error}", hint=hint) from error
+
+
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for key, value in pairs:
@@ -106,6 +119,12 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
             raise ValueError(f"the key {key!a:.60} stands twice")
         fields[key] = value
     return fields
+
+
+def _find_recorded(path: Path, document: Mapping[str, object]) -> MeasuredOn | None:
+    if MEASURED_KEY not in document:
+        return None
+    return find_measured_on(path, MEASURED_KEY, document[MEASURED_KEY])
 
 
 def _find_dialect(path: Path, factors: Mapping[str, object]) -> str:

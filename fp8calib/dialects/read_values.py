@@ -12,6 +12,7 @@ import torch
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.measured import MeasuredOn
 from fp8calib.sites import Role, Site
 
 MAX_LISTED = 8
@@ -30,6 +31,8 @@ class Reading:
     per_head: bool = False
     fmt: Fp8Format | None = None
     """The format the file names; None where it names none."""
+    measured_on: MeasuredOn | None = None
+    """None where the file does not say it."""
     has_weights: bool = False
     files: tuple[Path, ...] = ()
     """Those that held the scales."""

@@ -25,6 +25,7 @@ from fp8calib.dialects.read_values import (
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry import ModelGeometry
+from fp8calib.measured import explain_difference
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role
 from fp8calib.stats import METADATA_KEY
@@ -111,6 +112,7 @@ def read_scales(
         tp=reading.tp,
         per_head=reading.per_head,
         scales=scales,
+        measured_on=reading.measured_on,
     )
     return FoundScales(
         dialect=reading.dialect,
@@ -119,6 +121,26 @@ def read_scales(
         files=reading.files,
         notes=reading.notes,
     )
+
+
+def check_same_model(name: str, table: ScaleTable, fingerprint: str) -> None:
+    """Refuse scales that say themselves that they are of another model; most tools do not say.
+
+    Args:
+        name: what the user called them.
+        table: the scales.
+        fingerprint: of the unquantized model they are to be used for.
+
+    Raises:
+        VerificationError: saying what is different.
+    """
+    measured = table.measured_on
+    if measured is not None and measured.model != fingerprint:
+        difference = explain_difference(measured.model, fingerprint)
+        raise VerificationError(
+            f"{name}: these scales are of another model: {difference}",
+            hint="scales fit the model they were measured on alone: calibrate this one",
+        )
 
 
 def has_kv_scales(path: Path) -> bool:

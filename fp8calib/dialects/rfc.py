@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.dialects.json_scales import list_kv_scales, name_dtype, save_json
+from fp8calib.dialects.json_scales import (
+    describe_measurement,
+    list_kv_scales,
+    name_dtype,
+    save_json,
+)
 from fp8calib.geometry import Layer, Section
 from fp8calib.scales import ScaleTable
 from fp8calib.sites import Role, Site
@@ -23,6 +28,7 @@ def write_rfc(kv: ScaleTable, linears: ScaleTable, path: Path) -> None:
         "kv_cache": {"dtype": dtype, "scaling_factor": factors},
         "mlp": _make_section(linears, "mlp"),
         "attention": _make_section(linears, "attention"),
+        **describe_measurement(kv),
     }
     save_json(path, document)
 

@@ -1,6 +1,7 @@
-"""What our files of scales say of themselves: the FP8 format, and where the scales were taken from.
+"""What our files of scales say of themselves: FP8 format, model and text, where they come from.
 
-It stands in the metadata of safetensors headers, which engines do not look at.
+It stands in the metadata of safetensors headers, which engines do not look at, and at the top of
+JSON files under a key that they pass over.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import asdict, dataclass
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.json_scales import name_dtype
-from fp8calib.dialects.read_json import find_format
+from fp8calib.dialects.read_json import find_format, find_measured_on
 from fp8calib.fp8 import Fp8Format
+from fp8calib.measured import MeasuredOn
 
 DTYPE_KEY = "fp8calib.kv_cache_dtype"
+MEASURED_KEY = "fp8calib.measured_on"
 PROVENANCE_KEY = "fp8calib.provenance"
 _BIAS = (
     "k and v of a quantized model carry the errors of its weights and activations, and so do "
@@ -43,9 +46,13 @@ class Provenance:
         return json.dumps(fields)
 
 
-def make_metadata(*, fmt: Fp8Format | None, provenance: Provenance | None) -> dict[str, str]:
+def make_metadata(
+    *, fmt: Fp8Format | None, measured_on: MeasuredOn | None, provenance: Provenance | None
+) -> dict[str, str]:
     """Make the metadata of a file of scales; None is not mentioned."""
     metadata = {} if fmt is None else {DTYPE_KEY: name_dtype(fmt)}
+    if measured_on is not None:
+        metadata[MEASURED_KEY] = json.dumps(measured_on.to_fields())
     if provenance is not None:
         metadata[PROVENANCE_KEY] = provenance.to_json()
     return metadata
@@ -61,3 +68,19 @@ def find_recorded_format(file: TensorFile) -> Fp8Format | None:
     if DTYPE_KEY not in metadata:
         return None
     return find_format(file.path, DTYPE_KEY, metadata[DTYPE_KEY])
+
+
+def find_recorded_measurement(file: TensorFile) -> MeasuredOn | None:
+    """Find the model and the text that a file of ours says its scales were measured on.
+
+    Raises:
+        VerificationError: what it says is damaged.
+    """
+    text = file.header.metadata.get(MEASURED_KEY)
+    if text is None:
+        return None
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    return find_measured_on(file.path, MEASURED_KEY, fields)

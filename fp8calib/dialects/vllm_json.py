@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.dialects.json_scales import list_kv_scales, name_dtype, save_json
+from fp8calib.dialects.json_scales import (
+    describe_measurement,
+    list_kv_scales,
+    name_dtype,
+    save_json,
+)
 from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.scales import ScaleTable
 
@@ -26,4 +31,4 @@ def write_vllm_json(table: ScaleTable, path: Path, *, provenance: Provenance | N
     kv_cache = {"dtype": name_dtype(table.fmt), "scaling_factor": factors}
     document = {"model_type": table.geometry.model_type, "kv_cache": kv_cache}
     comment = {} if provenance is None else {"_comment": provenance.describe()}
-    save_json(path, comment | document)
+    save_json(path, comment | document | describe_measurement(table))

@@ -11,10 +11,17 @@ from torch import nn
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint, is_fp8_checkpoint
-from fp8calib.dialects.reading import FoundScales, has_kv_scales, read_scales
+from fp8calib.dialects.read_values import reading_errors
+from fp8calib.dialects.reading import (
+    FoundScales,
+    check_same_model,
+    has_kv_scales,
+    read_scales,
+)
 from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import ModelGeometry
+from fp8calib.measured import MeasuredOn, explain_difference
 from fp8calib.model.weights import WeightSource
 from fp8calib.rules import AMAX, Rule
 from fp8calib.scales import ScaleTable, compute_kv_scales
@@ -47,6 +54,13 @@ class Opened:
     stats: CalibrationStats | None = None
     found: FoundScales | None = None
     checkpoint: Fp8Checkpoint | None = None
+
+    @property
+    def measured_on(self) -> MeasuredOn | None:
+        """Tell which text it was measured on; None where it does not say."""
+        if self.found is not None:
+            return self.found.table.measured_on
+        return None if self.stats is None else self.stats.measured_on
 
     def kv_table(self, fmt: Fp8Format, rule: Rule = AMAX) -> ScaleTable | None:
         """Give its KV scales, per tensor where it is statistics; None where it has none."""
@@ -94,9 +108,9 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
             fuse=profile.fused_weights_share_scale,
             through_float16=profile.weights_through_float16,
         )
-        found = read_scales(path, target.geometry) if has_kv_scales(path) else None
+        found = _read(name, path, target) if has_kv_scales(path) else None
         return Opened(name=name, found=found, checkpoint=checkpoint)
-    found = read_scales(path, target.geometry)
+    found = _read(name, path, target)
     if path.is_dir():
         _check_weights(path, target)
     return Opened(name=name, found=found)
@@ -116,12 +130,18 @@ def _find(name: str) -> Path:
 
 def _check_stats(name: str, stats: CalibrationStats, target: Target) -> None:
     if stats.header.model_fingerprint != target.fingerprint:
+        difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
         raise VerificationError(
             f"{name}: these statistics are of another model "
-            f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers; its config or "
-            "weights are not those of the model here)",
+            f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers): {difference}",
             hint="calibrate this model, or name the model that was calibrated",
         )
+
+
+def _read(name: str, path: Path, target: Target) -> FoundScales:
+    found = read_scales(path, target.geometry)
+    check_same_model(name, found.table, target.fingerprint)
+    return found
 
 
 def _check_weights(folder: Path, target: Target) -> None:

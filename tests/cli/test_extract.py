@@ -13,8 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli import main_inner
+from fp8calib.provenance import fingerprint_model
 from tests import zoo
 
 from . import quantized_sources as sources
@@ -225,7 +227,7 @@ def test_a_json_says_so_where_readers_pass_over_it(extract: Extract, tmp_path: P
     assert document["_comment"].startswith(
         "scales of a quantized model (trtllm: ammo/rank0.safetensors, ammo/rank1.safetensors): "
     )
-    assert set(document) == {"_comment", "model_type", "kv_cache"}
+    assert set(document) == {"_comment", "model_type", "kv_cache", "_fp8calib"}
     assert set(document["kv_cache"]) == {"dtype", "scaling_factor"}
     assert set(document["kv_cache"]["scaling_factor"]) == {"0", "1"}
 
@@ -478,7 +480,8 @@ def test_nothing_but_scales_is_read(
     original = TensorFile._read_flat
 
     def spy(file: TensorFile, offset: int, size_bytes: int) -> torch.Tensor:
-        read.append(size_bytes)
+        if file.path.parent == source:
+            read.append(size_bytes)
         return original(file, offset, size_bytes)
 
     monkeypatch.setattr(TensorFile, "_read_flat", spy)
@@ -562,6 +565,23 @@ def test_scales_of_another_model_are_refused(refused: Callable[..., str], tmp_pa
     config = json.loads((source / "config.json").read_text()) | {"model_type": "qwen2"}
     (source / "config.json").write_text(json.dumps(config))
     assert "model_type is 'qwen2'" in refused(8, source)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_was_written_for_one_model_is_not_taken_for_another(
+    refused: Callable[..., str], extract: Extract, model: Path, tmp_path: Path, name: str
+) -> None:
+    extract(sources.save_modelopt(tmp_path / "q"), "--format", name, into=tmp_path / "first")
+    written = tmp_path / "first" / FILES.get(name, "")
+    zoo.save("llama", tmp_path / "other", seed=1)
+    text = refused(8, written, "--model", tmp_path / "other")
+    assert f"{written}: these scales are of another model: other weights (" in text
+    with Checkpoint.open(model) as checkpoint:
+        own = fingerprint_model(checkpoint.load_config(), checkpoint)
+    with Checkpoint.open(tmp_path / "other") as checkpoint:
+        other = fingerprint_model(checkpoint.load_config(), checkpoint)
+    assert f"other weights ({own[32:40]}, here {other[32:40]})" in text
+    extract(written, into=tmp_path / "again")
 
 
 def test_a_quantized_model_is_not_the_unquantized_one(

@@ -29,6 +29,18 @@ PROMISED = {
 }
 
 
+FILES = (
+    "stats.safetensors",
+    "kv-overlay",
+    "kv-overlay-head",
+    "tgi",
+    "kv_scales.safetensors",
+    "kv_cache_scales.tp1.json",
+    "rfc.tp2.json",
+)
+"""What a calibration writes, each a candidate of its own."""
+
+
 @pytest.fixture(scope="session")
 def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give 20 rows of 40 tokens that no calibration has seen."""
@@ -60,6 +72,15 @@ def refuse(model: Path, held_out: Path) -> Any:
 def files(calibrated: tuple[Path, Outcome]) -> Path:
     """Give the folder of one calibration in every format."""
     return calibrated[0]
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a model of the same shape with other weights."""
+    folder = tmp_path_factory.mktemp("other") / "tiny-llama"
+    zoo.save("llama", folder, seed=1)
+    save_tokenizer(folder)
+    return folder
 
 
 # --- what is printed and written ---------------------------------------------------------------
@@ -170,9 +191,37 @@ def test_a_scheme_without_data_needs_no_scales(verify: Any) -> None:
     assert [candidate["name"] for candidate in report["candidates"]] == ["fp8-dynamic", "scale-1.0"]
 
 
-def test_text_that_was_calibrated_on_is_told(model: Path, data: Path, files: Path) -> None:
-    outcome = succeed("verify", model, "--data", data, *QUICK, "--scales", files, "--json")
-    assert any("calibrated on" in text for text in outcome.json["warnings"])
+@pytest.mark.parametrize("name", FILES)
+def test_text_that_was_calibrated_on_is_told(
+    model: Path, data: Path, files: Path, name: str
+) -> None:
+    scales = files / name
+    outcome = succeed("verify", model, "--data", data, *QUICK, "--scales", scales, "--json")
+    said = f"{scales}: about 100% of this text was calibrated on: "
+    assert [text.startswith(said) for text in outcome.json["warnings"] if str(scales) in text] == [
+        True
+    ]
+    assert said in outcome.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--seq-len", 32), ("--samples", 1), ("--no-pack", "--seq-len", 12, "--samples", 2)],
+    ids=str,
+)
+def test_text_that_is_cut_otherwise_is_found_again(
+    model: Path, data: Path, files: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    backwards = write_rows(tmp_path / "backwards.jsonl", rows[1::-1])
+    cut = ("verify", model, "--data", backwards, *QUICK, *options)
+    outcome = succeed(*cut, "--scales", files / "kv_scales.safetensors", "--json")
+    assert any("% of this text was calibrated on" in text for text in outcome.json["warnings"])
+
+
+def test_text_that_nobody_has_seen_is_not_told(verify: Any, files: Path) -> None:
+    warnings = verify("--scales", files).json["warnings"]
+    assert not any("calibrated on" in text for text in warnings)
 
 
 def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
@@ -268,13 +317,37 @@ def test_an_extra_layer_is_refused(refuse: Any, files: Path, tmp_path: Path) -> 
     refuse(8, "--scales", path)
 
 
-def test_statistics_of_another_model_are_refused(
-    held_out: Path, files: Path, tmp_path: Path
+@pytest.mark.parametrize("name", FILES)
+def test_what_was_measured_on_another_model_is_refused(
+    other: Path, held_out: Path, files: Path, name: str
 ) -> None:
-    zoo.save("llama", tmp_path / "other", seed=1)
-    save_tokenizer(tmp_path / "other")
-    message = fail(8, "verify", tmp_path / "other", "--data", held_out, *QUICK, "--scales", files)
-    assert "another model" in message
+    arguments = ("verify", other, "--data", held_out, *QUICK, "--scales", files / name)
+    message = fail(8, *arguments)
+    assert f"{files / name}: " in message
+    assert "of another model" in message
+    assert "other weights (" in message
+
+
+def test_another_config_is_another_model(
+    model: Path, held_out: Path, files: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"rope_theta": 7.0}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    scales = ("--scales", files / "kv_scales.safetensors")
+    message = fail(8, "verify", tmp_path / "model", "--data", held_out, *QUICK, *scales)
+    assert "another model: other config.json (" in message
+
+
+def test_the_name_of_a_model_and_the_version_of_a_library_make_no_other_one(
+    model: Path, held_out: Path, files: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"_name_or_path": "me/mine", "transformers_version": "4.0.0"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    scales = ("--scales", files / "kv_scales.safetensors")
+    succeed("verify", tmp_path / "model", "--data", held_out, *QUICK, *scales)
 
 
 def test_half_a_file_is_refused(refuse: Any, files: Path, tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 """Tests of fp8calib.data.packing."""
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from fp8calib.data.packing import PackedRows, encode_rows, hash_tokens, keep_rows, pack_rows
+from fp8calib.data.packing import PackedRows, encode_rows, keep_rows, pack_rows
 from fp8calib.data.rows import Row
+from fp8calib.data.text_hashes import TextHashes, hash_text
 from fp8calib.errors import DataError
 
 from .tokenizers import PLAIN_TEMPLATE, make_tokenizer
@@ -21,6 +21,14 @@ def refuse_tokenizer() -> Any:
 def encode(*rows: Row, vocab_size: int = 12, **options: Any) -> list[list[int]]:
     encoded = encode_rows(rows, tokenizer=lambda: make_tokenizer(**options), vocab_size=vocab_size)
     return [list(ids) for ids in encoded]
+
+
+def cut_into_fours(count: int) -> list[list[int]]:
+    return [list(range(start, start + 4)) for start in range(0, count, 4)]
+
+
+def hashes(text: TextHashes) -> list[tuple[int, int]]:
+    return list(zip(text.hashes.tolist(), text.num_rows.tolist(), strict=True))
 
 
 def lists(packed: PackedRows) -> list[list[int]]:
@@ -81,42 +89,54 @@ def test_a_token_outside_the_vocabulary_is_named(row: Row, vocab_size: int, mess
 
 
 @pytest.mark.parametrize(
-    ("rows", "samples", "expected", "kept_rows"),
+    ("rows", "samples", "expected", "used"),
     [
-        ([[1, 2], [3, 4, 5], [6]], 9, [[1, 2, 3, 4], [5, 6]], [0, 1, 2]),
-        ([[1, 2], [3, 4, 5]], 9, [[1, 2, 3, 4]], [0, 1]),
-        ([[1, 2, 3], [4], [5]], 9, [[1, 2, 3, 4]], [0, 1]),
-        ([list(range(11))], 2, [[0, 1, 2, 3], [4, 5, 6, 7]], [0]),
-        ([[1, 2, 3], [1, 2, 3]], 9, [[1, 2, 3, 1], [2, 3]], [0]),
-        ([[1], [2]], 9, [[1, 2]], [0, 1]),
+        ([[1, 2], [3, 4, 5], [6]], 9, [[1, 2, 3, 4], [5, 6]], [[1, 2], [3, 4, 5], [6]]),
+        ([[1, 2], [3, 4, 5]], 9, [[1, 2, 3, 4]], [[1, 2], [3, 4, 5]]),
+        ([[1, 2, 3], [4], [5]], 9, [[1, 2, 3, 4]], [[1, 2, 3], [4]]),
+        ([[1, 2, 3], [], [4], [5]], 9, [[1, 2, 3, 4]], [[1, 2, 3], [4]]),
+        ([list(range(11))], 2, [[0, 1, 2, 3], [4, 5, 6, 7]], [list(range(11))]),
+        ([list(range(90))], 10, cut_into_fours(40), [list(range(40))]),
+        ([list(range(90))], 3, cut_into_fours(12), [list(range(32))]),
+        (
+            [[7] * 9, list(range(90))],
+            3,
+            [[7] * 4, [7] * 4, [7, 0, 1, 2]],
+            [[7] * 9, list(range(32))],
+        ),
+        ([[1, 2, 3], [1, 2, 3]], 9, [[1, 2, 3, 1], [2, 3]], [[1, 2, 3], [1, 2, 3]]),
+        ([[1], [2]], 9, [[1, 2]], [[1], [2]]),
         ([[1], []], 9, [], []),
+        ([], 9, [], []),
     ],
 )
 def test_packed_rows_are_joined_and_cut(
-    rows: list[list[int]], samples: int, expected: list[list[int]], kept_rows: list[int]
+    rows: list[list[int]], samples: int, expected: list[list[int]], used: list[list[int]]
 ) -> None:
     packed = pack_rows(rows, samples=samples, seq_len=4)
     assert lists(packed) == expected
-    assert packed.row_hashes == {hash_tokens(rows[index]) for index in kept_rows}
+    assert hashes(packed.text) == hashes(hash_text(used))
     assert packed.num_rows == len(rows)
     assert packed.num_dropped == rows.count([])
 
 
 @pytest.mark.parametrize(
-    ("rows", "samples", "expected", "kept_rows"),
+    ("rows", "samples", "expected"),
     [
-        ([[1, 2], [3, 4, 5, 6, 7], [8]], 9, [[1, 2], [3, 4, 5, 6]], [0, 1]),
-        ([[1], [], [2, 3]], 9, [[2, 3]], [2]),
-        ([[1, 2], [1, 2]], 9, [[1, 2], [1, 2]], [0]),
-        ([[1], []], 9, [], []),
+        ([[1, 2], [3, 4, 5, 6, 7], [8]], 9, [[1, 2], [3, 4, 5, 6]]),
+        ([[1], [], [2, 3]], 9, [[2, 3]]),
+        ([[1, 2], [1, 2]], 9, [[1, 2], [1, 2]]),
+        ([list(range(90))], 1, [[0, 1, 2, 3]]),
+        ([[1], []], 9, []),
     ],
 )
 def test_unpacked_rows_stay_whole_and_short_ones_are_counted(
-    rows: list[list[int]], samples: int, expected: list[list[int]], kept_rows: list[int]
+    rows: list[list[int]], samples: int, expected: list[list[int]]
 ) -> None:
     kept = keep_rows(rows, samples=samples, seq_len=4)
     assert lists(kept) == expected
-    assert kept.row_hashes == {hash_tokens(rows[index]) for index in kept_rows}
+    used = [ids[:32] for ids in rows if len(ids) > 1][:samples]
+    assert hashes(kept.text) == hashes(hash_text(used))
     assert kept.num_dropped == len(rows) - len(expected)
 
 
@@ -136,8 +156,3 @@ def test_no_row_is_read_that_is_not_needed(make: Any, expected: int) -> None:
 def test_sequences_share_no_memory_with_their_neighbours() -> None:
     packed = pack_rows([list(range(8))], samples=2, seq_len=4)
     assert [sequence.untyped_storage().nbytes() for sequence in packed.sequences] == [32, 32]
-
-
-def test_a_row_is_hashed_over_all_its_tokens_as_little_endian_int64() -> None:
-    digest = hashlib.sha256(b"\x01" + b"\x00" * 7 + b"\x00\x01" + b"\x00" * 6).digest()
-    assert hash_tokens([1, 256]) == int.from_bytes(digest[:8], "little", signed=True)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.data.packing import hash_tokens
 from fp8calib.data.plan import Batch, DataPlan, batches, build_plan
+from fp8calib.data.sources import iter_rows
+from fp8calib.data.specs import parse_spec
+from fp8calib.data.text_hashes import hash_text
 from fp8calib.errors import DataError, UsageError
 
 from .tokenizers import PLAIN_TEMPLATE, make_tokenizer
@@ -87,8 +89,7 @@ def test_unpacked_rows_stay_whole(tmp_path: Path) -> None:
     assert lists(plan) == [[1, 2], [4, 5, 6, 7]]
     assert not plan.packed
     assert plan.num_tokens == 6
-    assert plan.row_hashes.tolist() == sorted(map(hash_tokens, ([1, 2], [4, 5, 6, 7, 8])))
-    assert plan.row_hashes.dtype == torch.int64
+    assert torch.equal(plan.text.hashes, hash_text([[1, 2], [4, 5, 6, 7, 8]]).hashes)
     assert "1 of 3 rows were too short and left out" in plan.warnings
 
 
@@ -152,7 +153,9 @@ def test_without_specs_the_builtin_text_is_used_and_said_so() -> None:
     assert calibrate.warnings[0] == (
         "no --data given: using the text that ships with Python (builtin)"
     )
-    assert not set(calibrate.row_hashes.tolist()) & set(verify.row_hashes.tolist())
+    builtin = parse_spec("builtin")
+    rows = [{row.text for row in iter_rows(builtin, part=p)} for p in ("calibrate", "verify")]
+    assert not rows[0] & rows[1]
     assert calibrate.num_tokens > 3 * verify.num_tokens > 20_000
     assert plan_of("builtin", **options).fingerprint == calibrate.fingerprint
     assert not any("no --data" in text for text in plan_of("builtin", **options).warnings)
@@ -188,7 +191,7 @@ def test_every_spec_is_checked_before_any_is_read(tmp_path: Path) -> None:
 def make_plan(lengths: Sequence[int], *, packed: bool) -> DataPlan:
     """Make a plan whose sequence i holds the id i + 1 throughout."""
     sequences = tuple(torch.full((length,), i + 1) for i, length in enumerate(lengths))
-    return DataPlan(sequences, packed, max(lengths), "", torch.tensor([]), (), ())
+    return DataPlan(sequences, packed, max(lengths), "", hash_text([]), (), ())
 
 
 def shape(batch: Batch) -> tuple[int, int, tuple[int, ...]]:

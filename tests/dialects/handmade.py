@@ -16,6 +16,11 @@ from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader
 
 Sites = dict[Site, SiteStats]
 
+MODEL, DATA = "0123456789abcdef" * 4, "fedcba9876543210" * 4
+TEXT = torch.tensor([-5, 7])
+MEASURED = f'{{"model": "{MODEL}", "data": "{DATA}", "text": "+/////////8HAAAAAAAAAA=="}}'
+"""What a file of scales of these statistics says of them."""
+
 # amax / 448 of every KV head, layer by layer.
 KV_SCALES = {
     0: {Role.K: (0.25, 0.5), Role.V: (0.125, 0.75)},
@@ -88,10 +93,10 @@ def make_geometry(
 
 def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> CalibrationStats:
     """Put a header around what was seen, with what an export reads of it."""
-    header = StatsHeader.model_construct(geometry=geometry, skipped=())
-    return CalibrationStats(
-        header=header, sites=sites, row_hashes=torch.zeros(0, dtype=torch.int64)
+    header = StatsHeader.model_construct(
+        geometry=geometry, model_fingerprint=MODEL, data_fingerprint=DATA, skipped=()
     )
+    return CalibrationStats(header=header, sites=sites, text_hashes=TEXT)
 
 
 def make_kv_sites(geometry: ModelGeometry) -> Sites:

@@ -20,6 +20,7 @@ from fp8calib.stats import SiteStats
 from tests.zoo import save
 
 from .handmade import (
+    MEASURED,
     make_attention,
     make_geometry,
     make_kv_sites,
@@ -58,7 +59,7 @@ def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
     assert header == {
-        "__metadata__": {"format": "pt"},
+        "__metadata__": {"format": "pt", "fp8calib.measured_on": MEASURED},
         "model.layers.0.self_attn.k_scale": _describe(0),
         "model.layers.0.self_attn.v_scale": _describe(4),
         "model.layers.1.self_attn.k_scale": _describe(8),

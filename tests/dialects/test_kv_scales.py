@@ -8,10 +8,11 @@ from fp8calib.dialects.kv_scales import write_kv_scales
 from fp8calib.fp8 import E4M3FN
 from fp8calib.scales import compute_kv_scales
 
-from .handmade import make_attention, make_geometry, make_kv_sites, make_stats
+from .handmade import MEASURED, make_attention, make_geometry, make_kv_sites, make_stats
 
 GOLDEN = (
-    b'{"__metadata__":{"format":"pt","fp8calib.kv_cache_dtype":"float8_e4m3fn"},'
+    b'{"__metadata__":{"format":"pt","fp8calib.kv_cache_dtype":"float8_e4m3fn",'
+    b'"fp8calib.measured_on":"%b"},'
     b'"transformer.h.0.attn.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[0,4]},'
     b'"transformer.h.0.attn.attn.v_scale":{"dtype":"F32","shape":[],"data_offsets":[4,8]},'
     b'"transformer.h.0.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[8,12]},'
@@ -26,5 +27,6 @@ def test_the_file_is_these_bytes(tmp_path: Path) -> None:
 
     raw = (tmp_path / "kv_scales.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
-    assert raw[8 : 8 + length].rstrip() == GOLDEN
+    measured = MEASURED.replace('"', '\\"').encode()
+    assert raw[8 : 8 + length].rstrip() == GOLDEN % measured
     assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 0000003f 0000403f")

@@ -14,7 +14,7 @@ from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales import Fallback, compute_kv_scales, compute_linear_scales
 from fp8calib.stats import CalibrationStats
 
-from .handmade import expert_stats, hybrid_stats, linear_stats
+from .handmade import DATA, MODEL, expert_stats, hybrid_stats, linear_stats
 
 EXPECTED = {
     1: {
@@ -124,13 +124,14 @@ def test_every_rank_has_the_scales_of_its_rows_columns_and_heads(
             {"q_proj": n["q"], "k_proj": n["k"], "v_proj": n["v"], "o_proj": n["o"]},
             tp,
         ),
+        "_fp8calib": {"model": MODEL, "data": DATA, "text": "+/////////8HAAAAAAAAAA=="},
     }
 
 
 def test_sections_stand_in_the_order_of_the_rfc(tmp_path: Path) -> None:
     document = _write(linear_stats(), tmp_path / "rfc.json")
 
-    assert list(document) == ["model_type", "kv_cache", "mlp", "attention"]
+    assert list(document) == ["model_type", "kv_cache", "mlp", "attention", "_fp8calib"]
     assert list(document["mlp"]) == ["activation", "weight"]
     assert list(document["mlp"]["activation"]) == ["dtype", "target_dtype", "scaling_factor"]
 

@@ -12,13 +12,16 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.kv_overlay import write_kv_overlay
 from fp8calib.dialects.kv_scales import write_kv_scales
-from fp8calib.dialects.reading import read_scales
+from fp8calib.dialects.reading import check_same_model, read_scales
+from fp8calib.dialects.rfc import write_rfc
 from fp8calib.dialects.scale_metadata import Provenance, find_recorded_format, make_metadata
+from fp8calib.dialects.tgi import write_tgi_overlay
+from fp8calib.dialects.vllm_json import write_vllm_json
 from fp8calib.errors import VerificationError
 from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.scales import compute_kv_scales
+from fp8calib.scales import compute_kv_scales, compute_linear_scales
 
-from .handmade import plain_stats, save_source
+from .handmade import DATA, MODEL, TEXT, linear_stats, plain_stats, save_source
 
 STATS = plain_stats()
 FORMATS = (E4M3FN, E4M3FNUZ)
@@ -35,12 +38,12 @@ def _save(path: Path, dtype: str) -> Path:
 
 
 def test_nothing_to_say_is_nothing_said() -> None:
-    assert make_metadata(fmt=None, provenance=None) == {}
+    assert make_metadata(fmt=None, measured_on=None, provenance=None) == {}
 
 
 def test_the_format_and_the_origin_are_said() -> None:
     provenance = Provenance(dialect="quark", files=("q/a", "q/b"), has_fp8_weights=False)
-    metadata = make_metadata(fmt=E4M3FNUZ, provenance=provenance)
+    metadata = make_metadata(fmt=E4M3FNUZ, measured_on=None, provenance=provenance)
     assert metadata["fp8calib.kv_cache_dtype"] == "float8_e4m3fnuz"
     assert json.loads(metadata["fp8calib.provenance"])["files"] == ["q/a", "q/b"]
     assert provenance.describe().startswith("scales of a quantized model (quark: q/a, q/b): ")
@@ -86,3 +89,80 @@ def test_config_and_file_may_not_differ(tmp_path: Path) -> None:
 def test_foreign_metadata_says_nothing(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "a.safetensors", metadata={"kv_cache_dtype": "float8_e4m3fnuz"})
     assert find_recorded_format(TensorFile(tmp_path / "a.safetensors")) is None
+
+
+def _write_every_form(folder: Path) -> list[Path]:
+    table, source = compute_kv_scales(STATS, E4M3FN), save_source(STATS, folder / "model")
+    per_head = compute_kv_scales(STATS, E4M3FN, per_head=True)
+    write_kv_overlay(table, source, folder / "kv-overlay")
+    write_kv_overlay(per_head, source, folder / "kv-overlay-head")
+    write_tgi_overlay(table, source, folder / "tgi")
+    write_kv_scales(table, folder / "kv_scales.safetensors")
+    write_vllm_json(table, folder / "vllm.json")
+    linear = linear_stats()
+    kv = compute_kv_scales(linear, E4M3FN)
+    write_rfc(kv, compute_linear_scales(linear, E4M3FN), folder / "rfc.json")
+    source.close()
+    names = (
+        "kv-overlay",
+        "kv-overlay-head",
+        "tgi",
+        "kv_scales.safetensors",
+        "vllm.json",
+        "rfc.json",
+    )
+    return [folder / name for name in names]
+
+
+def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
+    for path in _write_every_form(tmp_path):
+        measured = read_scales(path, STATS.geometry).table.measured_on
+        assert measured is not None, path
+        assert (measured.model, measured.data) == (MODEL, DATA)
+        assert torch.equal(measured.text, TEXT)
+
+
+def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path) -> None:
+    for path in _write_every_form(tmp_path):
+        table = read_scales(path, STATS.geometry).table
+        check_same_model("x", table, MODEL)
+        with pytest.raises(VerificationError) as caught:
+            check_same_model("x", table, MODEL[:32] + "f" * 32)
+        assert caught.value.message == (
+            "x: these scales are of another model: other weights (01234567, here ffffffff)"
+        )
+        assert "calibrate this one" in caught.value.hint
+
+
+def test_scales_that_do_not_say_are_taken(tmp_path: Path) -> None:
+    save_file(SCALES, tmp_path / "a.safetensors")
+    table = read_scales(tmp_path / "a.safetensors", STATS.geometry).table
+    assert table.measured_on is None
+    check_same_model("x", table, MODEL)
+
+
+@pytest.mark.parametrize("text", ["", "7", "[" * 100_000, "{}", '{"model": "aa"}'])
+def test_a_damaged_word_on_the_model_is_refused(tmp_path: Path, text: str) -> None:
+    save_file(SCALES, tmp_path / "a.safetensors", metadata={"fp8calib.measured_on": text})
+    with pytest.raises(
+        VerificationError, match=r"a\.safetensors: fp8calib\.measured_on is damaged"
+    ):
+        read_scales(tmp_path / "a.safetensors", STATS.geometry)
+
+
+def test_a_damaged_word_in_a_json_is_refused(tmp_path: Path) -> None:
+    write_vllm_json(compute_kv_scales(STATS, E4M3FN), tmp_path / "a.json")
+    document = json.loads((tmp_path / "a.json").read_text())
+    document["_fp8calib"]["model"] = "yes"
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    with pytest.raises(VerificationError, match=r"a\.json: _fp8calib is damaged: no fingerprint"):
+        read_scales(tmp_path / "a.json", STATS.geometry)
+
+
+def test_files_of_several_models_are_refused(tmp_path: Path) -> None:
+    for layer, model in enumerate((MODEL, MODEL[::-1])):
+        own = {name: scale for name, scale in SCALES.items() if f".{layer}." in name}
+        metadata = {"fp8calib.measured_on": json.dumps({"model": model})}
+        save_file(own, tmp_path / f"{layer}.safetensors", metadata=metadata)
+    with pytest.raises(VerificationError, match="scales of several models"):
+        read_scales(tmp_path, STATS.geometry)

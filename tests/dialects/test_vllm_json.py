@@ -28,6 +28,11 @@ GOLDEN = """{
         "1": 0.0625
       }
     }
+  },
+  "_fp8calib": {
+    "model": "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+    "data": "fedcba9876543210fedcba9876543210fedcba9876543210fedcba9876543210",
+    "text": "+/////////8HAAAAAAAAAA=="
   }
 }
 """

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from fp8calib.calibrate import Prepared, calibrate, prepare
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import DataPlan
+from fp8calib.data.text_hashes import hash_text
 from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.sites import Role, Site
@@ -61,7 +62,7 @@ def make_plan(sequences: list[torch.Tensor], *, packed: bool = True) -> DataPlan
         packed=packed,
         seq_len=SEQ_LEN,
         fingerprint="",
-        row_hashes=torch.zeros(0, dtype=torch.int64),
+        text=hash_text([]),
         sources=("test",),
         warnings=(),
     )
