@@ -33,6 +33,8 @@ _RANK_KEYS = {
     "vllm-json": re.compile(rf"({_INDEX.pattern})"),
     "rfc": re.compile(rf"rank({_INDEX.pattern})"),
 }
+_FEW_EXTRA = 1000
+"""So many layers too many are named one by one; more are counted."""
 _FORM_HINT = 'expected {"model_type": ..., "kv_cache": {"dtype": ..., "scaling_factor": {...}}}'
 
 
@@ -53,6 +55,7 @@ def read_json(path: Path, geometry: ModelGeometry) -> Reading:
         raise refusal(path, "there is no `scaling_factor` object in `kv_cache`", hint=_FORM_HINT)
     dialect = _find_dialect(path, factors)
     _check_model_type(path, document, geometry, dialect)
+    _check_counts(path, factors, geometry)
     ranks = {
         int(_RANK_KEYS[dialect].sub(r"\1", key)): _read_rank(path, key, layers)
         for key, layers in factors.items()
@@ -147,6 +150,19 @@ def _check_model_type(
         raise refusal(path, fault, hint="the file is of another model")
 
 
+def _check_counts(path: Path, factors: Mapping[str, object], geometry: ModelGeometry) -> None:
+    """Refuse what is far too large for the model before a million numbers are looked at."""
+    heads = max((attention.num_heads for _, attention in geometry.attentions()), default=1)
+    if len(factors) > heads:
+        fault = f"{len(factors)} ranks, and the model has {heads} attention heads to split"
+        raise refusal(path, fault, hint="the file is of another model")
+    count = len(geometry.layers)
+    for rank, layers in factors.items():
+        if isinstance(layers, dict) and len(layers) > count + _FEW_EXTRA:
+            fault = f"kv_cache.scaling_factor.{rank} has {len(layers)} layers, the model {count}"
+            raise refusal(path, fault, hint="the file is of another model")
+
+
 def _read_rank(path: Path, rank: str, layers: object) -> dict[int, torch.Tensor]:
     if not isinstance(layers, dict):
         raise refusal(
@@ -163,8 +179,10 @@ def _read_number(path: Path, rank: str, layer: str, value: object) -> torch.Tens
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise refusal(path, f"{where}: {value!a:.60} is not a number")
     try:
-        scale = torch.tensor(float(value), dtype=torch.float32)
+        number = torch.tensor(float(value), dtype=torch.float64)
     except OverflowError:
         raise refusal(path, f"{where}: the number is too large for a scale") from None
+    check_scales(path, where, number)
+    scale = number.float()
     check_scales(path, where, scale)
     return scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from fp8calib.dialects.read_values import (
     KV_ROLES,
     ONE_FILLS_BOTH,
     Reading,
+    check_precision,
     check_scales,
     cut_list,
     list_owners,
@@ -56,7 +57,12 @@ class _Stored:
 
 
 def read_tensors(
-    place: Path, files: Sequence[TensorFile], geometry: ModelGeometry, config: CheckpointConfig
+    place: Path,
+    files: Sequence[TensorFile],
+    geometry: ModelGeometry,
+    config: CheckpointConfig,
+    *,
+    drops_bad_query: bool = False,
 ) -> Reading:
     """Read the scale tensors of a checkpoint's files, whichever tool named them.
 
@@ -65,6 +71,7 @@ def read_tensors(
         files: its safetensors files, their headers read.
         geometry: the model the scales are for.
         config: what the config beside them says.
+        drops_bad_query: go without `q_scale` where one is not a scale, and say so.
 
     Raises:
         VerificationError: a scale is missing, doubled with another value, or not a scale.
@@ -81,11 +88,14 @@ def read_tensors(
         for file in files:
             stack.callback(file.close)
         stored = [
-            (owners.found[name], _read(name, file, owners.found[name]))
+            (owners.found[name], _read(name, file, owners.found[name], drops_bad_query))
             for name, file in named
             if name in owners.found
         ]
     scales = [item for item in stored if item[1].name.form is not Form.ZERO_POINT]
+    bad_queries = _find_bad_queries([item for _, item in scales])
+    if bad_queries:
+        scales = [item for item in scales if Role.Q not in item[1].name.roles]
     values = _merge(place, scales)
     _check_complete(place, geometry, values)
     return Reading(
@@ -96,7 +106,10 @@ def read_tensors(
         measured_on=_find_measurement(place, [item.file for _, item in scales]),
         has_weights=has_fp8_weights(files),
         files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
-        notes=_write_notes(owners.ignored, {item.name.form for _, item in scales}),
+        notes=(
+            *_write_notes(owners.ignored, {item.name.form for _, item in scales}),
+            *_explain_bad_queries(bad_queries),
+        ),
     )
 
 
@@ -165,7 +178,9 @@ def list_indexed_scales(place: Path) -> dict[str, str]:
     return {name: file for name, file in weight_map.items() if has_kv_form(name)}
 
 
-def _read(name: ScaleName, file: TensorFile, attention: Attention) -> _Stored:
+def _read(
+    name: ScaleName, file: TensorFile, attention: Attention, drops_bad_query: bool
+) -> _Stored:
     entry, path = file.tensors[name.full], file.path
     heads = attention.num_heads if Role.Q in name.roles else attention.num_kv_heads
     if entry.shape not in ((), (1,), (heads, 1, 1)):
@@ -180,12 +195,27 @@ def _read(name: ScaleName, file: TensorFile, attention: Attention) -> _Stored:
     raw = file.read(name.full).to(torch.float32)
     values = raw.reshape(1, heads) if len(entry.shape) == 3 else raw.reshape(1)
     if name.form is not Form.ZERO_POINT:
-        check_scales(path, name.full, values, stored=entry.dtype)
+        if not (drops_bad_query and Role.Q in name.roles):
+            check_scales(path, name.full, values, stored=entry.dtype)
+        check_precision(path, name.full, values, stored=entry.dtype)
     elif bool((values != 0).any()):
         raise refusal(
             path, f"{name.full} is not zero", hint="engines read symmetric KV scales alone"
         )
     return _Stored(name=name, file=file, values=values)
+
+
+def _find_bad_queries(scales: Sequence[_Stored]) -> list[_Stored]:
+    queries = (item for item in scales if Role.Q in item.name.roles)
+    return [item for item in queries if not (item.values.isfinite() & (item.values > 0)).all()]
+
+
+def _explain_bad_queries(bad: Sequence[_Stored]) -> Iterator[str]:
+    if bad:
+        yield (
+            f"q_scale is left out, for {bad[0]} is no scale (llm-compressor leaves it unset where "
+            "it quantizes attention)"
+        )
 
 
 def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Site, torch.Tensor]:

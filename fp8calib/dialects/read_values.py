@@ -13,10 +13,13 @@ from fp8calib.errors import ModelError, VerificationError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.measured import MeasuredOn
+from fp8calib.scales import SMALLEST_SCALE
 from fp8calib.sites import Role, Site
 
 MAX_LISTED = 8
 KV_ROLES = (Role.K, Role.V)
+_SMALLEST_KEPT_BY_FP16 = 2.0**-20
+"""16 times its smallest number."""
 ONE_FILLS_BOTH = "one scale a layer fills k and v"
 
 
@@ -66,21 +69,42 @@ def name_layers(indices: Sequence[int]) -> str:
 
 
 def check_scales(path: Path, where: str, values: torch.Tensor, *, stored: str = "") -> None:
-    """Refuse scales that are not finite and positive in fp32.
+    """Refuse scales that are not finite, positive and normal numbers of fp32.
 
     Args:
         path: the file they stand in.
         where: which tensor, or which layer of which rank.
-        values: fp32, of any shape.
+        values: floats of any shape.
         stored: the dtype in the file, as safetensors spells it.
     """
-    bad = values[~(values.isfinite() & (values > 0))]
+    bad = values[~(values.isfinite() & (values >= SMALLEST_SCALE))]
     if not bad.numel():
         return
+    first = float(bad.flatten()[0])
+    if 0 < first < SMALLEST_SCALE:
+        fault = f"{where}: {first:.4g} is too small for a scale"
+        hint = "under 2^-126 one over it is infinite in fp32; calibrate this layer again"
+        raise refusal(path, fault, hint=hint)
     hint = "a scale is a finite number above zero; an engine may use this one without a word"
     if stored == "F16" and not bool(bad.any()):
         hint = "a scale under 6e-8 is 0 in fp16; have it written in fp32"
-    raise refusal(path, f"{where}: {float(bad.flatten()[0])} is not a scale", hint=hint)
+    raise refusal(path, f"{where}: {first} is not a scale", hint=hint)
+
+
+def check_precision(path: Path, where: str, values: torch.Tensor, *, stored: str) -> None:
+    """Refuse scales so small that fp16 has not kept them: their error would be above 3 percent.
+
+    Args:
+        path: the file they stand in.
+        where: which tensor.
+        values: of any shape.
+        stored: the dtype in the file, as safetensors spells it.
+    """
+    smallest = float(values.min())
+    if stored == "F16" and 0 < smallest < _SMALLEST_KEPT_BY_FP16:
+        fault = f"{where}: of {smallest:.4g} fp16 keeps a digit or none"
+        hint = "fp16 goes in steps of 6e-8 here; have the scale written in fp32"
+        raise refusal(path, fault, hint=hint)
 
 
 def list_owners(geometry: ModelGeometry) -> dict[int, Attention]:

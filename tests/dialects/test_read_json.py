@@ -162,12 +162,23 @@ def test_only_numbers_are_numbers(tmp_path: Path, value: object) -> None:
         ("-0.25", "-0.25"),
         ("1e400", "inf"),
         ("1e39", "inf"),
-        ("1e-60", "0.0"),
     ],
 )
 def test_a_scale_is_finite_and_above_zero_as_fp32(tmp_path: Path, number: str, shown: str) -> None:
     text = RFC_TEXT.replace('"rank1": {"0": 0.5', f'"rank1": {{"0": {number}')
     assert _refusal(tmp_path, text) == f"layer 0 of rank1: {shown} is not a scale"
+
+
+@pytest.mark.parametrize("number", ["1e-60", "1e-45", "1.17e-38"])
+def test_a_scale_that_is_no_normal_number_of_fp32_is_refused(tmp_path: Path, number: str) -> None:
+    text = RFC_TEXT.replace('"rank1": {"0": 0.5', f'"rank1": {{"0": {number}')
+    assert _refusal(tmp_path, text) == f"layer 0 of rank1: {number} is too small for a scale"
+
+
+def test_the_smallest_scale_of_all_is_read(tmp_path: Path) -> None:
+    text = RFC_TEXT.replace('"rank1": {"0": 0.5', f'"rank1": {{"0": {2.0**-126!r}')
+    found = _read(tmp_path, text)
+    assert _values(found)["model.layers.0.self_attn.k"] == [1.0, 2.0**-126]
 
 
 def test_integers_without_end_are_no_scale(tmp_path: Path) -> None:

@@ -174,6 +174,23 @@ def test_ranks_with_different_layers_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_scale_that_is_too_small_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = _save(tmp_path / f"rank0.{suffix}", {0: 1, 1: 1e-40})
+    assert _refusal(path).endswith(f"{NAME.format(1)}: 1e-40 is too small for a scale")
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_scale_that_fp16_has_not_kept_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rank0.{suffix}"
+    arrays = {NAME.format(layer): np.array([6e-8], dtype=np.float16) for layer in range(2)}
+    if suffix == "npz":
+        np.savez(path, **arrays)
+    else:
+        save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, path)
+    assert _refusal(path).endswith(f"{NAME.format(0)}: of 5.96e-08 fp16 keeps a digit or none")
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_is_finite_and_above_zero(tmp_path: Path, suffix: str, value: float) -> None:
     path = _save(tmp_path / f"rank0.{suffix}", {0: 1, 1: value})

@@ -303,6 +303,38 @@ def test_a_scale_that_fp16_made_zero_is_explained(tmp_path: Path) -> None:
     assert caught.value.hint == "a scale under 6e-8 is 0 in fp16; have it written in fp32"
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(1e-45, torch.float32), (1e-39, torch.float32), (1e-39, torch.bfloat16)],
+)
+def test_a_scale_whose_reciprocal_is_infinite_is_refused(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    stored = _scalar(value).to(dtype)
+    tensors = _pair() | {PREFIX.format(1) + "v_scale": stored}
+    message = _refusal(_save(tmp_path / "a", tensors))
+    assert message.endswith(
+        f"layers.1.self_attn.v_scale: {float(stored):.4g} is too small for a scale"
+    )
+
+
+def test_the_smallest_scales_of_fp32_and_fp16_are_read(tmp_path: Path) -> None:
+    small = {
+        PREFIX.format(0) + "k_scale": _scalar(2.0**-126),
+        PREFIX.format(0) + "v_scale": _scalar(2.0**-20).to(torch.float16),
+        PREFIX.format(1) + "k_scale": _scalar(2.0**-24).to(torch.bfloat16),
+    }
+    found = read_scales(_save(tmp_path / "a", _pair() | small), TWO_LAYERS)
+    assert list(_values(found).values())[:3] == [[2.0**-126], [2.0**-20], [2.0**-24]]
+
+
+@pytest.mark.parametrize("value", [6e-8, 9e-7])
+def test_a_scale_that_fp16_has_not_kept_is_refused(tmp_path: Path, value: float) -> None:
+    stored = _scalar(value).to(torch.float16)
+    message = _refusal(_save(tmp_path / "a", _pair() | {PREFIX.format(1) + "k_scale": stored}))
+    assert message.endswith(f"k_scale: of {float(stored):.4g} fp16 keeps a digit or none")
+
+
 def test_a_double_that_fp32_cannot_hold_is_refused(tmp_path: Path) -> None:
     tensors = _pair() | {PREFIX.format(0) + "k_scale": torch.tensor(1e300, dtype=torch.float64)}
     assert _refusal(_save(tmp_path / "a", tensors)).endswith("k_scale: inf is not a scale")
