@@ -37,6 +37,7 @@ CASES: Mapping[str, tuple[str, bool, Mapping[str, Any]]] = {
     "kv-head": ("llama", True, {"targets": [], "kv_cache_scheme": _PER_HEAD}),
     # the way of its examples: it leaves q_scale as the memory was
     "attention-head": ("llama", True, {"config_groups": {"group_0": _HEADS}}),
+    # its experts are called as neither transformers nor vLLM calls Mixtral's
     "mixtral-fp8-static-kv": (
         "mixtral",
         False,

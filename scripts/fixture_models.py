@@ -33,8 +33,9 @@ _SMALL: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    # 160 rows are two blocks of 128, of which the second is cut short
-    "llama": {"intermediate_size": 160},
+    # 160 rows are two blocks of 128, of which the second is cut short; vLLM's CPU kernels for FP8
+    # want heads of a multiple of 32
+    "llama": {"intermediate_size": 160, "head_dim": 32},
     "mixtral": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }

@@ -111,6 +111,7 @@ def _extract(
         geometry,
         source_dtype=settings.source_dtype,
         needs_dtype=True,
+        drops_bad_query=True,
     )
     check_same_model(str(settings.quantized_model), found.table, fingerprint)
     known = found.table.measured_on or MeasuredOn.of_model(fingerprint)

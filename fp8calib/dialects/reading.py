@@ -80,6 +80,7 @@ def read_scales(
     source_dtype: str | None = None,
     needs_dtype: bool = False,
 ) -> FoundScales:
+    drops_bad_query: bool = False,
     """Read the KV scales of a checkpoint folder or of one file, in any dialect.
 
     Args:
@@ -90,13 +91,15 @@ def read_scales(
         needs_dtype: refuse a file that neither names its format nor is of a tool that knows only
             e4m3fn, unless `source_dtype` is there; otherwise it is taken for e4m3fn.
 
+        drops_bad_query: go without `q_scale` where one is not a scale, and say so.
     Raises:
         UsageError: there is no such path, no such dtype, or a dtype is needed.
         VerificationError: the scales are not complete, not valid, of another model, or not there.
     """
     asked = _find_source_format(source_dtype)
     source = _look_into(path)
-    reading, shared = fill_shared(geometry, _read(source, geometry))
+    found = _read(source, geometry, drops_bad_query=drops_bad_query)
+    reading, shared = fill_shared(geometry, found)
     scales = {
         site: Scale(
             values=reading.values[site],
@@ -154,7 +157,7 @@ def has_kv_scales(path: Path) -> bool:
     return source.has_tensors or bool(source.rank_files or source.json_files)
 
 
-def _read(source: _Source, geometry: ModelGeometry) -> Reading:
+def _read(source: _Source, geometry: ModelGeometry, *, drops_bad_query: bool) -> Reading:
     if source.rank_files:
         config = read_config(source.folder, geometry)
         return read_ranks(source.place, source.rank_files, geometry, config)
@@ -162,7 +165,7 @@ def _read(source: _Source, geometry: ModelGeometry) -> Reading:
         config = read_config(source.folder, geometry)
         with reading_errors():
             files = [TensorFile(path) for path in source.tensor_files]
-        return read_tensors(source.place, files, geometry, config)
+        return read_tensors(source.place, files, geometry, config, drops_bad_query=drops_bad_query)
     if len(source.json_files) > 1:
         names = cut_list([path.name for path in source.json_files])
         raise refusal(

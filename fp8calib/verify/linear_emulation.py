@@ -150,8 +150,8 @@ def emulate_checkpoint(
         is_changed: tells of a tensor's name whether it differs from the unquantized model's.
 
     Raises:
-        VerificationError: it quantizes no linear of the model, quantizes one in part, or quantizes
-            what is no linear of a decoder layer.
+        VerificationError: it quantizes no linear of the model, quantizes one in part, lacks one, or
+            quantizes what is no linear of a decoder layer.
     """
     stored = [
         parameter
@@ -208,6 +208,13 @@ def _copied(
 
 def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource) -> bool:
     names = source.names_of([parameter.name])
+    if not names:
+        strangers = ", ".join(source.unused[:3]) or "nothing else"
+        raise VerificationError(
+            f"{checkpoint.folder}: there is no weight for {parameter.name}",
+            hint=f"what belongs to no part of the model there: {strangers}; an engine finds no "
+            "more than this",
+        )
     quantized = names & checkpoint.quantized
     if quantized and quantized != names:
         missing = sorted(names - quantized)

@@ -1,0 +1,193 @@
+"""The commands take what llm-compressor, ModelOpt and Quark really write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.dialects.foreign import (
+    FOLDER,
+    GPT2_ATTENTION,
+    KV_SCALES,
+    LLAMA_ATTENTION,
+    NO_KV_SCALES,
+    load_kv_scales,
+)
+
+from .conftest import write_rows
+from .program import fail, run, succeed
+
+USED, DROPPED, DEFAULTED, REFUSED = "used", "dropped", "defaulted", "refused"
+ENGINES = ("vllm", "sglang", "tgi", "transformers")
+
+CHECKED: Mapping[str, tuple[str, str, str, str]] = {
+    "llmcompressor-fp8-static-kv": (USED, USED, USED, USED),
+    "llmcompressor-fp8-dynamic": (DEFAULTED, DEFAULTED, DEFAULTED, DEFAULTED),
+    # a scheme without scales is no better than no scheme
+    "llmcompressor-gpt2-kv": (DEFAULTED, DEFAULTED, DEFAULTED, DEFAULTED),
+    # no config_groups, nothing ignored: TGI finds no target
+    "llmcompressor-kv": (USED, USED, REFUSED, USED),
+    "llmcompressor-kv-head": (USED, DROPPED, REFUSED, USED),
+    "modelopt-fp8-kv": (USED, USED, DROPPED, DROPPED),
+    # quant_algo is null
+    "modelopt-kv": (REFUSED, REFUSED, DROPPED, DROPPED),
+    # transformers wants the quark package
+    "quark-fp8-kv": (USED, USED, DROPPED, REFUSED),
+    "quark-autofp8-kv": (USED, USED, USED, DROPPED),
+}
+"""What each engine does with k and v: FORMATS of the engines, sections 1.ii to 1.vii."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the tokens that the tools calibrated with."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 64, (8, 32), generator=generator).tolist()
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    return write_rows(path, [{"input_ids": row} for row in tokens])
+
+
+def _extract(name: str, out: Path, *options: object) -> Any:
+    model = FOLDER / KV_SCALES[name][0]
+    command = ("extract-kv-scales", "--quantized-model", FOLDER / name, "--model", model)
+    return succeed(*command, "--save-path", out, *options, "--json").json
+
+
+def _load_pairs(path: Path, model: str, layer: int) -> tuple[list[float], list[float]]:
+    tensors = load_file(path)
+    module = (GPT2_ATTENTION if model == "gpt2" else LLAMA_ATTENTION).format(layer)
+    k, v = (tensors[f"{module}.{role}_scale"].double().flatten().tolist() for role in "kv")
+    return k, v
+
+
+@pytest.mark.parametrize("name", KV_SCALES)
+def test_extract_writes_the_numbers_that_the_tool_wrote(tmp_path: Path, name: str) -> None:
+    model = KV_SCALES[name][0]
+    report = _extract(name, tmp_path / "out", "--format", "kv-scales")
+    written = tmp_path / "out" / "kv_scales.safetensors"
+    expected = [(max(k), max(v)) for k, v in load_kv_scales(name)]
+    assert [tuple(map(max, _load_pairs(written, model, layer))) for layer in range(2)] == expected
+    assert report["source_dtype"] == "e4m3fn"
+    assert report["taken_from"] == [f"{name}/model.safetensors"]
+    assert report["dialect"] == KV_SCALES[name][1]
+
+
+@pytest.mark.parametrize("name", ["llmcompressor-kv-head", "llmcompressor-attention-head"])
+def test_scales_per_head_stay_what_they_are_or_become_their_largest(
+    tmp_path: Path, name: str
+) -> None:
+    _extract(name, tmp_path / "heads", "--format", "kv-overlay-head")
+    shard = tmp_path / "heads" / "model-00002-of-00002.safetensors"
+    assert [_load_pairs(shard, "llama", layer) for layer in range(2)] == load_kv_scales(name)
+    report = _extract(name, tmp_path / "one")
+    assert "scales per head became one, the largest of a layer's heads" in report["notes"]
+
+
+def test_a_q_scale_that_was_never_set_is_left_out_and_that_is_said(tmp_path: Path) -> None:
+    report = _extract("llmcompressor-attention-head", tmp_path / "out")
+    assert [note for note in report["notes"] if note.startswith("q_scale is left out, for ")]
+    assert {"q"} & report["layers"][0].keys() == set()
+    model, name = FOLDER / "llama", FOLDER / "llmcompressor-attention-head"
+    assert "q_scale" in fail(8, "verify", model, "--scales", name, "--samples", 1)
+
+
+@pytest.mark.parametrize("name", NO_KV_SCALES)
+def test_extract_refuses_what_has_no_kv_scales(tmp_path: Path, name: str) -> None:
+    source = ("extract-kv-scales", "--quantized-model", FOLDER / name)
+    model = FOLDER / NO_KV_SCALES[name]
+    text = fail(8, *source, "--model", model, "--save-path", tmp_path / "out")
+    assert "there are no KV scales" in text
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_check_says_what_becomes_of_them(name: str) -> None:
+    outcome = run("check", FOLDER / name, "--json")
+    engines = outcome.json["engines"]
+    found = {
+        engine: {
+            (layer["k"]["status"], layer["v"]["status"]) for layer in engines[engine]["layers"]
+        }
+        for engine in ENGINES
+    }
+    assert found == {
+        engine: {(status, status)} for engine, status in zip(ENGINES, CHECKED[name], strict=True)
+    }
+    assert outcome.code == (0 if set(CHECKED[name]) == {USED} else 8)
+    if name in KV_SCALES:
+        largest = [(max(k), max(v)) for k, v in load_kv_scales(name)]
+        for engine, status in zip(ENGINES, CHECKED[name], strict=True):
+            if status == USED:
+                layers = engines[engine]["layers"]
+                assert [(item["k"]["value"], item["v"]["value"]) for item in layers] == largest
+
+
+def test_modelopt_measures_the_scales_that_calibrate_measures(tmp_path: Path, rows: Path) -> None:
+    command = ("calibrate", FOLDER / "llama", "--data", rows, "--seq-len", 32)
+    options = ("--dtype", "bfloat16", "--format", "kv-scales", "--out", tmp_path / "out")
+    succeed(*command, *options)
+    ours = [
+        _load_pairs(tmp_path / "out" / "kv_scales.safetensors", "llama", layer)
+        for layer in range(2)
+    ]
+    theirs = load_kv_scales("modelopt-kv")
+    # within one step of bf16: another processor may sum in another order
+    for own, other in zip(ours, theirs, strict=True):
+        for mine, found in zip(own, other, strict=True):
+            assert mine == pytest.approx(found, rel=2.0**-7)
+
+
+LINEARS = {
+    f"{LLAMA_ATTENTION.format(layer)}.{name}" for layer in range(2) for name in ("q_proj", "o_proj")
+} | {f"model.layers.{layer}.mlp.{name}" for layer in range(2) for name in ("up_proj", "down_proj")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llmcompressor-fp8-static-kv",
+        "llmcompressor-fp8-block",
+        "llmcompressor-w8a16",
+        "modelopt-fp8-channel-kv",
+        "quark-fp8-kv",
+        "quark-autofp8-kv",
+        "modelopt-mixtral-fp8-kv",
+    ],
+)
+def test_verify_emulates_the_whole_checkpoint(rows: Path, name: str) -> None:
+    model = KV_SCALES[name][0] if name in KV_SCALES else NO_KV_SCALES[name]
+    command = ("verify", FOLDER / model, "--scales", FOLDER / name, "--data", rows)
+    options = ("--samples", 2, "--seq-len", 32, "--dtype", "float32", "--json")
+    report = succeed(*command, *options).json
+    candidate = report["candidates"][0]
+    assert candidate["name"] == str(FOLDER / name)
+    assert 0.9 < candidate["ppl_ratio"] < 1.1
+    assert candidate["ppl_ratio"] != 1
+    sites = {item["site"] for item in report["layers"] if item["candidate"] == candidate["name"]}
+    has_kv = name in KV_SCALES
+    assert {f"{LLAMA_ATTENTION.format(layer)}.k" for layer in range(2)} <= sites or not has_kv
+    if model == "llama":
+        assert {f"{linear}.weight" for linear in LINEARS} <= sites
+        assert ({f"{linear}.input" for linear in LINEARS} <= sites) is ("w8a16" not in name)
+    else:
+        assert "model.layers.1.mlp.experts.down_proj.weight" in sites
+        assert "model.layers.1.mlp.experts.gate_proj.input" in sites
+
+
+def test_verify_takes_kv_scales_alone(rows: Path) -> None:
+    for name in ("llmcompressor-kv-head", "modelopt-kv"):
+        command = ("verify", FOLDER / "llama", "--scales", FOLDER / name, "--data", rows)
+        report = succeed(*command, "--samples", 2, "--dtype", "float32", "--json").json
+        scored = [item for item in report["layers"] if item["candidate"] == str(FOLDER / name)]
+        assert {item["site"].rpartition(".")[2] for item in scored} == {"k", "v", "q"}
+
+
+def test_verify_refuses_experts_that_no_engine_finds(rows: Path) -> None:
+    name = FOLDER / "llmcompressor-mixtral-fp8-static-kv"
+    text = fail(8, "verify", FOLDER / "mixtral", "--scales", name, "--data", rows)
+    assert "there is no weight for model.layers.0.mlp.experts.gate_up_proj" in text
+    assert "model.layers.0.block_sparse_moe.experts" in text

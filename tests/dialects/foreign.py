@@ -1,0 +1,69 @@
+"""What real tools wrote of tiny models (`scripts/regenerate-fixtures`), and what stands in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fp8calib.cli.check_geometry import read_geometry
+from fp8calib.geometry import ModelGeometry
+
+FOLDER = Path(__file__).parents[1] / "foreign"
+LLAMA_ATTENTION = "model.layers.{}.self_attn"
+GPT2_ATTENTION = "transformer.h.{}.attn"
+
+KV_SCALES: Mapping[str, tuple[str, str, str, str]] = {
+    "llmcompressor-fp8-static-kv": ("llama", "compressed-tensors", "k_scale", "v_scale"),
+    "llmcompressor-kv": ("llama", "compressed-tensors", "k_scale", "v_scale"),
+    "llmcompressor-kv-head": ("llama", "compressed-tensors", "k_scale", "v_scale"),
+    "llmcompressor-attention-head": ("llama", "compressed-tensors", "k_scale", "v_scale"),
+    "llmcompressor-mixtral-fp8-static-kv": ("mixtral", "compressed-tensors", "k_scale", "v_scale"),
+    "modelopt-fp8-kv": ("llama", "modelopt", "k_proj.k_scale", "v_proj.v_scale"),
+    "modelopt-fp8-channel-kv": ("llama", "modelopt", "k_proj.k_scale", "v_proj.v_scale"),
+    "modelopt-kv": ("llama", "modelopt", "k_proj.k_scale", "v_proj.v_scale"),
+    "modelopt-mixtral-fp8-kv": ("mixtral", "modelopt", "k_proj.k_scale", "v_proj.v_scale"),
+    "modelopt-gpt2-kv": ("gpt2", "modelopt", "k_proj.k_scale", "v_proj.v_scale"),
+    "quark-fp8-kv": ("llama", "quark", "k_proj.output_scale", "v_proj.output_scale"),
+    "quark-mixtral-fp8-kv": ("mixtral", "quark", "k_proj.output_scale", "v_proj.output_scale"),
+    "quark-autofp8-kv": ("llama", "autofp8", "k_scale", "v_scale"),
+}
+"""By folder: the model, the dialect, and how the tool calls k and v under the attention."""
+NO_KV_SCALES: Mapping[str, str] = {
+    "llmcompressor-fp8-dynamic": "llama",
+    "llmcompressor-fp8-block": "llama",
+    "llmcompressor-w8a16": "llama",
+    "llmcompressor-gpt2-kv": "gpt2",
+}
+"""By folder: the model. The last one's config says there are KV scales."""
+
+
+@cache
+def find_geometry(model: str) -> ModelGeometry:
+    """Find the shape of one of the models that the tools were given."""
+    folder = FOLDER / model
+    return read_geometry(folder, json.loads((folder / "config.json").read_text()))
+
+
+def load_tensors(name: str) -> dict[str, torch.Tensor]:
+    """Load everything a tool stored, without our reader."""
+    return load_file(FOLDER / name / "model.safetensors")
+
+
+def load_kv_scales(name: str) -> list[tuple[list[float], list[float]]]:
+    """Load k and v of both layers as they are stored, without our reader."""
+    model, _, k, v = KV_SCALES[name]
+    attention = GPT2_ATTENTION if model == "gpt2" else LLAMA_ATTENTION
+    tensors = load_tensors(name)
+    paths = [attention.format(index) for index in range(2)]
+    return [
+        (
+            tensors[f"{path}.{k}"].double().flatten().tolist(),
+            tensors[f"{path}.{v}"].double().flatten().tolist(),
+        )
+        for path in paths
+    ]
