@@ -109,8 +109,7 @@ class EmulatingTaps:
         before, after = x, fake
         if self._kept is not None:
             kept = self._kept.to(x.device)
-            before, *rest = (_tokens(t)[kept] for t in (x, *fake))
-            after = Fake(*rest)
+            before, after = _tokens(x)[kept], fake.map(lambda t: _tokens(t)[kept])
         damage = measure_damage(
             before,
             after,
@@ -147,14 +146,15 @@ class EmulatingTaps:
             if seen is x and version == x._version and used.is_same(quantizer):
                 return quantized, damage
         fake = quantizer.fake(x)
-        before, *after = (self._counted(t.reshape(-1, x.shape[-1]), tokens) for t in (x, *fake))
-        damage = measure_damage(before, Fake(*after), quantizer.fmt, flush_stride=FLUSH_STRIDE)
+        before, after = self._counted(x, tokens), fake.map(lambda t: self._counted(t, tokens))
+        damage = measure_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
         quantized = fake.values.to(x.dtype)
         self._inputs.append((x, x._version, quantizer, quantized, damage))
         del self._inputs[:-_REMEMBERED_INPUTS]
         return quantized, damage
 
-    def _counted(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+    def _counted(self, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
         if self._kept is not None and tokens is not None:
             rows = rows[torch.isin(tokens, self._kept.to(rows.device))]
         elif self._kept is not None and int(self._kept[-1]) < len(rows):

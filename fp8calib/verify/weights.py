@@ -136,7 +136,7 @@ class Stored:
     def _copy(self, piece: torch.Tensor, found: torch.Tensor, name: str) -> torch.Tensor:
         _require_shape(name, piece, found)
         values = found.float() if self.again is None else self.again.fake(found).values
-        damage = measure_damage(piece, Fake(values, torch.zeros(1)), self.quantizer.fmt)
+        damage = measure_damage(piece, Fake(values, None), self.quantizer.fmt)
         piece.copy_(values)
         return damage
 

@@ -122,9 +122,9 @@ def test_dynamic_scales_keep_their_bounds() -> None:
 def test_a_reciprocal_is_rounded_to_fp32_first() -> None:
     scale = torch.tensor(3.0)
     x = (torch.arange(4096) / 7).float()
-    found = Quantizer(fmt=E4M3FN, scale=scale, by_reciprocal=True).fake(x)
+    found = Quantizer(fmt=E4M3FN, scale=scale, by_reciprocal=True).divide(x, scale)
     expected = x.numpy() * (np.float32(1) / np.float32(3))
-    assert np.array_equal(found.scaled.numpy(), expected)
+    assert np.array_equal(found.numpy(), expected)
     assert not np.array_equal(expected, x.numpy() / np.float32(3))
 
 
@@ -205,7 +205,7 @@ def test_the_amax_itself_does_not_count_as_clipped() -> None:
     amaxes = (torch.arange(1, 20001) / 997).float()
     scales = amaxes / 448
     fake = Quantizer(fmt=E4M3FN, scale=scales).fake(amaxes)
-    assert bool((fake.scaled > 448).any())
+    assert bool((amaxes / scales > 448).any())
     assert float(measure_damage(amaxes, fake, E4M3FN)[2]) == 0
     larger = amaxes * 1.0001
     fake = Quantizer(fmt=E4M3FN, scale=scales).fake(larger)
