@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 
 from fp8calib.errors import UsageError
 
@@ -30,7 +31,7 @@ _OUTER_PARTS = (
     ("an output head", r"output"),
     (_PROJECTOR, r"mlp1"),
 )
-"""The same for modules outside the numbered layers, where these names mean something else."""
+"""The same before the first number of a path: inside layers these names mean something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,13 @@ def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Rea
         vocab_sizes: all that the config names.
     """
     parts = module.split(".")
-    is_outer = not any(part.isdecimal() for part in parts)
-    for why, expression in (*_PARTS, *(_OUTER_PARTS if is_outer else ())):
-        for part in parts:
-            if re.fullmatch(expression, part):
-                return Reason(why, tree=part if why in _TREES else "")
-    if is_outer and rows in vocab_sizes:
+    outer = list(takewhile(lambda part: not part.isdecimal(), parts))
+    for known, where in ((_PARTS, parts), (_OUTER_PARTS, outer)):
+        for why, expression in known:
+            for part in where:
+                if re.fullmatch(expression, part):
+                    return Reason(why, tree=part if why in _TREES else "")
+    if outer == parts and rows in vocab_sizes:
         return Reason("an embedding or an output head: it has a row per word")
     return None
 

@@ -1,0 +1,1 @@
+"""FP8 checkpoints: what is quantized, every byte of it, and whether engines read it."""

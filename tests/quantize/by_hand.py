@@ -1,0 +1,170 @@
+"""Checkpoints made by hand, and what FP8 makes of their weights, computed by numpy and ml_dtypes.
+
+Nothing here shares code with the product.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.quantize.forms import find_form
+from fp8calib.quantize.plan import NO_SCALES, QuantizePlan, Scales, Settings, make_plan
+from fp8calib.quantize.quantize import Written, quantize
+from fp8calib.verify.schemes import find_scheme
+
+Tensors = dict[str, torch.Tensor]
+LAYER = "model.layers.0"
+
+
+def random(rows: int, columns: int, *, seed: int, factor: float = 1.0) -> torch.Tensor:
+    """Draw a bfloat16 weight."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) * factor).bfloat16()
+
+
+def make_tensors() -> Tensors:
+    """Make a layer whose sizes are no multiples of 128, with unlike members of fused groups."""
+    return {
+        "model.embed_tokens.weight": random(160, 200, seed=1),
+        f"{LAYER}.input_layernorm.weight": torch.ones(200, dtype=torch.bfloat16),
+        f"{LAYER}.self_attn.q_proj.weight": random(256, 200, seed=2),
+        f"{LAYER}.self_attn.k_proj.weight": random(130, 200, seed=3, factor=8.0),
+        f"{LAYER}.self_attn.v_proj.weight": random(130, 200, seed=4, factor=0.01),
+        f"{LAYER}.self_attn.o_proj.weight": random(200, 256, seed=5),
+        f"{LAYER}.mlp.gate_proj.weight": random(300, 200, seed=6),
+        f"{LAYER}.mlp.up_proj.weight": random(300, 200, seed=7, factor=3.0),
+        f"{LAYER}.mlp.down_proj.weight": random(200, 300, seed=8),
+        "model.norm.weight": torch.ones(200, dtype=torch.bfloat16),
+        "lm_head.weight": random(160, 200, seed=9),
+    }
+
+
+CONFIG: Mapping[str, object] = {
+    "architectures": ["NobodyKnowsForCausalLM"],
+    "model_type": "nobody-knows",
+    "hidden_size": 200,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 160,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def save(folder: Path, tensors: Tensors, *, shards: int = 1, **config: object) -> Path:
+    """Write a checkpoint; with several shards, tensors are dealt out in turn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map: dict[str, str] = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(list(tensors.items())[number::shards])
+        save_file(part, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+class Silent:
+    """A progress bar that counts."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def advance(self, steps: int) -> None:
+        """Count."""
+        self.steps += steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run planned and did."""
+
+    plan: QuantizePlan
+    written: Written
+    out: Path
+
+    def tensors(self) -> Tensors:
+        """Read all tensors that were written."""
+        return read(self.out)
+
+    def config(self) -> dict[str, Any]:
+        """Read the quantization config that was written."""
+        found: dict[str, Any] = json.loads((self.out / "config.json").read_text())
+        return found["quantization_config"]  # type: ignore[no-any-return]
+
+
+def run(
+    source: Path,
+    out: Path,
+    scheme: str,
+    form: str = "compressed-tensors",
+    *,
+    scales: Scales = NO_SCALES,
+    resume: bool = False,
+    force: bool = False,
+    **settings: Any,
+) -> Run:
+    """Quantize a checkpoint."""
+    found = find_scheme(scheme)
+    asked = Settings(scheme=found, form=find_form(form, found), **settings)
+    with Checkpoint.open(source) as checkpoint:
+        plan = make_plan(checkpoint, asked, scales=scales)
+        written = quantize(
+            checkpoint,
+            plan,
+            out,
+            device=torch.device("cpu"),
+            progress=Silent(),
+            resume=resume,
+            force=force,
+        )
+    return Run(plan, written, out)
+
+
+def read(folder: Path) -> Tensors:
+    """Read every tensor of a folder with safetensors' own reader."""
+    tensors: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+def to_numpy(weight: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Give a weight's numbers in fp32, which holds every source dtype exactly."""
+    return weight.to(torch.float32).numpy()
+
+
+def encode(values: np.ndarray[Any, Any], scale: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Divide in fp32, saturate, and let ml_dtypes round: uint8 codes."""
+    scaled = np.clip(values / scale.astype(np.float32), np.float32(-448), np.float32(448))
+    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def scale_for(amax: np.ndarray[Any, Any] | float) -> np.ndarray[Any, Any]:
+    """Divide a magnitude by 448 in fp32, never below the smallest normal number."""
+    return np.maximum(np.float32(amax) / np.float32(448), np.float32(2.0**-126))
+
+
+def codes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Give the codes of an e4m3fn tensor: uint8."""
+    assert tensor.dtype is torch.float8_e4m3fn
+    return tensor.view(torch.uint8).numpy()

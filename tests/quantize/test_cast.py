@@ -1,0 +1,88 @@
+"""Magnitudes and codes of rows, against ml_dtypes, numpy, and the exact cast of `fp8_cast`."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8_cast import encode as encode_exactly
+from fp8calib.quantize.cast import block_amax, encode_blocks, encode_rows, row_amax, tensor_amax
+
+SCALES = (1.0, 0.0137, 3.1e-5, 2.0**-126, 7.5e30)
+
+
+def every_finite(dtype: torch.dtype) -> torch.Tensor:
+    """Give every finite value of a 16-bit dtype, subnormals and both zeros among them."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return values[values.isfinite()].unsqueeze(0)
+
+
+def many_fp32() -> torch.Tensor:
+    """Give fp32 values of every exponent, and the ties between neighbours of e4m3fn."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=generator, dtype=torch.int64)
+    drawn = bits.to(torch.int32).view(torch.float32)
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    nearby = [ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(torch.inf))]
+    return torch.cat([drawn[drawn.isfinite()], *nearby, *(-x for x in nearby)]).unsqueeze(0)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_codes_are_those_of_ml_dtypes_and_of_the_exact_cast(
+    dtype: torch.dtype, scale: float
+) -> None:
+    x = many_fp32() if dtype is torch.float32 else every_finite(dtype)
+    found = encode_rows(x, torch.tensor(scale)).view(torch.uint8)
+    with np.errstate(over="ignore"):
+        quotient = np.clip(x.float().numpy() / np.float32(scale), -448, 448)
+    expected = quotient.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.array_equal(found.numpy(), expected)
+    assert torch.equal(found, encode_exactly(x.float() / scale, E4M3FN))
+
+
+def test_the_rows_stay_as_they_are() -> None:
+    x = torch.tensor([[1.0, -2.0]])
+    encode_rows(x, torch.tensor(0.5))
+    assert x.tolist() == [[1.0, -2.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_magnitudes_of_tensor_rows_and_blocks(dtype: torch.dtype) -> None:
+    x = torch.zeros(130, 200).to(dtype)
+    x[0, 0], x[1, 5], x[127, 130], x[129, 199] = -3.0, 2.0, 0.5, -0.25
+    assert tensor_amax(x).item() == 3.0
+    rows = row_amax(x)
+    assert rows.dtype is torch.float32
+    assert [rows[i].item() for i in (0, 1, 2, 127, 129)] == [3.0, 2.0, 0.0, 0.5, 0.25]
+    assert block_amax(x).tolist() == [[3.0, 0.5], [0.0, 0.25]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_never_overlooked(dtype: torch.dtype, value: float) -> None:
+    x = torch.full((3, 300), 7.0).to(dtype)
+    x[1, 140] = value
+    assert not tensor_amax(x).isfinite()
+    assert row_amax(x).isfinite().tolist() == [True, False, True]
+    assert block_amax(x).isfinite().tolist() == [[True, False, True]]
+
+
+def test_magnitudes_of_subnormals_are_exact() -> None:
+    assert row_amax(torch.tensor([[1e-45, -3e-45]])).item() == 2.0**-148  # 3e-45 is 2 x 2**-149
+    assert row_amax(torch.tensor([[-(2.0**-133)]]).bfloat16()).item() == 2.0**-133
+
+
+def test_every_block_has_its_own_scale() -> None:
+    x = torch.full((129, 257), 8.0)
+    scale = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 0.5]])
+    found = encode_blocks(x, scale).float()
+    assert found.shape == (129, 257)
+    corners = [found[i, j].item() for i in (127, 128) for j in (127, 255, 256)]
+    assert corners == [8.0, 4.0, 2.0, 1.0, 0.5, 16.0]
