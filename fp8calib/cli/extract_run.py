@@ -17,7 +17,7 @@ from fp8calib.cli.opening import quiet_libraries
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.dialects.fit_table import explain_fit, explain_joint, fit_table, fits_heads
 from fp8calib.dialects.reading import SOURCE_DTYPES, FoundScales, check_same_model, read_scales
-from fp8calib.dialects.registry import FORMATS, check_kv_alone, list_owned, write_table
+from fp8calib.dialects.registry import FORMATS, check_formats, list_owned, write_table
 from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.errors import UsageError
 from fp8calib.geometry import Attention, ModelGeometry
@@ -88,7 +88,7 @@ def run_extract(settings: ExtractSettings) -> None:
 
 
 def _check(settings: ExtractSettings) -> None:
-    check_kv_alone(settings.format_name)
+    check_formats([settings.format_name])
     named = {"--source-dtype": settings.source_dtype, "--fp8-dtype": settings.fp8_dtype}
     for option, name in named.items():
         if name is not None and name not in SOURCE_DTYPES:
@@ -98,7 +98,7 @@ def _check(settings: ExtractSettings) -> None:
     if settings.tp is not None and not FORMATS[settings.format_name].per_tp:
         raise UsageError(
             f"--tp {settings.tp}: {settings.format_name} is the same for any number of ranks",
-            hint="leave --tp out, or choose --format vllm-json",
+            hint="leave --tp out, or choose --format vllm-json or rfc",
         )
 
 

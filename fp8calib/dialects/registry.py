@@ -35,6 +35,11 @@ WHY_NOT_OBSERVED = {
 }
 """Why a scale was not computed from what was seen at its site."""
 
+_KV_ALONE = (
+    "only its kv_cache section is written: no KV scales tell those of weights and activations, "
+    "which `fp8calib calibrate` measures"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatSpec:
@@ -192,22 +197,6 @@ def check_source(
             )
 
 
-def check_kv_alone(name: str) -> None:
-    """Refuse a form that KV scales alone are not enough for.
-
-    Raises:
-        UsageError: it is not known.
-        ExportError: it has scales of weights and activations too.
-    """
-    check_formats([name])
-    if FORMATS[name].has_linears:
-        raise ExportError(
-            f"--format {name} has scales of weights and activations, which no KV scales tell",
-            hint=f"`fp8calib calibrate --format {name}` measures them; vllm-json has KV scales "
-            "alone",
-        )
-
-
 def list_owned(name: str, tp: int, geometry: ModelGeometry, source: Checkpoint) -> frozenset[str]:
     """Name everything in an output folder that *is* the overlay, or holds the one file."""
     if not FORMATS[name].needs_model:
@@ -303,9 +292,9 @@ def write_table(
 
     Raises:
         UsageError: the form is not known.
-        ExportError: it needs more than KV scales, or cannot be written.
+        ExportError: it cannot be written.
     """
-    check_kv_alone(name)
+    check_formats([name])
     spec = FORMATS[name]
     check_source(table.geometry, [name], source)
     notes = [*_notes_of_origins(table), *_notes_of_bare_layers(spec, table.geometry)]
@@ -313,6 +302,9 @@ def write_table(
         write = write_tgi_overlay if spec.joins_kv else write_kv_overlay
         skipped = write(table, source, target, provenance=provenance)
         notes.extend(_notes_of_left_out(spec, skipped))
+    elif spec.has_linears:
+        write_rfc(table, None, target, provenance=provenance)
+        notes.append(Note(spec.name, _KV_ALONE))
     elif spec.joins_kv:
         write_vllm_json(table, target, provenance=provenance)
     else:

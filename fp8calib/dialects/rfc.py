@@ -10,24 +10,35 @@ from fp8calib.dialects.json_scales import (
     name_dtype,
     save_json,
 )
+from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.geometry import Layer, Section
 from fp8calib.scales import ScaleTable
 from fp8calib.sites import Role, Site
 
 
-def write_rfc(kv: ScaleTable, linears: ScaleTable, path: Path) -> None:
+def write_rfc(
+    kv: ScaleTable,
+    linears: ScaleTable | None,
+    path: Path,
+    *,
+    provenance: Provenance | None = None,
+) -> None:
     """Write KV, MLP and attention scales for each rank of the two tables, which is the same number.
+
+    Without `linears` there is the `kv_cache` section alone; a provenance goes to the `_comment` at
+    the top.
 
     Raises:
         ExportError: the file cannot be written.
     """
     dtype = name_dtype(kv.fmt)
     factors = {f"rank{rank}": list_kv_scales(kv, rank) for rank in range(kv.tp)}
+    sections: tuple[Section, ...] = ("mlp", "attention")
     document = {
+        **({} if provenance is None else {"_comment": provenance.describe()}),
         "model_type": kv.geometry.model_type,
         "kv_cache": {"dtype": dtype, "scaling_factor": factors},
-        "mlp": _make_section(linears, "mlp"),
-        "attention": _make_section(linears, "attention"),
+        **({} if linears is None else {name: _make_section(linears, name) for name in sections}),
         **describe_measurement(kv),
     }
     save_json(path, document)

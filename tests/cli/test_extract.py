@@ -24,8 +24,14 @@ from .program import Outcome, fail, snapshot, succeed
 from .quantized_sources import ATTENTION, JOINT, SOURCES, K, V
 
 OVERLAYS = ("kv-overlay", "kv-overlay-head", "tgi")
-FORMATS = (*OVERLAYS, "kv-scales", "vllm-json")
-FILES = {"kv-scales": "kv_scales.safetensors", "vllm-json": "kv_cache_scales.tp1.json"}
+FORMATS = (*OVERLAYS, "kv-scales", "vllm-json", "rfc")
+FILES = {
+    "kv-scales": "kv_scales.safetensors",
+    "vllm-json": "kv_cache_scales.tp1.json",
+    "rfc": "rfc.tp1.json",
+}
+JSON_RANKS = {"vllm-json": "0", "rfc": "rank0"}
+JOINT_FORMS = {"tgi", "vllm-json", "rfc"}
 SHARD = "model-00002-of-00002.safetensors"
 CHECKPOINT = {
     "config.json",
@@ -79,10 +85,11 @@ def _numbers(path: Path) -> dict[str, list[float]]:
 
 def _written(out: Path, name: str) -> tuple[list[list[float]], list[list[float]]]:
     """Read k and v of both layers as they stand in what was written, without fp8calib."""
-    if name == "vllm-json":
+    if name in JSON_RANKS:
         factors = json.loads((out / FILES[name]).read_text())["kv_cache"]["scaling_factor"]
-        assert list(factors) == ["0"]
-        both = [[factors["0"][str(layer)]] for layer in range(2)]
+        rank = JSON_RANKS[name]
+        assert list(factors) == [rank]
+        both = [[factors[rank][str(layer)]] for layer in range(2)]
         return both, both
     found = _numbers(out / FILES.get(name, SHARD))
     k, v = ("kv_scale", "kv_scale") if name == "tgi" else ("k_scale", "v_scale")
@@ -101,7 +108,7 @@ def test_every_source_becomes_every_form(
     report = extract(save(tmp_path / place), "--format", name)
     k, v = _written(tmp_path / "out", name)
 
-    loses_pair = name in {"tgi", "vllm-json"} and not is_joint
+    loses_pair = name in JOINT_FORMS and not is_joint
     times = 2 if name == "kv-overlay-head" else 1
     expected_k, expected_v = (JOINT, JOINT) if is_joint or loses_pair else (K, V)
     assert k == [[number] * times for number in expected_k]
@@ -125,7 +132,7 @@ def test_our_own_forms_can_be_extracted_again(
     direct = tmp_path / "direct"
     extract(tmp_path / "q", "--format", name, into=direct)
 
-    is_joint = {source, name} & {"tgi", "vllm-json"}
+    is_joint = {source, name} & JOINT_FORMS
     written = _written(tmp_path / "out", name)
     if is_joint and name not in is_joint:
         times = 2 if name == "kv-overlay-head" else 1
@@ -340,6 +347,25 @@ def test_q_scales_go_along_where_there_is_room(extract: Extract, tmp_path: Path)
     assert "q" not in report["layers"][1]
 
 
+def test_the_rfc_has_its_kv_cache_section_alone_and_that_is_said(
+    extract: Extract, tmp_path: Path
+) -> None:
+    report = extract(sources.save_per_head(tmp_path / "q"), "--format", "rfc", "--tp", 2)
+    assert report["files"] == ["rfc.tp2.json"]
+    document = json.loads((tmp_path / "out" / "rfc.tp2.json").read_text())
+    assert document.pop("_comment").startswith("scales of a quantized model (compressed-tensors: ")
+    assert document.pop("model_type") == "llama"
+    assert document.pop("kv_cache") == {
+        "dtype": "float8_e4m3fn",
+        "scaling_factor": {"rank0": {"0": 0.5, "1": 1.0}, "rank1": {"0": 0.75, "1": 2.0}},
+    }
+    assert not document.keys() & {"mlp", "attention", "quantized_weights"}
+    (note,) = [note for note in report["notes"] if note.startswith("rfc: ")]
+    assert note.startswith("rfc: only its kv_cache section is written")
+    assert [item["engine"] for item in report["limitations"] if not item["is_blocking"]] == []
+    assert report["serving"] == []
+
+
 # --- formats of FP8 --------------------------------------------------------------------------
 
 
@@ -507,7 +533,6 @@ def test_shards_of_weights_need_not_be_there(extract: Extract, tmp_path: Path) -
     [
         (["--format", "nonsense"], 2, "--format nonsense: unknown format"),
         (["--format", "tgi", "kv-scales"], 2, "name one format"),
-        (["--format", "rfc"], 7, "--format rfc has scales of weights and activations"),
         (["--source-dtype", "float8_e4m3fn"], 2, "--source-dtype float8_e4m3fn: unknown"),
         (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: unknown"),
         (["--tp", "2"], 2, "kv-overlay is the same for any number of ranks"),
@@ -521,11 +546,6 @@ def test_options_that_make_no_sense_are_refused(
     refused: Callable[..., str], tmp_path: Path, options: list[str], code: int, says: str
 ) -> None:
     assert says in refused(code, sources.save_modelopt(tmp_path / "q"), *options)
-
-
-def test_the_rfc_is_refused_with_a_way_out(refused: Callable[..., str], tmp_path: Path) -> None:
-    text = refused(7, sources.save_rfc(tmp_path / "a.json"), "--format", "rfc")
-    assert "`fp8calib calibrate --format rfc` measures them" in text
 
 
 def test_a_source_that_is_not_there_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
