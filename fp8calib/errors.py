@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+_MAX_MESSAGE = 4000
+_MAX_NAME = 200
+
 
 class Fp8CalibError(Exception):
     """Say in one message what went wrong, where, and what to do about it.
@@ -17,9 +20,31 @@ class Fp8CalibError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _fit_line(message)
+        self.hint = _fit_line(hint)
+        super().__init__(self.message)
+
+
+def shorten(name: str) -> str:
+    """Make a name that stands in a file fit for a message: cut, and what cannot be shown escaped.
+
+    Names are as hostile as the file: megabytes long, or full of a terminal's control sequences.
+    """
+    return _escape(name[:_MAX_NAME])[:_MAX_NAME]
+
+
+def _fit_line(text: str) -> str:
+    """Keep a message to one line that any terminal prints, and within what anybody reads."""
+    if len(text) > _MAX_MESSAGE:
+        half = _MAX_MESSAGE // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return _escape(text)
+
+
+def _escape(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class UsageError(Fp8CalibError):

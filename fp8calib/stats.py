@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
-from fp8calib.errors import DataError, ModelError, UsageError
+from fp8calib.errors import DataError, ModelError, UsageError, shorten
 from fp8calib.geometry import ModelGeometry
 from fp8calib.measured import MeasuredOn
 from fp8calib.sites import Site
@@ -179,9 +179,11 @@ def load_stats(path: Path) -> CalibrationStats:
             hint=_HINT,
         ) from error
     except KeyError as error:
-        raise DataError(f"{path} is damaged: {error} is missing", hint=_HINT) from error
+        raise DataError(
+            f"{path} is damaged: {shorten(str(error))} is missing", hint=_HINT
+        ) from error
     except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}", hint=_HINT) from error
+        raise DataError(f"{path} is damaged: {shorten(str(error))}", hint=_HINT) from error
 
 
 def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -195,7 +197,7 @@ def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
+    where = shorten(".".join(map(str, first["loc"])))
     return f"{where}: {first['msg']}" if where else first["msg"]
 
 

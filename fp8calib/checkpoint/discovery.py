@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fp8calib.checkpoint.header import MAX_HEADER_BYTES, load_unique_json
-from fp8calib.errors import ModelError
+from fp8calib.errors import ModelError, shorten
 
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -75,7 +75,7 @@ def read_index(path: Path) -> WeightIndex:
         raise ModelError(f"{path}: there is no weight_map that says where the tensors are")
     for name, file_name in weight_map.items():
         if not _is_shard_name(file_name):
-            message = f"{path}: the tensor {name!r} points to {file_name!a:.200}"
+            message = f"{path}: the tensor {name!a:.200} points to {file_name!a:.200}"
             raise ModelError(message, hint="a shard is a *.safetensors file beside the index")
     metadata = metadata if isinstance(metadata, dict) else {}
     return WeightIndex(path, MappingProxyType(weight_map), MappingProxyType(metadata))
@@ -147,5 +147,5 @@ def _conversion_hint(folder: Path) -> str:
 
 
 def _shorten(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:3])
+    shown = ", ".join(map(shorten, list(names)[:3]))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

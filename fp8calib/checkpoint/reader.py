@@ -182,5 +182,5 @@ class Checkpoint:
 def _check_index(index: WeightIndex, files: Mapping[str, TensorFile]) -> None:
     for name, file_name in index.weight_map.items():
         if name not in files[file_name].tensors:
-            message = f"{index.path}: the tensor {name!r} is not in {file_name}, as it says"
+            message = f"{index.path}: the tensor {name!a:.200} is not in {file_name}, as it says"
             raise ModelError(message, hint="index and shards are of two kinds; download both again")

@@ -24,15 +24,20 @@ def show_command(
 
     Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors
     """
+    from fp8calib.checkpoint.links import refuse_links_out  # noqa: PLC0415
     from fp8calib.cli.show_scales import show_scales  # noqa: PLC0415
     from fp8calib.cli.show_stats import show_stats  # noqa: PLC0415
-    from fp8calib.errors import UsageError  # noqa: PLC0415
+    from fp8calib.errors import UsageError, shorten  # noqa: PLC0415
     from fp8calib.stats import is_stats_file, load_stats  # noqa: PLC0415
 
-    if path.is_dir() and (path / "stats.safetensors").is_file():
-        path /= "stats.safetensors"
-    if not path.exists():
-        raise UsageError(f"no file at {path}")
+    try:
+        if not path.exists():
+            raise UsageError(f"no file at {path}")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{shorten(str(path))}: cannot be looked at") from error
+    if path.is_dir():
+        refuse_links_out(path)
+        path = stats if (stats := path / "stats.safetensors").is_file() else path
     if is_stats_file(path):
         show_stats(load_stats(path), as_json=as_json)
     else:

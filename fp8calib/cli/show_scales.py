@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from fp8calib.checkpoint.header import load_unique_json
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.console import print_json, print_table
-from fp8calib.errors import DataError, UsageError
+from fp8calib.errors import DataError, UsageError, shorten
 
 _SCALE_SUFFIXES = ("_scale", "_scale_inv", "kv_cache_scaling_factor", ".scale")
+_INDEX = re.compile(r"[0-9]{1,9}")
 _FEW_VALUES = 8
+_MOST_VALUES = 1 << 16
+"""A tensor of more is described: nobody reads them, and a list takes 30 times the file's size."""
+
+Row = tuple[str, list[float] | str]
+"""A scale's name, and its numbers, or what is to be said in their place."""
 
 
 def show_scales(path: Path, *, as_json: bool) -> None:
@@ -28,54 +34,74 @@ def show_scales(path: Path, *, as_json: bool) -> None:
     if not rows:
         raise UsageError(f"{path} holds no scales", hint="show reads stats and files of scales")
     if as_json:
-        print_json({"scales": dict(rows)})
+        print_json({"scales": {name: _make_json(values) for name, values in rows}})
         return
-    print_table(str(path), ["scale", "value"], [[name, _spell(values)] for name, values in rows])
+    shown = [[shorten(name), _spell(values)] for name, values in rows]
+    print_table(shorten(str(path)), ["scale", "value"], shown)
 
 
-def _rows(path: Path) -> Iterator[tuple[str, list[float]]]:
+def _rows(path: Path) -> Iterator[Row]:
     if path.is_dir():
         with Checkpoint.open(path) as checkpoint:
-            for name in filter(_is_scale, checkpoint.tensors):
-                yield name, checkpoint.read(name).float().flatten().tolist()
+            yield from _tensor_rows(checkpoint)
     elif path.suffix == ".safetensors":
         with TensorFile(path) as file:
-            for name in filter(_is_scale, file.tensors):
-                yield name, file.read(name).float().flatten().tolist()
+            yield from _tensor_rows(file)
     elif path.suffix == ".json":
         yield from _json_rows(path)
     else:
         raise UsageError(f"{path}: neither .safetensors nor .json nor a checkpoint folder")
 
 
-def _is_scale(name: str) -> bool:
-    return name.endswith(_SCALE_SUFFIXES)
+def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[Row]:
+    for name, entry in file.tensors.items():
+        if not name.endswith(_SCALE_SUFFIXES):
+            continue
+        if math.prod(entry.shape) > _MOST_VALUES:
+            yield name, f"{entry.dtype} of shape {list(entry.shape)}"
+        else:
+            yield name, file.read(name).float().flatten().tolist()
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, list[float]]]:
+def _json_rows(path: Path) -> Iterator[Row]:
     try:
         document = load_unique_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        fault = shorten(str(error))
+        raise DataError(f"{path}: cannot be read as JSON: {fault}") from error
     if isinstance(document, dict) and "kv_cache" in document:
-        yield from _numbers(document, prefix="")
+        yield from _numbers(document)
 
 
-def _natural_key(row: tuple[str, list[float]]) -> list[tuple[int, str]]:
+def _natural_key(row: Row) -> list[tuple[int, str]]:
     """Sort layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in row[0].split(".")]
+    parts = row[0].split(".")
+    return [(int(part), "") if _INDEX.fullmatch(part) else (-1, part) for part in parts]
 
 
-def _numbers(node: Mapping[str, Any], *, prefix: str) -> Iterator[tuple[str, list[float]]]:
-    for key, value in node.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
+def _numbers(document: Mapping[str, object]) -> Iterator[Row]:
+    """List all numbers of a document; without recursion, for it may be deep."""
+    waiting: list[tuple[str, object]] = list(document.items())
+    while waiting:
+        name, value = waiting.pop()
         if isinstance(value, dict):
-            yield from _numbers(value, prefix=name)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+            waiting += ((f"{name}.{key}", inner) for key, inner in value.items())
+        elif isinstance(value, float) or (type(value) is int and abs(value) < 1 << 64):
             yield name, [float(value)]
+        elif type(value) is int:
+            yield name, shorten(str(value))
 
 
-def _spell(values: list[float]) -> str:
+def _make_json(values: list[float] | str) -> object:
+    """Spell what is no number to JSON as text: NaN and infinities."""
+    if isinstance(values, str):
+        return values
+    return [value if math.isfinite(value) else str(value) for value in values]
+
+
+def _spell(values: list[float] | str) -> str:
+    if isinstance(values, str):
+        return values
     shown = ", ".join(f"{value:.6g}" for value in values[:_FEW_VALUES])
     more = len(values) - _FEW_VALUES
     return f"{shown} and {more} more" if more > 0 else shown

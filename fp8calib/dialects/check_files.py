@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.discovery import INDEX_NAME
+from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.check_report import Refusal, Status, Verdict
 from fp8calib.dialects.read_names import parse_name
 from fp8calib.dialects.scale_metadata import DTYPE_KEY
-from fp8calib.errors import ModelError, VerificationError
+from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry import ModelGeometry
 from fp8calib.sites import Role
 
@@ -24,7 +25,6 @@ KV_ROLES = (Role.K, Role.V)
 MAX_JSON_BYTES = 100_000_000
 _MAX_SCALE_BYTES = 1 << 20
 """More than any model has heads: what is larger is no scale, and is not read."""
-_SHOWN = 200
 
 Slot = tuple[int, Role]
 """A layer's k or v."""
@@ -75,11 +75,6 @@ class ScaleFolder:
         return sorted({*self.tensor_names, *self.faults})
 
 
-def shorten(text: str) -> str:
-    """Cut a name and spell what could not be printed."""
-    return ascii(text)[1:-1][:_SHOWN]
-
-
 def load_lenient(path: Path) -> object:
     """Load JSON as Python programs do: the last of equal keys wins, NaN is a number.
 
@@ -96,17 +91,18 @@ def load_lenient(path: Path) -> object:
 
 
 def open_folder(path: Path) -> ScaleFolder:
-    """Read the headers, the scales and the configs of a folder; nothing in it is refused.
+    """Read the headers, the scales and the configs of a folder; no fault in them is refused.
 
     Raises:
-        VerificationError: the folder or its config cannot be read.
+        VerificationError: the folder or its config cannot be read, or a link leads out of it.
     """
+    files = _list_files(path)
     config = _load_config(path / CONFIG_NAME)
     names: dict[str, Collection[str]] = {}
     scales: dict[str, dict[str, HeldScale]] = {}
     faults: dict[str, str] = {}
     recorded: dict[str, str] = {}
-    for file in _list_files(path):
+    for file in files:
         try:
             with TensorFile(path / file) as opened:
                 scales[file] = _read_scales(opened)
@@ -153,10 +149,13 @@ def _load_or_none(path: Path) -> object:
 
 def _list_files(path: Path) -> list[str]:
     try:
+        refuse_links_out(path)
         entries = sorted(path.iterdir())
         return [
             entry.name for entry in entries if entry.suffix == ".safetensors" and entry.is_file()
         ]
+    except ModelError as error:
+        raise VerificationError(error.message, hint=error.hint) from error
     except OSError as error:
         raise VerificationError(f"{path}: cannot be read: {error.strerror}") from error
 

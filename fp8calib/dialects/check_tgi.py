@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
-from fp8calib.dialects.check_files import HeldScale, ScaleFolder, Scene, require_readable, shorten
+from fp8calib.dialects.check_files import HeldScale, ScaleFolder, Scene, require_readable
 from fp8calib.dialects.check_report import (
     EngineReport,
     LayerVerdict,
@@ -24,6 +24,7 @@ from fp8calib.dialects.check_report import (
 )
 from fp8calib.dialects.check_vllm_config import find_quantization
 from fp8calib.dialects.engine_rules import TGI_TYPES
+from fp8calib.errors import shorten
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.checkpoint.links import refuse_link_out
 from fp8calib.dialects.read_json import find_format, load_object
-from fp8calib.dialects.read_values import refusal
+from fp8calib.dialects.read_values import reading_errors, refusal
 from fp8calib.fp8 import E4M3FN, Fp8Format
 from fp8calib.geometry import ModelGeometry
 
@@ -36,8 +37,11 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
     Raises:
         VerificationError: a config cannot be read, is of another model, or of another KV format.
     """
-    path = folder / CONFIG_NAME
-    _check_algorithm(folder / _MODELOPT_CONFIG_NAME, _load(folder / _MODELOPT_CONFIG_NAME))
+    path, side = folder / CONFIG_NAME, folder / _MODELOPT_CONFIG_NAME
+    with reading_errors():
+        refuse_link_out(path)
+        refuse_link_out(side)
+    _check_algorithm(side, _load(side))
     if not path.is_file():
         return CheckpointConfig()
     config = load_object(path)

@@ -15,12 +15,14 @@ from fp8calib.dialects.read_npz import list_arrays, read_number
 from fp8calib.dialects.read_values import (
     ONE_FILLS_BOTH,
     Reading,
+    check_precision,
     check_scales,
     cut_list,
     join_ranks,
     reading_errors,
     refusal,
 )
+from fp8calib.errors import shorten
 from fp8calib.geometry import ModelGeometry
 
 _RANK = re.compile(r"rank(\d{1,9})(?!\d)", re.ASCII)
@@ -93,7 +95,7 @@ def _read_layers(path: Path) -> dict[int, torch.Tensor]:
     for name, value in _read_values(path):
         index = _find_layer(path, name)
         if index in layers:
-            raise refusal(path, f"{name}: a second scale for layer {index}")
+            raise refusal(path, f"{shorten(name)}: a second scale for layer {index}")
         check_scales(path, name, value)
         layers[index] = value
     return layers
@@ -108,15 +110,19 @@ def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             entry = file.tensors[name]
             if entry.shape not in ((), (1,)) or not TORCH_DTYPES[entry.dtype].is_floating_point:
-                fault = f"{name} is {entry.dtype} of shape {list(entry.shape)}"
+                fault = f"{shorten(name)} is {entry.dtype} of shape {list(entry.shape)}"
                 raise refusal(path, fault, hint="a scale is one float")
-            yield name, file.read(name).to(torch.float32).reshape(())
+            value = file.read(name).to(torch.float32).reshape(())
+            check_precision(path, shorten(name), value, stored=entry.dtype)
+            yield name, value
 
 
 def _find_layer(path: Path, name: str) -> int:
     parts = [part for part in name.split(".") if _LAYER.fullmatch(part)]
     if len(parts) != 1 or len(parts[0]) > 9:
         raise refusal(
-            path, f"{name}: which layer it is of cannot be told", hint="one part is a number"
+            path,
+            f"{shorten(name)}: which layer it is of cannot be told",
+            hint="one part is a number",
         )
     return int(parts[0])

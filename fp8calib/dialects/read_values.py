@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.errors import ModelError, VerificationError
+from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.measured import MeasuredOn
@@ -57,8 +57,8 @@ def reading_errors() -> Iterator[None]:
 
 
 def cut_list(items: Collection[object]) -> str:
-    """List the first few of `items` and count the others."""
-    shown = ", ".join(str(item) for item in list(items)[:MAX_LISTED])
+    """List the first few of `items`, each fit for a message, and count the others."""
+    shown = ", ".join(shorten(str(item)) for item in list(items)[:MAX_LISTED])
     more = len(items) - MAX_LISTED
     return f"{shown} and {more} more" if more > 0 else shown
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.read_config import CONFIG_NAME, read_config
 from fp8calib.dialects.read_json import is_scales_json, load_object, read_json
@@ -79,8 +80,8 @@ def read_scales(
     *,
     source_dtype: str | None = None,
     needs_dtype: bool = False,
-) -> FoundScales:
     drops_bad_query: bool = False,
+) -> FoundScales:
     """Read the KV scales of a checkpoint folder or of one file, in any dialect.
 
     Args:
@@ -90,8 +91,8 @@ def read_scales(
         source_dtype: `e4m3fn` or `e4m3fnuz`, for files that do not say; values stay as they are.
         needs_dtype: refuse a file that neither names its format nor is of a tool that knows only
             e4m3fn, unless `source_dtype` is there; otherwise it is taken for e4m3fn.
-
         drops_bad_query: go without `q_scale` where one is not a scale, and say so.
+
     Raises:
         UsageError: there is no such path, no such dtype, or a dtype is needed.
         VerificationError: the scales are not complete, not valid, of another model, or not there.
@@ -195,6 +196,8 @@ def _look_into(path: Path) -> _Source:
 
 
 def _look_into_folder(folder: Path) -> _Source:
+    with reading_errors():
+        refuse_links_out(folder)
     visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
     paths = [path for path in visible if path.is_file()]
     tensor_files = [path for path in paths if path.suffix in _TENSOR_SUFFIXES]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint, is_fp8_checkpoint
 from fp8calib.dialects.read_values import reading_errors
@@ -123,9 +124,11 @@ def _find(name: str) -> Path:
             raise UsageError(f"--scales {name}: no such file or folder")
     except (OSError, ValueError) as error:
         raise UsageError(f"--scales {name}: cannot be read: {error}") from error
-    if path.is_dir() and is_stats_file(path / STATS_NAME):
-        return path / STATS_NAME
-    return path
+    if not path.is_dir():
+        return path
+    with reading_errors():
+        refuse_links_out(path)
+    return path / STATS_NAME if is_stats_file(path / STATS_NAME) else path
 
 
 def _check_stats(name: str, stats: CalibrationStats, target: Target) -> None:

@@ -1,0 +1,93 @@
+"""A folder's links are followed within it and into the Hugging Face cache, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8calib.checkpoint.links import refuse_links_out
+from fp8calib.errors import ModelError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    return made
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "config.json", "rank0.npz"])
+@pytest.mark.parametrize("target", ["../secret", "{tmp}/secret", "../model-2/secret"])
+def test_a_link_to_a_file_elsewhere_is_refused(
+    tmp_path: Path, folder: Path, name: str, target: str
+) -> None:
+    (tmp_path / "model-2").mkdir()
+    for place in (tmp_path, tmp_path / "model-2"):
+        (place / "secret").write_text("x")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target.format(tmp=tmp_path))
+
+    with pytest.raises(ModelError, match=f"{name} is a link out of the folder") as refused:
+        refuse_links_out(folder)
+    assert "hard-link" in refused.value.hint
+
+
+def test_a_link_within_the_folder_is_followed(folder: Path) -> None:
+    (folder / "blob").write_text("x")
+    (folder / "a.safetensors").symlink_to("blob")
+    (folder / "b.safetensors").symlink_to(folder / "a.safetensors")
+
+    refuse_links_out(folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_followed"),
+    [
+        ("hub/models--org--name/blobs", True),
+        ("blobs", False),
+        ("hub/models--org--name", False),
+        ("hub/other/blobs", False),
+    ],
+)
+def test_links_into_the_cache_are_followed(
+    tmp_path: Path, folder: Path, place: str, is_followed: bool
+) -> None:
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "0123abcd").write_text("x")
+    (folder / "a.safetensors").symlink_to(Path("..") / place / "0123abcd")
+
+    if is_followed:
+        refuse_links_out(folder)
+    else:
+        with pytest.raises(ModelError):
+            refuse_links_out(folder)
+
+
+def test_a_snapshot_of_the_cache_is_whole(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "f00"
+    for made in (snapshot, repository / "blobs"):
+        made.mkdir(parents=True)
+    (repository / "blobs" / "0123").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/0123")
+
+    refuse_links_out(snapshot)
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path, folder: Path) -> None:
+    (folder / "a.safetensors").symlink_to("config.json")
+    (tmp_path / "link").symlink_to("model")
+
+    refuse_links_out(tmp_path / "link")
+
+
+def test_what_is_not_read_or_leads_nowhere_does_no_harm(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "LICENSE").write_text("x")
+    (folder / "LICENSE").symlink_to("../LICENSE")
+    (folder / "a.safetensors").symlink_to("../nothing")
+    (folder / "b.safetensors").symlink_to("b.safetensors")
+    (folder / "c.safetensors").symlink_to("..")
+
+    refuse_links_out(folder)
