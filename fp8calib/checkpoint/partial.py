@@ -7,6 +7,7 @@ interruption, or the death of the process, leaves it.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -16,11 +17,14 @@ from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.errors import UsageError
 
 MARK_NAME = "fp8calib-partial.json"
-"""A file of the run's own in the folder, by which a later run knows it; gone in the end."""
+"""A JSON object by which a later run knows the folder: `tag`, and what the run itself notes.
+Gone in the end."""
 
 
 class PartialFolder(OutputFolder):
     """An `OutputFolder` whose temporary folder outlives an interruption.
+
+    `tag` says what is being written: only a run of the same tag may go on with it.
 
     Where the temporary folder has to lie inside `path` (a mount point, the working directory), its
     name is that of other temporary folders, which later runs do not count as contents.
@@ -31,24 +35,40 @@ class PartialFolder(OutputFolder):
         path: Path,
         *,
         owned: frozenset[str],
+        tag: str,
         resume: bool,
         force: bool = False,
         inputs: Collection[Path] = (),
     ) -> None:
         super().__init__(path, owned=owned, force=force, inputs=inputs)
+        self._tag = tag
         self._resume = resume
 
     def _make_staging(self, parent: Path) -> Path:
         staging = self._name_staging(parent)
         if staging.exists():
-            _require_own(staging)
+            self._check_old(staging)
             if not self._resume:
                 shutil.rmtree(staging)
         staging.mkdir(exist_ok=True)
         mark = staging / MARK_NAME
         if not mark.exists():
-            mark.write_text("{}")
+            mark.write_text(json.dumps({"tag": self._tag}), encoding="utf-8")
         return staging
+
+    def _check_old(self, staging: Path) -> None:
+        """Refuse what is not ours to remove, or not this run's to go on with."""
+        mark = staging / MARK_NAME
+        if not mark.is_file() and any(staging.iterdir()):
+            raise UsageError(
+                f"{staging}: holds what no interrupted run left there",
+                hint="move it away, or name another output folder",
+            )
+        if self._resume and mark.is_file() and _read_tag(mark) != self._tag:
+            raise UsageError(
+                f"{staging}: the interrupted run had another model or other options",
+                hint="leave out --resume to start anew, or repeat its options",
+            )
 
     def _name_staging(self, parent: Path) -> Path:
         name = self._target.name
@@ -69,9 +89,11 @@ class PartialFolder(OutputFolder):
         super().__exit__(exc_type, exc, traceback)
 
 
-def _require_own(folder: Path) -> None:
-    if not (folder / MARK_NAME).is_file() and any(folder.iterdir()):
-        raise UsageError(
-            f"{folder}: holds what no interrupted run left there",
-            hint="move it away, or name another output folder",
-        )
+def _read_tag(mark: Path) -> str | None:
+    """Read whose folder it is; None where the run died before it had said so."""
+    try:
+        document = json.loads(mark.read_bytes())
+    except ValueError:
+        return None
+    tag = document.get("tag") if isinstance(document, dict) else None
+    return tag if isinstance(tag, str) else None

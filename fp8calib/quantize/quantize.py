@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,7 +21,6 @@ from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.read_config import CONFIG_NAME
-from fp8calib.errors import UsageError
 from fp8calib.quantize.plan import QuantizePlan, write_json
 from fp8calib.quantize.reading import WeightReader
 from fp8calib.quantize.shard_layout import ShardLayout
@@ -72,13 +71,14 @@ def quantize(
     folder = PartialFolder(
         out,
         owned=plan.names,
+        tag=plan.tag,
         resume=resume,
         force=force,
         inputs=[checkpoint.folder, *inputs],
     )
     with folder as staging, _threads() as pool:
         reader = WeightReader(checkpoint, pool, device=device)
-        journal = _Journal.open(staging, plan.tag, out)
+        journal = _Journal(staging)
         finished = [shard.name for shard in plan.shards if journal.has(shard)]
         require_free_space(staging, plan.size_bytes - _count_bytes(staging, finished))
         scales = WeightScales(plan, reader)
@@ -121,32 +121,15 @@ def _is_shard(path: Path, shard: ShardLayout) -> bool:
 
 
 class _Journal:
-    """Which shards are finished, and what was dead in them: a file of the partial folder."""
+    """Which shards are finished, and what was dead in them: noted in the partial folder."""
 
-    def __init__(self, folder: Path, tag: str, found: Mapping[str, list[Dead]]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tag = tag
-        self._dead = dict(found)
-        self._save()
-
-    @classmethod
-    def open(cls, folder: Path, tag: str, out: Path) -> _Journal:
-        """Read what an interrupted run left.
-
-        Raises:
-            UsageError: it was a run of something else.
-        """
-        document = json.loads((folder / MARK_NAME).read_text(encoding="utf-8"))
-        if document and document["tag"] != tag:
-            raise UsageError(
-                f"{folder}: the interrupted run had another model or other options",
-                hint=f"leave out --resume to start {out} anew, or repeat its options",
-            )
-        dead = {
+        self._document = json.loads((folder / MARK_NAME).read_bytes())
+        self._dead = {
             name: [Dead(**fields) for fields in items]
-            for name, items in document.get("dead", {}).items()
+            for name, items in self._document.get("dead", {}).items()
         }
-        return cls(folder, tag, dead)
 
     @property
     def dead(self) -> tuple[Dead, ...]:
@@ -157,13 +140,9 @@ class _Journal:
 
     def add(self, shard: ShardLayout, dead: list[Dead]) -> None:
         self._dead[shard.name] = dead
-        self._save()
-
-    def _save(self) -> None:
-        dead = {name: [asdict(item) for item in items] for name, items in self._dead.items()}
-        text = json.dumps({"tag": self._tag, "dead": dead})
+        items = {name: [asdict(item) for item in items] for name, items in self._dead.items()}
         temporary = self._folder / f"{MARK_NAME}.new"
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(json.dumps({**self._document, "dead": items}), encoding="utf-8")
         temporary.replace(self._folder / MARK_NAME)
 
 
