@@ -106,8 +106,16 @@ def _site_row(row: LayerResult) -> Sequence[str]:
         f"{row.clipped:.2%}",
         f"{row.flushed:.2%}",
         f"{row.amax:.4g}",
-        "dynamic" if row.scale is None else f"{row.scale:.4g}",
+        _spell_scale(row),
     ]
+
+
+def _spell_scale(row: LayerResult) -> str:
+    if row.scale is None:
+        return f"dynamic, per {row.scale_per}"
+    if row.smallest_scale is None:
+        return f"{row.scale:.4g}"
+    return f"{row.smallest_scale:.3g} to {row.scale:.3g} per {row.scale_per}"
 
 
 def _show_diagnosis(report: VerifyReport) -> None:

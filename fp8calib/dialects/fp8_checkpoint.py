@@ -17,6 +17,7 @@ import torch
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8_activations import Activation, ActivationKind, contradiction
 from fp8calib.dialects.fp8_pairing import is_fp8_checkpoint, pair_tensors
 from fp8calib.dialects.fp8_schemes import load_finder
@@ -134,6 +135,37 @@ class Fp8Checkpoint:
         """Tell the dtype `read` gives."""
         self._require(name)
         return torch.float32 if name in self.quantized else self._checkpoint.dtype(name)
+
+    def read_reach(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Give the largest magnitude that each element of an FP8 weight could be stored as.
+
+        It is that of the file: the scale is the weight's own, not one that is shared, and what the
+        scale's dtype rounds off is added to it.
+
+        Args:
+            name: of an FP8 weight.
+            start: the first row of the leading dimension.
+            stop: the row after the last; None for all.
+
+        Returns:
+            fp32, of the weight's shape in these rows.
+        """
+        weight = self._find(name)
+        stored = TORCH_DTYPES[self._checkpoint.tensors[weight.scale_name].dtype]
+        scale = spread_scale(weight, self._read_scale(weight.scale_name))
+        rows = slice(start, stop)
+        scale = (scale if scale.shape[0] > 1 else scale.expand(weight.shape[0], *scale.shape[1:]))[
+            rows
+        ]
+        columns = weight.shape[-1]
+        if scale.shape[-1] not in (1, columns):
+            scale = scale.repeat_interleave(weight.block[1], -1)[..., :columns]
+        reach = scale * (self.fmt.max * (1 + max(torch.finfo(stored).eps, 2.0**-20)))
+        return reach.expand(scale.shape[0], *weight.shape[1:])
+
+    def granularity(self, name: str) -> Granularity:
+        """Tell what shares one scale of the FP8 weight `name`."""
+        return self._find(name).granularity
 
     def weight_scale(self, name: str) -> torch.Tensor:
         """Read the scale of an FP8 weight: fp32 in its stored shape, it multiplies.

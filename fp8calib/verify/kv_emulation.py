@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from fp8calib.errors import VerificationError
@@ -126,12 +124,3 @@ def _query_quantizer(table: ScaleTable, attention: Attention, profile: EnginePro
     else:
         values = _per_head(scale.values, attention.num_heads)
     return Quantizer(fmt=table.fmt, scale=values, by_reciprocal=profile.query_by_reciprocal)
-
-
-def largest_scales(quantizers: Mapping[Site, Quantizer]) -> dict[Site, float]:
-    """Give the largest scale of each site whose scale is known beforehand."""
-    return {
-        site: float(quantizer.scale.max())
-        for site, quantizer in quantizers.items()
-        if isinstance(quantizer.scale, torch.Tensor)
-    }

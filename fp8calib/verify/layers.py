@@ -14,6 +14,7 @@ from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from fp8calib.verify.quantizer import Damage
 from fp8calib.verify.report import DiagnosisResult, LayerResult
+from fp8calib.verify.scale_range import ScaleRange
 
 
 def index_layers(geometry: ModelGeometry) -> dict[str, int]:
@@ -34,7 +35,7 @@ def sqnr_db(sums: torch.Tensor) -> float | None:
 def list_layers(
     candidate: str,
     damage: Mapping[Site, torch.Tensor],
-    scales: Mapping[Site, float],
+    scales: Mapping[Site, ScaleRange],
     layer_of: Mapping[str, int],
 ) -> list[LayerResult]:
     """Make the rows of one candidate, the most damaged site first."""
@@ -48,11 +49,17 @@ def list_layers(
             clipped=_share(Damage(*sums).clipped, sums),
             flushed=_share(Damage(*sums).flushed, sums),
             amax=float(Damage(*sums).amax),
-            scale=scales.get(site),
+            scale=scales[site].largest,
+            smallest_scale=_smallest(scales[site]),
+            scale_per=scales[site].per,
         )
         for site, sums in damage.items()
     ]
     return sorted(rows, key=lambda row: (row.sqnr_db is None, row.sqnr_db or 0.0, row.site))
+
+
+def _smallest(scales: ScaleRange) -> float | None:
+    return None if scales.smallest == scales.largest else scales.smallest
 
 
 def _share(part: torch.Tensor, sums: torch.Tensor) -> float:

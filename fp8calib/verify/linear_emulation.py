@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from fp8calib.dialects.fp8_checkpoint import Activation, ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.fp8_reach import StoredReach
+from fp8calib.dialects.fp8_weights import Granularity
 from fp8calib.errors import VerificationError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Linear, ModelGeometry
@@ -18,16 +20,21 @@ from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Dynamic, Quantizer
+from fp8calib.verify.scale_range import Per, ScaleRange
 from fp8calib.verify.schemes import Scheme
+from fp8calib.verify.stored_weights import Copied, Stored
 from fp8calib.verify.weights import (
-    Copied,
     Requantized,
-    Stored,
     WeightChange,
     WeightParameter,
     find_parameters,
 )
 
+_PER: Mapping[Granularity, Per] = {
+    Granularity.TENSOR: "tensor",
+    Granularity.CHANNEL: "channel",
+    Granularity.BLOCK: "block",
+}
 Linears = tuple[dict[Site, Quantizer], tuple[WeightChange, ...]]
 """Quantizers of inputs by site, and what happens to weights."""
 
@@ -167,7 +174,13 @@ def emulate_checkpoint(
     others = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
     _refuse_others(others, checkpoint, source)
     quantizer = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.TENSOR)
-    plain = Stored(parameters=(), source=source, quantizer=quantizer)
+    plain = Stored(
+        parameters=(),
+        source=source,
+        quantizer=quantizer,
+        reach=WeightSource(model, StoredReach(checkpoint)),
+        scales=dict(_stored_scales(stored, checkpoint, source)),
+    )
     blocks = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.BLOCK, power_of_two=True)
     changes = tuple(
         replace(
@@ -181,6 +194,16 @@ def emulate_checkpoint(
     )
     inputs = dict(_stored_inputs(stored, checkpoint, source, profile))
     return inputs, (*changes, *_copied(others, source, is_changed))
+
+
+def _stored_scales(
+    stored: list[WeightParameter], checkpoint: Fp8Checkpoint, source: WeightSource
+) -> Iterator[tuple[str, ScaleRange]]:
+    for parameter in stored:
+        names = sorted(source.names_of([parameter.name]))
+        per = _PER[checkpoint.granularity(names[0])]
+        scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in names])
+        yield parameter.name, ScaleRange.of(scales, per=per)
 
 
 def _refuse_others(

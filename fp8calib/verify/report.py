@@ -79,7 +79,11 @@ class LayerResult(_Model):
     """Share of all elements that became zero and were none."""
     amax: float
     scale: float | None
-    """The largest one where there are several; None for dynamic scales."""
+    """The largest one where there are several; None where they are computed while it runs."""
+    smallest_scale: float | None = None
+    """None where there is one scale, or `scale` is None."""
+    scale_per: Literal["tensor", "head", "channel", "block", "token", "group"] = "tensor"
+    """What shares one scale."""
 
 
 class DiagnosisResult(_Model):

@@ -17,7 +17,6 @@ from fp8calib.verify.advice import advise
 from fp8calib.verify.candidates import Candidate
 from fp8calib.verify.compare import Compared, Comparison
 from fp8calib.verify.gates import GATES, Gate, judge
-from fp8calib.verify.kv_emulation import largest_scales
 from fp8calib.verify.layers import diagnose, index_layers, list_layers
 from fp8calib.verify.looking import LookingTaps
 from fp8calib.verify.profiles import EngineProfile
@@ -32,6 +31,7 @@ from fp8calib.verify.report import (
     Verdict,
     VerifyReport,
 )
+from fp8calib.verify.scale_range import find_ranges
 from fp8calib.verify.scoring import TokenScores
 from fp8calib.verify.sensitivity import SEQUENCES, find_skippable, measure_sensitivity
 from fp8calib.verify.summary import compute_ppl, summarize, summarize_positions
@@ -159,7 +159,7 @@ def _build_report(
     lengths = [len(sequence) for sequence in plan.sequences]
     layer_of = index_layers(subject.geometry)
     results = tuple(_result(c, compared, question, lengths) for c in question.candidates)
-    layers = tuple(_layer_rows(question.candidates, compared, layer_of))
+    layers = tuple(_layer_rows(question.candidates, compared, layer_of, subject.model))
     return VerifyReport(
         model=subject.name,
         engine=question.profile.name,
@@ -235,10 +235,17 @@ def _overflowing(candidate: Candidate, compared: Compared) -> str:
 
 
 def _layer_rows(
-    candidates: Sequence[Candidate], compared: Compared, layer_of: Mapping[str, int]
+    candidates: Sequence[Candidate],
+    compared: Compared,
+    layer_of: Mapping[str, int],
+    model: LoadedModel,
 ) -> Iterator[LayerResult]:
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     for candidate in candidates:
-        scales = largest_scales(candidate.emulation.quantizers)
+        scales = find_ranges(candidate.emulation.quantizers)
+        for change in candidate.emulation.weights:
+            for parameter, found in change.find_scales(parameters):
+                scales |= dict.fromkeys(parameter.sites, found)
         yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
 
 

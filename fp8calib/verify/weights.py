@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from fp8calib.geometry import Linear, ModelGeometry
 from fp8calib.scales import scale_of
 from fp8calib.sites import Role, Site
 from fp8calib.verify.quantizer import Dynamic, Fake, Quantizer, measure_damage
+from fp8calib.verify.scale_range import Per, ScaleRange, per_of_weight
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 """Modules that engines keep unquantized whatever the scheme: they choose experts."""
@@ -60,6 +62,11 @@ class WeightChange(Protocol):
     ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
         """Replace `values` (by parameter name) in place; give what that did (`measure_damage`)."""
 
+    def find_scales(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
+        """Give the scales that `apply` quantizes with, `values` being unquantized."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requantized:
@@ -88,6 +95,21 @@ class Requantized:
             ]
             yield parameter, sum_damage(damage)
 
+    def find_scales(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
+        """Compute them again; of experts the extremes of all."""
+        assert isinstance(self.quantizer.scale, Dynamic)  # noqa: S101 -- of weights it always is
+        per = per_of_weight(self.quantizer.scale)
+        groups = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
+        found = [self._find_in_group(group, per) for group in groups]
+        for parameter, ranges in zip(self.parameters, zip(*found, strict=True), strict=True):
+            yield parameter, reduce(ScaleRange.join, ranges)
+
+    def _find_in_group(self, group: Sequence[torch.Tensor], per: Per) -> list[ScaleRange]:
+        quantizer = self.again or self._for_group(group)
+        return [ScaleRange.of(quantizer.scale_for(weight), per=per) for weight in group]
+
     def _for_group(self, group: Sequence[torch.Tensor]) -> Quantizer:
         if self.quantizer.scale is not Dynamic.TENSOR:
             return self.quantizer
@@ -103,72 +125,6 @@ class Requantized:
         damage = measure_damage(weight, Fake(values, scaled), quantizer.fmt)
         weight.copy_(values)
         return damage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """Weights taken from an FP8 checkpoint, dequantized."""
-
-    parameters: tuple[WeightParameter, ...]
-    source: Originals
-    quantizer: Quantizer
-    """Tells the format; scales are those of the checkpoint."""
-    again: Quantizer | None = None
-    """How the engine quantizes them once more at load; None: it does not."""
-
-    def apply(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
-        """Copy the stored weights over the values, expert by expert."""
-        for parameter in self.parameters:
-            target = values[parameter.name]
-            if parameter.num_experts:
-                stored = self.source.read_experts(parameter.name)
-            else:
-                stored = iter([self.source.read(parameter.name)])
-            pieces = target if parameter.num_experts else target.unsqueeze(0)
-            damage = [
-                self._copy(piece, found.to(piece.device), parameter.name)
-                for piece, found in zip(pieces, stored, strict=True)
-            ]
-            yield parameter, sum_damage(damage)
-
-    def _copy(self, piece: torch.Tensor, found: torch.Tensor, name: str) -> torch.Tensor:
-        _require_shape(name, piece, found)
-        values = found.float() if self.again is None else self.again.fake(found).values
-        damage = measure_damage(piece, Fake(values, None), self.quantizer.fmt)
-        piece.copy_(values)
-        return damage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """A tensor that is not quantized, taken from an FP8 checkpoint that holds another one.
-
-    Some tools fold factors into norms and embeddings before they quantize (SmoothQuant).
-    """
-
-    parameters: tuple[WeightParameter, ...]
-    source: Originals
-
-    def apply(
-        self, values: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
-        """Copy it; nothing is measured, for nothing is quantized."""
-        for parameter in self.parameters:
-            found = self.source.read(parameter.name)
-            _require_shape(parameter.name, values[parameter.name], found)
-            values[parameter.name].copy_(found)
-        return iter(())
-
-
-def _require_shape(name: str, own: torch.Tensor, found: torch.Tensor) -> None:
-    if own.shape != found.shape:
-        raise VerificationError(
-            f"{name} is {list(found.shape)} in the FP8 checkpoint and {list(own.shape)} in the "
-            "model",
-            hint="name the model that the checkpoint was made from",
-        )
 
 
 def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -186,6 +186,62 @@ def test_every_scheme_quantizes_weights(
     assert report["candidates"][0]["gate"] == "w8a8"
 
 
+@pytest.mark.parametrize(
+    ("scheme", "engine", "weights", "inputs"),
+    [
+        ("fp8-static", "vllm", "tensor", "tensor"),
+        ("fp8-dynamic", "vllm", "channel", "token"),
+        ("fp8-block", "vllm", "block", "group"),
+    ],
+)
+def test_the_report_tells_what_shares_a_scale(
+    verify: Any,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    scheme: str,
+    engine: str,
+    weights: str,
+    inputs: str,
+) -> None:
+    options = ("--data", data, *QUICK, "--recipe", "w8a8-static", "--out", tmp_path / "out")
+    succeed("calibrate", model, *options)
+    options = ("--scales", tmp_path / "out", "--scheme", scheme, "--engine", engine)
+    report = verify(*options).json
+    rows = [row for row in report["layers"] if row["candidate"] != "scale-1.0"]
+    assert {row["scale_per"] for row in rows if row["role"] == "weight"} == {weights}
+    assert {row["scale_per"] for row in rows if row["role"] == "input"} == {inputs}
+    for row in rows:
+        is_dynamic = row["role"] == "input" and inputs != "tensor"
+        assert (row["scale"] is None) == is_dynamic
+        if row["scale_per"] == "channel":
+            assert 0 < row["smallest_scale"] < row["scale"]
+        elif row["scale_per"] == "tensor":
+            assert row["smallest_scale"] is None
+        if (row["role"], row["scale_per"]) == ("weight", "tensor"):
+            assert row["amax"] <= row["scale"] * 448 * (1 + 1e-6)
+
+
+def test_no_weight_is_called_dynamic(model: Path, held_out: Path) -> None:
+    outcome = succeed("verify", model, "--data", held_out, *QUICK, "--scheme", "fp8-dynamic")
+    lines = [line.rstrip() for line in outcome.out.splitlines()]
+    weights = [line for line in lines if ".weight " in line]
+    inputs = [line for line in lines if ".input " in line]
+    assert weights or inputs
+    assert all(line.endswith("per channel") for line in weights)
+    assert all(line.endswith("dynamic, per token") for line in inputs)
+
+
+def test_scales_per_head_are_told(verify: Any, files: Path) -> None:
+    rows = verify("--scales", files / "kv-overlay-head").json["layers"]
+    heads = [row for row in rows if row["role"] == "k" and row["candidate"] != "scale-1.0"]
+    stored = load_file(files / "kv-overlay-head" / "model-00002-of-00002.safetensors")
+    for row in heads:
+        scales = stored[f"{row['site'].removesuffix('.k')}.k_scale"]
+        assert row["scale_per"] == "head"
+        assert (row["smallest_scale"], row["scale"]) == (float(scales.min()), float(scales.max()))
+
+
 def test_a_scheme_without_data_needs_no_scales(verify: Any) -> None:
     report = verify("--scheme", "fp8-dynamic").json
     assert [candidate["name"] for candidate in report["candidates"]] == ["fp8-dynamic", "scale-1.0"]

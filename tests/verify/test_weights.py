@@ -20,9 +20,9 @@ from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.linear_emulation import emulate_checkpoint
 from fp8calib.verify.profiles import PROFILES, EngineProfile
 from fp8calib.verify.quantizer import Dynamic, Quantizer
+from fp8calib.verify.stored_weights import Stored
 from fp8calib.verify.weights import (
     Requantized,
-    Stored,
     WeightParameter,
     find_parameters,
     sum_damage,
@@ -274,6 +274,8 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
         parameters=(parameter,),
         source=Source(),
         quantizer=Quantizer(fmt=E4M3FN, scale=Dynamic.TENSOR),
+        reach=Source(),
+        scales={},
     )
     with pytest.raises(VerificationError, match=r"w is \[3, 4\] in the FP8 checkpoint and"):
         list(change.apply({"w": torch.zeros(4, 4)}))
