@@ -11,6 +11,7 @@ from fp8calib.errors import (
     RecipeError,
     UsageError,
     VerificationError,
+    shorten,
 )
 
 
@@ -45,3 +46,25 @@ def test_an_error_carries_its_message_and_hint() -> None:
         "what to do",
     )
     assert UsageError("what").hint == ""
+
+
+def test_a_message_is_one_line_that_can_be_printed() -> None:
+    error = UsageError("a\nb\x1b[2J\ud800 \u202eé", hint="c\td")
+
+    assert error.message == r"a\nb\x1b[2J\ud800 \u202eé"
+    assert str(error) == error.message
+    assert error.hint == r"c\td"
+
+
+def test_a_message_of_megabytes_keeps_its_ends() -> None:
+    message = UsageError(f"first {'x' * 10**7} last").message
+
+    assert len(message) == 4005
+    assert message.startswith("first xxx")
+    assert message.endswith("xxx last")
+
+
+def test_names_are_cut_and_escaped() -> None:
+    assert shorten("model.k_scale") == "model.k_scale"
+    assert shorten("a\nb") == r"a\nb"
+    assert shorten("\0" * 10**6) == r"\x00" * 50

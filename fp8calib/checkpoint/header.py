@@ -22,6 +22,7 @@ ITEM_SIZE_BYTES: Mapping[str, int] = MappingProxyType(
         "F8_E5M2": 1,
         "F8_E4M3FNUZ": 1,
         "F8_E5M2FNUZ": 1,
+        "F8_E8M0": 1,
         "U16": 2,
         "I16": 2,
         "F16": 2,
@@ -32,8 +33,12 @@ ITEM_SIZE_BYTES: Mapping[str, int] = MappingProxyType(
         "U64": 8,
         "I64": 8,
         "F64": 8,
+        "C64": 8,
     }
 )
+PACKED_BITS: Mapping[str, int] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
+"""Formats of less than a byte: their tensors take whole bytes together, and are not read."""
+_ITEM_SIZE_BITS = {**{name: 8 * size for name, size in ITEM_SIZE_BYTES.items()}, **PACKED_BITS}
 _LFS_POINTER = b"version "
 _MAX_COUNT_DIGITS = 19
 _TORN_HINT = "download or copy the file again"
@@ -176,27 +181,28 @@ def _parse_entry(path: Path, name: str, fields: object, data_start: int) -> Tens
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         _refuse(path, f"{where}: not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_SIZE_BYTES:
+    if not isinstance(dtype, str) or dtype not in _ITEM_SIZE_BITS:
         _refuse(path, f"{where}: unknown dtype {dtype!a:.60}")
     if not _is_count_list(shape):
         _refuse(path, f"{where}: shape {shape!a:.60} is not a list of sizes")
     if not _is_count_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         _refuse(path, f"{where}: data_offsets {offsets!a:.60} are not a start and a stop")
-    needed = _count_bytes(shape, ITEM_SIZE_BYTES[dtype])
+    needed_bits = _count_bits(shape, _ITEM_SIZE_BITS[dtype])
     start, stop = offsets
-    if stop - start != needed:
+    if (stop - start) * 8 != needed_bits:
+        needed = f"{needed_bits / 8:.15g}"
         _refuse(path, f"{where}: {dtype} {shape!r:.60} takes {needed} bytes, not {stop - start}")
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
-def _count_bytes(shape: list[int], item_size_bytes: int) -> int:
+def _count_bits(shape: list[int], item_size_bits: int) -> int:
     """Multiply, stopping once no file can hold the result: digits must not grow without bound."""
     if 0 in shape:
         return 0
-    total = item_size_bytes
+    total = item_size_bits
     for size in shape:
         total *= size
-        if total >= 2**63:
+        if total >= 2**66:
             break
     return total
 

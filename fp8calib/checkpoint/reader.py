@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.checkpoint.discovery import WeightIndex, find_weights
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.errors import ModelError
 
 
@@ -143,7 +143,7 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """Tell the dtype `read` gives."""
-        return TORCH_DTYPES[self._file(name).tensors[name].dtype]
+        return self._file(name).torch_dtype(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Tell the shape `read` gives."""

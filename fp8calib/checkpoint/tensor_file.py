@@ -16,7 +16,7 @@ from safetensors.torch import save as serialize
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.header import TensorEntry, read_header
-from fp8calib.errors import ModelError
+from fp8calib.errors import ModelError, shorten
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -26,6 +26,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "U16": torch.uint16,
     "I16": torch.int16,
     "F16": torch.float16,
@@ -36,6 +37,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "U64": torch.uint64,
     "I64": torch.int64,
     "F64": torch.float64,
+    "C64": torch.complex64,
 }
 _READ_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
@@ -58,15 +60,27 @@ class TensorFile:
         """List the tensors in the order of their data."""
         return self.header.tensors
 
+    def torch_dtype(self, name: str) -> torch.dtype:
+        """Tell the dtype that a tensor is read in.
+
+        Raises:
+            ModelError: there is none, for its numbers are smaller than a byte.
+        """
+        dtype = self._entry(name).dtype
+        if dtype not in TORCH_DTYPES:
+            message = f"{self.path}: {shorten(name)} is {dtype}, whose numbers are no whole bytes"
+            raise ModelError(message, hint="take the checkpoint in 8 bits or more")
+        return TORCH_DTYPES[dtype]
+
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor whole.
 
         Raises:
-            ModelError: the file holds no such tensor, or cannot be read any more.
+            ModelError: the file holds no such tensor, or cannot be read (any more).
         """
-        entry = self._entry(name)
+        entry, dtype = self._entry(name), self.torch_dtype(name)
         flat = self._read_flat(entry.start, entry.size_bytes)
-        return flat.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
+        return flat.view(dtype).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension.
@@ -75,12 +89,12 @@ class TensorFile:
             ModelError: the file holds no such tensor, or cannot be read any more.
             IndexError: the tensor does not have these rows.
         """
-        entry = self._entry(name)
+        entry, dtype = self._entry(name), self.torch_dtype(name)
         if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
             raise IndexError(f"{name} of shape {list(entry.shape)} has no rows {start}:{stop}")
         row_bytes = entry.size_bytes // max(entry.shape[0], 1)
         flat = self._read_flat(entry.start + start * row_bytes, (stop - start) * row_bytes)
-        return flat.view(TORCH_DTYPES[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+        return flat.view(dtype).reshape(stop - start, *entry.shape[1:])
 
     def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
@@ -123,7 +137,7 @@ class TensorFile:
         try:
             return self.header.tensors[name]
         except KeyError:
-            raise ModelError(f"{self.path}: there is no tensor {name!r}") from None
+            raise ModelError(f"{self.path}: there is no tensor {name!a:.200}") from None
 
     def _read_flat(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Read bytes into a fresh uint8 tensor, aligned for every dtype."""

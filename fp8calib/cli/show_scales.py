@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fp8calib.checkpoint.header import load_unique_json
+from fp8calib.checkpoint.header import PACKED_BITS, load_unique_json
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.console import print_json, print_table
@@ -57,7 +57,7 @@ def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[Row]:
     for name, entry in file.tensors.items():
         if not name.endswith(_SCALE_SUFFIXES):
             continue
-        if math.prod(entry.shape) > _MOST_VALUES:
+        if math.prod(entry.shape) > _MOST_VALUES or entry.dtype in PACKED_BITS:
             yield name, f"{entry.dtype} of shape {list(entry.shape)}"
         else:
             yield name, file.read(name).float().flatten().tolist()

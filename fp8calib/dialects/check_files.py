@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.discovery import INDEX_NAME
+from fp8calib.checkpoint.header import PACKED_BITS
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.check_report import Refusal, Status, Verdict
@@ -38,7 +39,7 @@ class HeldScale:
     file: str
     shape: tuple[int, ...]
     values: tuple[float, ...]
-    """In fp32; empty where the tensor is far too large to be a scale."""
+    """In fp32; empty where the tensor is far too large for a scale, or of less than a byte each."""
 
     @property
     def numel(self) -> int:
@@ -168,8 +169,9 @@ def _read_scales(file: TensorFile) -> dict[str, HeldScale]:
 def _read_scale(file: TensorFile, name: str) -> HeldScale:
     entry = file.tensors[name]
     values: list[float] = []
-    if entry.size_bytes <= _MAX_SCALE_BYTES:
-        values = file.read(name).to(torch.float32).flatten().tolist()
+    if entry.size_bytes <= _MAX_SCALE_BYTES and entry.dtype not in PACKED_BITS:
+        read = file.read(name)
+        values = (read.real if read.is_complex() else read).to(torch.float32).flatten().tolist()
     return HeldScale(name=name, file=file.path.name, shape=entry.shape, values=tuple(values))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.read_config import CheckpointConfig
 from fp8calib.dialects.read_names import RANK_FILE_MARK
 from fp8calib.dialects.read_npz import list_arrays, read_number
@@ -109,7 +109,7 @@ def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with reading_errors(), TensorFile(path) as file:
         for name in names:
             entry = file.tensors[name]
-            if entry.shape not in ((), (1,)) or not TORCH_DTYPES[entry.dtype].is_floating_point:
+            if entry.shape not in ((), (1,)) or not file.torch_dtype(name).is_floating_point:
                 fault = f"{shorten(name)} is {entry.dtype} of shape {list(entry.shape)}"
                 raise refusal(path, fault, hint="a scale is one float")
             value = file.read(name).to(torch.float32).reshape(())

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.discovery import INDEX_NAME, read_index
-from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.read_config import CheckpointConfig
 from fp8calib.dialects.read_names import Form, ScaleName, find_owners, has_kv_form, parse_name
 from fp8calib.dialects.read_values import (
@@ -190,7 +190,7 @@ def _read(
         raise refusal(
             path, f"{name.full} has shape {list(entry.shape)}", hint="kv_scale is one number"
         )
-    if name.form is not Form.ZERO_POINT and not TORCH_DTYPES[entry.dtype].is_floating_point:
+    if name.form is not Form.ZERO_POINT and not file.torch_dtype(name.full).is_floating_point:
         raise refusal(path, f"{name.full} is of dtype {entry.dtype}", hint="a scale is a float")
     raw = file.read(name.full).to(torch.float32)
     values = raw.reshape(1, heads) if len(entry.shape) == 3 else raw.reshape(1)

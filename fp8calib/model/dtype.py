@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import UsageError
 
@@ -61,9 +61,7 @@ def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tupl
 
 
 def _num_elements(checkpoint: Checkpoint) -> int:
-    return sum(
-        entry.size_bytes // ITEM_SIZE_BYTES[entry.dtype] for entry in checkpoint.tensors.values()
-    )
+    return sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -47,6 +47,22 @@ def test_every_dtype_takes_the_bytes_the_reference_says(
     assert read_header(path).tensors["x"].size_bytes == 3 * size_bytes
 
 
+@pytest.mark.parametrize(("dtype", "size_bytes"), [("F4", 3), ("F6_E2M3", None), ("F6_E3M2", None)])
+def test_numbers_of_less_than_a_byte_are_counted_in_bits(
+    tmp_path: Path, dtype: str, size_bytes: int | None
+) -> None:
+    """Six numbers of 4 bits are three bytes; of 6 bits four and a half, which no file has."""
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(pack({"x": describe(dtype, [2, 3], 0, 3)}, bytes(3)))
+    if size_bytes is None:
+        with pytest.raises(ModelError, match=r"takes 4\.5 bytes, not 3"):
+            read_header(path)
+        path.write_bytes(pack({"x": describe(dtype, [2, 4], 0, 6)}, bytes(6)))
+        size_bytes = 6
+
+    assert read_header(path).tensors["x"].size_bytes == size_bytes
+
+
 def test_a_header_without_tensors_is_a_header(tmp_path: Path) -> None:
     path = tmp_path / "empty.safetensors"
     path.write_bytes(pack({}))

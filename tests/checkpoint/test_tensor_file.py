@@ -53,6 +53,18 @@ def test_what_safetensors_writes_is_read_bit_for_bit(tmp_path: Path, dtype: torc
     assert read.view(torch.uint8).equal(tensor.reshape(2, -1).view(torch.uint8))
 
 
+def test_numbers_of_less_than_a_byte_are_listed_and_not_read(tmp_path: Path) -> None:
+    header = b'{"x":{"dtype":"F4","shape":[1,4],"data_offsets":[0,2]}}'
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+
+    with TensorFile(path) as file:
+        assert list(file.tensors) == ["x"]
+        for read in (lambda: file.read("x"), lambda: file.read_rows("x", 0, 1)):
+            with pytest.raises(ModelError, match="x is F4, whose numbers are no whole bytes"):
+                read()
+
+
 def test_rows_are_slices_of_the_leading_dimension(golden_path: Path) -> None:
     with TensorFile(golden_path) as file:
         assert file.read_rows("b", 1, 2).tolist() == [[2.0, 0.5]]

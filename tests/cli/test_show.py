@@ -1,0 +1,98 @@
+"""`fp8calib show` on files of strangers: every number as it stands there, or one error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from .program import fail, run, succeed
+
+
+def test_json_numbers_of_any_size_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text(
+        '{"kv_cache": {"a": 1e400, "b": -0.5, "c": true, "d": 7, "²": {"10": 1, "2": 2}, '
+        f'"e": {10**400}, "n": NaN}}}}'.replace("NaN", "0.25")
+    )
+
+    scales = succeed("show", path, "--json").json["scales"]
+
+    assert scales.pop("kv_cache.e") == "1" + "0" * 199
+    assert scales == {
+        "kv_cache.a": ["inf"],
+        "kv_cache.b": [-0.5],
+        "kv_cache.d": [7.0],
+        "kv_cache.n": [0.25],
+        "kv_cache.².2": [2.0],
+        "kv_cache.².10": [1.0],
+    }
+
+
+def test_deep_documents_are_no_matter(tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text('{"kv_cache":' + '{"a":' * 900 + "0.5" + "}" * 900 + "}")
+
+    outcome = run("show", path, "--json")
+
+    assert outcome.code in {0, 5}
+    assert "Traceback" not in outcome.err
+
+
+def test_numbers_that_json_has_no_word_for_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a.k_scale": torch.tensor([float("nan"), 0.5])}, path)
+
+    assert succeed("show", path, "--json").json == {"scales": {"a.k_scale": ["nan", 0.5]}}
+    assert "nan, 0.5" in succeed("show", path).out
+
+
+def test_large_tensors_are_described(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors = {"a.weight_scale": torch.zeros(257, 256), "b.weight_scale": torch.ones(256, 256)}
+    save_file(tensors, path)
+
+    scales = succeed("show", path, "--json").json["scales"]
+
+    assert scales["a.weight_scale"] == "F32 of shape [257, 256]"
+    assert scales["b.weight_scale"] == [1.0] * 65536
+
+
+def test_power_of_two_scales_of_mx_formats_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    header = {
+        "w_scale": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]},
+        "x.scale": {"dtype": "F4", "shape": [4], "data_offsets": [2, 4]},
+    }
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes([128, 126, 0, 0]))
+
+    scales = succeed("show", path, "--json").json["scales"]
+
+    assert scales == {"w_scale": [2.0, 0.5], "x.scale": "F4 of shape [4]"}
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"\x1b[2J\n.k_scale": torch.tensor(0.5)}, path)
+
+    out = succeed("show", path).out
+
+    assert "\x1b" not in out
+    assert r"\x1b[2J\n.k_scale" in out
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "nowhere"])
+def test_paths_that_are_none_are_one_error(tmp_path: Path, name: str) -> None:
+    fail(2, "show", tmp_path / name)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    save_file({"a.k_scale": torch.tensor(0.5)}, tmp_path / "x.safetensors")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").symlink_to("../x.safetensors")
+
+    assert "link out of the folder" in fail(4, "show", tmp_path / "folder")
