@@ -34,7 +34,7 @@ def write_rfc(
     dtype = name_dtype(kv.fmt)
     factors = {f"rank{rank}": list_kv_scales(kv, rank) for rank in range(kv.tp)}
     sections: tuple[Section, ...] = ("mlp", "attention")
-    document = {
+    document: dict[str, object] = {
         **({} if provenance is None else {"_comment": provenance.describe()}),
         "model_type": kv.geometry.model_type,
         "kv_cache": {"dtype": dtype, "scaling_factor": factors},
