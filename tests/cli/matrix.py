@@ -1,0 +1,254 @@
+"""Every form of scales to every other one, done by the program; the README's tables of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from fp8calib.dialects.reading import read_scales
+from fp8calib.fp8 import E4M3FN
+from fp8calib.scales import ScaleTable, compute_kv_scales
+from fp8calib.sites import Role, Site
+from fp8calib.stats import load_stats
+from tests.dialects.foreign import FOLDER, find_geometry
+
+from .program import run, succeed
+
+MODEL = FOLDER / "llama"
+ATTENTION = "model.layers.{}.self_attn"
+NUM_KV_HEADS = 2
+WRITERS: Mapping[str, str] = {
+    "kv-overlay": "",
+    "kv-overlay-head": "",
+    "tgi": "",
+    "kv-scales": "kv_scales.safetensors",
+    "vllm-json": "kv_cache_scales.tp{}.json",
+    "rfc": "rfc.tp{}.json",
+}
+"""The file under the output folder; nothing where the folder is the form."""
+ENGINE_TITLES: Mapping[str, str] = {
+    "vllm": "vLLM 0.32",
+    "sglang": "SGLang 0.5.23",
+    "tgi": "TGI",
+    "transformers": "transformers 5.23",
+}
+STATS = "`stats.safetensors`"
+RUN: Mapping[tuple[str, str], str] = {
+    ("kv-overlay", "vllm"): "test_vllm_overlays.py",
+    ("kv-overlay-head", "vllm"): "test_vllm_overlays.py",
+    ("tgi", "vllm"): "test_vllm_limits.py",
+    ("vllm-json", "sglang"): "test_sglang_scales.py",
+}
+"""Forms that `scripts/test-engines` loads in the engine itself, and where."""
+FOR_NO_ENGINE = ("TensorRT-LLM rank files", "AMMO `.npz`")
+"""Of an engine that is not asked here."""
+
+Written = Mapping[str, Path]
+"""What the program wrote of the statistics, by form."""
+
+
+def _save_autofp8(folder: Path) -> Path:
+    """Give AutoFP8's form with a k and a v that differ, as AutoFP8 had it and Quark has not."""
+    scales = {
+        f"{ATTENTION.format(i)}.{role}_scale": torch.tensor(value * (i + 1))
+        for i in range(2)
+        for role, value in (("k", 0.25), ("v", 0.75))
+    }
+    return _save_autofp8_of(scales, folder)
+
+
+def _save_old_autofp8(folder: Path) -> Path:
+    """Give the older AutoFP8 form, as no tool writes it any more."""
+    singles = {f"{ATTENTION.format(i)}.kv_scale": torch.tensor(0.25 * (i + 1)) for i in range(2)}
+    return _save_autofp8_of(singles, folder)
+
+
+def _save_autofp8_of(scales: dict[str, torch.Tensor], folder: Path) -> Path:
+    config = json.loads((FOLDER / "quark-autofp8-kv" / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(scales, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _save_ranks(folder: Path) -> Path:
+    """Give two rank files of TensorRT-LLM, which differ, and its config."""
+    folder.mkdir()
+    for rank in range(2):
+        tensors = {
+            f"transformer.layers.{layer}.attention.kv_cache_scaling_factor": torch.tensor([value])
+            for layer, value in enumerate((0.25 * (rank + 1), 2.0 - rank))
+        }
+        save_file(tensors, folder / f"rank{rank}.safetensors")
+    config = {"mapping": {"tp_size": 2}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _save_npz(folder: Path) -> Path:
+    """Give a rank file of AMMO, beside which nothing says the format."""
+    folder.mkdir()
+    arrays = {
+        f"_np:layers:{layer}.{layer}.kv_cache_scaling_factor": np.array([0.5], dtype=np.float32)
+        for layer in range(2)
+    }
+    np.savez(folder / "llama_tp1_rank0.npz", **arrays)  # type: ignore[arg-type]
+    return folder
+
+
+READERS: Mapping[str, str | Callable[[Path], Path]] = {
+    "compressed-tensors": "llmcompressor-fp8-static-kv",
+    "compressed-tensors, `attn_head`": "llmcompressor-kv-head",
+    "AutoFP8, `k_scale` and `v_scale`": _save_autofp8,
+    "AutoFP8, `kv_scale`": _save_old_autofp8,
+    "ModelOpt": "modelopt-fp8-kv",
+    "ModelOpt, KV cache alone": "modelopt-kv",
+    "Quark": "quark-fp8-kv",
+    "TensorRT-LLM rank files": _save_ranks,
+    "AMMO `.npz`": _save_npz,
+}
+"""What others write: a folder of `tests/foreign`, made by the tool itself, or who makes it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of the scales of one form in another."""
+
+    losses: tuple[str, ...]
+    refusal: str
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Show it as the README does."""
+        if self.refusal:
+            return f"impossible: {self.refusal}"
+        return f"lossy: {', '.join(self.losses)}" if self.losses else "works"
+
+
+def save_reader(name: str, folder: Path, written: Written) -> Path:
+    """Give a form to read, in `folder` unless it lies somewhere already."""
+    if name in written:
+        return written[name]
+    source = READERS[name]
+    return FOLDER / source if isinstance(source, str) else source(folder)
+
+
+def write_all(folder: Path, rows: Path) -> tuple[Path, Written]:
+    """Calibrate the model and write every form of it; give the statistics and the forms."""
+    command = ("calibrate", MODEL, "--data", rows, "--seq-len", 32, "--dtype", "float32")
+    formats = [part for name in WRITERS for part in ("--format", name)]
+    succeed(*command, *formats, "--out", folder / "out")
+    out = folder / "out"
+    paths = {name: out / (file.format(1) or name) for name, file in WRITERS.items()}
+    return out / "stats.safetensors", paths
+
+
+def convert(name: str, source: Path, writer: str, out: Path) -> Cell:
+    """Convert by the program, read what it wrote, and tell what is different."""
+    before = _read(name, source)
+    command: tuple[object, ...] = ("export", source, "--model", MODEL, "--out", out)
+    if name != STATS:
+        command = ("extract-kv-scales", "--quantized-model", source, "--model", MODEL)
+        command = (*command, "--save-path", out, *_name_dtype(name))
+    outcome = run(*command, "--format", writer, "--json")
+    if outcome.code:
+        return Cell((), outcome.json["error"]["message"], ())
+    report = outcome.json
+    file = WRITERS[writer].format(report.get("tp", 1))
+    after = _read(writer, out / (file or (writer if name == STATS else "")))
+    return Cell(tuple(_find_losses(before, after)), "", tuple(report.get("notes", ())))
+
+
+def judge(place: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Ask `check` what every engine does with a form as it is: the status, and what is to say."""
+    model = () if place.is_dir() else ("--model", MODEL)
+    report = run("check", place, *model, "--json").json
+    return {
+        engine: _sum_up(found["layers"], found["problems"])
+        for engine, found in report["engines"].items()
+    }
+
+
+def _sum_up(layers: list[dict[str, Any]], problems: list[str]) -> tuple[str, tuple[str, ...]]:
+    verdicts = [layer[role] for layer in layers for role in ("k", "v")]
+    bad = [verdict for verdict in verdicts if verdict["status"] != "used"]
+    if bad:
+        return bad[0]["status"], (_shorten(bad[0]["why"]),)
+    return "works", tuple(map(_shorten, problems))
+
+
+def _shorten(why: str) -> str:
+    """Leave out which layer and file it was, and what is used instead."""
+    text = re.sub(r"^\S+ of \S+: ", "", why).removesuffix(": 1.0")
+    return re.sub(r"model\.layers\.\d+\.", "", text).replace("|", "/")
+
+
+def _name_dtype(name: str) -> tuple[str, ...]:
+    return ("--source-dtype", "e4m3fn") if name == "AMMO `.npz`" else ()
+
+
+def _read(name: str, place: Path) -> ScaleTable:
+    if name == STATS:
+        return compute_kv_scales(load_stats(place), E4M3FN, per_head=True)
+    return read_scales(place, find_geometry("llama")).table
+
+
+def _find_losses(before: ScaleTable, after: ScaleTable) -> Iterator[str]:
+    """Compare head by head what each form dequantizes with, which may only have become larger."""
+    pairs = [(a.site(Role.K), a.site(Role.V)) for _, a in before.geometry.attentions()]
+    sites = [site for pair in pairs for site in pair]
+    own, new = ({site: _by_head(table, site) for site in sites} for table in (before, after))
+    assert all(bool((new[site] >= own[site]).all()) for site in sites)
+    if any(_differs(own[site]) and not _differs(new[site]) for site in sites):
+        yield "heads" if before.per_head else "ranks"
+    if any(own[k].max() != own[v].max() and torch.equal(new[k], new[v]) for k, v in pairs):
+        yield "k=v"
+
+
+def _by_head(table: ScaleTable, site: Site) -> torch.Tensor:
+    """Give the scale of each KV head, of which every rank holds as many."""
+    values = table.scales[site].values
+    return values[0] if table.per_head else values.repeat_interleave(NUM_KV_HEADS // table.tp)
+
+
+def _differs(values: torch.Tensor) -> bool:
+    return bool((values != values[0]).any())
+
+
+def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:
+    """Show what every reader and every writer lose together."""
+    rows = [[_quote(name), *(str(cell) for cell in row.values())] for name, row in cells.items()]
+    return _show_table(["from \\ to", *(f"`{name}`" for name in WRITERS)], rows)
+
+
+def show_engines(verdicts: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]]) -> str:
+    """Show what every engine does with every form, and the reasons and conditions below."""
+    numbers: dict[str, int] = {}
+    rows = []
+    for name, engines in verdicts.items():
+        row = [_quote(name)]
+        for engine in ENGINE_TITLES:
+            status, said = engines[engine]
+            found = [str(numbers.setdefault(text, len(numbers) + 1)) for text in said]
+            words = [status, "run"] if (name, engine) in RUN else [status]
+            row.append(", ".join(words) + (f" ({', '.join(found)})" if found else ""))
+        rows.append(row)
+    table = _show_table(["form", *ENGINE_TITLES.values()], rows)
+    return "\n".join([table, "", *(f"{number}. {text}" for text, number in numbers.items())])
+
+
+def _quote(name: str) -> str:
+    return f"`{name}`" if name in WRITERS else name
+
+
+def _show_table(titles: list[str], rows: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,117 @@
+"""What the README says of forms and engines is what the program does.
+
+FP8CALIB_WRITE_README=1 in the environment writes the tables anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import write_rows
+from .matrix import (
+    FOR_NO_ENGINE,
+    READERS,
+    RUN,
+    STATS,
+    WRITERS,
+    Cell,
+    convert,
+    judge,
+    save_reader,
+    show_conversions,
+    show_engines,
+    write_all,
+)
+
+ROOT = Path(__file__).parents[2]
+SAID = {
+    "heads": "scales per head became one, the largest of a layer's heads",
+    "ranks": "the scales of 2 ranks, which differ, became their largest",
+    "k=v": "k and v of a layer share one scale here, the larger: ",
+}
+"""What the program says of each loss."""
+
+Cells = Mapping[str, Mapping[str, Cell]]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Give every form that can be read, our own first."""
+    folder = tmp_path_factory.mktemp("matrix")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 64, (8, 32), generator=generator).tolist()
+    rows = write_rows(folder / "rows.jsonl", [{"input_ids": row} for row in tokens])
+    stats, written = write_all(folder, rows)
+    forms = [*written, *READERS]
+    saved = {name: save_reader(name, folder / f"form{i}", written) for i, name in enumerate(forms)}
+    return {STATS: stats, **saved}
+
+
+@pytest.fixture(scope="module")
+def cells(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Cells:
+    """Convert everything to everything."""
+    out = tmp_path_factory.mktemp("converted")
+    return {
+        name: {writer: convert(name, place, writer, out / f"{i}-{writer}") for writer in WRITERS}
+        for i, (name, place) in enumerate(places.items())
+    }
+
+
+def _compare_readme(name: str, text: str) -> None:
+    path = ROOT / "README.md"
+    readme = path.read_text()
+    begin, end = f"<!-- {name}: made by tests/cli/test_matrix.py -->\n", "\n<!-- end -->"
+    assert readme.count(begin) == 1
+    start = readme.index(begin) + len(begin)
+    stop = readme.index(end, start)
+    if os.environ.get("FP8CALIB_WRITE_README"):
+        path.write_text(readme[:start] + text + readme[stop:])
+        return
+    assert readme[start:stop] == text, "FP8CALIB_WRITE_README=1 writes it anew"
+
+
+def test_the_readme_says_what_conversions_lose(cells: Cells) -> None:
+    _compare_readme("conversions", show_conversions(cells))
+
+
+def test_the_readme_says_what_engines_do_with_every_form(places: dict[str, Path]) -> None:
+    asked = {name: place for name, place in places.items() if name not in (STATS, *FOR_NO_ENGINE)}
+    _compare_readme("engines", show_engines({name: judge(asked[name]) for name in asked}))
+
+
+def test_what_is_called_run_is_in_the_test_of_that_engine() -> None:
+    for (form, engine), file in RUN.items():
+        folder = ROOT / "tests" / ("cli" if engine == "transformers" else "engines")
+        text = (folder / file).read_text()
+        assert form == "kv-overlay" or f'"{form}"' in text, file
+        assert engine in text, file
+
+
+def test_the_program_says_every_loss_and_no_other(cells: Cells) -> None:
+    for name, row in cells.items():
+        for writer, cell in row.items():
+            if name != STATS:
+                said = {
+                    loss
+                    for loss, words in SAID.items()
+                    if any(note.startswith(words) for note in cell.notes)
+                }
+                assert said == set(cell.losses), (name, writer)
+
+
+def test_a_form_goes_to_itself_without_a_loss(cells: Cells) -> None:
+    for name in WRITERS:
+        assert str(cells[name][name]) == "works"
+
+
+def test_k_and_v_are_one_in_three_forms_and_heads_are_kept_in_one(cells: Cells) -> None:
+    apart = cells["compressed-tensors"]
+    assert {name for name in WRITERS if "k=v" in apart[name].losses} == {"tgi", "vllm-json", "rfc"}
+    per_head = cells["kv-overlay-head"]
+    kept = {name for name in WRITERS if "heads" not in per_head[name].losses}
+    assert kept == {"kv-overlay-head"}
