@@ -54,7 +54,8 @@ class Extracted:
 
     found: FoundScales
     table: ScaleTable
-    provenance: Provenance
+    taken_from: tuple[str, ...]
+    """The source's files: the name of the folder and of the file, no more."""
     files: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -121,7 +122,8 @@ def _extract(
         tp=_choose_tp(settings, found.table),
         per_head=spec.per_head,
     )
-    provenance = _describe_source(found)
+    taken_from = _name_files(found)
+    provenance = _describe_source(found, taken_from)
     with OutputFolder(
         settings.save_path,
         owned=list_owned(spec.name, table.tp, geometry, checkpoint),
@@ -135,10 +137,10 @@ def _extract(
     return Extracted(
         found=found,
         table=table,
-        provenance=provenance,
+        taken_from=taken_from,
         files=files,
         notes=(
-            provenance.describe(),
+            *([provenance.describe()] if provenance else []),
             *found.notes,
             *explain_fit(found.table, table),
             *(explain_joint(table) if spec.joins_kv else ()),
@@ -156,15 +158,19 @@ def _choose_tp(settings: ExtractSettings, table: ScaleTable) -> int:
     return table.tp if is_kept else 1
 
 
-def _describe_source(found: FoundScales) -> Provenance:
+def _name_files(found: FoundScales) -> tuple[str, ...]:
     files = (path.resolve() for path in found.files)
     names = (f"{path.parent.name}/{path.name}" for path in files)
-    return Provenance(
-        dialect=found.dialect,
-        # names that are no Unicode would spoil JSON for readers in other languages
-        files=tuple(name.encode("utf-8", "replace").decode() for name in names),
-        has_fp8_weights=found.has_weights,
-    )
+    # names that are no Unicode would spoil JSON for readers in other languages
+    return tuple(name.encode("utf-8", "replace").decode() for name in names)
+
+
+def _describe_source(found: FoundScales, files: tuple[str, ...]) -> Provenance | None:
+    """Say that a quantized model's scales are biased; not of scales that calibrate measured."""
+    measured = found.table.measured_on
+    if measured is not None and measured.data:
+        return None
+    return Provenance(dialect=found.dialect, files=files, has_fp8_weights=found.has_weights)
 
 
 def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
@@ -186,7 +192,7 @@ def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
         "format": name,
         "fp8_dtype": table.fmt.name,
         "tp": table.tp,
-        "taken_from": list(extracted.provenance.files),
+        "taken_from": list(extracted.taken_from),
         "layers": [
             _describe_layer(table, index, attention, joins_kv=spec.joins_kv)
             for index, attention in ((layer.index, a) for layer, a in table.geometry.attentions())
