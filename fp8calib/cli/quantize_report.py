@@ -93,7 +93,7 @@ def _describe(report: Mapping[str, Any]) -> Iterator[str]:
         plain, quantized = report["kv_bytes_per_token"].values()
         scales = "with the scales here" if report["has_kv_scales"] else "no scales here: 1.0"
         yield f"KV cache: {plain:,} bytes per token now, {quantized:,} with FP8 ({scales})"
-    yield f"written to {report['out']}: {list_top_level(report['files'])}"
+    yield f"written to {report['out']}: {_list_files(report['files'])}"
     for item in report["serving"]:
         yield f"serve with {item['engine']}:\n    {item['command']}"
     for item in report["limitations"]:
@@ -107,3 +107,12 @@ def _describe_left(left: list[dict[str, str]]) -> Iterator[str]:
         names = [item["module"] for item in left if item["why"] == why][:_SHOWN]
         more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
         yield f"  left as it is ({why}): {', '.join(names)}{more}"
+
+
+def _list_files(files: list[str]) -> str:
+    """List files, a series of shards as one."""
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if len(shards) <= 1:
+        return list_top_level(files)
+    others = [name for name in files if name not in shards]
+    return f"{len(shards)} shards, {list_top_level(others)}"

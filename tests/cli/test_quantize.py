@@ -1,0 +1,190 @@
+"""`quantize`: the command, its words and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests import zoo
+
+from .program import Outcome, fail, snapshot, succeed
+
+CHECKED = """
+import sys
+from fp8calib.cli import main_inner
+code = main_inner(sys.argv[1:])
+heavy = {"transformers", "datasets", "accelerate"} & sys.modules.keys()
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+
+
+@pytest.fixture
+def stats(calibrated: tuple[Path, Outcome]) -> Path:
+    return calibrated[0] / "stats.safetensors"
+
+
+@pytest.fixture
+def refused(tmp_path: Path, model: Path) -> Callable[..., str]:
+    """Quantize, require the exit code, and that nothing was written."""
+
+    def quantize(code: int, *options: object, source: Path = model) -> str:
+        out = () if "--out" in options else ("--out", tmp_path / "out")
+        before = snapshot(tmp_path)
+        text = fail(code, "quantize", source, *options, *out)
+        assert snapshot(tmp_path) == before
+        return text
+
+    return quantize
+
+
+def test_the_report_says_what_was_done(model: Path, stats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("quantize", model, "--scheme", "fp8-static", "--stats", stats)
+    report = succeed(*command, "--ignore", "*.layers.0.mlp", "--out", out, "--json").json
+    assert report["out"] == str(out)
+    assert report["files"] == sorted(path.name for path in out.iterdir())
+    assert (report["scheme"], report["format"]) == ("fp8-static", "compressed-tensors")
+    assert len(report["quantized"]) == 11
+    why = {item["module"]: item["why"] for item in report["left"]}
+    assert why["model.layers.0.mlp.up_proj"] == "--ignore *.layers.0.mlp"
+    assert why["lm_head"] == "an output head"
+    assert report["has_kv_scales"] is True
+    assert report["kv_bytes_per_token"]["before"] == 4 * report["kv_bytes_per_token"]["after"]
+    assert report["bytes"]["after"] < report["bytes"]["before"]
+    commands = {item["engine"]: item["command"] for item in report["serving"]}
+    assert commands["vLLM"] == f"vllm serve {out} --kv-cache-dtype fp8"
+    assert set(report["limitations"][0]) == {"engine", "why", "is_blocking"}
+    stored = load_file(out / "model.safetensors")
+    assert stored["model.layers.1.self_attn.v_scale"].shape == (1,)
+    assert "tokenizer.json" in report["files"]
+
+
+def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", out).out
+    assert "14 linears quantized (fp8-dynamic, compressed-tensors)" in text
+    assert "left as it is (an embedding): model.embed_tokens" in text
+    assert "KV cache: 256 bytes per token now, 64 with FP8" in text
+    assert f"written to {out}: " in text
+    assert f"serve with vLLM:\n    vllm serve {out}\n" in text
+    assert "transformers: note: " in text
+
+
+def test_a_series_of_shards_is_not_listed_one_by_one(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model", max_shard_size="20KB")
+    command = ("quantize", tmp_path / "model", "--scheme", "w8a16", "--out", tmp_path / "out")
+    text = succeed(*command).out
+    count = len(list((tmp_path / "out").glob("model-*.safetensors")))
+    assert count > 3
+    assert f"{count} shards, " in text
+    assert "model-00001" not in text
+
+
+def test_verify_reads_what_quantize_writes(
+    model: Path, data: Path, stats: Path, tmp_path: Path
+) -> None:
+    """Emulated from the file and from the unquantized model, the numbers are the same."""
+    quick = ("--data", data, "--samples", 4, "--seq-len", 16, "--dtype", "float32")
+    for scheme, form in (("fp8-static", "modelopt"), ("fp8-block", "autofp8")):
+        out = tmp_path / scheme
+        command = ("quantize", model, "--scheme", scheme, "--format", form, "--out", out)
+        only_linears = (*command, "--stats", stats) if scheme == "fp8-static" else command
+        succeed(*only_linears)
+        verify = ("verify", model, *quick, "--engine", "reference", "--json")
+        found = succeed(*verify, "--scales", out).json["candidates"][0]
+        assert found["name"] == str(out)
+        assert 0 < found["kld_mean"] < 0.1
+        if scheme == "fp8-block":
+            expected = succeed(*verify, "--scheme", scheme, "--scales", stats).json
+            assert found["kld_mean"] == pytest.approx(
+                expected["candidates"][0]["kld_mean"], rel=1e-3
+            )
+
+
+def test_a_finished_output_is_left_alone_by_resume(model: Path, tmp_path: Path) -> None:
+    command = ("quantize", model, "--scheme", "w8a16", "--out", tmp_path / "out")
+    first = succeed(*command, "--json").json
+    before = snapshot(tmp_path)
+    again = succeed(*command, "--resume", "--json")
+    assert "finished already" in again.err
+    assert again.json["files"] == first["files"]
+    assert snapshot(tmp_path) == before
+    assert "not empty" in fail(2, *command)
+    other = ("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
+    assert "not empty" in fail(2, *other, "--resume")
+
+
+def test_dead_weights_are_told(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    model.model.layers[0].mlp.down_proj.weight.data[:] = 0
+    model.save_pretrained(tmp_path / "model")
+    command = ("quantize", tmp_path / "model", "--scheme", "fp8-block", "--out", tmp_path / "out")
+    outcome = succeed(*command, "--json")
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert outcome.json["dead"] == [{"tensor": name, "count": 1, "total": 1}]
+    assert f"warning: {name}: all zeros in 1 of 1" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "named"),
+    [
+        (2, ("--scheme", "int8"), "--scheme int8"),
+        (2, ("--scheme", "fp8-static"), "--stats"),
+        (2, ("--scheme", "w8a16", "--format", "gguf"), "--format gguf"),
+        (2, ("--scheme", "w8a16", "--format", "autofp8"), "compressed-tensors"),
+        (2, ("--scheme", "fp8-block", "--format", "modelopt"), "autofp8"),
+        (2, ("--scheme", "w8a16", "--ignore", "*.w1"), "--ignore *.w1"),
+        (2, ("--scheme", "w8a16", "--device", "tpu"), "--device tpu"),
+        (2, ("--scheme", "w8a16", "--device", "cuda:99"), "CUDA devices"),
+        (2, ("--scheme", "w8a16", "--stats", "missing.safetensors"), "missing.safetensors"),
+        (2, (), "--scheme"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(
+    refused: Callable[..., str], code: int, options: tuple[object, ...], named: str
+) -> None:
+    assert named in refused(code, *options)
+
+
+def test_models_that_cannot_be_quantized_are_named(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    zoo.save("gpt2", tmp_path / "gpt2")
+    zoo.save("gpt_oss", tmp_path / "gpt_oss")
+    scheme = ("--scheme", "fp8-dynamic")
+    assert "gpt2" in refused(4, *scheme, source=tmp_path / "gpt2")
+    assert "mlp.experts.down_proj" in refused(4, *scheme, source=tmp_path / "gpt_oss")
+    assert "no model folder" in refused(4, *scheme, source=tmp_path / "nowhere")
+
+
+def test_statistics_of_another_model_are_refused(
+    refused: Callable[..., str], stats: Path, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "other", seed=3)
+    options = ("--scheme", "fp8-static", "--stats", stats)
+    assert "not the model" in refused(7, *options, source=tmp_path / "other")
+
+
+def test_no_model_class_is_imported(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    for path in model.iterdir():
+        (unknown / path.name).write_bytes(path.read_bytes())
+    config |= {"model_type": "from-next-year", "architectures": ["NextYearForCausalLM"]}
+    (unknown / "config.json").write_text(json.dumps(config))
+    command = ("quantize", unknown, "--scheme", "fp8-block", "--out", tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED, *map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "14 linears quantized" in done.stdout

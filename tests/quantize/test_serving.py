@@ -1,0 +1,112 @@
+"""Who is said to serve which checkpoint, and how large its cache is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8calib.quantize.kv_size import estimate_kv_bytes
+from fp8calib.quantize.plan import Scales
+from fp8calib.quantize.serving import list_commands, list_limitations
+from tests.quantize.by_hand import LAYER, Run, Tensors, random, run, save
+
+SERVED_BY = {
+    ("compressed-tensors", "fp8-static"): {"vLLM", "SGLang", "TGI"},
+    ("compressed-tensors", "fp8-dynamic"): {"vLLM", "SGLang", "TGI"},
+    ("compressed-tensors", "w8a16"): {"vLLM", "SGLang", "TGI"},
+    ("compressed-tensors", "fp8-block"): {"vLLM", "SGLang"},
+    ("autofp8", "fp8-static"): {"vLLM", "SGLang", "TGI"},
+    ("autofp8", "fp8-block"): {"vLLM", "SGLang", "TGI"},
+    ("modelopt", "fp8-static"): {"vLLM", "SGLang"},
+    ("modelopt", "fp8-dynamic"): {"vLLM"},
+}
+
+
+def make(folder: Path, form: str, scheme: str, tensors: Tensors | None = None, *ignore: str) -> Run:
+    tensors = tensors or whole_blocks()
+    linears = [name.removesuffix(".weight") for name in tensors if "_proj" in name]
+    scales = Scales(inputs=dict.fromkeys(linears, torch.tensor(1.0)), kv={})
+    source = save(folder / "source", tensors)
+    return run(source, folder / "out", scheme, form, scales=scales, ignore=ignore)
+
+
+def whole_blocks() -> Tensors:
+    return {
+        f"{LAYER}.{name}.weight": random(128, 128, seed=0)
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj")
+    }
+
+
+@pytest.mark.parametrize(("form", "scheme"), SERVED_BY)
+def test_commands_are_those_of_the_engines_that_can(tmp_path: Path, form: str, scheme: str) -> None:
+    found = make(tmp_path, form, scheme)
+    commands = {item.engine: item.command for item in list_commands(found.plan, found.out, None)}
+    assert commands.keys() == SERVED_BY[form, scheme]
+    assert commands["vLLM"] == f"vllm serve {found.out}"
+    blocked = {item.engine for item in list_limitations(found.plan, None) if item.is_blocking} - {
+        "transformers"
+    }
+    assert blocked == {"vLLM", "SGLang", "TGI"} - SERVED_BY[form, scheme]
+
+
+def test_transformers_misreads_what_only_servers_know(tmp_path: Path) -> None:
+    for form, scheme in SERVED_BY:
+        found = make(tmp_path / form / scheme, form, scheme)
+        own = [i for i in list_limitations(found.plan, None) if i.engine == "transformers"]
+        is_blocked = any(item.is_blocking for item in own)
+        assert is_blocked is ((form, scheme) in {("autofp8", "fp8-static")} or form == "modelopt")
+
+
+def test_a_fused_group_quantized_in_part_is_refused_by_engines(tmp_path: Path) -> None:
+    found = make(tmp_path, "compressed-tensors", "w8a16", None, "*.k_proj")
+    blocked = {item.engine for item in list_limitations(found.plan, None) if item.is_blocking}
+    assert blocked == {"vLLM", "SGLang"}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "is_torn"),
+    [
+        ("self_attn.q_proj", 130, True),
+        ("self_attn.k_proj", 130, True),
+        ("self_attn.v_proj", 130, False),
+        ("mlp.up_proj", 130, False),
+        ("mlp.experts.0.up_proj", 130, True),
+        ("mlp.experts.0.down_proj", 130, False),
+        ("mlp.down_proj", 130, False),
+        ("mlp.gate_proj", 256, False),
+    ],
+)
+def test_blocks_that_would_begin_inside_a_part_are_told(
+    tmp_path: Path, name: str, rows: int, is_torn: bool
+) -> None:
+    """The last part of a fused weight may end anywhere; of experts, none may."""
+    tensors = whole_blocks() | {f"{LAYER}.{name}.weight": random(rows, 128, seed=1)}
+    found = make(tmp_path, "compressed-tensors", "fp8-block", tensors)
+    told = [item.engine for item in list_limitations(found.plan, None) if "multiple" in item.why]
+    assert told == (["vLLM"] if is_torn else [])
+
+
+HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**HEADS, "head_dim": 16}, (2 * 2 * 16 * 3 * 2, 2 * 2 * 16 * 3)),
+        ({**HEADS, "hidden_size": 64, "torch_dtype": "float32"}, (4 * 96, 96)),
+        ({"text_config": {**HEADS, "head_dim": 16}}, (384, 192)),
+        (
+            {**HEADS, "head_dim": 4, "layer_types": ["full_attention", "linear_attention"]},
+            (32, 16),
+        ),
+        ({**HEADS, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, (576 * 3 * 2, 576 * 3)),
+        ({"n_layer": 2, "n_head": 4, "n_embd": 32}, (256, 128)),
+        ({"num_hidden_layers": 2}, None),
+    ],
+)
+def test_the_cache_is_sized_from_the_config(
+    config: dict[str, object], expected: tuple[int, int] | None
+) -> None:
+    assert estimate_kv_bytes(config) == expected
