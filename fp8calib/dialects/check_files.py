@@ -14,7 +14,7 @@ from fp8calib.checkpoint.header import PACKED_BITS
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.check_report import Refusal, Status, Verdict
-from fp8calib.dialects.read_names import parse_name
+from fp8calib.dialects.read_names import is_probability_scale, parse_name
 from fp8calib.dialects.scale_metadata import DTYPE_KEY
 from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry import ModelGeometry
@@ -162,7 +162,9 @@ def _list_files(path: Path) -> list[str]:
 
 
 def _read_scales(file: TensorFile) -> dict[str, HeldScale]:
-    named = [name for name in file.tensors if parse_name(name) is not None]
+    named = [
+        name for name in file.tensors if parse_name(name) is not None or is_probability_scale(name)
+    ]
     return {name: _read_scale(file, name) for name in named}
 
 

@@ -18,23 +18,13 @@ from fp8calib.dialects.check_files import (
     require_readable,
 )
 from fp8calib.dialects.check_pairs import PairRules, is_not_positive, judge_pair
+from fp8calib.dialects.check_query import note_unread
 from fp8calib.dialects.check_report import EngineReport, LayerVerdict, Refusal, report_refusal
 from fp8calib.dialects.check_vllm_config import find_quantization
+from fp8calib.dialects.engine_models import SGLANG_MAPPING_TYPES, SGLANG_STRICT_TYPES
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role
 
-REMAPPING_TYPES = frozenset(
-    {
-        *("apertus", "arcee", "cohere", "cohere2", "dbrx", "diffusion_gemma", "exaone4", "gemma2"),
-        *("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gptj"),
-        *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "iquestcoder", "kimi_linear"),
-        *("llama", "llama4", "llama4_text", "minimax_m2", "ministral3", "mistral", "muse_glimmer"),
-        *("nemotron_h", "phi3", "qwen3", "solar"),
-    }
-)
-"""Model types whose `load_weights` calls `maybe_remap_kv_scale_name`."""
-STRICT_TYPES = frozenset({"gemma", "gpt2", "gpt_bigcode", "granite", "olmo2", "stablelm"})
-"""Model types whose `load_weights` ends in a KeyError at a name it has no parameter for."""
 _CONFIG_KEYS = (
     "quantization_config",
     "text_config.quantization_config",
@@ -69,13 +59,14 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     scene = Scene(folder, geometry, files)
     fault = _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
     places = {} if fault else _find_places(geometry)
-    if geometry.model_type in STRICT_TYPES:
+    if geometry.model_type in SGLANG_STRICT_TYPES:
         _refuse_strays(scene, places)
     loaded = scene.load(lambda name: places.get(map_name(name, geometry.model_type)))
     layers = [
         _judge(scene, loaded, layer.index, attention, fault)
         for layer, attention in geometry.attentions()
     ]
+    note_unread(scene, "SGLang does not read it, and does not quantize the query by it")
     report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
     doubled = "SGLang takes it as a scale for e4m3fn, doubled once more on AMD gfx94x"
     return amend_for_dtype(report, find_recorded_dtype(folder), doubled, _E5M2)
@@ -143,7 +134,7 @@ def _inner_path(attention: Attention) -> str:
 
 def map_name(name: str, model_type: str) -> str:
     """Rename a tensor as the model's `load_weights` does before it looks for the parameter."""
-    if model_type in REMAPPING_TYPES:
+    if model_type in SGLANG_MAPPING_TYPES:
         return _remap(name)
     for scale in ("k_scale", "v_scale"):
         if scale in name:  # deepseek_weight_loader.py: MLA has its parameters in attn_mqa

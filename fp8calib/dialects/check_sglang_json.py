@@ -22,7 +22,7 @@ from fp8calib.dialects.check_report import (
     report_alike,
     report_refusal,
 )
-from fp8calib.dialects.engine_rules import SGLANG_JSON_TYPES
+from fp8calib.dialects.engine_models import SGLANG_JSON_TYPES
 from fp8calib.geometry import ModelGeometry
 
 Ranks = dict[int, dict[int, float]]

@@ -13,6 +13,7 @@ import torch
 
 from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
 from fp8calib.dialects.check_files import HeldScale, ScaleFolder, Scene, require_readable
+from fp8calib.dialects.check_query import note_unread
 from fp8calib.dialects.check_report import (
     EngineReport,
     LayerVerdict,
@@ -23,7 +24,7 @@ from fp8calib.dialects.check_report import (
     report_refusal,
 )
 from fp8calib.dialects.check_vllm_config import find_quantization
-from fp8calib.dialects.engine_rules import TGI_TYPES
+from fp8calib.dialects.engine_models import TGI_TYPES
 from fp8calib.errors import shorten
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role
@@ -59,6 +60,7 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
         _check_compressed(quantization, geometry)
     scene = Scene(folder, geometry, files)
     layers = [_judge(scene, layer.index, attention) for layer, attention in geometry.attentions()]
+    note_unread(scene, "TGI does not ask for it")
     report = EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(scene.problems)))
     return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ, _E5M2)
 

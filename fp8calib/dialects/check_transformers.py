@@ -21,6 +21,7 @@ from fp8calib.dialects.check_files import (
     find_indexed,
     require_readable,
 )
+from fp8calib.dialects.check_query import note_unread
 from fp8calib.dialects.check_report import (
     EngineReport,
     LayerVerdict,
@@ -31,7 +32,7 @@ from fp8calib.dialects.check_report import (
     report_refusal,
 )
 from fp8calib.dialects.check_vllm_config import find_quantization
-from fp8calib.dialects.engine_rules import TRANSFORMERS_UNEXPECTED_TYPES
+from fp8calib.dialects.engine_models import TRANSFORMERS_UNEXPECTED_TYPES
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role
 
@@ -62,6 +63,7 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     layers = [
         _judge(scene, layer.index, attention, scheme) for layer, attention in geometry.attentions()
     ]
+    note_unread(scene, "reported as unexpected")
     report = EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(scene.problems)))
     return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ, _E5M2)
 
@@ -140,7 +142,8 @@ def _judge_role(
     _check_shape(held, attention, per_head=scheme.get("strategy") == "attn_head")
     if (scheme.get("type", "int"), scheme.get("num_bits", 8)) != ("float", 8):
         why = f"{held}: kv_cache_scheme is not FP8, so it scales other numbers"
-        return Verdict(status=Status.MISREAD, value=max(held.values), why=why, mend=_MEND)
+        misread = {"status": Status.MISREAD, "why": why, "mend": _MEND}
+        return _judge_rounded(scene, held).model_copy(update=misread)
     return _judge_rounded(scene, held)
 
 

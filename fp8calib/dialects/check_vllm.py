@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
 from fp8calib.dialects.check_files import (
@@ -14,6 +15,7 @@ from fp8calib.dialects.check_files import (
     require_readable,
 )
 from fp8calib.dialects.check_pairs import PairRules, is_negative, judge_pair, require_scalar
+from fp8calib.dialects.check_query import list_queries, note_loaded
 from fp8calib.dialects.check_report import (
     EngineReport,
     LayerVerdict,
@@ -41,12 +43,19 @@ _REGEXES = (
     (re.compile(r"\.self_attn\.[kv]_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
     (re.compile(r"\.self_attn\.qk(?:qk)?v_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
     (re.compile(r"\.mixer\.[kv]_proj\.([kv])_scale$"), r".mixer.attn.\1_scale"),
+    (re.compile(r"\.self_attn\.q\.scale$"), ".self_attn.attn.q_scale"),
+    (re.compile(r"\.self_attn\.([kv])_cache\.scale$"), r".self_attn.attn.\1_scale"),
     (re.compile(r"(?<!\.attn)\.([qkv])_scale$"), r".attn.\1_scale"),
     (re.compile(r"(?<!\.attn)\.([qkv])_zero_point$"), r".attn.\1_zero_point"),
 )
 """`QuantizationConfig.get_cache_scale_mapper`, in its order: each is tried on the last's result."""
-_OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
+_OUTPUTS = {
+    **{f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")},
+    ".self_attn.prob_output_scale": ".self_attn.attn.prob_scale",
+}
 """What fp8 and quark map besides."""
+_OF_PROBABILITIES = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
+"""Methods whose layers hold a prob_scale."""
 _IGNORED = tuple(f".{role}_{kind}" for role in ("q", "k", "v") for kind in ("scale", "zero_point"))
 """`_ignore_unexpected_suffixes`: what may be left without a place."""
 _NAMES_MEND = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
@@ -72,10 +81,13 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineRepor
         return _check_unquantized(scene)
     method = find_kv_method(quantization)
     loaded = _load(scene, method)
+    _check_queries(scene, quantization)
     if method is KvMethod.COMPRESSED_TENSORS:
         layers = _check_compressed(scene, loaded, tp)
     else:
         layers = [_judge(scene, method, loaded, *item) for item in _attentions(geometry)]
+    if method is not KvMethod.NONE:
+        note_loaded(scene, method)
     _note_conditions(scene, method)
     report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
     return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ[method], _E5M2)
@@ -135,10 +147,13 @@ def _load(scene: Scene, method: KvMethod) -> dict[Slot, HeldScale]:
 
 
 def _refuse_unmapped(scene: Scene, method: KvMethod) -> None:
+    held = {f"{a.checkpoint_module}.attn.prob_scale" for _, a in _attentions(scene.geometry)}
     for name, scale in scene.scales.items():
-        if not map_name(name, method).endswith(_IGNORED):
-            why = f"{scale}: output_scale is mapped for quant_method fp8 and quark alone"
-            raise Refusal(f"{why} (the loader fails on it)", mend=_NAMES_MEND)
+        mapped = map_name(name, method)
+        if mapped.endswith(_IGNORED) or (method in _OF_PROBABILITIES and mapped in held):
+            continue
+        why = f"{scale}: no rule of this quant_method gives it a place (the loader fails on it)"
+        raise Refusal(why, mend=_NAMES_MEND)
 
 
 def _refuse_strays(scene: Scene, method: KvMethod) -> None:
@@ -170,6 +185,14 @@ def _placeless(scene: Scene, index: int, attention: Attention) -> LayerVerdict:
         mend = "serve it with 1.0, or with SGLang in ModelOpt's names"
     k, v = (scene.absent((index, role), why=why, mend=mend) for role in (Role.K, Role.V))
     return LayerVerdict(layer=index, k=k, v=v)
+
+
+def _check_queries(scene: Scene, quantization: Mapping[str, object]) -> None:
+    """Refuse scales of q in a shape that no parameter has; per head they are reduced."""
+    scheme = quantization.get("kv_cache_scheme")
+    if not (isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"):
+        for held in list_queries(scene):
+            require_scalar(held, "vLLM")
 
 
 def _check_compressed(scene: Scene, loaded: dict[Slot, HeldScale], tp: int) -> list[LayerVerdict]:

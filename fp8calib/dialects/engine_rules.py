@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fp8calib.dialects.engine_models import (
+    SGLANG_JSON_TYPES,
+    SGLANG_MAPPING_TYPES,
+    SGLANG_STRICT_TYPES,
+    TGI_TYPES,
+    TRANSFORMERS_UNEXPECTED_TYPES,
+)
 from fp8calib.fp8 import E4M3FN, Fp8Format
 from fp8calib.geometry import ModelGeometry
 
@@ -15,60 +22,6 @@ TGI = "TGI"
 TRANSFORMERS = "transformers"
 
 OVERLAYS = ("kv-overlay", "kv-overlay-head")
-
-SGLANG_JSON_TYPES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mimo",
-    "mimo_v2",
-    "mimo_v2_flash",
-    "opt",
-    "glm4",
-    "glm5_next",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "exaone4",
-    "solar",
-    "arcee",
-    "apertus",
-    "internlm3",
-    "iquestcoder",
-    "ministral3",
-    "mistral",
-    "phi3",
-)
-"""Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); the last
-five are subclasses of llama's. llama4's class inherits it too, but not its inner model."""
-TGI_TYPES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "phi",
-    "phi3",
-    "cohere",
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gpt_neox",
-    "gpt2",
-    "gptj",
-    "RefinedWeb",
-    "RefinedWebModel",
-    "falcon",
-    "gpt_bigcode",
-    "starcoder2",
-    "granite",
-)
-"""Model types whose modeling files call `get_kv_scales` (TGI db931fc); phi3 and granite are run by
-llama's."""
-TRANSFORMERS_UNEXPECTED_TYPES = ("gpt2", "gpt_neox", "falcon", "bloom", "gptj", "mpt")
-"""Model types where compressed-tensors finds no attention to put scales on (tried on 5.23)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +97,8 @@ def _limited(
     return Rule(limitation=limitation, formats=formats, applies=applies)
 
 
+_SGLANG_TOLD = (*SGLANG_MAPPING_TYPES, *SGLANG_STRICT_TYPES)
+
 RULES = (
     # --- overlays ----------------------------------------------------------------------------
     _blocked(
@@ -191,12 +146,19 @@ RULES = (
         "only per-tensor scales are taken",
         "SGLang 0.5.23 CompressedTensorsKVCacheMethod",
     ),
-    _limited(
+    _blocked(
         SGLANG,
-        OVERLAYS,
-        _is_latent,
-        "untried with latent (MLA) attention",
-        "SGLang 0.5.23: not run",
+        (*OVERLAYS, "kv-scales"),
+        lambda case: _is_latent(case) or _is_not_type(*_SGLANG_TOLD)(case),
+        "its loader of this kind of model maps no k_scale to the attention: 1.0 is used",
+        "SGLang 0.5.23 srt/models (callers of maybe_remap_kv_scale_name)",
+    ),
+    _blocked(
+        SGLANG,
+        (*OVERLAYS, "kv-scales"),
+        _is_type(*SGLANG_STRICT_TYPES),
+        "its loader of this kind of model stops at k_scale: KeyError at start",
+        "SGLang 0.5.23 srt/models (load_weights)",
     ),
     _limited(
         SGLANG,

@@ -27,6 +27,8 @@ class Form(StrEnum):
     """`self_attn.k_proj.k_scale`, or under a fused `qkv_proj`: ModelOpt."""
     OUTPUT = "k_proj.output_scale"
     """`self_attn.k_proj.output_scale`: Quark."""
+    CACHE = "k_cache.scale"
+    """`self_attn.k_cache.scale`, and `self_attn.q.scale`: Hunyuan 3."""
     ZERO_POINT = "k_zero_point"
     """`self_attn.k_zero_point`: compressed-tensors; zero, as the format is symmetric."""
 
@@ -55,6 +57,8 @@ _SUFFIXES: Mapping[str, tuple[Form, tuple[Role, ...]]] = {
     for suffix, form, roles in (
         (f"{role}_proj.{role}_scale", Form.PROJECTION, (role,)),
         (f"qkv_proj.{role}_scale", Form.PROJECTION, (role,)),
+        (f"qkqkv_proj.{role}_scale", Form.PROJECTION, (role,)),
+        ("q.scale" if role is Role.Q else f"{role}_cache.scale", Form.CACHE, (role,)),
         (f"{role}_proj.output_scale", Form.OUTPUT, (role,)),
         (f"{role}_zero_point", Form.ZERO_POINT, (role,)),
         (f"{role}_scale", Form.ATTENTION, (role,)),
@@ -72,6 +76,11 @@ def parse_name(name: str) -> ScaleName | None:
         if name.endswith(suffix):
             return ScaleName(name, name.removesuffix(suffix), form, roles)
     return None
+
+
+def is_probability_scale(name: str) -> bool:
+    """Tell whether a tensor is called like the scale of attention's probabilities (Quark)."""
+    return name.endswith((".prob_scale", ".prob_output_scale"))
 
 
 def has_kv_form(name: str) -> bool:

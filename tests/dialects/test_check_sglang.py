@@ -9,6 +9,9 @@ import pytest
 
 from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.check_sglang import has_kv_method, map_name
+from fp8calib.dialects.engine_rules import SGLANG
+from fp8calib.dialects.engines import limitations
+from fp8calib.fp8 import E4M3FN
 
 from .check_handmade import (
     FP8,
@@ -201,3 +204,29 @@ def test_scales_for_another_format_are_misread(tmp_path: Path, dtype: str) -> No
     )
 
     assert statuses(ask("sglang", folder)) == both("misread")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "status"),
+    [
+        *((name, "used") for name in ("llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3")),
+        *((name, "dropped") for name in ("qwen2", "mixtral", "qwen3_moe", "opt", "starcoder2")),
+        *((name, "refused") for name in ("gemma", "granite", "olmo2", "stablelm", "gpt2")),
+    ],
+)
+def test_an_export_is_told_what_check_says_of_it(
+    tmp_path: Path, model_type: str, status: str
+) -> None:
+    """The end of calibrate and the verdict of check come from one list of model types."""
+    geometry = plain_geometry(model_type=model_type)
+    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
+
+    said = [
+        limit.why
+        for limit in limitations(geometry, "kv-overlay", E4M3FN)
+        if limit.engine == SGLANG and limit.is_blocking
+    ]
+
+    assert statuses(ask("sglang", folder, geometry)) == both(status)
+    assert len(said) == (status != "used")
+    assert all(("KeyError" in why) == (status == "refused") for why in said)

@@ -1,0 +1,70 @@
+"""Which engine knows what of which model types, as read in the engines' sources."""
+
+from __future__ import annotations
+
+SGLANG_JSON_TYPES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mimo",
+    "mimo_v2",
+    "mimo_v2_flash",
+    "opt",
+    "glm4",
+    "glm5_next",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "exaone4",
+    "solar",
+    "arcee",
+    "apertus",
+    "internlm3",
+    "iquestcoder",
+    "ministral3",
+    "mistral",
+    "phi3",
+)
+"""Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); the last
+five are subclasses of llama's. llama4's class inherits it too, but not its inner model."""
+TGI_TYPES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "cohere",
+    "dbrx",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_neox",
+    "gpt2",
+    "gptj",
+    "RefinedWeb",
+    "RefinedWebModel",
+    "falcon",
+    "gpt_bigcode",
+    "starcoder2",
+    "granite",
+)
+"""Model types whose modeling files call `get_kv_scales` (TGI db931fc); phi3 and granite are run by
+llama's."""
+TRANSFORMERS_UNEXPECTED_TYPES = ("gpt2", "gpt_neox", "falcon", "bloom", "gptj", "mpt")
+"""Model types where compressed-tensors finds no attention to put scales on (tried on 5.23)."""
+SGLANG_MAPPING_TYPES = frozenset(
+    {
+        *("apertus", "arcee", "cohere", "cohere2", "dbrx", "diffusion_gemma", "exaone4", "gemma2"),
+        *("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gptj"),
+        *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "iquestcoder", "kimi_linear"),
+        *("llama", "llama4", "llama4_text", "minimax_m2", "ministral3", "mistral", "muse_glimmer"),
+        *("nemotron_h", "phi3", "qwen3", "solar"),
+    }
+)
+"""Model types whose `load_weights` calls `maybe_remap_kv_scale_name` (SGLang 0.5.23): their
+attention gets a folder's `k_scale`, and no other's."""
+SGLANG_STRICT_TYPES = frozenset({"gemma", "gpt2", "gpt_bigcode", "granite", "olmo2", "stablelm"})
+"""Model types whose `load_weights` ends in a KeyError at a name it has no parameter for."""
