@@ -115,6 +115,17 @@ class Recipe(_Section):
         default=(1,), description="tensor-parallel degrees of the JSON formats"
     )
     query_scale: bool = Field(default=False, description="write q_scale into overlays")
+    quantize: Literal["fp8-static", "fp8-dynamic", "w8a16", "fp8-block"] | None = Field(
+        default=None,
+        description="write an FP8 checkpoint of this scheme too, in a folder of its name",
+    )
+
+    @model_validator(mode="after")
+    def _observes_static_inputs(self) -> Self:
+        if self.quantize == "fp8-static" and not self.observe.inputs:
+            msg = "quantize: fp8-static needs observe.inputs, for its input scales"
+            raise ValueError(msg)
+        return self
 
     @property
     def observation_hash(self) -> str:

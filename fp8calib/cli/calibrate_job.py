@@ -57,4 +57,5 @@ class Job:
     def owned(self) -> frozenset[str]:
         """Names of what the command writes under the output folder."""
         formats = paths(self.recipe.formats, self.recipe.tp)
-        return frozenset({STATS_NAME, REPORT_NAME}) | formats
+        checkpoint = {self.recipe.quantize} if self.recipe.quantize else frozenset[str]()
+        return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint

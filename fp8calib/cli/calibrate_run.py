@@ -13,6 +13,12 @@ from fp8calib.calibrate import calibrate, prepare
 from fp8calib.checkpoint.atomic import OutputFolder, check_output
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job, Settings
+from fp8calib.cli.calibrate_quantize import (
+    check_replaced_checkpoint,
+    explain_refusal,
+    merge_report,
+    write_checkpoint,
+)
 from fp8calib.cli.calibrate_report import (
     Measured,
     build_report,
@@ -61,8 +67,8 @@ def run_calibrate(settings: Settings) -> None:
         started = time.monotonic()
         with Bar() as bar:
             stats, model_device = _run(job, bar)
-        measured = Measured(duration_s=time.monotonic() - started, device=model_device)
-        report = _write(job, stats, measured)
+            measured = Measured(duration_s=time.monotonic() - started, device=model_device)
+            report = _write(job, stats, measured, bar)
     if settings.as_json:
         print_json(report)
     show_report(job, stats, report)
@@ -101,6 +107,9 @@ def _opened(settings: Settings) -> Iterator[Job]:
         )
         check_output(out, job.owned, settings.force, inputs=[source.folder])
         check_replaced(recipe.formats, out, checkpoint)
+        check_replaced_checkpoint(job)
+        if refusal := explain_refusal(job):
+            warn(f"{recipe.quantize} will not be written: {refusal}")
         yield replace(job, plan=_plan(settings, source))
 
 
@@ -158,10 +167,10 @@ def _run(job: Job, bar: Bar) -> tuple[CalibrationStats, str]:
     return stats, job.device
 
 
-def _write(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping[str, Any]:
+def _write(job: Job, stats: CalibrationStats, measured: Measured, bar: Bar) -> Mapping[str, Any]:
     """Write everything, or, where a format cannot be written, what the run has cost hours for."""
     try:
-        return _write_all(job, stats, measured)
+        return _write_all(job, stats, measured, bar)
     except ExportError as error:
         with _output(job) as folder:
             save_stats(stats, folder / STATS_NAME)
@@ -172,7 +181,9 @@ def _write(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping[str
         ) from error
 
 
-def _write_all(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping[str, Any]:
+def _write_all(
+    job: Job, stats: CalibrationStats, measured: Measured, bar: Bar
+) -> Mapping[str, Any]:
     recipe = job.recipe
     with _output(job) as folder:
         save_stats(stats, folder / STATS_NAME)
@@ -189,6 +200,9 @@ def _write_all(job: Job, stats: CalibrationStats, measured: Measured) -> Mapping
         )
         files = sorted([STATS_NAME, REPORT_NAME, *written.files])
         report = build_report(job, stats, measured, files=files, notes=written.notes)
+        checkpoint = write_checkpoint(job, stats, folder, bar)
+        if checkpoint is not None:
+            merge_report(report, checkpoint)
         save_report(folder / REPORT_NAME, report)
     return report
 

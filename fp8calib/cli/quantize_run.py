@@ -13,23 +13,16 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantize_report import Outcome, build_report, show_report
 from fp8calib.errors import UsageError
-from fp8calib.quantize.calibrated import (
-    Calibrated,
-    check_same_model,
-    find_input_scales,
-    find_kv_scales,
-)
+from fp8calib.quantize.calibrated import Calibrated, check_same_model, find_scales
 from fp8calib.quantize.forms import find_form
 from fp8calib.quantize.plan import (
     NO_SCALES,
     QuantizePlan,
-    Scales,
     Settings,
     check_source,
     make_plan,
 )
 from fp8calib.quantize.quantize import Written, is_finished, list_files, quantize
-from fp8calib.quantize.selection import select
 from fp8calib.stats import CalibrationStats, load_stats
 from fp8calib.verify.schemes import find_scheme
 
@@ -128,15 +121,7 @@ def _find_scales(
     if stats is None:
         return Calibrated(scales=NO_SCALES, notes=())
     check_same_model(stats, checkpoint)
-    kv = find_kv_scales(stats, checkpoint, asked.form)
-    if not asked.scheme.has_static_inputs:
-        return kv
-    selection = select(checkpoint, checkpoint.load_config(), ignore=asked.ignore)
-    inputs = find_input_scales(stats, selection.taken, shares_scales=asked.shares_scales)
-    return Calibrated(
-        scales=Scales(inputs=inputs.scales.inputs, kv=kv.scales.kv),
-        notes=(*inputs.notes, *kv.notes),
-    )
+    return find_scales(stats, checkpoint, asked)
 
 
 def _write(

@@ -21,9 +21,16 @@ from fp8calib.fp8 import E4M3FN
 from fp8calib.geometry import Layer, Linear
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import Form
-from fp8calib.quantize.plan import Scales
-from fp8calib.quantize.selection import Matrix
-from fp8calib.scales import ScaleTable, compute_kv_scales, compute_linear_scales, scale_of
+from fp8calib.quantize.plan import Scales, Settings
+from fp8calib.quantize.selection import Matrix, select
+from fp8calib.rules import AMAX, Rule, find_reach
+from fp8calib.scales import (
+    Fallback,
+    ScaleTable,
+    compute_kv_scales,
+    compute_linear_scales,
+    scale_of,
+)
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 
@@ -38,6 +45,17 @@ class Calibrated:
 
     scales: Scales
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How statistics become scales."""
+
+    rule: Rule = AMAX
+    fallback: Fallback | None = None
+
+
+PLAIN_CHOICE = Choice()
 
 
 def check_same_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
@@ -55,7 +73,9 @@ def check_same_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
         )
 
 
-def find_kv_scales(stats: CalibrationStats, checkpoint: Checkpoint, form: Form) -> Calibrated:
+def find_kv_scales(
+    stats: CalibrationStats, checkpoint: Checkpoint, form: Form, choice: Choice = PLAIN_CHOICE
+) -> Calibrated:
     """Make the scales of K and V, where the statistics hold them: else there are none.
 
     Raises:
@@ -64,7 +84,7 @@ def find_kv_scales(stats: CalibrationStats, checkpoint: Checkpoint, form: Form) 
     pairs = [attention for _, attention in stats.geometry.attentions()]
     if not any(pair.site(Role.K) in stats.sites for pair in pairs):
         return Calibrated(scales=Scales(inputs={}, kv={}), notes=())
-    table = compute_kv_scales(stats, E4M3FN)
+    table = compute_kv_scales(stats, E4M3FN, rule=choice.rule, fallback=choice.fallback)
     named: dict[str, torch.Tensor] = {}
     for pair in pairs:
         has_projections = f"{pair.checkpoint_module}.k_proj.weight" in checkpoint
@@ -75,8 +95,38 @@ def find_kv_scales(stats: CalibrationStats, checkpoint: Checkpoint, form: Form) 
     return Calibrated(scales=Scales(inputs={}, kv=named), notes=tuple(_describe_origins(table)))
 
 
+def find_scales(
+    stats: CalibrationStats,
+    checkpoint: Checkpoint,
+    settings: Settings,
+    choice: Choice = PLAIN_CHOICE,
+) -> Calibrated:
+    """Make all scales that a checkpoint takes from statistics: of K and V, and static inputs.
+
+    Raises:
+        UsageError: a pattern of the settings names nothing.
+        ModelError: the checkpoint cannot be quantized.
+        ExportError: the statistics hold nothing for a site.
+    """
+    kv = find_kv_scales(stats, checkpoint, settings.form, choice)
+    if not settings.scheme.has_static_inputs:
+        return kv
+    selection = select(checkpoint, checkpoint.load_config(), ignore=settings.ignore)
+    inputs = find_input_scales(
+        stats, selection.taken, shares_scales=settings.shares_scales, choice=choice
+    )
+    return Calibrated(
+        scales=Scales(inputs=inputs.scales.inputs, kv=kv.scales.kv),
+        notes=(*inputs.notes, *kv.notes),
+    )
+
+
 def find_input_scales(
-    stats: CalibrationStats, taken: Collection[Matrix], *, shares_scales: bool
+    stats: CalibrationStats,
+    taken: Collection[Matrix],
+    *,
+    shares_scales: bool,
+    choice: Choice = PLAIN_CHOICE,
 ) -> Calibrated:
     """Make a static scale for the input of every linear that is quantized.
 
@@ -86,11 +136,12 @@ def find_input_scales(
         shares_scales: all experts of a layer get one scale per projection, as engines use it,
             gate and up the same; otherwise each its own. Linears that read one tensor (q, k, v)
             have one scale in any case.
+        choice: how statistics become scales.
 
     Raises:
         ExportError: the statistics hold nothing for a linear.
     """
-    inputs = _Inputs(stats)
+    inputs = _Inputs(stats, choice)
     found = {matrix.module: inputs.find(matrix) for matrix in taken}
     if shares_scales:
         groups = {matrix.module: _name_input_group(matrix) for matrix in taken}
@@ -106,8 +157,11 @@ def find_input_scales(
 class _Inputs:
     """The scales of inputs, found by the names of weights in the checkpoint."""
 
-    def __init__(self, stats: CalibrationStats) -> None:
-        self.table = compute_linear_scales(stats, E4M3FN)
+    def __init__(self, stats: CalibrationStats, choice: Choice) -> None:
+        self.table = compute_linear_scales(
+            stats, E4M3FN, rule=choice.rule, fallback=choice.fallback
+        )
+        self._rule = choice.rule
         self._stats = stats
         self._linears = {
             linear.checkpoint_name: linear
@@ -151,8 +205,10 @@ class _Inputs:
                 f"the stats hold nothing for {site}",
                 hint="calibrate with --recipe w8a8-static, or leave it unquantized with --ignore",
             )
-        amax = self._stats.sites[site].amax.max()
-        return scale_of(amax, E4M3FN) if float(amax) > 0 else torch.tensor(1.0)
+        seen = self._stats.sites[site]
+        amax = seen.amax.max()
+        reach = find_reach(self._rule, amax=float(amax), histogram=seen.histogram, fmt=E4M3FN)
+        return scale_of(reach.apply(amax), E4M3FN) if float(amax) > 0 else torch.tensor(1.0)
 
     def _of_expert(self, linear: Linear, expert: int) -> torch.Tensor:
         site = Site(linear.logical(linear.parts[0], expert), Role.INPUT)

@@ -320,6 +320,8 @@ def test_every_shipped_recipe_runs(calibrate: Any, name: str) -> None:
     assert (out / "kv-overlay" / "config.json").is_file()
     assert (out / "rfc.tp1.json").is_file() == (name == "w8a8-static")
     assert any(site.role is Role.INPUT for site in stats.sites) == (name != "w8a8-dynamic")
+    scheme = {"w8a8-static": "fp8-static", "w8a8-dynamic": "fp8-dynamic"}.get(name, "none")
+    assert (out / scheme / "config.json").is_file() == (name != "kv")
     assert report["coverage"]["observed"] == len(stats.sites)
 
 
@@ -328,7 +330,13 @@ def test_w8a16_runs_no_data_writes_no_scales_and_needs_no_tokenizer(tmp_path: Pa
     out = tmp_path / "out"
     outcome = succeed("calibrate", tmp_path / "bare", "--recipe", "w8a16", "--out", out, "--json")
     report = outcome.json
-    assert report["files"] == ["report.json", "stats.safetensors"]
+    assert report["files"] == [
+        "report.json",
+        "stats.safetensors",
+        "w8a16/config.json",
+        "w8a16/generation_config.json",
+        "w8a16/model.safetensors",
+    ]
     assert (report["tokens"], report["sequences"]) == (0, 0)
     assert report["saturation"] is None
     assert {site.role for site in stats_of(out).sites} == {Role.WEIGHT}

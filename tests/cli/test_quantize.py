@@ -188,3 +188,43 @@ def test_no_model_class_is_imported(model: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "14 linears quantized" in done.stdout
+
+
+CALIBRATE = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--recipe", "w8a8-static")
+
+
+def test_calibrate_adds_the_checkpoint_that_quantize_writes(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    command = ("calibrate", model, "--data", data, *CALIBRATE, "--out", out)
+    report = succeed(*command, "--json").json
+    scheme = ("--scheme", "fp8-static", "--stats", out / "stats.safetensors")
+    succeed("quantize", model, *scheme, "--out", again)
+    direct, separate = snapshot(out / "fp8-static"), snapshot(again)
+    assert direct == separate
+    files = {name.partition("/")[2] for name in report["files"] if name.startswith("fp8-static/")}
+    assert files == set(direct)
+    served = {
+        item["engine"]: item["command"]
+        for item in report["serving"]
+        if item["format"] == "fp8-static"
+    }
+    assert served["vLLM"] == f"vllm serve {out / 'fp8-static'} --kv-cache-dtype fp8"
+    assert report["quantize"]["has_kv_scales"] is True
+    (out / "fp8-static" / "precious.txt").write_text("mine")
+    assert "precious.txt" in fail(2, *command, "--force")
+
+
+def test_calibrate_goes_on_where_weights_cannot_be_quantized(tmp_path: Path) -> None:
+    """Hours of statistics are worth more than an error about the last step."""
+    zoo.save("gpt_oss", tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": [*range(3, 40)]}) + "\n" for _ in range(4)))
+    command = ("calibrate", tmp_path / "model", "--data", rows, *CALIBRATE, "--format", "rfc")
+    outcome = succeed(*command, "--out", tmp_path / "out", "--json")
+    assert "fp8-static will not be written: " in outcome.err
+    assert "mlp.experts.down_proj" in outcome.json["quantize"]["why"]
+    assert any("fp8-static is not written" in text for text in outcome.json["warnings"])
+    assert not (tmp_path / "out" / "fp8-static").exists()
+    assert (tmp_path / "out" / "rfc.tp1.json").is_file()
