@@ -58,6 +58,13 @@ def quantize_command(
             "scale for each expert.",
         ),
     ] = False,
+    dequantize: Annotated[
+        bool,
+        typer.Option(
+            "--dequantize",
+            help="Read the FP8 weights of a MODEL that is quantized already back on the way.",
+        ),
+    ] = False,
     device: Annotated[
         str,
         typer.Option(
@@ -90,6 +97,7 @@ def quantize_command(
             form=form,
             ignore=tuple(ignore or ()),
             shares_scales=not no_shared_scales,
+            dequantize=dequantize,
             device=device,
             resume=resume,
             revision=revision,

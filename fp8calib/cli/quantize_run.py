@@ -14,6 +14,7 @@ from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantize_report import Outcome, build_report, show_report
 from fp8calib.errors import UsageError
 from fp8calib.quantize.calibrated import Calibrated, check_same_model, find_scales
+from fp8calib.quantize.dequantized import DequantizedCheckpoint
 from fp8calib.quantize.forms import find_form
 from fp8calib.quantize.plan import (
     NO_SCALES,
@@ -38,6 +39,7 @@ class QuantizeSettings:
     form: str
     ignore: tuple[str, ...]
     shares_scales: bool
+    dequantize: bool
     device: str
     resume: bool
     revision: str | None
@@ -56,7 +58,8 @@ def run_quantize(settings: QuantizeSettings) -> None:
     asked = _resolve(settings)
     device = _choose_device(settings.device)
     stats = None if settings.stats is None else load_stats(settings.stats)
-    with Checkpoint.open(_find_folder(settings), require_config=True) as checkpoint:
+    reader = DequantizedCheckpoint if settings.dequantize else Checkpoint
+    with reader.open(_find_folder(settings), require_config=True) as checkpoint:
         check_source(checkpoint)
         calibrated = _find_scales(stats, checkpoint, asked)
         plan = make_plan(checkpoint, asked, scales=calibrated.scales)

@@ -18,7 +18,7 @@ from fp8calib.dialects.fp8_weights import is_companion
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.errors import ModelError
 from fp8calib.provenance import fingerprint_model
-from fp8calib.quantize.forms import Form
+from fp8calib.quantize.forms import MODELOPT_CONFIG_NAME, Form
 from fp8calib.quantize.selection import Matrix, Selection, select
 from fp8calib.quantize.shard_layout import (
     Codes,
@@ -32,6 +32,8 @@ from fp8calib.quantize.shard_layout import (
 from fp8calib.verify.schemes import Scheme
 
 _CONFIG_KEYS = ("quantization_config", "compression_config")
+_OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
+"""What says of the source's weights what is no longer so."""
 _VERSION = 1
 """Of what the same plan makes of the same source; a resumed run must not mix two."""
 
@@ -123,7 +125,8 @@ def check_source(checkpoint: Checkpoint) -> None:
 def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
     return ModelError(
         f"{checkpoint.folder}: the model is quantized already: {what}",
-        hint="quantize the unquantized model it was made from",
+        hint="quantize the unquantized model it was made from; FP8 weights can be read back with "
+        "--dequantize",
     )
 
 
@@ -158,7 +161,9 @@ def make_plan(
         shards=shards,
         config={**config, "quantization_config": quantization},
         json_files={name: dict(document) for name, document in extras.items()},  # type: ignore[call-overload]
-        side_files={name: path for name, path in sides.items() if name not in extras},
+        side_files={
+            name: path for name, path in sides.items() if name not in {*extras, *_OTHER_CONFIGS}
+        },
         skipped=skipped,
         has_kv=has_kv,
         tag=tag,

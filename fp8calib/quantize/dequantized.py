@@ -1,0 +1,97 @@
+"""An FP8 checkpoint that reads as if it were unquantized: to be quantized in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from fp8calib.checkpoint.discovery import WeightIndex
+from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, TensorEntry
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
+from fp8calib.errors import ModelError, VerificationError
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+class DequantizedCheckpoint(Checkpoint):
+    """An FP8 checkpoint whose weights are read as codes times scales.
+
+    `tensors` says the dtype that config.json names for every FP8 weight, which `read_span` rounds
+    to; `read_rows` gives them in fp32, so that another quantization rounds but once. Scales, those
+    of K and V too, are left out.
+    """
+
+    def __init__(
+        self, folder: Path, *, files: Mapping[str, TensorFile], index: WeightIndex | None
+    ) -> None:
+        super().__init__(folder, files=files, index=index)
+        try:
+            self._fp8 = Fp8Checkpoint.open(folder, fuse=False)
+        except VerificationError as error:
+            raise ModelError(
+                f"--dequantize: {error.message}",
+                hint=error.hint or "only FP8 checkpoints are dequantized",
+            ) from error
+        self._dtype = _find_dtype(self._fp8.load_config())
+        self.tensors = MappingProxyType(
+            {name: self._describe(name, entry) for name, entry in self._fp8.tensors.items()}
+        )
+
+    def load_config(self) -> dict[str, object]:
+        """Load `config.json` without what it says of quantization."""
+        return _without_quantization(super().load_config())
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows of the leading dimension, an FP8 weight's in fp32."""
+        if name not in self._fp8.quantized:
+            return super().read_rows(name, start, stop)
+        try:
+            return self._fp8.read_rows(name, start, stop)
+        except VerificationError as error:
+            raise ModelError(error.message, hint=error.hint) from error
+
+    def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read bytes of a tensor's data, an FP8 weight's as they are in the config's dtype."""
+        if name not in self._fp8.quantized:
+            return super().read_span(name, start, stop)
+        entry = self.tensors[name]
+        row_bytes = entry.size_bytes // entry.shape[0]
+        first, last = start // row_bytes, -(-stop // row_bytes)
+        rows = self.read_rows(name, first, last).to(TORCH_DTYPES[entry.dtype])
+        data = rows.contiguous().view(torch.uint8).reshape(-1)
+        return data[start - first * row_bytes : stop - first * row_bytes]
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        super().close()
+        self._fp8.close()
+
+    def _describe(self, name: str, entry: TensorEntry) -> TensorEntry:
+        if name not in self._fp8.quantized:
+            return entry
+        size_bytes = entry.size_bytes * ITEM_SIZE_BYTES[self._dtype]
+        return replace(entry, dtype=self._dtype, start=0, stop=size_bytes)
+
+
+def _find_dtype(config: Mapping[str, object]) -> str:
+    inner = config.get("text_config")
+    for fields in (config, inner if isinstance(inner, dict) else {}):
+        dtype = fields.get("dtype") or fields.get("torch_dtype")
+        if isinstance(dtype, str) and dtype in _DTYPES:
+            return _DTYPES[dtype]
+    return "BF16"
+
+
+def _without_quantization(config: Mapping[str, object]) -> dict[str, object]:
+    return {
+        key: _without_quantization(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in QUANTIZATION_KEYS
+    }
