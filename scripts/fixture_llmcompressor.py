@@ -37,7 +37,7 @@ CASES: Mapping[str, tuple[str, bool, Mapping[str, Any]]] = {
     "kv-head": ("llama", True, {"targets": [], "kv_cache_scheme": _PER_HEAD}),
     # the way of its examples: it leaves q_scale as the memory was
     "attention-head": ("llama", True, {"config_groups": {"group_0": _HEADS}}),
-    # its experts are called as neither transformers nor vLLM calls Mixtral's
+    # its experts are called gate_proj, up_proj and down_proj, Mixtral's own w1, w3 and w2
     "mixtral-fp8-static-kv": (
         "mixtral",
         False,

@@ -25,6 +25,8 @@ from transformers.core_model_loading import (
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.errors import ModelError
 
+_MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+
 
 class TensorSource(Protocol):
     """What tensors are read from: a checkpoint, or something that quacks like one."""
@@ -152,9 +154,12 @@ def _map_names(
     known = model.state_dict()
     parts: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, known
-        )
+        for spelled in (name, _respell(name)):
+            target, pattern = rename_source_key(
+                spelled, renamings, converters, model.base_model_prefix, known
+            )
+            if target in known:
+                break
         if target not in known and name in known:
             target, pattern = name, None
         parts[target].append((name, pattern))
@@ -167,3 +172,14 @@ def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, 
         by_pattern[pattern].append(name)
     for names in zip(*by_pattern.values(), strict=True):
         yield list(zip(names, by_pattern, strict=True))
+def _respell(name: str) -> str:
+    """Spell an expert's projection as Mixtral does, whose experts llm-compressor calls otherwise.
+
+    vLLM loads both (vLLM 0.32.0 `models/mixtral.py:hf_to_vllm_mapper`).
+    """
+    head, experts, tail = name.partition(".experts.")
+    for other, own in _MIXTRAL_NAMES.items():
+        tail = tail.replace(other, own)
+    return head + experts + tail
+
+

@@ -235,8 +235,7 @@ def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: We
         strangers = ", ".join(source.unused[:3]) or "nothing else"
         raise VerificationError(
             f"{checkpoint.folder}: there is no weight for {parameter.name}",
-            hint=f"what belongs to no part of the model there: {strangers}; an engine finds no "
-            "more than this",
+            hint=f"what belongs to no part of the model there: {strangers}",
         )
     quantized = names & checkpoint.quantized
     if quantized and quantized != names:

@@ -41,13 +41,33 @@ ENGINE_TITLES: Mapping[str, str] = {
     "transformers": "transformers 5.23",
 }
 STATS = "`stats.safetensors`"
-RUN: Mapping[tuple[str, str], str] = {
-    ("kv-overlay", "vllm"): "test_vllm_overlays.py",
-    ("kv-overlay-head", "vllm"): "test_vllm_overlays.py",
-    ("tgi", "vllm"): "test_vllm_limits.py",
-    ("vllm-json", "sglang"): "test_sglang_scales.py",
+_TRANSFORMERS = "dialects/test_check_agrees_transformers.py"
+RUN: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("kv-overlay", "vllm"): ("engines/test_vllm_overlays.py", "exports(name)"),
+    ("kv-overlay-head", "vllm"): ("engines/test_vllm_overlays.py", '"kv-overlay-head"'),
+    ("tgi", "vllm"): ("engines/test_vllm_limits.py", '"tgi"'),
+    ("vllm-json", "sglang"): ("engines/test_sglang_scales.py", '"vllm-json"'),
+    ("rfc", "sglang"): ("engines/test_sglang_scales.py", '"rfc"'),
+    ("compressed-tensors, `attn_head`", "vllm"): (
+        "engines/test_foreign_files.py",
+        '"llmcompressor-kv-head"',
+    ),
+    ("ModelOpt, KV cache alone", "vllm"): ("engines/test_foreign_files.py", '"modelopt-kv"'),
+    ("kv-overlay", "transformers"): (_TRANSFORMERS, '"kv-overlay"'),
+    ("kv-overlay-head", "transformers"): (_TRANSFORMERS, '"kv-overlay-head"'),
+    ("tgi", "transformers"): (_TRANSFORMERS, '"tgi"'),
+    ("compressed-tensors", "transformers"): (_TRANSFORMERS, '"llmcompressor-fp8-static-kv"'),
+    ("compressed-tensors, `attn_head`", "transformers"): (
+        _TRANSFORMERS,
+        '"llmcompressor-kv-head"',
+    ),
+    ("AutoFP8, `k_scale` and `v_scale`", "transformers"): (_TRANSFORMERS, '"quark-autofp8-kv"'),
+    ("AutoFP8, `kv_scale`", "transformers"): (_TRANSFORMERS, '"autofp8\'s old kv_scale"'),
+    ("ModelOpt", "transformers"): (_TRANSFORMERS, '"modelopt-fp8-kv"'),
+    ("ModelOpt, KV cache alone", "transformers"): (_TRANSFORMERS, '"modelopt-kv"'),
+    ("Quark", "transformers"): (_TRANSFORMERS, '"quark-fp8-kv"'),
 }
-"""Forms that `scripts/test-engines` loads in the engine itself, and where."""
+"""Forms that are loaded in the engine itself: the test under `tests`, and what stands in it."""
 FOR_NO_ENGINE = ("TensorRT-LLM rank files", "AMMO `.npz`")
 """Of an engine that is not asked here."""
 
@@ -211,6 +231,9 @@ def _find_losses(before: ScaleTable, after: ScaleTable) -> Iterator[str]:
         yield "heads" if before.per_head else "ranks"
     if any(own[k].max() != own[v].max() and torch.equal(new[k], new[v]) for k, v in pairs):
         yield "k=v"
+    # whatever was given up, no layer's largest scale may move
+    largest = [[max(t[k].max(), t[v].max()) for k, v in pairs] for t in (own, new)]
+    assert largest[0] == largest[1]
 
 
 def _by_head(table: ScaleTable, site: Site) -> torch.Tensor:

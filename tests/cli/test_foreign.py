@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.dialects.foreign import (
     FOLDER,
@@ -156,6 +156,7 @@ LINEARS = {
         "quark-fp8-kv",
         "quark-autofp8-kv",
         "modelopt-mixtral-fp8-kv",
+        "llmcompressor-mixtral-fp8-static-kv",
     ],
 )
 def test_verify_emulates_the_whole_checkpoint(rows: Path, name: str) -> None:
@@ -186,8 +187,42 @@ def test_verify_takes_kv_scales_alone(rows: Path) -> None:
         assert {item["site"].rpartition(".")[2] for item in scored} == {"k", "v", "q"}
 
 
-def test_verify_refuses_experts_that_no_engine_finds(rows: Path) -> None:
-    name = FOLDER / "llmcompressor-mixtral-fp8-static-kv"
-    text = fail(8, "verify", FOLDER / "mixtral", "--scales", name, "--data", rows)
+def test_verify_refuses_a_checkpoint_that_lacks_a_weight(tmp_path: Path, rows: Path) -> None:
+    source = FOLDER / "llmcompressor-mixtral-fp8-static-kv"
+    tensors = load_file(source / "model.safetensors")
+    renamed = {name.replace(".experts.", ".others."): value for name, value in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    text = fail(8, "verify", FOLDER / "mixtral", "--scales", tmp_path, "--data", rows)
     assert "there is no weight for model.layers.0.mlp.experts.gate_up_proj" in text
-    assert "model.layers.0.block_sparse_moe.experts" in text
+    assert "model.layers.0.block_sparse_moe.others" in text
+
+
+def test_experts_are_found_under_both_of_their_names(rows: Path) -> None:
+    ours, theirs = FOLDER / "mixtral", FOLDER / "llmcompressor-mixtral-fp8-static-kv"
+    stored = load_file(ours / "model.safetensors")
+    codes = load_file(theirs / "model.safetensors")
+    report = succeed(
+        *("verify", ours, "--scales", theirs, "--data", rows, "--samples", 2),
+        *("--seq-len", 32, "--dtype", "float32", "--engine", "reference", "--json"),
+    ).json
+    noise = {
+        item["site"]: item["sqnr_db"]
+        for item in report["layers"]
+        if item["candidate"] == str(theirs)
+    }
+    for theirs_called, ours_called in (("down_proj", "w2"), ("gate_proj", "w1"), ("up_proj", "w3")):
+        site = f"model.layers.1.mlp.experts.{theirs_called}.weight"
+        module = "model.layers.1.block_sparse_moe.experts.{}.{}"
+        pairs = []
+        for expert in range(4):
+            path = module.format(expert, theirs_called)
+            weight = codes[f"{path}.weight"].double() * codes[f"{path}.weight_scale"].double()
+            pairs.append((stored[f"{module.format(expert, ours_called)}.weight"].double(), weight))
+        signal, error = (
+            torch.cat([part.flatten() for part in parts]).square().sum()
+            for parts in zip(*((own, own - other) for own, other in pairs), strict=True)
+        )
+        if theirs_called == "down_proj":  # gate and up are measured as one parameter
+            assert noise[site] == pytest.approx(float(10 * (signal / error).log10()), abs=0.01)
+        assert noise[site] > 28
