@@ -14,7 +14,9 @@ from fp8calib.cli.heavy_imports import heavy_imports
 def check_command(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="A checkpoint folder, or a JSON file of any tool."),
+        typer.Argument(
+            metavar="PATH", help="A checkpoint folder or hub id, or a JSON file of any tool."
+        ),
     ],
     engine: Annotated[
         list[str] | None,

@@ -44,13 +44,21 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
         raise _misfit(folder, error) from error
 
 
+def is_known(config: Mapping[str, object]) -> bool:
+    """Tell whether transformers itself has the model type, so that its layers are known."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- floor 2's library
+
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+
 def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- floor 2's library
 
     plain = _strip(config)
-    model_type = plain.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        fault = "there is no config.json" if not config else f"model_type is {model_type!a:.60}"
+    if not is_known(plain):
+        named = f"model_type {plain.get('model_type')!a:.60} is unknown to this tool"
+        fault = named if config else "there is no config.json"
         raise ModelError(
             f"{folder}: {fault}, so the model's layers are not known",
             hint="--model names the model the scales are for",
@@ -58,7 +66,7 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
     for section in _sections(plain):
         _check_sizes(folder, section)
     try:
-        parsed = CONFIG_MAPPING[model_type].from_dict(plain)
+        parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
     except Exception as error:
         raise _misfit(folder, error) from error
     return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.cli.check_geometry import read_geometry
+from fp8calib.cli.check_geometry import is_known, read_geometry
+from fp8calib.cli.check_named_geometry import read_named_geometry
 from fp8calib.cli.check_show import show_report
 from fp8calib.cli.opening import quiet_libraries
 from fp8calib.dialects.check_engines import ENGINES, check_file, check_folder
 from fp8calib.dialects.check_files import ScaleFolder, open_folder
 from fp8calib.dialects.check_report import CheckReport
-from fp8calib.errors import UsageError, VerificationError
+from fp8calib.dialects.check_unknown import amend_for_unknown
+from fp8calib.errors import UsageError, VerificationError, shorten
 from fp8calib.model.load import find_folder
 
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
+"""ORG/NAME; a name alone is taken for a path that is not there."""
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 
@@ -52,13 +57,28 @@ def choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _check(settings: CheckSettings) -> CheckReport:
-    is_folder = _is_folder(settings.path)
-    model = _open_model(settings, is_folder=is_folder)
-    geometry = read_geometry(model.path, model.config)
+    path = _fetch(settings.path)
+    is_folder = _is_folder(path)
+    model = _open_model(settings, path, is_folder=is_folder)
+    is_foreign = "auto_map" in model.config and not is_known(model.config)
+    geometry = read_named_geometry(model) if is_foreign else read_geometry(model.path, model.config)
     if is_folder:
-        folder = model if settings.model is None else open_folder(settings.path)
-        return check_folder(folder, geometry, settings.engines, settings.tp)
-    return check_file(settings.path, geometry, settings.engines, settings.tp, model=model)
+        folder = model if settings.model is None else open_folder(path)
+        report = check_folder(folder, geometry, settings.engines, settings.tp)
+    else:
+        report = check_file(path, geometry, settings.engines, settings.tp, model=model)
+    return amend_for_unknown(report, shorten(geometry.model_type)) if is_foreign else report
+
+
+def _fetch(path: Path) -> Path:
+    """Give the folder of a checkpoint on the hub where `path` is its id, else the path itself."""
+    try:
+        is_there = path.exists()
+    except (OSError, ValueError):
+        return path
+    if is_there or not _HUB_ID.fullmatch(str(path)):
+        return path
+    return find_folder(str(path), None)
 
 
 def _is_folder(path: Path) -> bool:
@@ -75,13 +95,13 @@ def _is_folder(path: Path) -> bool:
     return False
 
 
-def _open_model(settings: CheckSettings, *, is_folder: bool) -> ScaleFolder:
+def _open_model(settings: CheckSettings, path: Path, *, is_folder: bool) -> ScaleFolder:
     if settings.model is not None:
-        folder = find_folder(settings.model, None)
+        folder = find_folder(settings.model, None, files=("*.json",))
         if not folder.is_dir():
             raise UsageError(f"--model {settings.model}: a file, not a model folder")
         return open_folder(folder)
     if not is_folder:
         hint = "the file does not say how many layers there are, nor which have attention"
-        raise UsageError(f"{settings.path}: a file needs --model", hint=hint)
-    return open_folder(settings.path)
+        raise UsageError(f"{path}: a file needs --model", hint=hint)
+    return open_folder(path)

@@ -205,7 +205,8 @@ def require_readable(folder: ScaleFolder, files: Sequence[str]) -> None:
         Refusal: naming the file.
     """
     if not files:
-        raise Refusal(f"there are no safetensors weights to load ({len(folder.files)} files)")
+        why = f"there are no safetensors weights to load ({len(folder.files)} files)"
+        raise Refusal(why, mend="download the weights, or convert them to safetensors")
     for file in files:
         if file in folder.faults:
             raise Refusal(folder.faults[file], mend="download or write the file again")

@@ -90,7 +90,7 @@ class CheckReport(_Frozen):
 class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no error of ours
     """An engine does not start, for a reason, with a mend."""
 
-    def __init__(self, why: str, *, mend: str = "") -> None:
+    def __init__(self, why: str, *, mend: str) -> None:
         super().__init__(why)
         self.why = why
         self.mend = mend
@@ -110,7 +110,8 @@ def judge_number(value: float, why: str, *, held: str = "") -> Verdict:
         mend = "calibrate the layer again; a scale is a finite number above zero"
         return Verdict(status=Status.MISREAD, value=finite, why=fault, mend=mend)
     if held:
-        return Verdict(status=Status.MISREAD, value=finite, why=held)
+        mend = "serve it with another engine, or without scales"
+        return Verdict(status=Status.MISREAD, value=finite, why=held, mend=mend)
     return Verdict(status=Status.USED, value=finite, why=why)
 
 

@@ -38,6 +38,9 @@ _LOADABLE = {
 }
 """For the weights of a group, the formats `_create_loader_for_group` knows."""
 _NESTED_QUANTIFIER = re.compile(r"\)[*+{?]")
+_UNPARSED = "Cannot parse compressed-tensors configuration"
+_GROUPS_MEND = "write config_groups as an object of groups with targets, and ignore as a list"
+_TARGET_MEND = "name modules as they are, or by a plain regular expression"
 _NAMES_MEND = "store k_scale and v_scale under the attention module's own path"
 _ROUNDED = "kv_scale is rounded to the model's dtype before it is used; k_scale and v_scale are not"
 
@@ -83,7 +86,7 @@ def _check_compressed(quantization: Mapping[str, object], geometry: ModelGeometr
     """Replay `CompressedTensorsLoader`: every linear must be ignored or be of a known group."""
     groups, ignore = quantization.get("config_groups"), quantization.get("ignore") or []
     if not isinstance(groups, dict) or not isinstance(ignore, list):
-        raise Refusal("Cannot parse compressed-tensors configuration: config_groups or ignore")
+        raise Refusal(f"{_UNPARSED}: config_groups or ignore", mend=_GROUPS_MEND)
     if quantization.get("quantization_status") not in ("compressed", "frozen"):
         raise Refusal(
             "Model quantization was not finished: quantization_status",
@@ -102,7 +105,7 @@ def _list_targets(name: str, group: object, form: object) -> list[object]:
     weights = group.get("weights") if isinstance(group, dict) else None
     targets = group.get("targets") if isinstance(group, dict) else None
     if not isinstance(targets, list):
-        raise Refusal(f"Cannot parse compressed-tensors configuration: group {name!a:.40}")
+        raise Refusal(f"{_UNPARSED}: group {name!a:.40}", mend=_GROUPS_MEND)
     if form not in _find_formats(weights):
         why = f"Group {name!a:.40} has unsupported compressed-tensors configuration: format is "
         mend = 'leave config_groups empty, or give a float group "format": "naive-quantized"'
@@ -132,11 +135,15 @@ def _matches(target: object, module: str) -> bool:
         return target in (module, "Linear")
     pattern = target.removeprefix("re:")
     if len(pattern) > 1000 or _NESTED_QUANTIFIER.search(pattern):
-        raise Refusal(f"target {target!a:.60}: an expression that check does not try")
+        raise Refusal(
+            f"target {target!a:.60}: an expression that check does not try", mend=_TARGET_MEND
+        )
     try:
         return bool(re.match(pattern, module) or re.match(pattern, "Linear"))
     except (re.error, OverflowError, RecursionError) as error:
-        raise Refusal(f"target {target!a:.60}: no expression: {error}") from error
+        raise Refusal(
+            f"target {target!a:.60}: no expression: {error}", mend=_TARGET_MEND
+        ) from error
 
 
 def _judge(scene: Scene, index: int, attention: Attention) -> LayerVerdict:

@@ -107,7 +107,8 @@ def _check_modelopt(quantization: Mapping[str, object]) -> KvMethod:
         mend = "write the scales in compressed-tensors' form (kv-overlay)"
         raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", mend=mend)
     if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
-        raise Refusal(f"quant_algo {algorithm!a:.60} is unknown to vLLM 0.32")
+        why = f"quant_algo {algorithm!a:.60} is unknown to vLLM 0.32"
+        raise Refusal(why, mend=f"it knows {', '.join(MODELOPT_ALGORITHMS)}")
     return KvMethod.MODELOPT
 
 

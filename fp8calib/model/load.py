@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,14 @@ def open_source(model: str, *, revision: str | None, trust_remote_code: bool) ->
     return source
 
 
-def find_folder(model: str, revision: str | None) -> Path:
-    """Give the folder of a model: the path itself, or where the hub id was fetched to."""
+def find_folder(model: str, revision: str | None, *, files: Sequence[str] = _HUB_FILES) -> Path:
+    """Give the folder of a model: the path itself, or where the hub id was fetched to.
+
+    Args:
+        model: a folder or hub id.
+        revision: branch, tag or commit on the hub.
+        files: patterns of what is fetched; what is in the cache already is there too.
+    """
     path = Path(model)
     try:
         if path.exists():
@@ -79,15 +85,15 @@ def find_folder(model: str, revision: str | None) -> Path:
     looks_local = model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model)
     if looks_local:
         raise ModelError(f"no model folder at {model}", hint="pass a folder or a hub id")
-    return _fetch(model, revision)
+    return _fetch(model, revision, files)
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 -- only hub ids need it
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
             f"{model} is no folder here, and fetching it from the hub failed: {_first_line(error)}",

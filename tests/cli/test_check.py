@@ -268,3 +268,121 @@ def test_configs_that_are_no_json_are_one_error(overlay: Path, raw: bytes) -> No
 
 def test_help_shows_an_example() -> None:
     assert "Example: fp8calib check" in succeed("check", "--help").out
+
+
+# --- models on the hub, and models with code of their own ----------------------------------------
+
+
+@pytest.fixture
+def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a cache of the hub in which `org/tiny` lies, as a download leaves it."""
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+    for made in (snapshot, blobs, repository / "refs"):
+        made.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    for path in model.iterdir():
+        shutil.copy(path, blobs / f"hash-of-{path.name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/hash-of-{path.name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return snapshot
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_model_may_be_a_hub_id(calibrated: tuple[Path, Outcome]) -> None:
+    path = calibrated[0] / "kv_cache_scales.tp1.json"
+
+    assert check(0, path, "--model", "org/tiny", "--engine", "sglang")["ok"]
+
+
+def test_a_model_of_which_only_configs_are_in_the_cache_is_enough(
+    calibrated: tuple[Path, Outcome], hub: Path
+) -> None:
+    (hub / "model.safetensors").unlink()
+    path = calibrated[0] / "kv_cache_scales.tp1.json"
+
+    assert check(0, path, "--model", "org/tiny", "--engine", "sglang")["ok"]
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_checkpoint_may_be_a_hub_id() -> None:
+    assert statuses(check(8, "org/tiny"), "vllm") == {"defaulted"}
+    assert "hub" in fail(4, "check", "org/absent")
+
+
+def _make_foreign(overlay: Path, **changes: object) -> None:
+    path = overlay / "config.json"
+    auto_map = {"AutoModelForCausalLM": "modeling_foreign.Foreign"}
+    config = json.loads(path.read_text()) | {"model_type": "foreign", "auto_map": auto_map}
+    path.write_text(json.dumps(config | changes))
+    (overlay / "modeling_foreign.py").write_text("raise SystemExit('this code was run')\n")
+
+
+def test_a_model_with_code_of_its_own_is_not_run_and_not_guessed(overlay: Path) -> None:
+    _make_foreign(overlay)
+
+    report = check(8, overlay)
+
+    for name, engine in report["engines"].items():
+        assert [layer["layer"] for layer in engine["layers"]] == [0, 1]
+        assert statuses(report, name) == {"dropped"}
+        assert any("foreign is unknown to this tool" in text for text in engine["problems"])
+    assert "unknown to this tool" in report["engines"]["vllm"]["layers"][0]["k"]["why"]
+
+
+def test_what_stops_any_model_is_told_of_unknown_ones_too(overlay: Path) -> None:
+    _make_foreign(overlay, quantization_config=None)
+
+    report = check(8, overlay, "--engine", "vllm")
+
+    assert statuses(report, "vllm") == {"refused"}
+    assert "quantization_config" in report["engines"]["vllm"]["layers"][0]["k"]["mend"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_attention_heads": None}, {"num_attention_heads": 10**30}, {"num_hidden_layers": 5000}],
+)
+def test_unknown_models_whose_config_says_little_are_one_error(
+    overlay: Path, changes: dict[str, object]
+) -> None:
+    _make_foreign(overlay, **changes)
+
+    assert "unknown to this tool" in fail(4, "check", overlay)
+
+
+# --- mends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "quantization"),
+    [
+        (("k_scale", "v_scale"), None),
+        (("k_scale",), PER_TENSOR),
+        (("v_scale",), {"quant_method": "fp8", "activation_scheme": "static"}),
+        (("kv_scale",), PER_TENSOR),
+        ((), PER_TENSOR),
+        (("k_scale", "v_scale"), {"quant_method": "awq"}),
+        (("k_proj.k_scale", "v_proj.v_scale"), {"quant_method": "modelopt", "quant_algo": None}),
+        (("k_scale", "v_scale"), {**PER_TENSOR, "config_groups": []}),
+    ],
+)
+def test_every_scale_that_is_not_used_has_a_mend_that_is_printed(
+    model: Path, tmp_path: Path, suffixes: tuple[str, ...], quantization: object
+) -> None:
+    folder = save_folder(tmp_path / "f", spell(*suffixes), quantization=quantization)
+
+    report = check(8, folder, "--model", model)
+    shown = run("check", folder, "--model", model)
+
+    verdicts = [
+        layer[role]
+        for engine in report["engines"].values()
+        for layer in engine["layers"]
+        for role in "kv"
+        if layer[role]["status"] != "used"
+    ]
+    assert verdicts
+    for verdict in verdicts:
+        assert verdict["mend"], verdict["why"]
+        assert f"mend: {verdict['mend']}" in shown.out

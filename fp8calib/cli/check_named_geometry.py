@@ -1,0 +1,112 @@
+"""The geometry of a model whose code comes with the checkpoint, from its config and tensor names.
+
+Nothing of that code is run. What is found decides where scales belong, not what an engine does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from fp8calib.dialects.check_files import ScaleFolder
+from fp8calib.dialects.read_names import parse_name
+from fp8calib.errors import ModelError, shorten
+from fp8calib.geometry import Attention, Layer, ModelGeometry
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
+_KEYS = re.compile(
+    r"(?P<module>.+)\.(?:k_proj|qkv_proj|c_attn|W_pack|Wqkv|wqkv|query_key_value|qkv|key|wk"
+    r"|kv_a_proj_with_mqa)\.(?:weight|weight_packed|qweight)",
+    re.DOTALL,
+)
+_INDEX = re.compile(r"(?P<root>.*?)(?P<index>[0-9]{1,4})\.(?P<rest>[^0-9].*)", re.DOTALL)
+_LATENT = ".kv_a_proj_with_mqa."
+_MOST_LAYERS = 1000
+
+
+def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
+    """Find the attention modules by the names of their key projections and of their scales.
+
+    Raises:
+        ModelError: config and names do not tell them.
+    """
+    names = {name for held in folder.tensor_names.values() for name in held}
+    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
+    names |= weight_map.keys() if isinstance(weight_map, dict) else set()
+    modules = _find_modules(names)
+    heads = _find_number(folder.config, _HEADS)
+    if not modules or heads is None:
+        raise _unknown(folder.path, folder.config)
+    kv_heads = _find_number(folder.config, _KV_HEADS) or heads
+    is_latent = any(_LATENT in name for name in names)
+    count = max(_find_number(folder.config, _LAYERS) or 0, max(modules) + 1)
+    if count > _MOST_LAYERS:
+        raise _unknown(folder.path, folder.config)
+    return ModelGeometry(
+        architecture="by names",
+        model_type=str(folder.config.get("model_type")),
+        checkpoint_dtype=str(folder.config.get("dtype") or folder.config.get("torch_dtype") or ""),
+        layers=tuple(
+            _make_layer(index, modules.get(index), heads, kv_heads, is_latent=is_latent)
+            for index in range(count)
+        ),
+    )
+
+
+def _find_modules(names: Collection[str]) -> dict[int, str]:
+    """Find one attention module a layer, under the root that has most of them."""
+    places = [match for match in map(_INDEX.fullmatch, _list_paths(names)) if match]
+    kinds = Counter((match["root"], match["rest"]) for match in places)
+    if not kinds:
+        return {}
+    best = max(kinds, key=lambda kind: (kinds[kind], kind))
+    return {
+        int(match["index"]): match[0] for match in places if (match["root"], match["rest"]) == best
+    }
+
+
+def _list_paths(names: Iterable[str]) -> set[str]:
+    paths = {match["module"] for match in map(_KEYS.fullmatch, names) if match}
+    parsed = (parse_name(name) for name in names)
+    return paths or {item.path.removesuffix(".attn") for item in parsed if item is not None}
+
+
+def _find_number(config: Mapping[str, object], keys: Iterable[str]) -> int | None:
+    found = (config.get(key) for key in keys)
+    return next((value for value in found if type(value) is int and 0 < value < 1 << 16), None)
+
+
+def _make_layer(
+    index: int, module: str | None, heads: int, kv_heads: int, *, is_latent: bool
+) -> Layer:
+    attention = None
+    if module is not None:
+        attention = Attention(
+            module=module,
+            checkpoint_module=module,
+            kind="latent" if is_latent else "heads",
+            num_heads=heads,
+            num_kv_heads=1 if is_latent else kv_heads,
+            k_head_dim=1,
+            v_head_dim=1,
+        )
+    return Layer(
+        index=index,
+        module=(module or "").rpartition(".")[0],
+        mixer="unknown",
+        attention=attention,
+        linears=(),
+    )
+
+
+def _unknown(path: Path, config: Mapping[str, object]) -> ModelError:
+    model_type = shorten(str(config.get("model_type")))
+    return ModelError(
+        f"{path}: model_type {model_type} is unknown to this tool, and its tensors' names do not "
+        "tell where the attention is",
+        hint="--model names a model of a known type with the same layers",
+    )
