@@ -20,8 +20,8 @@ class Fp8CalibError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        self.message = _fit_line(message)
-        self.hint = _fit_line(hint)
+        self.message = fit_line(message)
+        self.hint = fit_line(hint)
         super().__init__(self.message)
 
 
@@ -33,7 +33,7 @@ def shorten(name: str) -> str:
     return _escape(name[:_MAX_NAME])[:_MAX_NAME]
 
 
-def _fit_line(text: str) -> str:
+def fit_line(text: str) -> str:
     """Keep a message to one line that any terminal prints, and within what anybody reads."""
     if len(text) > _MAX_MESSAGE:
         half = _MAX_MESSAGE // 2

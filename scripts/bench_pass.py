@@ -36,7 +36,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
     """Time recipe `kv` without its weight statistics, which are no part of a forward pass."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    source = open_source(folder, revision=None, trust_remote_code=False)
+    source = open_source(folder, revision=None, trust_remote_code=False, if_quantized="-")
     model = load_model(source, dtype=getattr(torch, dtype), device=device, device_map=None)
     batches = load_batches(tokens, device)
     decoder = model.get_decoder()

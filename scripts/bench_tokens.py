@@ -19,7 +19,7 @@ from fp8calib.model.load import load_tokenizer, open_source
 
 def main(model: str, out: Path, num_sequences: int, num_tokens: int) -> None:
     """Cut the built-in text into rows of exactly `num_tokens` ids."""
-    source = open_source(model, revision=None, trust_remote_code=False)
+    source = open_source(model, revision=None, trust_remote_code=False, if_quantized="-")
     vocab_size = int(source.text_config.vocab_size)
     plan = build_plan(
         [],

@@ -35,7 +35,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
     """Time the verification of a KV candidate and of a static W8A8 one."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    source = open_source(folder, revision=None, trust_remote_code=False)
+    source = open_source(folder, revision=None, trust_remote_code=False, if_quantized="-")
     model = load_model(source, dtype=getattr(torch, dtype), device=device, device_map=None)
     batches = load_batches(tokens, device)
 

@@ -16,7 +16,7 @@ from typer.main import get_command
 from fp8calib.cli.app import app
 from fp8calib.cli.arguments import spread_formats
 from fp8calib.cli.console import drop_stdout, say, show_error
-from fp8calib.errors import Fp8CalibError, UsageError
+from fp8calib.errors import Fp8CalibError, UsageError, fit_line
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130
@@ -30,6 +30,15 @@ _HINTS = {
     "verification": "look at the file the message names",
 }
 """What to do where an error itself does not say it."""
+_STAGES = {
+    "calibrate": "calibration",
+    "export": "export",
+    "extract-kv-scales": "export",
+    "quantize": "export",
+    "verify": "verification",
+    "check": "verification",
+}
+"""What an interruption kept a command from; the exit code tells it from a failure."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -76,9 +85,10 @@ def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return pe
         )
     except TyperException as error:
         message = error.format_message().strip().replace(": Input should be", ": must be")
-        return show_error("usage", message, _HINTS["usage"], as_json=as_json, exit_code=2)
+        return show_error("usage", fit_line(message), _HINTS["usage"], as_json=as_json, exit_code=2)
     except (KeyboardInterrupt, Abort):
-        return show_error("usage", "interrupted", "", as_json=as_json, exit_code=INTERRUPTED)
+        kind = _STAGES.get(next(iter(arguments), ""), "data")
+        return show_error(kind, "interrupted", "", as_json=as_json, exit_code=INTERRUPTED)
     except Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:
@@ -87,4 +97,4 @@ def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return pe
     except Exception as error:  # noqa: BLE001 -- the outermost frame: anything left is our bug
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
-        return show_error("bug", message, BUG_HINT, as_json=as_json, exit_code=1)
+        return show_error("bug", fit_line(message), BUG_HINT, as_json=as_json, exit_code=1)

@@ -85,6 +85,8 @@ def _opened(settings: Settings) -> Iterator[Job]:
         settings.model,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
+        if_quantized="scales measured on it would carry its errors: calibrate the unquantized "
+        "model it was made from",
     )
     out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:

@@ -75,6 +75,7 @@ def run_extract(settings: ExtractSettings) -> None:
         settings.model,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
+        if_quantized="--model is the unquantized model, which the scales are written beside",
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         skeleton = build_skeleton(source)

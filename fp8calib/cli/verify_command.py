@@ -131,7 +131,7 @@ def verify_command(
             data=tuple(data or ()),
             engine=engine,
             scheme=scheme,
-            rules=tuple(rule.strip() for rule in rules.split(",")) if rules else (),
+            rules=() if rules is None else tuple(rule.strip() for rule in rules.split(",")),
             sensitivity=sensitivity,
             fp8_dtype=fp8_dtype,
             samples=512 if samples is None else samples,

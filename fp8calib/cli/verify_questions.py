@@ -44,6 +44,7 @@ def build_question(job: VerifyJob, model: nn.Module) -> Question:
         rules=dict(_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
         kinds=_kinds(job),
+        kinds_of=first.name if (first := _first_with_kv(job)) else "",
         calibration_clipped=_calibration_clipped(job),
         gate=job.choices.gate,
         sensitivity_of=candidates[0] if job.settings.sensitivity else None,
@@ -131,13 +132,20 @@ def _rules(job: VerifyJob, opened: Opened) -> Iterator[tuple[str, Candidate]]:
         yield str(rule), build_kv_candidate(str(rule), table, job.choices.profile, str(rule))
 
 
+def _first_with_kv(job: VerifyJob) -> Opened | None:
+    """Give the candidate whose KV scales are laid beside 1.0; None where no KV is quantized."""
+    if job.choices.scheme is not None:
+        return None
+    return next((o for o in job.opened if o.stats is not None or o.found is not None), None)
+
+
 def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
     choices, geometry = job.choices, job.target.geometry
     kinds: dict[str, Mapping[Site, Quantizer]] = {
         UNSCALED: emulate_kv(make_unscaled_table(geometry, choices.fmt), choices.profile)
     }
-    first = next((o for o in job.opened if o.stats is not None or o.found is not None), None)
-    if first is None or choices.scheme is not None:
+    first = _first_with_kv(job)
+    if first is None:
         return kinds
     table = _table(job, first)
     dialect = first.found.dialect if first.found else ""

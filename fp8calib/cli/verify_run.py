@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.output_files import OutputFiles
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
@@ -31,8 +32,8 @@ from fp8calib.model.load import (
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
 from fp8calib.provenance import fingerprint_model
-from fp8calib.rules import parse_rule
-from fp8calib.verify.candidates import Opened, Target, open_candidate
+from fp8calib.rules import Rule, parse_rule
+from fp8calib.verify.candidates import Opened, Target, find_candidate, open_candidate
 from fp8calib.verify.gates import load_gate
 from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.report import SCALE_ONE, Verdict, VerifyReport
@@ -82,15 +83,27 @@ def _choose(settings: VerifySettings) -> Choices:
         )
     return Choices(
         profile=find_profile(settings.engine),
-        scheme=find_scheme(settings.scheme) if settings.scheme else None,
-        rules=tuple(map(parse_rule, settings.rules)),
+        scheme=None if settings.scheme is None else find_scheme(settings.scheme),
+        rules=_parse_rules(settings.rules),
         fmt=FORMATS[settings.fp8_dtype],
-        gate=load_gate(settings.gate) if settings.gate else None,
+        gate=None if settings.gate is None else load_gate(settings.gate),
         device=choose_device(settings.device),
     )
 
 
+def _parse_rules(names: tuple[str, ...]) -> tuple[Rule, ...]:
+    if not all(names):
+        raise UsageError("--rules: a name is empty", hint="name rules as NAME,NAME")
+    rules = tuple(map(parse_rule, names))
+    for rule in rules:
+        if rules.count(rule) > 1:
+            raise UsageError(f"--rules: {rule} is given twice", hint="name each rule once")
+    return rules
+
+
 def _check_tasks(settings: VerifySettings) -> None:
+    if not all(settings.tasks):
+        raise UsageError("--tasks: a name is empty", hint="name tasks as NAME,NAME")
     if settings.tasks:
         require_harness()
     elif settings.limit is not None:
@@ -103,8 +116,11 @@ def _check_names(names: tuple[str, ...]) -> None:
             raise UsageError(f"--scales {name!r}: a path of printable characters is needed")
         if name in _RESERVED_NAMES:
             raise UsageError(f"--scales {name}: that name is taken", hint=f"write ./{name}")
-        if names.count(name) > 1:
-            raise UsageError(f"--scales {name}: given twice")
+    places = [find_candidate(name).resolve() for name in names]
+    for place in places:
+        if places.count(place) > 1:
+            twice = " and ".join(n for n, p in zip(names, places, strict=True) if p == place)
+            raise UsageError(f"--scales {twice}: the same scales twice", hint="name them once")
 
 
 def _check_outputs(settings: VerifySettings) -> None:
@@ -115,13 +131,14 @@ def _check_outputs(settings: VerifySettings) -> None:
     """
     outputs = [path for path in (settings.report, settings.dump) if path is not None]
     for path in outputs:
-        check_output_file(path)
         if not path.absolute().parent.is_dir():
             raise UsageError(f"{path}: there is no folder {path.parent}")
+        check_output_file(path)
         for name in (settings.model, *settings.scales, *settings.data):
             _refuse_input(path, Path(name))
     if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
         raise UsageError(f"--report and --dump are both {outputs[0]}")
+    OutputFiles(outputs).probe()
 
 
 def _refuse_input(path: Path, source: Path) -> None:
@@ -139,6 +156,8 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
         settings.model,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
+        if_quantized="what it was made from is verified: name that model, and this one as "
+        f"--scales {settings.model}",
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         dtype, why = choose_dtype(settings.dtype, device=choices.device, checkpoint=checkpoint)
@@ -253,13 +272,19 @@ def _add_tasks(
 
 
 def _write(settings: VerifySettings, verified: Verified) -> None:
+    """Write both files, or neither."""
+    paths = [path for path in (settings.dump, settings.report) if path is not None]
+    with OutputFiles(paths) as places:
+        if settings.dump is not None:
+            logprobs = dict(verified.logprobs)
+            save_tensors(places[settings.dump], logprobs, metadata={"format": "pt"})
+        if settings.report is not None:
+            from fp8calib.verify.page import write_page  # noqa: PLC0415
+
+            write_page(verified.report, places[settings.report])
     if settings.dump is not None:
-        save_tensors(settings.dump, dict(verified.logprobs), metadata={"format": "pt"})
         say(f"log-probabilities of {len(verified.logprobs)} models in {settings.dump}")
     if settings.report is not None:
-        from fp8calib.verify.page import write_page  # noqa: PLC0415
-
-        write_page(verified.report, settings.report)
         say(f"report in {settings.report}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from fp8calib.cli.console import print_json, print_table, print_text, say
 from fp8calib.cli.verify_job import VerifyJob, VerifySettings
 from fp8calib.verify.report import DiagnosisResult, LayerResult, TaskResult, VerifyReport
+from fp8calib.verify.spelling import spell_error, spell_kld
 
 _SHOWN_SITES = 8
 
@@ -73,9 +74,9 @@ def _show_candidates(report: VerifyReport) -> None:
             candidate.name,
             f"{candidate.ppl:.4f}",
             f"{candidate.ppl_ratio:.4f}",
-            f"{candidate.ppl_ratio_se:.4f}",
-            f"{candidate.kld_mean:.5f}",
-            f"{candidate.kld_p99:.4f}",
+            spell_error(candidate.ppl_ratio_se),
+            spell_kld(candidate.kld_mean),
+            spell_kld(candidate.kld_p99),
             f"{candidate.top1_agreement:.2%}",
             candidate.verdict.value,
         ]
@@ -124,19 +125,22 @@ def _show_diagnosis(report: VerifyReport) -> None:
     if not rows:
         return
     print_text("")
-    columns = ["site", "SQNR at 1.0", "per tensor", "per head", "clipped at 1.0", "in calibration"]
-    cells = [
-        [
-            row.site,
-            _decibels(row.unscaled_db),
-            _decibels(row.scaled_db),
-            _decibels(row.per_head_db),
-            f"{row.unscaled_clipped:.2%}",
-            "-" if row.calibration_clipped is None else f"{row.calibration_clipped:.2%}",
-        ]
-        for row in rows
-    ]
-    print_table(f"the {len(rows)} K and V that scale 1.0 hurts most (dB)", columns, cells)
+    columns = {
+        "site": [row.site for row in rows],
+        "SQNR at 1.0": [_decibels(row.unscaled_db) for row in rows],
+        "per tensor": [_decibels(row.scaled_db) for row in rows],
+        "per head": [_decibels(row.per_head_db) for row in rows],
+        "clipped at 1.0": [f"{row.unscaled_clipped:.2%}" for row in rows],
+        "in calibration": [_share(row.calibration_clipped) for row in rows],
+    }
+    known = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
+    of = f" with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
+    title = f"K and V at scale 1.0{of}, in dB: the {len(rows)} that clip most, then gain most"
+    print_table(title, list(known), list(zip(*known.values(), strict=True)))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
 
 
 def _unscaled_loss_db(row: DiagnosisResult) -> tuple[float, float]:
@@ -158,7 +162,7 @@ def _show_sensitivity(report: VerifyReport) -> None:
     print_text("")
     title = f"{found.candidate}: one layer at a time, on {found.sequences} sequences"
     rows = [
-        [str(layer.layer), f"{layer.kld_mean:.6f}", f"{layer.ppl_ratio:.4f}"]
+        [str(layer.layer), spell_kld(layer.kld_mean), f"{layer.ppl_ratio:.4f}"]
         for layer in found.layers[:_SHOWN_SITES]
     ]
     print_table(title, ["layer", "KLD mean", "ratio"], rows)
@@ -176,9 +180,9 @@ def _show_rules(report: VerifyReport) -> None:
     rows = [
         [
             rule.rule,
-            f"{rule.kld_mean:.5f}",
+            spell_kld(rule.kld_mean),
             f"{rule.ppl_ratio:.4f}",
-            f"{rule.ppl_ratio_se:.4f}",
+            spell_error(rule.ppl_ratio_se),
         ]
         for rule in report.rules
     ]

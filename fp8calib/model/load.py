@@ -49,8 +49,20 @@ class ModelSource:
         return int(value) if value else None
 
 
-def open_source(model: str, *, revision: str | None, trust_remote_code: bool) -> ModelSource:
+def open_source(
+    model: str,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    if_quantized: str,
+) -> ModelSource:
     """Find the model's folder (fetched from the hub when it is an id) and read its config.
+
+    Args:
+        model: a folder or hub id.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: run the code a checkpoint carries.
+        if_quantized: what to do where the model is quantized already.
 
     Raises:
         ModelError: nothing there, no usable config, already quantized, not a decoder.
@@ -59,7 +71,7 @@ def open_source(model: str, *, revision: str | None, trust_remote_code: bool) ->
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         raw = checkpoint.load_config()
         _refuse_doubled(checkpoint)
-    _refuse_quantized(raw, folder)
+    _refuse_quantized(raw, folder, if_quantized)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
     source = ModelSource(
         folder=folder, config=config, raw_config=raw, trust_remote_code=trust_remote_code
@@ -122,7 +134,7 @@ def _first_line(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def _refuse_quantized(raw: Mapping[str, object], folder: Path) -> None:
+def _refuse_quantized(raw: Mapping[str, object], folder: Path, hint: str) -> None:
     text = raw.get("text_config")
     for config in (raw, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config"):
@@ -130,9 +142,7 @@ def _refuse_quantized(raw: Mapping[str, object], folder: Path) -> None:
             if found:
                 method = found.get("quant_method", "unnamed") if isinstance(found, dict) else found
                 raise ModelError(
-                    f"{folder} is already quantized (quant_method {method}): scales measured on it "
-                    "would carry its errors",
-                    hint="calibrate the unquantized model it was made from",
+                    f"{folder} is already quantized (quant_method {method})", hint=hint
                 )
 
 

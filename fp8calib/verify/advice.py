@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from fp8calib.verify.gates import LEAST_DB
 from fp8calib.verify.report import SCALE_ONE, CandidateResult, LayerResult, Verdict
+from fp8calib.verify.spelling import spell_kld
 
 CLIPPED = 1e-3
 """Above this share of clipped values a scale is too small, whatever the metrics say."""
 LOST_DB = 6.0
 """A site this far under the median of its role stands out."""
-LOWEST_DB = 15.0
-"""Half the SQNR (in dB) that e4m3 gives a tensor whose scale fits."""
 FLUSHED = 0.02
 """So many values vanish of a tensor that spans many octaves, however well its scale fits."""
 LARGEST_SE = 0.01
@@ -46,7 +46,7 @@ def _is_broken(row: LayerResult, usual_db: float) -> bool:
         return False
     if row.clipped > CLIPPED:
         return True
-    if row.sqnr_db < LOWEST_DB:
+    if row.sqnr_db < LEAST_DB:
         return row.role == "weight" or row.clipped > 0 or row.flushed > 0
     return row.sqnr_db < usual_db - LOST_DB and (row.clipped > 0 or row.flushed > FLUSHED)
 
@@ -112,7 +112,7 @@ def _is_fine(candidate: CandidateResult) -> bool:
 
 
 def _alone(unscaled: CandidateResult, hurt: Sequence[LayerResult]) -> str:
-    cost = f"KLD {unscaled.kld_mean:.4f}, {unscaled.verdict_why}"
+    cost = f"KLD {spell_kld(unscaled.kld_mean)}, {unscaled.verdict_why}"
     if hurt:
         return f"{_list_hurt(hurt)} at scale 1.0 ({cost}); calibrate."
     if _is_fine(unscaled):
@@ -121,7 +121,8 @@ def _alone(unscaled: CandidateResult, hurt: Sequence[LayerResult]) -> str:
 
 
 def _compare(unscaled: CandidateResult, best: CandidateResult, hurt: Sequence[LayerResult]) -> str:
-    klds = f"KLD {unscaled.kld_mean:.4f} at scale 1.0 against {best.kld_mean:.4f}"
+    one, other = spell_kld(unscaled.kld_mean), spell_kld(best.kld_mean)
+    klds = f"KLD {one} at scale 1.0 against {other}"
     if best.kld_mean > unscaled.kld_mean * NOTABLE_KLD:
         return f"scale 1.0 is better than {best.name} ({klds}): do not use these scales."
     if hurt:
@@ -140,6 +141,8 @@ def _compare(unscaled: CandidateResult, best: CandidateResult, hurt: Sequence[La
 
 def _doubt(candidate: CandidateResult) -> str:
     """Say when the text is too short for what a gate asks."""
+    if candidate.ppl_ratio_se is None:
+        return " (the ratio's error is unknown: give more text)"
     if candidate.ppl_ratio_se <= LARGEST_SE:
         return ""
     return f" (the ratio's error of {candidate.ppl_ratio_se:.3f} is large: give more text)"

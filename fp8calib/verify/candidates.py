@@ -98,7 +98,7 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
         DataError: a stats file is damaged.
         VerificationError: the scales are not valid, or of another model.
     """
-    path = _find(name)
+    path = find_candidate(name)
     if is_stats_file(path):
         stats = load_stats(path)
         _check_stats(name, stats, target)
@@ -117,7 +117,13 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
     return Opened(name=name, found=found)
 
 
-def _find(name: str) -> Path:
+def find_candidate(name: str) -> Path:
+    """Find the file or folder that a candidate's name means: of a calibration, its statistics.
+
+    Raises:
+        UsageError: there is nothing at the path.
+        VerificationError: the folder's files lie elsewhere.
+    """
     path = Path(name)
     try:
         if not path.exists():

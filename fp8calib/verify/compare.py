@@ -18,6 +18,12 @@ from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.scoring import TokenScores, join_scores, score_batch
 from fp8calib.verify.weights import Originals
 
+_REFERENCE = "the unquantized model"
+_OVERFLOW = "float16 overflows at 65504: try --dtype bfloat16 or float32"
+_NO_OVERFLOW = {
+    True: "the model gives them before anything is quantized: compare its files with their source",
+    False: "quantization makes them of finite numbers: look at its scales (`fp8calib show`)",
+}
 _HIDDEN_SHARE = 20
 """Hidden states that wait for the head may take this part of the weights' memory: 1/20."""
 
@@ -117,8 +123,8 @@ class Comparison:
             for index, batch in enumerate(group):
                 reference, *others = (states[index] for states in hidden)
                 scores = score_batch(batch, reference, others, head.logits, self._vocab_size)
-                for name, found in zip(("the unquantized model", *names), scores, strict=True):
-                    _require_finite(name, found, batch)
+                for name, found in zip((_REFERENCE, *names), scores, strict=True):
+                    _require_finite(name, found, batch, self._model.dtype)
                 if not running.scores:
                     running.scores = [[] for _ in scores]
                 for parts, found in zip(running.scores, scores, strict=True):
@@ -160,7 +166,7 @@ def _require_finite(name: str, scores: TokenScores, batch: Batch) -> None:
         row += 1
     raise VerificationError(
         f"{name}: NaN or inf in the logits at sample {batch.first + row} (counting from 0)",
-        hint="float16 overflows at 65504: try --dtype bfloat16 or float32",
+        hint=_OVERFLOW if dtype is torch.float16 else _NO_OVERFLOW[name == _REFERENCE],
     )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8calib.errors import UsageError
-from fp8calib.verify.report import Verdict
+from fp8calib.verify.report import LayerResult, Verdict
+from fp8calib.verify.spelling import spell_error, spell_kld
 from fp8calib.verify.summary import Summary
 
 
@@ -33,6 +35,9 @@ class Gate(BaseModel):
         return self
 
 
+LEAST_DB = 15.0
+"""Half the SQNR (in dB) that e4m3 gives a tensor whose scale fits."""
+MOST_CLIPPED = 0.01
 GATES = {
     gate.name: gate
     for gate in (
@@ -69,11 +74,57 @@ def load_gate(text: str) -> Gate:
 
 
 def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
-    """Give the verdict and the reason; thresholds are widened by one standard error."""
+    """Give the verdict and the reason; thresholds are widened by one standard error.
+
+    A ratio whose error nobody knows is a warning, whatever it is.
+    """
     if gate.kld_fail_above is not None and summary.kld_mean > gate.kld_fail_above:
-        return Verdict.FAIL, f"mean KLD {summary.kld_mean:.4f} is above {gate.kld_fail_above:g}"
+        kld = spell_kld(summary.kld_mean)
+        return Verdict.FAIL, f"mean KLD {kld} is above {gate.kld_fail_above:g}"
+    if summary.log_ratio_se is None:
+        why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: give more, and other, text"
+        return Verdict.WARN, why
     verdict, why = _judge_ratio(summary.log_ratio, summary.log_ratio_se, gate)
-    return verdict, f"ratio {summary.ppl_ratio:.4f} ± {summary.ppl_ratio_se:.4f} {why}"
+    return verdict, f"ratio {summary.ppl_ratio:.4f} ± {spell_error(summary.ppl_ratio_se)} {why}"
+
+
+def look_behind(
+    verdict: Verdict, why: str, *, kld_mean: float, rows: Sequence[LayerResult], gate: Gate
+) -> tuple[Verdict, str]:
+    """Turn a good verdict into a warning where the ratio hides what happened.
+
+    A text may not need what is broken, and losses may cancel out: a tensor that is hardly there any
+    more is named, and so is a divergence that would cost, on a text the model writes itself, a
+    ratio above `fail_above` (there the logarithm of the ratio is the divergence).
+
+    Args:
+        verdict: from `judge`.
+        why: its reason.
+        kld_mean: mean KL divergence, in nats.
+        rows: of the candidate's sites.
+        gate: the gate; its own threshold of the divergence goes before the one here.
+    """
+    if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
+        return verdict, why
+    broken = next(filter(_is_broken, rows), None)
+    if broken is not None:
+        return Verdict.WARN, f"{why}, but {_describe(broken)}"
+    if gate.kld_fail_above is None and kld_mean > math.log(gate.fail_above):
+        return Verdict.WARN, f"{why}, but the mean KLD is {spell_kld(kld_mean)}: other answers"
+    return verdict, why
+
+
+def _is_broken(row: LayerResult) -> bool:
+    if row.clipped > MOST_CLIPPED:
+        return True
+    is_lost = row.role == "weight" or row.clipped > 0 or row.flushed > 0
+    return row.sqnr_db is not None and row.sqnr_db < LEAST_DB and is_lost
+
+
+def _describe(row: LayerResult) -> str:
+    sqnr = "" if row.sqnr_db is None else f"an SQNR of {row.sqnr_db:.1f} dB, "
+    lost = f"{row.clipped:.1%} clipped, {row.flushed:.1%} flushed to zero"
+    return f"{row.site} (layer {row.layer}) is broken: {sqnr}{lost}"
 
 
 def _judge_ratio(ratio: float, error: float, gate: Gate) -> tuple[Verdict, str]:

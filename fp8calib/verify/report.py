@@ -52,8 +52,9 @@ class CandidateResult(_Model):
     """What is quantized, in words."""
     ppl: float
     ppl_ratio: float
-    ppl_ratio_se: float
-    """Paired, by sequence; by token where there is one sequence only."""
+    ppl_ratio_se: float | None
+    """Paired, by sequence; by blocks of tokens where there is one sequence only; None where it
+    cannot be known."""
     kld_mean: float
     kld_median: float
     kld_p99: float
@@ -144,7 +145,7 @@ class RuleResult(_Model):
     candidate: str
     rule: str
     ppl_ratio: float
-    ppl_ratio_se: float
+    ppl_ratio_se: float | None
     kld_mean: float
 
 
@@ -193,6 +194,8 @@ class VerifyReport(_Model):
     layers: tuple[LayerResult, ...]
     advice: str
     diagnosis: tuple[DiagnosisResult, ...] = ()
+    diagnosis_of: str = ""
+    """The candidate whose scales the diagnosis compares with 1.0; empty where none has any."""
     histograms: tuple[HistogramResult, ...] = ()
     sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()

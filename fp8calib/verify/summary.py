@@ -12,8 +12,8 @@ import torch
 from fp8calib.verify.report import PositionResult
 from fp8calib.verify.scoring import TokenScores, predicted_positions, split_sequences
 
-MIN_SEQUENCES = 2
-"""With fewer, the error is computed from tokens, which are not independent: it is too small."""
+MIN_CLUSTERS = 2
+"""Of fewer nothing can be said about an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,8 @@ class Summary:
     ppl: float
     log_ratio: float
     """Logarithm of the candidate's perplexity over the reference's."""
-    log_ratio_se: float
+    log_ratio_se: float | None
+    """None where it cannot be known (`standard_error`)."""
     kld_mean: float
     kld_median: float
     kld_p99: float
@@ -36,9 +37,9 @@ class Summary:
         return _exp(self.log_ratio)
 
     @property
-    def ppl_ratio_se(self) -> float:
-        """Standard error of the ratio (delta method)."""
-        return self.ppl_ratio * self.log_ratio_se
+    def ppl_ratio_se(self) -> float | None:
+        """Standard error of the ratio (delta method); None where it cannot be known."""
+        return None if self.log_ratio_se is None else self.ppl_ratio * self.log_ratio_se
 
 
 def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
@@ -62,23 +63,32 @@ def compute_ppl(scores: TokenScores) -> float:
     return _exp(-float(scores.logprobs.double().mean()))
 
 
-def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float:
+def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None:
     """Give the standard error of the mean of per-token `losses`, clustered by sequence.
 
     The mean is a ratio of two sums over sequences (losses and tokens), so its variance is that of
-    the residuals of the sequences' sums (Cochran, Sampling Techniques, 6.3).
+    the residuals of the sequences' sums (Cochran, Sampling Techniques, 6.3). One sequence is cut
+    into as many blocks as each then has tokens, since neighbours are not independent.
+
+    Returns:
+        None where nobody can know it: of one token, or where the losses of all sequences are the
+        same (the same text over and over) and are not zero.
     """
+    parts = list(split_sequences(losses, lengths))
+    if len(parts) < MIN_CLUSTERS:
+        parts = _cut_into_blocks(losses)
+    clusters = len(parts)
+    if clusters < MIN_CLUSTERS:
+        return None
     mean = float(losses.mean())
-    if len(lengths) >= MIN_SEQUENCES:
-        parts = split_sequences(losses, lengths)
-        residuals = torch.stack([part.sum() - mean * len(part) for part in parts])
-    else:
-        residuals = losses - mean
-    clusters = len(residuals)
-    if clusters < MIN_SEQUENCES:
-        return 0.0
+    residuals = torch.stack([part.sum() - mean * len(part) for part in parts])
     variance = float(residuals.square().sum()) * clusters / (clusters - 1)
-    return math.sqrt(variance) / len(losses)
+    return None if mean and not variance else math.sqrt(variance) / len(losses)
+
+
+def _cut_into_blocks(losses: torch.Tensor) -> list[torch.Tensor]:
+    count = min(len(losses), max(MIN_CLUSTERS, math.isqrt(len(losses))))
+    return list(torch.tensor_split(losses, count))
 
 
 def summarize_positions(

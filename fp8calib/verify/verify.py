@@ -16,7 +16,7 @@ from fp8calib.sites import Site
 from fp8calib.verify.advice import advise
 from fp8calib.verify.candidates import Candidate
 from fp8calib.verify.compare import Compared, Comparison
-from fp8calib.verify.gates import GATES, Gate, judge
+from fp8calib.verify.gates import GATES, Gate, judge, look_behind
 from fp8calib.verify.layers import diagnose, index_layers, list_layers
 from fp8calib.verify.looking import LookingTaps
 from fp8calib.verify.profiles import EngineProfile
@@ -63,6 +63,8 @@ class Question:
     """The candidate that the rules are applied to."""
     kinds: Mapping[str, Mapping[Site, Quantizer]] = field(default_factory=dict)
     """Kinds of KV scales to lay side by side (`fp8calib.verify.layers.diagnose`)."""
+    kinds_of: str = ""
+    """The candidate whose scales are among them."""
     calibration_clipped: Mapping[Site, float] = field(default_factory=dict)
     """What the statistics' histograms say of scale 1.0."""
     gate: Gate | None = None
@@ -158,8 +160,8 @@ def _build_report(
 ) -> VerifyReport:
     lengths = [len(sequence) for sequence in plan.sequences]
     layer_of = index_layers(subject.geometry)
-    results = tuple(_result(c, compared, question, lengths) for c in question.candidates)
     layers = tuple(_layer_rows(question.candidates, compared, layer_of, subject.model))
+    results = tuple(_result(c, compared, question, lengths, layers) for c in question.candidates)
     return VerifyReport(
         model=subject.name,
         engine=question.profile.name,
@@ -176,6 +178,7 @@ def _build_report(
         layers=layers,
         advice=advise(results, layers),
         diagnosis=diagnose(looking.found, layer_of, question.calibration_clipped),
+        diagnosis_of=question.kinds_of,
         histograms=question.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(question, compared, lengths),
@@ -184,12 +187,19 @@ def _build_report(
 
 
 def _result(
-    candidate: Candidate, compared: Compared, question: Question, lengths: Sequence[int]
+    candidate: Candidate,
+    compared: Compared,
+    question: Question,
+    lengths: Sequence[int],
+    layers: Sequence[LayerResult],
 ) -> CandidateResult:
     scores, reference = compared.candidates[candidate.name], compared.reference
     summary = summarize(scores, reference, lengths)
     gate = question.gate or GATES[candidate.default_gate]
-    verdict, why = judge(summary, gate)
+    own = [row for row in layers if row.candidate == candidate.name]
+    verdict, why = look_behind(
+        *judge(summary, gate), kld_mean=summary.kld_mean, rows=own, gate=gate
+    )
     overflowing = _overflowing(candidate, compared)
     if overflowing:
         verdict, why = Verdict.FAIL, f"{question.profile.name} makes NaN or inf of {overflowing}"

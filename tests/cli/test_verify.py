@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests import zoo
 
 from .conftest import QUICK, save_tokenizer, write_rows
-from .program import Outcome, fail, run, succeed
+from .program import Outcome, fail, run, snapshot, succeed
 
 PROMISED = {
     "name",
@@ -291,6 +291,36 @@ def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
     assert warning in outcome.err
 
 
+def test_the_diagnosis_says_whose_scales_it_compares_and_has_no_empty_column(
+    model: Path, held_out: Path, files: Path
+) -> None:
+    command = ("verify", model, "--data", held_out, *QUICK)
+    alone = succeed(*command).out
+    title = "K and V at scale 1.0, in dB: the 4 that clip most, then gain most\n"
+    assert title in alone
+    header = alone.partition(title)[2].splitlines()[0]
+    assert "per tensor" not in header
+    assert "per head" not in header
+    assert "in calibration" not in header
+    scales = files / "kv-overlay-head"
+    per_head = succeed(*command, "--scales", scales).out
+    title = f"K and V at scale 1.0 with the scales of {scales}, in dB: the 4 that "
+    header = per_head.partition(title)[2].splitlines()[1]
+    assert "per head" in header
+    assert "per tensor" not in header
+
+
+def test_one_scored_token_gives_no_verdict(model: Path, files: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "two.jsonl", [{"input_ids": [1, 2]}])
+    command = ("verify", model, "--data", rows, "--dtype", "float32", "--scales", files)
+    candidates = succeed(*command, "--gate", "kv", "--json").json["candidates"]
+    for candidate in candidates:
+        assert candidate["ppl_ratio_se"] is None
+        assert candidate["verdict"] == "warn"
+        assert "error is unknown" in candidate["verdict_why"]
+    assert " ? " in succeed(*command).out
+
+
 def test_padded_rows_are_scored_like_single_ones(verify: Any, files: Path) -> None:
     one, three = (
         verify("--no-pack", "--scales", files, "--batch-size", size).json for size in (1, 3)
@@ -424,21 +454,66 @@ def test_half_a_file_is_refused(refuse: Any, files: Path, tmp_path: Path) -> Non
         ("--rules", "amax"),
         ("--scheme", "fp8-static"),
         ("--dump", "no/such/folder/d.safetensors"),
+        ("--scales", ""),
+        ("--gate", ""),
+        ("--rules", ""),
+        ("--scheme", ""),
+        ("--tasks", ""),
+        ("--engine", ""),
+        ("--rules", "amax,amax"),
+        ("--rules", "percentile:99,percentile:99.0"),
+        ("--rules", "amax,"),
+        ("--scales", "two\nlines"),
     ],
     ids=" ".join,
 )
 def test_what_cannot_be_asked_is_a_usage_error(refuse: Any, options: tuple[str, ...]) -> None:
     expect = 8 if options == ("--scheme", "fp8-static") else 2
     message = refuse(expect, *options)
-    assert options[0] in message or options[1] in message
+    assert options[0] in message or (options[1] and options[1] in message)
 
 
 def test_a_scheme_is_for_statistics(refuse: Any, files: Path) -> None:
     refuse(2, "--scales", files / "kv-overlay", "--scheme", "w8a16")
 
 
-def test_the_same_scales_twice_are_refused(refuse: Any, files: Path) -> None:
-    refuse(2, "--scales", files, "--scales", files)
+def test_the_same_scales_twice_are_refused(refuse: Any, files: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(files)
+    for other in (files, f"{files}/", files / "stats.safetensors", tmp_path / "link"):
+        assert "the same scales twice" in refuse(2, "--scales", files, "--scales", other)
+
+
+@pytest.mark.parametrize("options", [(), ("--scales",)])
+def test_a_quantized_model_is_refused_with_what_to_do(
+    model: Path, held_out: Path, files: Path, options: tuple[str, ...]
+) -> None:
+    overlay = files / "kv-overlay"
+    scales = [part for option in options for part in (option, files / "stats.safetensors")]
+    message = fail(4, "verify", overlay, "--data", held_out, *QUICK, *scales)
+    assert f"{overlay} is already quantized (quant_method compressed-tensors)" in message
+    assert f"--scales {overlay}" in message
+    assert "measured" not in message
+    succeed("verify", model, "--data", held_out, *QUICK, "--scales", overlay)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said", "unsaid"),
+    [("float32", "before anything is quantized", "float16"), ("float16", "float16", "before")],
+)
+def test_a_model_that_gives_nan_is_refused_with_what_may_help(
+    model: Path, held_out: Path, tmp_path: Path, dtype: str, said: str, unsaid: str
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    loud = zoo.build("llama")
+    with torch.no_grad():
+        loud.model.norm.weight.fill_(1e38)
+        loud.lm_head.weight.fill_(1e38)
+    loud.save_pretrained(tmp_path / "model")
+    message = fail(8, "verify", tmp_path / "model", "--data", held_out, *QUICK, "--dtype", dtype)
+    assert "the unquantized model: NaN or inf in the logits at sample 0" in message
+    hint = message.splitlines()[1]
+    assert said in hint
+    assert unsaid not in hint
 
 
 def test_text_too_short_to_score_is_a_data_error(model: Path, tmp_path: Path) -> None:
@@ -464,6 +539,35 @@ def test_no_output_replaces_what_is_read(
         before = path.read_bytes()
         assert str(path) in refuse(2, "--scales", files / "stats.safetensors", option, path)
         assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/x.html", "/dev/full", "folder", "file/x", "x" * 300, "folder/" + "x" * 256]
+)
+@pytest.mark.parametrize("option", ["--dump", "--report"])
+def test_an_output_that_cannot_be_written_is_told_before_the_run(
+    refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    refuse(2, option, path)
+    assert snapshot(tmp_path).keys() == {"folder", "file"}
+
+
+@pytest.mark.parametrize("failing", ["save_tensors", "write_page"])
+def test_two_outputs_are_there_both_or_not_at_all(
+    model: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def refuse_to(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    place = "cli.verify_run" if failing == "save_tensors" else "verify.page"
+    monkeypatch.setattr(f"fp8calib.{place}.{failing}", refuse_to)
+    outputs = ("--dump", tmp_path / "d.safetensors", "--report", tmp_path / "r.html")
+    outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)
+    assert outcome.code != 0
+    assert snapshot(tmp_path) == {}
 
 
 def test_scales_of_another_format_are_refused(

@@ -124,6 +124,7 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     assert rows[0].site == str(broken)
     assert find_broken("bad", report.layers)[0] == rows[0]
     assert not find_broken("good", report.layers)
+    assert factor > 1 or results["bad"].verdict in {Verdict.WARN, Verdict.FAIL}
     share = rows[0].clipped if factor < 1 else rows[0].flushed
     assert share > 0.1
     diagnosis = {row.site: row for row in report.diagnosis}
@@ -233,6 +234,19 @@ KLD_TABLE = [
     (0.0060, 0.0059, Verdict.PASS, "this model does not need KV scales: KLD 0.0060 at scale 1.0"),
     (0.0060, 0.0020, Verdict.PASS, "scales help: use mine (KLD 0.0060 at scale 1.0 against 0.0020"),
     (0.0060, 0.0090, Verdict.PASS, "scale 1.0 is better than mine (KLD 0.0060 at scale 1.0 agai"),
+    (
+        1.2e-6,
+        1.1e-6,
+        Verdict.PASS,
+        "this model does not need KV scales: KLD 1.20e-06 at scale 1.0 ",
+    ),
+    (9e-5, 1e-5, Verdict.PASS, "scales help: use mine (KLD 9.00e-05 at scale 1.0 against 1.00e-05"),
+    (
+        0.0,
+        0.0,
+        Verdict.PASS,
+        "this model does not need KV scales: KLD 0.0000 at scale 1.0 against ",
+    ),
     (0.5000, 0.4900, Verdict.FAIL, "use mine, which passes: why at scale 1.0 (KLD 0.5000"),
 ]
 
@@ -257,6 +271,19 @@ def test_what_is_said_of_scales(
 def test_what_is_said_of_scale_one_alone(verdict: Verdict, sentence: str) -> None:
     said = advise([candidate(SCALE_ONE, 0.006, verdict)], good_rows(SCALE_ONE))
     assert said.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("error", "doubt"),
+    [
+        (0.01, "why."),
+        (0.02, "why (the ratio's error of 0.020 is large: give more text)."),
+        (None, "why (the ratio's error is unknown: give more text)."),
+    ],
+)
+def test_a_large_or_unknown_error_is_said(error: float | None, doubt: str) -> None:
+    one = candidate(SCALE_ONE, 0.006).model_copy(update={"ppl_ratio_se": error})
+    assert advise([one], good_rows(SCALE_ONE)).endswith(doubt)
 
 
 def test_layers_that_clip_and_underflow_are_told_apart() -> None:

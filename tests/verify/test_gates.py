@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.verify.gates import GATES, Gate, judge, load_gate
-from fp8calib.verify.report import Verdict
+from fp8calib.verify.gates import GATES, Gate, judge, load_gate, look_behind
+from fp8calib.verify.report import LayerResult, Verdict
 from fp8calib.verify.summary import Summary
 
 PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DIFFERENCE
@@ -94,6 +94,78 @@ def test_a_divergence_above_its_threshold_fails_whatever_the_ratio() -> None:
         "mean KLD 0.0510 is above 0.05",
     )
     assert judge(make_summary(1.0, 0.0, kld=0.05), gate)[0] is SAME
+
+
+# --- what a ratio hides ------------------------------------------------------------------------
+
+
+def make_row(
+    sqnr_db: float | None, *, role: str = "v", clipped: float = 0.0, flushed: float = 0.0
+) -> LayerResult:
+    return LayerResult(
+        candidate="it",
+        site=f"layers.7.attn.{role}",
+        layer=7,
+        role=role,  # type: ignore[arg-type]
+        sqnr_db=sqnr_db,
+        clipped=clipped,
+        flushed=flushed,
+        amax=1.0,
+        scale=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "is_broken"),
+    [
+        (make_row(14.9, flushed=0.5), True),
+        (make_row(0.0, flushed=1.0), True),
+        (make_row(14.9, clipped=0.001), True),
+        (make_row(14.9), False),  # nothing was lost at an end: a coarse format
+        (make_row(14.9, role="weight"), True),
+        (make_row(15.1, flushed=0.5), False),
+        (make_row(30.0, clipped=0.011), True),
+        (make_row(30.0, clipped=0.009), False),
+        (make_row(None, clipped=0.5), True),
+        (make_row(None), False),
+    ],
+)
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_broken_site_makes_a_warning_of_a_good_verdict(
+    verdict: Verdict, row: LayerResult, is_broken: bool
+) -> None:
+    rows = [make_row(30.0), row]
+    found = look_behind(verdict, "why", kld_mean=0.0, rows=rows, gate=GATES["kv"])
+    if is_broken and verdict in {PASS, SAME}:
+        assert found[0] is WARN
+        assert found[1].startswith(f"why, but {row.site} (layer 7) is broken: ")
+    else:
+        assert found == (verdict, "why")
+
+
+def test_the_worst_site_is_described() -> None:
+    rows = [make_row(3.21, clipped=0.25), make_row(5.0, clipped=0.5)]
+    assert look_behind(PASS, "why", kld_mean=0.0, rows=rows, gate=GATES["kv"])[1] == (
+        "why, but layers.7.attn.v (layer 7) is broken: an SQNR of 3.2 dB, 25.0% clipped, 0.0% "
+        "flushed to zero"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gate", "kld", "expected"),
+    [
+        (GATES["kv"], 0.0487, PASS),
+        (GATES["kv"], 0.0489, WARN),
+        (GATES["w8a8"], 0.0582, PASS),
+        (GATES["w8a8"], 0.0584, WARN),
+        (Gate(name="own", pass_at=1.01, fail_above=1.05, kld_fail_above=0.5), 0.4, PASS),
+    ],
+)
+def test_a_divergence_worth_a_failing_ratio_is_a_warning(
+    gate: Gate, kld: float, expected: Verdict
+) -> None:
+    """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own goes before it."""
+    assert look_behind(PASS, "why", kld_mean=kld, rows=[], gate=gate)[0] is expected
 
 
 # --- files -------------------------------------------------------------------------------------
