@@ -153,7 +153,7 @@ class Comparison:
         return int(weights // _HIDDEN_SHARE // per_token)
 
 
-def _require_finite(name: str, scores: TokenScores, batch: Batch) -> None:
+def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.dtype) -> None:
     good = scores.logprobs.isfinite() & scores.klds.isfinite()
     if bool(good.all()):
         return
