@@ -247,3 +247,30 @@ def test_what_one_scale_for_k_and_v_loses_is_said() -> None:
     unequal, query = explain_joint(_table({**_pair(1.0), Role.Q: (1.0,)}))
     assert unequal.endswith("it is more than one of the two needs in 1 of 1 layers")
     assert query == "q_scale is left out: this form has no place for it"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "scale", "limit"),
+    [
+        # 448 at scale 1 is 224 of e4m3fnuz at scale 2, which ends at 240: nothing saturates
+        (E4M3FN, E4M3FNUZ, 1.0, 448.0),
+        # 240 at scale 1 would be 480 of e4m3fn at scale 0.5, which ends at 448: 224 is left
+        (E4M3FNUZ, E4M3FN, 1.0, 224.0),
+    ],
+)
+def test_the_same_bytes_mean_the_same_numbers_to_torch(
+    source: Fp8Format, target: Fp8Format, scale: float, limit: float
+) -> None:
+    dtypes = {E4M3FN: torch.float8_e4m3fn, E4M3FNUZ: torch.float8_e4m3fnuz}
+    table = _table(_pair(scale), fmt=source)
+    (fitted,) = _values(fit_table(table, fmt=target, per_head=False))
+    codes = torch.arange(256, dtype=torch.int64).to(torch.uint8)
+    was = codes.view(dtypes[source]).float() * scale
+    now = codes.view(dtypes[target]).float() * fitted
+    # 0x80 is -0.0 and NaN, 0x7F and 0xFF are NaN in e4m3fn: no other code differs
+    differing = [code for code in range(256) if was[code] != now[code]]
+    assert differing == [0x7F, 0x80, 0xFF]
+    assert float(now[now.isfinite()].max()) == {E4M3FN: 448 * fitted, E4M3FNUZ: 480.0}[target]
+    largest = torch.tensor(torch.finfo(dtypes[source]).max * scale)
+    reached = (largest / fitted).clamp(max=torch.finfo(dtypes[target]).max).to(dtypes[target])
+    assert float(reached.float() * fitted) == limit
