@@ -36,6 +36,13 @@ def export_command(
     query_scale: Annotated[
         bool, typer.Option("--query-scale", help="Write q_scale into overlays.")
     ] = False,
+    with_weights: Annotated[
+        bool,
+        typer.Option(
+            "--with-weights",
+            help="With --format rfc and --model: write the quantized weights of every rank too.",
+        ),
+    ] = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,6 +68,12 @@ def export_command(
     )
     run_export(
         ExportSettings(
-            stats=stats, out=out, recipe=resolved, model=model, force=force, as_json=as_json
+            stats=stats,
+            out=out,
+            recipe=resolved,
+            model=model,
+            with_weights=with_weights,
+            force=force,
+            as_json=as_json,
         )
     )

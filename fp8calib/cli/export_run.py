@@ -17,7 +17,8 @@ from fp8calib.dialects.registry import (
     paths,
     write_formats,
 )
-from fp8calib.errors import ExportError
+from fp8calib.dialects.rfc import name_rank_files
+from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8 import FORMATS
 from fp8calib.measured import explain_difference
 from fp8calib.provenance import fingerprint_model
@@ -33,6 +34,7 @@ class ExportSettings:
     out: Path
     recipe: Recipe
     model: str | None
+    with_weights: bool
     force: bool
     as_json: bool
 
@@ -41,6 +43,7 @@ def run_export(settings: ExportSettings) -> None:
     """Write every format that was asked for, from statistics alone."""
     recipe = settings.recipe
     check_formats(recipe.formats)
+    _check_weights(settings)
     stats = load_stats(settings.stats)
     check_export(stats.geometry, recipe.formats, recipe.tp)
     with _source(settings.model, stats) as source:
@@ -49,7 +52,7 @@ def run_export(settings: ExportSettings) -> None:
         inputs = [settings.stats, *([source.folder] if source else [])]
         with OutputFolder(
             settings.out,
-            owned=paths(recipe.formats, recipe.tp),
+            owned=paths(recipe.formats, recipe.tp) | _name_weights(settings),
             force=settings.force,
             inputs=inputs,
         ) as folder:
@@ -63,7 +66,9 @@ def run_export(settings: ExportSettings) -> None:
                 query=recipe.query_scale,
                 fallback=recipe.scales.fallback,
                 rule=recipe.scales.rule,
+                with_weights=settings.with_weights,
             )
+            files = sorted([*written.files, *_write_weights(settings, stats, source, folder)])
     notes = [f"{note.subject}: {note.why}" for note in written.notes]
     for note in notes:
         warn(note)
@@ -71,12 +76,39 @@ def run_export(settings: ExportSettings) -> None:
         print_json(
             {
                 "out": str(settings.out),
-                "files": list(written.files),
+                "files": files,
                 "warnings": notes,
             }
         )
     else:
-        print_text(f"written to {settings.out}: {list_top_level(written.files)}")
+        print_text(f"written to {settings.out}: {list_top_level(files)}")
+
+
+def _check_weights(settings: ExportSettings) -> None:
+    if settings.with_weights and "rfc" not in settings.recipe.formats:
+        raise UsageError(
+            "--with-weights: only rfc names files of weights",
+            hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
+        )
+    if settings.with_weights and settings.model is None:
+        raise UsageError("--with-weights needs --model", hint="name the model to quantize")
+
+
+def _name_weights(settings: ExportSettings) -> frozenset[str]:
+    if not settings.with_weights:
+        return frozenset()
+    return frozenset(name for tp in settings.recipe.tp for name in name_rank_files(tp).values())
+
+
+def _write_weights(
+    settings: ExportSettings, stats: CalibrationStats, source: Checkpoint | None, folder: Path
+) -> list[str]:
+    """Write the weights of every rank of every degree, and name the files."""
+    if not settings.with_weights or source is None:
+        return []
+    from fp8calib.cli.export_weights import write_weights  # noqa: PLC0415 -- imports transformers
+
+    return write_weights(stats, source, folder, settings.recipe)
 
 
 @contextmanager

@@ -234,6 +234,7 @@ def write_formats(
     query: bool,
     fallback: Fallback | None,
     rule: Rule = AMAX,
+    with_weights: bool = False,
 ) -> WrittenFormats:
     """Write scales in each of `formats`, those that depend on it once for each degree.
 
@@ -247,6 +248,7 @@ def write_formats(
         query: write `q_scale` too, where the form has it.
         fallback: what sites get that nothing was seen at.
         rule: which magnitude of an activation the largest FP8 value stands for.
+        with_weights: name the files of quantized weights in `rfc`; somebody else writes them.
 
     Raises:
         UsageError: a format or a degree that cannot be, or a model that is missing.
@@ -254,7 +256,15 @@ def write_formats(
     """
     check_export(stats.geometry, formats, tps)
     check_source(stats.geometry, formats, source)
-    job = _Job(stats=stats, fmt=fmt, source=source, query=query, fallback=fallback, rule=rule)
+    job = _Job(
+        stats=stats,
+        fmt=fmt,
+        source=source,
+        query=query,
+        fallback=fallback,
+        rule=rule,
+        with_weights=with_weights,
+    )
     written = []
     for spec in (FORMATS[name] for name in dict.fromkeys(formats)):
         for tp in _degrees(spec, tuple(dict.fromkeys(tps))):
@@ -322,6 +332,7 @@ class _Job:
     query: bool
     fallback: Fallback | None
     rule: Rule
+    with_weights: bool
     notes: list[Note] = field(default_factory=list)
 
     def kv_table(self, *, tp: int = 1, per_head: bool = False, query: bool = False) -> ScaleTable:
@@ -401,7 +412,8 @@ def _write_vllm_json(job: _Job, _: FormatSpec, tp: int, target: Path) -> None:
 
 
 def _write_rfc(job: _Job, _: FormatSpec, tp: int, target: Path) -> None:
-    write_rfc(job.kv_table(tp=tp), job.linear_table(tp), target)
+    linears = job.linear_table(tp)
+    write_rfc(job.kv_table(tp=tp), linears, target, with_weights=job.with_weights)
 
 
 _WRITERS: Mapping[str, Callable[[_Job, FormatSpec, int, Path], None]] = {

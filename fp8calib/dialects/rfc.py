@@ -22,11 +22,12 @@ def write_rfc(
     path: Path,
     *,
     provenance: Provenance | None = None,
+    with_weights: bool = False,
 ) -> None:
     """Write KV, MLP and attention scales for each rank of the two tables, which is the same number.
 
     Without `linears` there is the `kv_cache` section alone; a provenance goes to the `_comment` at
-    the top.
+    the top. `with_weights` names the files of `name_rank_files`, which lie beside this one.
 
     Raises:
         ExportError: the file cannot be written.
@@ -39,9 +40,15 @@ def write_rfc(
         "model_type": kv.geometry.model_type,
         "kv_cache": {"dtype": dtype, "scaling_factor": factors},
         **({} if linears is None else {name: _make_section(linears, name) for name in sections}),
+        **({"quantized_weights": name_rank_files(kv.tp)} if with_weights else {}),
         **describe_measurement(kv),
     }
     save_json(path, document)
+
+
+def name_rank_files(tp: int) -> dict[str, str]:
+    """Name the file of quantized weights of each rank."""
+    return {f"rank{rank}": f"rfc.tp{tp}.rank{rank}.safetensors" for rank in range(tp)}
 
 
 def _make_section(table: ScaleTable, section: Section) -> dict[str, object]:

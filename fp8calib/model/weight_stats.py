@@ -101,7 +101,7 @@ def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
 def _observe_experts(
     experts: nn.Module, path: str, linear: Linear, source: WeightSource
 ) -> Iterator[tuple[Site, SiteStats]]:
-    parts = _parts(experts, linear)
+    parts = expert_parts(experts, linear)
     seen: dict[str, list[tuple[SiteStats, torch.Tensor]]] = {part.name: [] for part in parts}
     for expert, stored in enumerate(source.read_experts(linear.weight_name)):
         weight = stored.T if getattr(experts, "is_transposed", False) else stored
@@ -113,7 +113,8 @@ def _observe_experts(
         yield Site(f"{path}.{name}", Role.WEIGHT), _join(per_expert)
 
 
-def _parts(experts: nn.Module, linear: Linear) -> tuple[Part, ...]:
+def expert_parts(experts: nn.Module, linear: Linear) -> tuple[Part, ...]:
+    """Tell where projections lie in the parameter that holds one expert's `linear`, [out, in]."""
     if linear.weight_name.endswith("gate_up_proj"):
         is_interleaved = not getattr(experts, "is_concatenated", True)
         return gate_up_parts(2 * linear.out_features, interleaved=is_interleaved)

@@ -34,6 +34,7 @@ from fp8calib.verify.schemes import Scheme
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
 """What says of the source's weights what is no longer so."""
+_TAG_KEY = "fp8calib.quantize"
 _VERSION = 1
 """Of what the same plan makes of the same source; a resumed run must not mix two."""
 
@@ -213,7 +214,7 @@ def _lay_out_shards(
     ]
     for path in checkpoint.weight_files:
         name = path.name if checkpoint.is_sharded else SINGLE_FILE_NAME
-        yield lay_out(name, by_file[path.name], tag=tag)
+        yield lay_out(name, by_file[path.name], metadata={_TAG_KEY: tag})
 
 
 def _quantized_tensors(

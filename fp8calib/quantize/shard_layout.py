@@ -51,7 +51,8 @@ class OutputTensor:
     dtype: str
     """As safetensors spells it."""
     shape: tuple[int, ...]
-    content: Content
+    content: Content | None = None
+    """None where whoever writes the file has it at hand."""
 
     @property
     def size_bytes(self) -> int:
@@ -85,16 +86,18 @@ class ShardLayout:
         return len(self.head) + self.data_bytes
 
 
-def lay_out(name: str, tensors: Collection[OutputTensor], *, tag: str) -> ShardLayout:
+def lay_out(
+    name: str, tensors: Collection[OutputTensor], *, metadata: Mapping[str, str]
+) -> ShardLayout:
     """Lay tensors out one after another, those of wider numbers first, so that all are aligned.
 
     Args:
         name: of the file.
         tensors: in the order they are to have among equally wide ones.
-        tag: what the header says of where the file is from; equal tags, equal files.
+        metadata: what the header says beside `format`.
     """
     ordered = sorted(tensors, key=lambda tensor: -ITEM_SIZE_BYTES[tensor.dtype])
-    header: dict[str, object] = {"__metadata__": {"format": "pt", "fp8calib.quantize": tag}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     offsets: dict[str, int] = {}
     for tensor in ordered:

@@ -1,0 +1,118 @@
+"""The RFC's `quantized_weights`: one file for each rank, cut as tensor parallelism cuts it.
+
+A rank's file holds, for every projection of attention and MLP (fused ones apart, experts one by
+one), `X.weight` in FP8 and the rank's own scales, `X.weight_scale` and `X.input_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.atomic import explain_os_error
+from fp8calib.dialects.rfc import name_rank_files
+from fp8calib.fp8 import E4M3FN, Fp8Format
+from fp8calib.fp8_cast import encode
+from fp8calib.geometry import Linear, Part
+from fp8calib.model.logical_weights import LinearWeight
+from fp8calib.quantize.cast import SOURCE_DTYPES, encode_rows
+from fp8calib.quantize.shard_layout import OutputTensor, ShardLayout, lay_out
+from fp8calib.scales import ScaleTable
+from fp8calib.sites import Role, Site
+from fp8calib.tensor_parallel import owned_channels, owned_rows
+
+_DTYPES = {"e4m3fn": "F8_E4M3", "e4m3fnuz": "F8_E4M3FNUZ", "e5m2": "F8_E5M2"}
+
+
+def write_rank_weights(
+    table: ScaleTable, weights: Iterable[LinearWeight], folder: Path
+) -> tuple[str, ...]:
+    """Quantize weights with the table's scales and write a file for each of its ranks.
+
+    Args:
+        table: scales of inputs and weights.
+        weights: all that the table speaks of, in any order; each is held once, and cut.
+        folder: is there.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ExportError: a file cannot be written.
+    """
+    names = tuple(name_rank_files(table.tp).values())
+    layouts = [_lay_out_rank(table, rank, name) for rank, name in enumerate(names)]
+    try:
+        for layout in layouts:
+            with (folder / layout.name).open("wb") as file:
+                file.write(layout.head)
+                file.truncate(layout.size_bytes)
+        for rank, layout in enumerate(layouts):
+            _put_scales(table, rank, folder, layout)
+        for weight in weights:
+            _put_weight(table, weight, folder, layouts)
+    except OSError as error:
+        raise explain_os_error(error, folder) from error
+    return names
+
+
+def _projections(table: ScaleTable) -> Iterator[tuple[Linear, Part, int | None]]:
+    return (
+        (linear, part, expert)
+        for _, linear in table.geometry.linears()
+        if linear.section != "other"
+        for expert in linear.experts
+        for part in linear.parts
+    )
+
+
+def _lay_out_rank(table: ScaleTable, rank: int, name: str) -> ShardLayout:
+    dtype = _DTYPES[table.fmt.name]
+    tensors: list[OutputTensor] = []
+    for linear, part, expert in _projections(table):
+        module = linear.logical(part, expert)
+        shape = (
+            len(owned_rows(linear, part, table.tp, rank)),
+            len(owned_channels(linear, table.tp, rank)),
+        )
+        tensors.append(OutputTensor(name=f"{module}.weight", dtype=dtype, shape=shape))
+        tensors += [
+            OutputTensor(name=f"{module}.{role}_scale", dtype="F32", shape=())
+            for role in (Role.WEIGHT, Role.INPUT)
+        ]
+    return lay_out(name, tensors, metadata={"fp8calib.rank": f"{rank} of {table.tp}"})
+
+
+def _put_scales(table: ScaleTable, rank: int, folder: Path, layout: ShardLayout) -> None:
+    with (folder / layout.name).open("r+b") as file:
+        for linear, part, expert in _projections(table):
+            module = linear.logical(part, expert)
+            for role in (Role.WEIGHT, Role.INPUT):
+                file.seek(layout.starts[f"{module}.{role}_scale"])
+                value = table.scales[Site(module, role)].values[rank]
+                file.write(value.to(torch.float32).numpy().tobytes())
+
+
+def _put_weight(
+    table: ScaleTable, weight: LinearWeight, folder: Path, layouts: list[ShardLayout]
+) -> None:
+    linear, expert = weight.linear, weight.expert
+    for rank, layout in enumerate(layouts):
+        channels = owned_channels(linear, table.tp, rank)
+        with (folder / layout.name).open("r+b") as file:
+            for part in linear.parts:
+                module = linear.logical(part, expert)
+                rows = weight.values[owned_rows(linear, part, table.tp, rank)]
+                own = rows[:, channels.start : channels.stop]
+                scale = table.scales[Site(module, Role.WEIGHT)].values[rank]
+                file.seek(layout.starts[f"{module}.weight"])
+                file.write(_encode(own, scale, table.fmt).numpy().tobytes())
+
+
+def _encode(rows: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Quantize: uint8 codes."""
+    if fmt is E4M3FN and rows.dtype in SOURCE_DTYPES:
+        return encode_rows(rows, scale).view(torch.uint8)
+    return encode(rows.to(torch.float32) / scale, fmt)
