@@ -198,8 +198,10 @@ def _sum_squares(x: torch.Tensor) -> torch.Tensor:
     """Sum x squared: fp64 0-dim. Of a contiguous tensor the dot product takes half as long."""
     if x.is_contiguous():
         flat = x.view(-1)
-        return torch.dot(flat, flat).double()
-    return torch.linalg.vector_norm(x).double().square()
+        total: torch.Tensor = torch.dot(flat, flat)
+        return total.double()
+    norm: torch.Tensor = torch.linalg.vector_norm(x)
+    return norm.double().square()
 
 
 def _count_flushed(exact: torch.Tensor, values: torch.Tensor, stride: int) -> torch.Tensor:
