@@ -162,7 +162,8 @@ def load_stats(path: Path) -> CalibrationStats:
     try:
         metadata = read_header(path).metadata
         if METADATA_KEY not in metadata:
-            raise DataError(f"{path} is not a stats file of this tool", hint=_HINT)
+            hint = f"{_HINT}; `fp8calib extract-kv-scales` converts files of scales"
+            raise DataError(f"{path} is not a stats file of this tool", hint=hint)
         envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
         with TensorFile(path) as file:
             tensors = {name: file.read(name) for name in file.tensors}

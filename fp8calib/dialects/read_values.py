@@ -153,7 +153,10 @@ def fill_shared(geometry: ModelGeometry, reading: Reading) -> tuple[Reading, fro
                 shared.add(attention.site(role))
             elif layer.index not in differing:
                 differing.append(layer.index)
-    note = f"{name_layers(differing)}: other scales than those of the cache that is read there"
+    note = (
+        f"{name_layers(differing)}: other scales than those of the layer whose cache is read "
+        "there; they are kept, and an engine that uses them misreads the cache"
+    )
     notes = (*reading.notes, note) if differing else reading.notes
     return replace(reading, values=values, notes=notes), frozenset(shared)
 

@@ -482,6 +482,18 @@ def test_layers_that_share_a_cache_are_listed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_shared_cache_with_scales_of_its_own_is_kept_and_told(tmp_path: Path) -> None:
+    names = {
+        f"model.layers.{layer}.self_attn.{role}_scale": 0.5 * (layer + 1)
+        for layer in range(4)
+        for role in "kv"
+    }
+    report = _extract_of("gemma3n_text", tmp_path, names)
+    assert [layer["k"] for layer in report["layers"]] == [0.5, 1.0, 1.5, 2.0]
+    (told,) = [note for note in report["notes"] if "whose cache is read there" in note]
+    assert told.startswith("layers 2, 3: other scales than those of the layer")
+
+
 def test_gpt2_has_the_file_beside_the_index_and_force_knows_it(tmp_path: Path) -> None:
     names = {f"transformer.h.{i}.attn.{role}_scale": 0.5 for i in range(2) for role in "kv"}
     report = _extract_of("gpt2", tmp_path, names)
