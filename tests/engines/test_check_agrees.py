@@ -18,7 +18,13 @@ from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.check_report import EngineReport, Status
 from fp8calib.dialects.check_sglang_json import check_sglang_json
 from tests import zoo
-from tests.dialects.check_handmade import INDEX, MODELOPT, PER_HEAD, PER_TENSOR, plain_geometry
+from tests.dialects.check_handmade import (
+    INDEX,
+    MODELOPT,
+    PER_HEAD,
+    PER_TENSOR,
+    plain_geometry,
+)
 from tests.dialects.test_check_sglang_json import GOOD, change
 
 from .exports import WIDTH
@@ -37,6 +43,11 @@ UNQUANTIZED = {**MODELOPT, "ignore": ["*"]}
 NAN, INF = float("nan"), float("inf")
 NAIVE = {**PER_TENSOR, "format": "naive-quantized"}
 HEADS = [[[0.25]], [[0.5]]]
+
+QUERY_HEADS = [[[0.5]]] * 4
+PAIR = {"k_scale": 0.25, "v_scale": 0.5}
+NO_GROUPS = {key: value for key, value in PER_HEAD.items() if key != "config_groups"}
+FOUR_BITS = {**PER_TENSOR, "kv_cache_scheme": {**PER_TENSOR["kv_cache_scheme"], "num_bits": 4}}
 
 Scales = Mapping[str, object]
 
@@ -60,6 +71,25 @@ CASES: Mapping[str, tuple[object, Scales]] = {
     "fp8 zeros": (FP8, {"k_scale": 0.0, "v_scale": 0.0}),
     "fp8 negative": (FP8, {"k_scale": -0.5, "v_scale": -0.5}),
     "fp8 infinite": (FP8, {"k_scale": INF, "v_scale": 0.5}),
+    "ct v alone": (PER_TENSOR, {"v_scale": 0.5}),
+    "ct no scale at all": (PER_TENSOR, {}),
+    "ct infinite and negative": (PER_TENSOR, {"k_scale": INF, "v_scale": -0.5}),
+    "ct empty groups": ({**PER_TENSOR, "config_groups": {}}, {"k_scale": 0.25, "v_scale": 0.5}),
+    "ct heads without groups": (NO_GROUPS, {"k_scale": HEADS, "v_scale": HEADS}),
+    "ct scheme of 4 bits": (FOUR_BITS, {"k_scale": 0.25, "v_scale": 0.5}),
+    "ct hunyuan's names": (PER_TENSOR, {"k_cache.scale": 0.25, "v_cache.scale": 0.5}),
+    "ct names of the inside": (PER_TENSOR, {"attn.k_scale": 0.25, "attn.v_scale": 0.5}),
+    "ct q": (PER_TENSOR, {"k_scale": 0.25, "v_scale": 0.5, "q.scale": 2.0}),
+    "ct q per head where one is wanted": (PER_TENSOR, {**PAIR, "q_scale": QUERY_HEADS}),
+    "ct heads with q": (PER_HEAD, {"k_scale": HEADS, "v_scale": HEADS, "q_scale": QUERY_HEADS}),
+    "ct probabilities": (PER_TENSOR, {**PAIR, "prob_output_scale": 0.5}),
+    "fp8 probabilities": (FP8, {**PAIR, "prob_output_scale": 0.5}),
+    "fp8 k alone": (FP8, {"k_scale": 0.25}),
+    "fp8 no number": (FP8, {"k_scale": NAN, "v_scale": 0.5}),
+    "fp8 quark's names": (FP8, {"k_proj.output_scale": 0.25, "v_proj.output_scale": 0.5}),
+    "fp8 heads": (FP8, {"k_scale": HEADS, "v_scale": HEADS}),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, PAIR),
+    "modelopt probabilities": (UNQUANTIZED, {**PAIR, "prob_output_scale": 0.5}),
     "modelopt pair": (UNQUANTIZED, {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}),
     "modelopt kv only": (
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
@@ -125,6 +155,45 @@ def test_vllm_does_not_open_what_the_index_does_not_name(tmp_path: Path, vllm: V
 
     assert answer.scales() == {0: ([1.0], [1.0]), 1: ([1.0], [1.0])}
     assert {layer.k.status for layer in _ask(folder).layers} == {Status.DEFAULTED}
+
+
+def test_vllm_takes_scales_for_fnuz_as_they_stand(tmp_path: Path, vllm: VllmServer) -> None:
+    folder = tmp_path / "case" / "model"
+    folder.parent.mkdir()
+    _save(folder, PER_TENSOR, PAIR)
+    tensors = load_file(folder / "model.safetensors")
+    metadata = {"format": "pt", "fp8calib.kv_cache_dtype": "float8_e4m3fnuz"}
+    save_file(tensors, folder / "model.safetensors", metadata=metadata)
+
+    answer = vllm(folder, kv_cache_dtype="fp8", dtype="bfloat16")
+
+    (layer, _) = _ask(folder).layers
+    assert answer.scales()[0] == ([layer.k.value], [layer.v.value]) == ([0.25], [0.5])
+    assert layer.k.status is layer.v.status is Status.MISREAD
+
+
+def test_vllm_refuses_e5m2_with_scales(tmp_path: Path, vllm: VllmServer) -> None:
+    folder = tmp_path / "case" / "model"
+    folder.parent.mkdir()
+    _save(folder, PER_TENSOR, PAIR)
+
+    answer = vllm(folder, kv_cache_dtype="fp8_e5m2", dtype="bfloat16")
+
+    assert "e5m2" in answer.error
+
+
+def test_vllm_refuses_an_index_that_names_a_missing_file(tmp_path: Path, vllm: VllmServer) -> None:
+    folder = tmp_path / "case" / "model"
+    folder.parent.mkdir()
+    _save(folder, PER_TENSOR, PAIR)
+    weight_map = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    weight_map["model.layers.0.self_attn.k_scale"] = "kv_scales.safetensors"
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    answer = vllm(folder, kv_cache_dtype="fp8", dtype="bfloat16")
+
+    assert answer.error
+    assert {layer.k.status for layer in _ask(folder).layers} == {Status.REFUSED}
 
 
 FACTORS = (
