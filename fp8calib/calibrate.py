@@ -24,6 +24,8 @@ from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKEN
 from fp8calib.observe.seams import tapped
 from fp8calib.provenance import fingerprint_model, versions
 from fp8calib.recipe import Recipe, match_modules
+from fp8calib.run.streamed import Streaming, open_streamed
+from fp8calib.run.streamed_calibration import LayerObserver
 from fp8calib.run.whole import WholeRunner
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats, Skipped, StatsHeader
@@ -89,18 +91,27 @@ def calibrate(
     recipe: Recipe,
     batch_size: int,
     progress: Progress,
+    streaming: Streaming | None = None,
 ) -> CalibrationStats:
     """Gather the statistics that `recipe` asks for; `plan` is None when it asks for weights alone.
+
+    With `streaming` the model has no weights yet: they are read layer by layer, each once. The
+    statistics are the same, bit for bit.
 
     Raises:
         ModelError: a weight is NaN or inf.
         CalibrationError: an activation is NaN or inf, or a site that must be seen was not.
     """
     sites: dict[Site, SiteStats] = {}
-    if recipe.observe.weights:
-        sites |= _weights(prepared, checkpoint, progress)
-    if plan is not None:
-        sites |= _activations(prepared, plan, recipe, batch_size, progress)
+    if streaming is not None:
+        sites |= _layer_by_layer(
+            prepared, plan, checkpoint, recipe, batch_size, progress, streaming
+        )
+    else:
+        if recipe.observe.weights:
+            sites |= _weights(prepared, checkpoint, progress)
+        if plan is not None:
+            sites |= _activations(prepared, plan, recipe, batch_size, progress)
     header = StatsHeader(
         geometry=prepared.geometry,
         model_fingerprint=fingerprint_model(source.raw_config, checkpoint),
@@ -127,13 +138,46 @@ def _weights(
     progress.stage("reading weights", len(linears))
     found: dict[Site, SiteStats] = {}
     for site, stats in observe_weights(
-        prepared.model, prepared.geometry, prepared.weights, ignored=prepared.ignored
+        prepared.model,
+        (linear for _, linear in linears),
+        prepared.weights,
+        ignored=prepared.ignored,
     ):
         found[site] = stats
         progress.advance(1)
-    read = {linear.weight_name for _, linear in linears}
-    check_other_weights(checkpoint, prepared.weights.names_of(read))
+    read = prepared.weights.names_of({linear.weight_name for _, linear in linears})
+    check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
     return found
+
+
+def _layer_by_layer(
+    prepared: Prepared,
+    plan: DataPlan | None,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    batch_size: int,
+    progress: Progress,
+    streaming: Streaming,
+) -> dict[Site, SiteStats]:
+    num_layers = len(prepared.geometry.layers)
+    used = [torch.zeros(1, dtype=torch.int64), *(plan.sequences if plan else ())]
+    with open_streamed(
+        prepared.model,
+        prepared.geometry,
+        prepared.weights,
+        checkpoint,
+        torch.unique(torch.cat(used)),
+        streaming,
+    ) as streamed:
+        observer = LayerObserver(streamed, checkpoint, recipe.observe, ignored=prepared.ignored)
+        if plan is None:
+            progress.stage("reading weights", num_layers, unit="layers")
+            return observer.observe_weights(progress.advance)
+        progress.stage("layer by layer", plan.num_tokens * num_layers, unit="layer tokens")
+        sites = observer.observe(list(batches(plan, batch_size)), streaming, progress.advance)
+    if recipe.observe.kv:
+        _require_kv(prepared, observer.recorder)
+    return sites
 
 
 def _activations(

@@ -119,6 +119,14 @@ class Checkpoint:
         """
         return self._file(name).read(name)
 
+    def read_as_mapped(self, name: str) -> torch.Tensor:
+        """Read one tensor whole, placed as mapping its file would place it.
+
+        Raises:
+            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
+        """
+        return self._file(name).read_as_mapped(name)
+
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension.
 

@@ -39,6 +39,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+_CACHE_LINE_BYTES = 64
+_LARGEST_ITEM_BYTES = 8
 _READ_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -81,6 +83,23 @@ class TensorFile:
         entry, dtype = self._entry(name), self.torch_dtype(name)
         flat = self._read_flat(entry.start, entry.size_bytes)
         return flat.view(dtype).reshape(entry.shape)
+
+    def read_as_mapped(self, name: str) -> torch.Tensor:
+        """Read one tensor whole, to an address with the remainder by 64 that mapping it would give.
+
+        Matrix products round by it: whoever maps the file gets other last bits from aligned memory.
+
+        Raises:
+            ModelError: the file holds no such tensor, or cannot be read any more.
+        """
+        entry = self._entry(name)
+        room = torch.empty(entry.size_bytes + _CACHE_LINE_BYTES, dtype=torch.uint8, device="cpu")
+        shift = (entry.start - room.data_ptr()) % _CACHE_LINE_BYTES
+        if entry.start % _LARGEST_ITEM_BYTES:
+            shift = 0  # such a tensor cannot be used where it lies
+        flat = room[shift : shift + entry.size_bytes]
+        self._fill_flat(flat, entry.start)
+        return flat.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension.
@@ -142,11 +161,14 @@ class TensorFile:
     def _read_flat(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Read bytes into a fresh uint8 tensor, aligned for every dtype."""
         flat = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        self._fill_flat(flat, offset)
+        return flat
+
+    def _fill_flat(self, flat: torch.Tensor, offset: int) -> None:
         try:
             self._fill(flat.numpy().data, offset)
         except OSError as error:
             raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
-        return flat
 
     def _fill(self, target: memoryview, offset: int) -> None:
         descriptor = self._descriptor()

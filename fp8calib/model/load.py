@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -313,19 +314,25 @@ def choose_device(device: str) -> str:
     return f"cuda:{index}"
 
 
-def build_skeleton(source: ModelSource) -> PreTrainedModel:
+def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Build the model without weights, to look at its modules before hours of loading.
+
+    Args:
+        source: the model.
+        dtype: what it will compute in; None is its config's.
 
     Raises:
         ModelError: transformers cannot build the class from this config.
     """
     found = _model_class(source)
+    config = deepcopy(source.config)  # transformers writes the dtype into it
+    options = {} if dtype is None else {"dtype": dtype}
     try:
         with torch.device("meta"):
             if found is transformers.AutoModelForCausalLM:
-                model = found.from_config(source.config, trust_remote_code=True)
+                model = found.from_config(config, trust_remote_code=True, **options)
             else:
-                model = found._from_config(source.config)
+                model = found._from_config(config, **options)
     except Exception as error:
         raise ModelError(
             f"{source.folder}: transformers cannot build {source.config.model_type}: "

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError
-from fp8calib.geometry import Linear, ModelGeometry, Part
+from fp8calib.geometry import Linear, Part
 from fp8calib.model.layouts import gate_up_parts, rows_part
 from fp8calib.model.survey import is_transposed
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weights import TensorSource, WeightSource
 from fp8calib.observe.reductions import block_amax, channel_amax, row_amax
 from fp8calib.sites import Role, Site
 from fp8calib.stats import SiteStats
@@ -23,19 +23,21 @@ _ROWS_AT_ONCE = 4096
 
 def observe_weights(
     model: PreTrainedModel,
-    geometry: ModelGeometry,
+    linears: Iterable[Linear],
     source: WeightSource,
     *,
     ignored: Collection[str],
 ) -> Iterator[tuple[Site, SiteStats]]:
     """Read every linear's weight and reduce it per output and per input channel.
 
+    `model` may be without weights; nothing but its modules is looked at.
+
     Raises:
         ModelError: a weight holds NaN or inf; the message names tensor and index.
     """
     modules = dict(model.named_modules())
     done: set[str] = set()
-    for _, linear in geometry.linears():
+    for linear in linears:
         parent = linear.module.rpartition(".")[0]
         if linear.module in ignored or (linear.num_experts and parent in ignored):
             continue
@@ -49,14 +51,14 @@ def observe_weights(
             yield from _observe_experts(modules[parent], parent, linear, source)
 
 
-def check_other_weights(checkpoint: Checkpoint, done: Collection[str]) -> None:
+def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
     """Look for NaN and inf in the tensors that no linear reads: embeddings, norms, biases, heads.
 
     Raises:
         ModelError: the message names tensor and index.
     """
-    for name in checkpoint.tensors:
-        if name in done or not checkpoint.dtype(name).is_floating_point:
+    for name in names:
+        if not TORCH_DTYPES[checkpoint.tensors[name].dtype].is_floating_point:
             continue
         shape = checkpoint.shape(name)
         if not shape:

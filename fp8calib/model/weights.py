@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,6 +99,35 @@ class WeightSource:
         parts = (part for parameter in parameters for part in self._parts.get(parameter, ()))
         return frozenset(name for name, _ in parts)
 
+    def reading(self, source: TensorSource) -> WeightSource:
+        """Give the same parameters, their tensors read from `source`, which has the same names."""
+        other = copy(self)
+        other._checkpoint = source
+        return other
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[str, ...]]:
+        """For each parameter or buffer that tensors are joined to, all that the same ones make."""
+        return {name: self._made_with(name) for name in self._parts if name in self._known}
+
+    def _made_with(self, parameter: str) -> tuple[str, ...]:
+        pattern = self._parts[parameter][0][1]
+        if pattern is None:
+            return (parameter,)
+        first, *others = self._converters[pattern].target_patterns
+        return (parameter, *(parameter.replace(first, other) for other in others))
+
+    def read_all(self, parameter: str) -> Mapping[str, torch.Tensor]:
+        """Read a parameter and those that are made of the same tensors (`parameters`).
+
+        Raises:
+            ModelError: the checkpoint holds nothing for it.
+        """
+        parts = self._find(parameter)
+        if len(parts) == 1 and parts[0][1] is None:
+            return {parameter: self._checkpoint.read(parts[0][0])}
+        return self._convert_all(parameter, parts)
+
     def read(self, parameter: str) -> torch.Tensor:
         """Read one parameter as the model holds it, in the dtype of the checkpoint.
 
@@ -131,13 +160,19 @@ class WeightSource:
         return self._parts[parameter]
 
     def _convert(self, parameter: str, parts: list[tuple[str, str | None]]) -> torch.Tensor:
+        return self._convert_all(parameter, parts)[parameter]
+
+    def _convert_all(
+        self, parameter: str, parts: list[tuple[str, str | None]]
+    ) -> dict[str, torch.Tensor]:
         converter = deepcopy(self._converters[str(parts[0][1])])
         for name, pattern in parts:
             converter.add_tensor(parameter, name, pattern, self._checkpoint.read(name))
         converted = converter.convert(parameter, model=self._model, config=self._model.config)
-        value = converted[parameter]
-        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
-        return tensor
+        return {
+            name: value[0] if isinstance(value, list) else value
+            for name, value in converted.items()
+        }
 
 
 def _paths(name: str) -> Iterator[str]:
@@ -166,12 +201,6 @@ def _map_names(
     return dict(parts)
 
 
-def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, str | None]]]:
-    by_pattern: dict[str | None, list[str]] = defaultdict(list)
-    for name, pattern in parts:
-        by_pattern[pattern].append(name)
-    for names in zip(*by_pattern.values(), strict=True):
-        yield list(zip(names, by_pattern, strict=True))
 def _respell(name: str) -> str:
     """Spell an expert's projection as Mixtral does, whose experts llm-compressor calls otherwise.
 
@@ -183,3 +212,9 @@ def _respell(name: str) -> str:
     return head + experts + tail
 
 
+def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, str | None]]]:
+    by_pattern: dict[str | None, list[str]] = defaultdict(list)
+    for name, pattern in parts:
+        by_pattern[pattern].append(name)
+    for names in zip(*by_pattern.values(), strict=True):
+        yield list(zip(names, by_pattern, strict=True))

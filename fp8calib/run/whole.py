@@ -70,25 +70,27 @@ class WholeRunner:
     def _check(self, group: list[Batch], recorder: Recorder) -> None:
         if recorder.check_finite() is None:
             return
-        for single in _one_by_one(group):
+        for single in one_by_one(group):
             recorder.forget()
             self._forward(single, recorder)
             if (site := recorder.check_finite()) is not None:
-                raise self._nonfinite(site, single.first)
+                raise nonfinite_error(site, single.first, self._decoder.dtype)
         raise CalibrationError("NaN or inf in an activation of a batch, but in no sequence alone")
 
-    def _nonfinite(self, site: Site, sample: int) -> CalibrationError:
-        what = {Role.INPUT: "the input of"}.get(site.role, f"{site.role} of")
-        is_half = self._decoder.dtype is torch.float16
-        return CalibrationError(
-            f"NaN or inf in {what} {site.module} at sample {sample} (counting from 0)",
-            hint="float16 overflows at 65504: try --dtype bfloat16"
-            if is_half
-            else "look at the weights before it, the embedding included, and at the sample",
-        )
+
+def nonfinite_error(site: Site, sample: int, dtype: torch.dtype) -> CalibrationError:
+    """Make the error that names where NaN or inf was met, computing in `dtype`."""
+    what = {Role.INPUT: "the input of"}.get(site.role, f"{site.role} of")
+    return CalibrationError(
+        f"NaN or inf in {what} {site.module} at sample {sample} (counting from 0)",
+        hint="float16 overflows at 65504: try --dtype bfloat16"
+        if dtype is torch.float16
+        else "look at the weights before it, the embedding included, and at the sample",
+    )
 
 
-def _one_by_one(group: list[Batch]) -> Iterable[Batch]:
+def one_by_one(group: Iterable[Batch]) -> Iterable[Batch]:
+    """Cut batches into sequences, without their padding."""
     for batch in group:
         for row, length in enumerate(batch.lengths):
             yield replace(

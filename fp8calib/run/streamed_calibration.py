@@ -1,0 +1,89 @@
+"""What calibration gathers while a model is streamed: weights and activations in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import Batch
+from fp8calib.model.weight_stats import check_other_weights, observe_weights
+from fp8calib.observe.observing import ObservingTaps
+from fp8calib.observe.recorder import Recorder
+from fp8calib.observe.seams import tapped
+from fp8calib.recipe import Observe
+from fp8calib.run.streamed import StreamedLayer, StreamedModel, StreamedRunner, Streaming
+from fp8calib.sites import Site
+from fp8calib.stats import SiteStats
+
+
+class LayerObserver:
+    """Gathers the statistics of a streamed model."""
+
+    def __init__(
+        self,
+        streamed: StreamedModel,
+        checkpoint: Checkpoint,
+        observe: Observe,
+        *,
+        ignored: Collection[str],
+    ) -> None:
+        self._streamed = streamed
+        self._checkpoint = checkpoint
+        self._observe = observe
+        self._ignored = ignored
+        self._weights: dict[Site, SiteStats] = {}
+        self._met: set[str] = set()
+        self.recorder = Recorder()
+
+    def observe_weights(self, advance: Callable[[int], None]) -> dict[Site, SiteStats]:
+        """Read the weights alone.
+
+        Raises:
+            ModelError: a weight is NaN or inf.
+        """
+        with self._streamed.layers() as layers:
+            for layer in layers:
+                self._meet(layer)
+                self._streamed.pass_over()
+                advance(1)
+        return self._finish()
+
+    def observe(
+        self, batches: Sequence[Batch], streaming: Streaming, advance: Callable[[int], None]
+    ) -> dict[Site, SiteStats]:
+        """Run batches through the model.
+
+        Raises:
+            ModelError: a weight is NaN or inf.
+            CalibrationError: an activation is NaN or inf; the message names layer and sample.
+        """
+        runner = StreamedRunner(
+            self._streamed, streaming, observe_kv=self._observe.kv, ignored=self._ignored
+        )
+        with tapped(
+            self._streamed.model,
+            self._streamed.geometry,
+            ObservingTaps(self.recorder),
+            query=self._observe.query,
+            inputs=self._observe.inputs,
+            ignored=self._ignored,
+        ):
+            runner.run(batches, self.recorder, advance, meet_layer=self._meet)
+        return self._finish() | self.recorder.stats()
+
+    def _meet(self, layer: StreamedLayer) -> None:
+        if not self._observe.weights:
+            return
+        linears = layer.layer.linears
+        self._weights |= observe_weights(
+            self._streamed.model, linears, layer.weights, ignored=self._ignored
+        )
+        read = layer.weights.names_of({linear.weight_name for linear in linears})
+        check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
+        self._met.update(layer.part.tensors)
+
+    def _finish(self) -> dict[Site, SiteStats]:
+        if self._observe.weights:
+            others = [name for name in self._checkpoint.tensors if name not in self._met]
+            check_other_weights(self._checkpoint, others)
+        return self._weights

@@ -1,0 +1,189 @@
+"""A model built without weights, made ready to run but for its decoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fp8calib.errors import ModelError
+from fp8calib.model.topology import text_decoder
+from fp8calib.model.weights import TensorSource, WeightSource
+
+_ROWS_AT_ONCE = 1024
+
+
+def compute_buffers(model: PreTrainedModel, stored: frozenset[str], device: str) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, scales, masks).
+
+    transformers computes them where it initialises weights; here that meets weights without
+    memory, and does nothing to them.
+
+    Args:
+        model: built without weights.
+        stored: the parameters and buffers that the checkpoint holds.
+        device: where the buffers go.
+
+    Raises:
+        ModelError: a buffer of the text decoder is not computed there.
+    """
+    names = [
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if buffer.is_meta and name not in stored
+    ]
+    first, second = (_initialise(model, names, fill) for fill in (0, 1))
+    path = text_decoder(model)[0]
+    for name in names:
+        if name.startswith(f"{path}.") and not torch.equal(first[name], second[name]):
+            raise ModelError(
+                f"{type(model).__name__} does not say how the buffer {name} is computed",
+                hint="it cannot be streamed: leave out --memory, or use a larger machine",
+            )
+        _set_buffer(model, name, second[name].to(device))
+
+
+def _initialise(model: PreTrainedModel, names: Sequence[str], fill: int) -> dict[str, torch.Tensor]:
+    for name in names:
+        _set_buffer(model, name, torch.full_like(model.get_buffer(name), fill, device="cpu"))
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.initialize_weights()
+    return {name: model.get_buffer(name).clone() for name in names}
+
+
+def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    _owner(model, name)._buffers[name.rpartition(".")[2]] = value
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str, nn.Embedding]:
+    """Find the embeddings of tokens whose rows can be read one by one, by their path.
+
+    Those of the class of the input embedding, that reach as far: others may not be given tokens.
+    """
+    path, decoder = text_decoder(model)
+    inputs: Any = decoder.get_input_embeddings()  # type: ignore[operator]
+    return {
+        name: module
+        for name, module in decoder.named_modules(prefix=path)
+        if type(module) is type(inputs)
+        and isinstance(module, nn.Embedding)
+        and module.num_embeddings >= inputs.num_embeddings
+        and f"{name}.weight" in weights.whole
+    }
+
+
+class EmbeddingRows:
+    """The rows of an embedding that the text uses; the others are never read."""
+
+    def __init__(
+        self,
+        embedding: Any,
+        read_rows: Callable[[int, int], torch.Tensor],
+        tokens: torch.Tensor,
+        *,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        self._embedding = embedding
+        num_rows = embedding.num_embeddings
+        self._place = torch.full((num_rows,), -1, dtype=torch.int64)
+        self._read_rows = read_rows
+        self._dtype = dtype
+        self._device = device
+        self._rows = torch.zeros(0, 0)
+        self._read(tokens[tokens < num_rows])
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Turn ids into numbers of rows that are in memory; rows that are not are read."""
+        places = self._place[ids.cpu()]
+        if bool((places < 0).any()):
+            self._read(ids.cpu()[places < 0])
+            places = self._place[ids.cpu()]
+        return places.to(ids.device)
+
+    def _read(self, ids: torch.Tensor) -> None:
+        new = torch.unique(ids)
+        new = new[self._place[new] < 0]
+        rows = torch.cat([self._rows.cpu(), *self._runs(new)]) if len(self._rows) else None
+        self._place[new] = torch.arange(len(self._rows), len(self._rows) + len(new))
+        if rows is None:
+            rows = _join(self._runs(new), len(new))
+        self._rows = rows.to(self._device)
+        self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
+
+    def _runs(self, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Read neighbouring rows together, a few at a time."""
+        starts = torch.cat([torch.ones(1, dtype=torch.bool), ids[1:] != ids[:-1] + 1])
+        for run in torch.tensor_split(ids, starts.nonzero().flatten()[1:]):
+            for piece in torch.split(run, _ROWS_AT_ONCE):
+                yield self._read_rows(int(piece[0]), int(piece[-1]) + 1).to(self._dtype)
+
+
+def _join(pieces: Iterator[torch.Tensor], num_rows: int) -> torch.Tensor:
+    first = next(pieces)
+    rows = torch.empty(num_rows, first.shape[1], dtype=first.dtype)
+    rows[: len(first)] = first
+    done = len(first)
+    for piece in pieces:
+        rows[done : done + len(piece)] = piece
+        done += len(piece)
+    return rows
+
+
+@contextmanager
+def embedded_by_row(
+    model: PreTrainedModel,
+    weights: WeightSource,
+    checkpoint: TensorSource,
+    tokens: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Iterator[frozenset[str]]:
+    """Give embeddings of tokens the rows of `tokens` while the context is open; name their weights.
+
+    Args:
+        model: built without weights.
+        weights: its parameters.
+        checkpoint: where rows are read.
+        tokens: the ids of the text, in any order.
+        dtype: what the model computes in.
+        device: where the rows go.
+    """
+    found = embeddings_by_row(model, weights)
+    handles = []
+    for name, module in found.items():
+        stored = weights.whole[f"{name}.weight"]
+        rows = EmbeddingRows(
+            module,
+            lambda start, stop, stored=stored: checkpoint.read_rows(stored, start, stop),  # type: ignore[misc]
+            tokens,
+            dtype=dtype,
+            device=device,
+        )
+        module.padding_idx = None  # it serves training alone, and may lie beyond the rows
+        handles.append(module.register_forward_pre_hook(_hook(rows), with_kwargs=True))
+    try:
+        yield frozenset(f"{name}.weight" for name in found)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(rows: EmbeddingRows) -> Callable[..., Any]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (rows.look_up(args[0]), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: rows.look_up(kwargs[name])}
+
+    return hook

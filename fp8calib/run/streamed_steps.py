@@ -1,0 +1,195 @@
+"""One decoder layer of a model at a time, by the model's own forward and nothing of its own.
+
+Whatever surrounds the layers (embeddings, masks, rotary tables, inputs of single layers) is run
+anew for each layer and micro-batch, which costs little beside a layer. The layers before the one
+that is run are passed over: the last of them gives what it gave, the others give NaN, so that a
+model whose layers read more than the layer before them is found out. Only what a layer gave has to
+be kept from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fp8calib.data.plan import Batch
+from fp8calib.errors import ModelError
+from fp8calib.run.decoder import Decoder
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerState:
+    """What a micro-batch has become after a layer."""
+
+    output: Any
+    """What the layer gave: a tensor, or tensors in a tuple."""
+    shared: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    """What layers wrote for later ones into a mapping that all are passed (shared K and V)."""
+
+
+class _LayerIsDone(BaseException):
+    """Ends a forward pass; nothing after the layer is needed. No error, so nobody handles it."""
+
+
+class LayerSteps:
+    """Runs single layers of a decoder; made by `open_steps`."""
+
+    def __init__(self, decoder: Decoder, layers: Sequence[nn.Module]) -> None:
+        self._decoder = decoder
+        self._originals = [layer.forward for layer in layers]
+        self._names = [f"{type(layer).__name__} (layer {i})" for i, layer in enumerate(layers)]
+        self._chosen = 0
+        self._next = 0
+        self._before: LayerState | None = None
+        self._after: LayerState | None = None
+        self._checks = False
+        self._forms: list[Any] = []
+        self._nans: list[Any] = []
+
+    def run_layer(
+        self, index: int, batch: Batch, cache: Any, before: LayerState | None, *, checks: bool
+    ) -> LayerState:
+        """Run layer `index` on a micro-batch.
+
+        Args:
+            index: the layer.
+            batch: the micro-batch.
+            cache: a fresh cache.
+            before: what `run_layer` gave for the layer before; None for the first layer.
+            checks: look whether the layer is given anything of the layers before the last.
+
+        Raises:
+            ModelError: the model does not run its layers one after another.
+            CalibrationError: out of memory, or the forward pass failed.
+        """
+        self._begin(index, before, checks=checks)
+        try:
+            self._decoder.run(batch, cache)
+        except _LayerIsDone:
+            after = self._after
+        else:
+            after = None
+        self._before = self._after = None
+        if after is None:
+            raise ModelError(
+                f"{self._names[index]}: the model ran to its end without it",
+                hint="it cannot be streamed: leave out --memory, or use a larger machine",
+            )
+        return after
+
+    def finish(self, batch: Batch, cache: Any, before: LayerState) -> torch.Tensor:
+        """Run what comes after the last layer: the last hidden state, [B, S, C]."""
+        self._begin(len(self._originals), before, checks=False)
+        hidden = self._decoder.run(batch, cache)
+        self._before = None
+        return hidden
+
+    def _begin(self, chosen: int, before: LayerState | None, *, checks: bool) -> None:
+        self._chosen, self._next = chosen, 0
+        self._before, self._after, self._checks = before, None, checks
+
+    def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the forward of layer `index`."""
+        self._require_order(index)
+        if index < self._chosen:
+            assert self._before is not None  # noqa: S101 -- given for every layer but the first
+            output = self._before.output
+            return output if index == self._chosen - 1 else self._unknown(output)
+        if self._checks and self._before is not None:
+            self._require_known(args, kwargs)
+        shared = _open_shared(self._before, args, kwargs)
+        output = self._originals[index](*args, **kwargs)
+        self._after = LayerState(output=output, shared=_close_shared(shared, args, kwargs))
+        raise _LayerIsDone
+
+    def _unknown(self, output: Any) -> Any:
+        """Give what has the form of `output`, and NaN for numbers."""
+        leaves, spec = pytree.tree_flatten(output)
+        forms = [
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        if forms != self._forms:
+            self._forms, self._nans = forms, [_nan_like(leaf) for leaf in leaves]
+        return pytree.tree_unflatten(self._nans, spec)
+
+    def _require_order(self, index: int) -> None:
+        if index != self._next:
+            raise ModelError(
+                f"{self._names[index]} runs where layer {self._next} was due: the model does not "
+                "run its layers once each, in order",
+                hint="it cannot be streamed: leave out --memory, or use a larger machine",
+            )
+        self._next += 1
+
+    def _require_known(self, args: Any, kwargs: Any) -> None:
+        assert self._before is not None  # noqa: S101 -- the caller looked
+        if not _has_nan((args, kwargs)) or _has_nan(self._before.output):
+            return
+        raise ModelError(
+            f"{self._names[self._chosen]} reads what a layer before the last one gave",
+            hint="it cannot be streamed: leave out --memory, or use a larger machine",
+        )
+
+
+@contextmanager
+def open_steps(decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[LayerSteps]:
+    """Put the layers under the control of `LayerSteps` while the context is open."""
+    steps = LayerSteps(decoder, layers)
+    for index, layer in enumerate(layers):
+        layer.forward = partial(steps.forward, index)
+    try:
+        yield steps
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _nan_like(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+        return torch.full_like(leaf, torch.nan)
+    return leaf
+
+
+def _has_nan(tree: Any) -> bool:
+    return any(
+        bool(leaf.isnan().any())
+        for leaf in pytree.tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    )
+
+
+def _mappings(args: Any, kwargs: Any) -> Iterator[tuple[str, MutableMapping[Any, Any]]]:
+    for name, value in (*((str(i), a) for i, a in enumerate(args)), *kwargs.items()):
+        if isinstance(value, MutableMapping):
+            yield name, value
+
+
+_Opened = dict[str, tuple[dict[Any, Any], dict[Any, int]]]
+
+
+def _open_shared(before: LayerState | None, args: Any, kwargs: Any) -> _Opened:
+    """Put back what earlier layers wrote, and note what there is before the layer runs."""
+    opened: _Opened = {}
+    for name, mapping in _mappings(args, kwargs):
+        known = {} if before is None else before.shared.get(name, {})
+        mapping.update(known)
+        opened[name] = known, {key: id(value) for key, value in mapping.items()}
+    return opened
+
+
+def _close_shared(opened: _Opened, args: Any, kwargs: Any) -> dict[str, dict[Any, Any]]:
+    shared: dict[str, dict[Any, Any]] = {}
+    for name, mapping in _mappings(args, kwargs):
+        known, seen = opened[name]
+        new = {key: value for key, value in mapping.items() if seen.get(key) != id(value)}
+        if known or new:
+            shared[name] = {**known, **new}
+    return shared

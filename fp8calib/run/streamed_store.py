@@ -1,0 +1,130 @@
+"""What waits between layers: in memory up to a limit, beyond it in a file that is mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fp8calib.errors import CalibrationError
+
+_ALIGNMENT = 64
+_SEGMENT_BYTES = 64 * 2**20
+
+
+@dataclass(slots=True)
+class _Slot:
+    leaves: list[Any]
+    """Tensors on the CPU, whose memory is used again; other leaves as they are."""
+    spec: Any
+
+
+class StateStore:
+    """Keeps trees of tensors by number; what is put under a number replaces what was there.
+
+    The file has no name, so that nothing is left of it however the process ends. Its room is taken
+    when it is mapped: a full disk is an error, not a crash. Used as a context manager.
+
+    Attributes:
+        ram_bytes: what is kept in memory of the process's own.
+        file_bytes: what is kept in the file.
+    """
+
+    def __init__(self, *, ram_limit_bytes: int, folder: Path) -> None:
+        self.ram_bytes = 0
+        self.file_bytes = 0
+        self._ram_limit_bytes = ram_limit_bytes
+        self._folder = folder
+        self._slots: dict[int, _Slot] = {}
+        self._file: IO[bytes] | None = None
+        self._segment = torch.zeros(0, dtype=torch.uint8)
+
+    def put(self, number: int, tree: Any) -> None:
+        """Keep a copy of a tree of tensors.
+
+        Raises:
+            CalibrationError: neither the limit nor the disk has room for it.
+        """
+        leaves, spec = pytree.tree_flatten(tree)
+        known = self._slots[number].leaves if number in self._slots else []
+        known = [*known, *[None] * (len(leaves) - len(known))]
+        kept = [self._copy(leaf, room) for leaf, room in zip(leaves, known, strict=False)]
+        self._slots[number] = _Slot(kept, spec)
+
+    def get(self, number: int, device: torch.device) -> Any:
+        """Give the tree back; on the CPU its tensors are the kept ones, not copies."""
+        slot = self._slots[number]
+        return pytree.tree_unflatten([_to(leaf, device) for leaf in slot.leaves], slot.spec)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._slots
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._slots.clear()
+        self._segment = torch.zeros(0, dtype=torch.uint8)
+        if self._file is not None:
+            self._file.close()
+
+    def _copy(self, leaf: Any, room: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        fits = (
+            isinstance(room, torch.Tensor) and room.shape == leaf.shape and room.dtype == leaf.dtype
+        )
+        return (room if fits else self._allocate(leaf)).copy_(leaf)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        size_bytes = like.numel() * like.element_size()
+        if self.ram_bytes + size_bytes <= self._ram_limit_bytes:
+            self.ram_bytes += size_bytes
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+        self.file_bytes += size_bytes
+        flat = self._allocate_mapped(size_bytes)
+        return flat.view(like.dtype).view(like.shape)
+
+    def _allocate_mapped(self, size_bytes: int) -> torch.Tensor:
+        taken_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        if taken_bytes > len(self._segment):
+            self._segment = self._map_segment(max(taken_bytes, _SEGMENT_BYTES))
+        found, self._segment = self._segment[:size_bytes], self._segment[taken_bytes:]
+        return found
+
+    def _map_segment(self, size_bytes: int) -> torch.Tensor:
+        size_bytes = -(-size_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 -- kept open
+            offset = os.fstat(self._file.fileno()).st_size
+            os.posix_fallocate(self._file.fileno(), offset, size_bytes)
+            mapped = mmap.mmap(self._file.fileno(), size_bytes, offset=offset)
+        except OSError as error:
+            raise CalibrationError(
+                f"{self._folder}: no room for hidden states beyond {offset_text(self.file_bytes)}: "
+                f"{error.strerror}",
+                hint="use fewer --samples, a shorter --seq-len, a larger --memory, or another disk",
+            ) from error
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def offset_text(size_bytes: int) -> str:
+    """Spell a size in GiB."""
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
+def _to(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf

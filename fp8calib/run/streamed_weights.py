@@ -1,0 +1,285 @@
+"""The weights of a model part by part: read ahead from the shards, placed, and dropped again.
+
+A part is a decoder layer, or what of the model lies outside of them. Parameters get the dtype and
+the form that transformers itself would load them in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.errors import ModelError
+from fp8calib.model.weights import TensorSource, WeightSource
+from fp8calib.observe.freed_memory import return_freed_memory
+
+
+class HeldTensors:
+    """Some tensors of a checkpoint, in memory; the others are read when they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        self._checkpoint = checkpoint
+        self._held = {name: checkpoint.read_as_mapped(name) for name in names}
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint lies."""
+        return self._checkpoint.folder
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """All tensors of the checkpoint by name."""
+        return self._checkpoint.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        """Give a tensor whole; what is held is not copied."""
+        held = self._held.get(name)
+        return self._checkpoint.read(name) if held is None else held
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Give rows of the leading dimension; what is held is not copied."""
+        held = self._held.get(name)
+        return self._checkpoint.read_rows(name, start, stop) if held is None else held[start:stop]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Tell the shape of what `read` gives."""
+        return self._checkpoint.shape(name)
+
+    def release(self, names: Sequence[str]) -> None:
+        """Let go of tensors that are not needed as they are any more."""
+        for name in names:
+            self._held.pop(name, None)
+
+
+class _Casting:
+    """A source whose tensors are cast: before transformers joins them, as it does itself."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
+        self._source = source
+        self._dtype = dtype
+
+    @property
+    def folder(self) -> Path:
+        return self._source.folder
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return self._source.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._source.read(name).to(self._dtype)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._source.read_rows(name, start, stop).to(self._dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart:
+    """What is loaded together."""
+
+    wanted: Mapping[str, str]
+    """Name in the model -> the parameter it is filled from: itself, or the one it is tied to."""
+    tensors: tuple[str, ...]
+    """The tensors of the checkpoint that it takes, in the order they lie in the files."""
+
+
+class PartedWeights:
+    """Fills parts of a model that was built without weights, and empties them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: WeightSource,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._checkpoint = checkpoint
+        self._device = device
+        self._known = model.state_dict(keep_vars=True)
+        self._maker = {made: key for key, group in weights.parameters.items() for made in group}
+        self._tied = _tied_names(model)
+        self._dtype_of = _dtypes_by_name(model, dtype)
+
+    def part(self, is_wanted: Callable[[str], bool]) -> ModelPart:
+        """Gather the parameters and persistent buffers whose names are wanted.
+
+        Raises:
+            ModelError: the checkpoint lacks one, or has another shape for it.
+        """
+        names = [name for name in self._known if is_wanted(name)]
+        wanted = {name: found for name in names if (found := self._find(name)) is not None}
+        self._require(sorted(set(names) - set(wanted)))
+        keys = {self._maker[parameter] for parameter in wanted.values()}
+        taken = self._weights.names_of(keys)
+        for name, parameter in wanted.items():
+            self._check_shape(name, self._weights.whole.get(parameter))
+        order = {name: place for place, name in enumerate(self._checkpoint.tensors)}
+        return ModelPart(wanted=wanted, tensors=tuple(sorted(taken, key=order.__getitem__)))
+
+    def size_bytes(self, part: ModelPart) -> int:
+        """Tell what a part takes once it is placed."""
+        sizes = (self._known[name].numel() * self._target(name).itemsize for name in part.wanted)
+        return sum(sizes)
+
+    def read(self, part: ModelPart) -> HeldTensors:
+        """Read the tensors of a part, as they are stored."""
+        return HeldTensors(self._checkpoint, part.tensors)
+
+    def over(self, held: HeldTensors) -> WeightSource:
+        """Give the model's parameters as they are read from `held`."""
+        return self._weights.reading(held)
+
+    def place(self, part: ModelPart, held: HeldTensors, *, keep: bool = False) -> None:
+        """Fill a part; what is held is let go of as soon as it is used, unless told to `keep` it.
+
+        Raises:
+            ModelError: a joined weight has another shape than the config says.
+        """
+        by_key: dict[str, list[str]] = {}
+        for name, parameter in part.wanted.items():
+            by_key.setdefault(self._maker[parameter], []).append(name)
+        for key, names in by_key.items():
+            source = self._weights.reading(_Casting(held, self._target(names[0])))
+            made = source.read_all(key)
+            if not keep:
+                held.release(tuple(self._weights.names_of([key])))
+            for name in names:
+                tensor = made[part.wanted[name]].to(self._target(name))
+                self._set(name, tensor.clone() if keep else tensor)
+
+    def drop(self, part: ModelPart) -> None:
+        """Empty a part: its memory is given back to the system."""
+        for name in part.wanted:
+            _assign(self._model, name, self._known[name])
+        return_freed_memory()
+
+    def _set(self, name: str, tensor: torch.Tensor) -> None:
+        expected = self._known[name]
+        if tensor.shape != expected.shape:
+            raise _mismatch(self._checkpoint.folder, name, tensor.shape, expected.shape)
+        _assign(self._model, name, tensor.to(self._device))
+
+    def _target(self, name: str) -> torch.dtype:
+        return self._dtype_of(name, self._known[name].dtype)
+
+    def _find(self, name: str) -> str | None:
+        return next((n for n in (name, *self._tied.get(name, ())) if n in self._maker), None)
+
+    def _require(self, missing: Sequence[str]) -> None:
+        if missing:
+            more = f" and {len(missing) - 3} more" if missing[3:] else ""
+            raise ModelError(
+                f"{self._checkpoint.folder}: the checkpoint lacks {', '.join(missing[:3])}{more}; "
+                "the model would run with random numbers in their place",
+                hint="download the weights again, or take the config.json they were saved with",
+            )
+
+    def _check_shape(self, name: str, stored: str | None) -> None:
+        if stored is not None and self._checkpoint.shape(stored) != tuple(self._known[name].shape):
+            found = self._checkpoint.shape(stored)
+            raise _mismatch(self._checkpoint.folder, name, found, self._known[name].shape)
+
+
+class ReadAhead:
+    """Reads parts one ahead of their use, in a thread of its own; a context manager.
+
+    Iterating waits for each part's tensors. The next part is read from `begin_next` on, which is
+    called once the tensors are placed: two parts are in memory at a time.
+    """
+
+    def __init__(self, weights: PartedWeights, parts: Sequence[ModelPart]) -> None:
+        self._weights = weights
+        self._parts = parts
+        self._pending: Future[HeldTensors] | None = None
+        self._begun = 0
+
+    def __enter__(self) -> Self:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin_next(self) -> None:
+        """Begin to read the next part, unless that is done already, or there is none."""
+        if self._pending is None and self._begun < len(self._parts):
+            self._pending = self._pool.submit(self._weights.read, self._parts[self._begun])
+            self._begun += 1
+
+    def __iter__(self) -> Iterator[tuple[ModelPart, HeldTensors]]:
+        for part in self._parts:
+            self.begin_next()
+            yield part, self._take()
+
+    def _take(self) -> HeldTensors:
+        assert self._pending is not None  # noqa: S101 -- the caller began
+        held = self._pending.result()
+        self._pending = None
+        return held
+
+
+def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
+    elif isinstance(value, nn.Parameter):
+        module._parameters[leaf] = value
+    else:
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+
+def _tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """For each tied parameter, the others that share its memory."""
+    groups: dict[str, list[str]] = {}
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        groups.setdefault(source, [source]).append(target)
+    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
+
+
+def _dtypes_by_name(
+    model: PreTrainedModel, dtype: torch.dtype
+) -> Callable[[str, torch.dtype], torch.dtype]:
+    """Tell what transformers loads a parameter in, of its name and its dtype in the model."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda _name, own: own
+    alternation, glob_of, _ = build_glob_alternation(list(plan))
+    pattern: re.Pattern[str] = alternation
+
+    def find(name: str, own: torch.dtype) -> torch.dtype:
+        match = pattern.search(name)
+        return own if match is None else plan[glob_of[str(match.lastgroup)]]
+
+    return find
+
+
+def _mismatch(folder: Path, name: str, found: Sequence[int], expected: Sequence[int]) -> ModelError:
+    return ModelError(
+        f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
+        hint="config.json and weights are of two models; download both again",
+    )
