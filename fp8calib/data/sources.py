@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,15 +51,32 @@ def iter_builtin_rows(part: Part) -> Iterator[Row]:
     """Yield one row per topic of Python's own `help()`, sorted by name.
 
     A topic belongs to `calibrate` when it ends within the first 80 % of all characters, and to
-    `verify` otherwise.
+    `verify` otherwise; topics that a longer one of `calibrate` repeats ("try", "while", "with") are
+    left out of `verify`.
     """
+    calibrate, verify = _split_topics()
+    for name, text in calibrate.items() if part == "calibrate" else verify.items():
+        yield Row(f"builtin:{name}", text=text)
+
+
+def _split_topics() -> tuple[dict[str, str], dict[str, str]]:
     topics = _load_topics()
     total = sum(map(len, topics.values()))
-    end = 0
-    for name in sorted(topics):
-        end += len(topics[name])
-        if (part == "calibrate") == (5 * end <= 4 * total):
-            yield Row(f"builtin:{name}", text=topics[name])
+    names = sorted(topics)
+    ends = dict(zip(names, accumulate(len(topics[name]) for name in names), strict=True))
+    calibrate = {name: topics[name] for name, end in ends.items() if 5 * end <= 4 * total}
+    seen = frozenset(line for text in calibrate.values() for line in text.splitlines())
+    verify = {
+        name: topics[name]
+        for name in ends
+        if name not in calibrate and not _is_repeated(topics[name], seen)
+    }
+    return calibrate, verify
+
+
+def _is_repeated(text: str, seen: Set[str]) -> bool:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return 2 * sum(line in seen for line in lines) > len(lines)
 
 
 def _load_topics() -> dict[str, str]:
