@@ -109,9 +109,19 @@ def _save(name: str, save: Callable[[Path], Path]) -> Callable[[Bench, Path], Pa
     return lambda _, folder: save(folder / name)
 
 
+def _save_foreign(folder: Path) -> Path:
+    """Write a checkpoint whose model type only its own code knows."""
+    path = sources.save_compressed(folder) / "config.json"
+    own = {"model_type": "foreign", "auto_map": {}, "num_attention_heads": 4}
+    own |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    return folder
+
+
 MAKERS: Mapping[str, Callable[[Bench, Path], Path]] = {
     **{name: _save(file, save) for name, (file, save, _) in sources.SOURCES.items()},
     "per head": _save("llama-FP8", sources.save_per_head),
+    "own code": _save("foreign-FP8", _save_foreign),
     "ranks": _save("ranks", sources.save_ranks),
     "npz": _save("rank0.npz", sources.save_npz),
     "bare": _save("bare.safetensors", sources.save_bare),
