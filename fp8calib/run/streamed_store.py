@@ -84,18 +84,24 @@ class StateStore:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         fits = (
-            isinstance(room, torch.Tensor) and room.shape == leaf.shape and room.dtype == leaf.dtype
+            isinstance(room, torch.Tensor)
+            and room.shape == leaf.shape
+            and room.dtype == leaf.dtype
+            and room.stride() == torch.empty_like(leaf, device="meta").stride()
         )
         return (room if fits else self._allocate(leaf)).copy_(leaf)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        size_bytes = like.numel() * like.element_size()
+        """Give room of the shape and the order in memory of `like`: results may round by it."""
+        form = torch.empty_like(like, device="meta")
+        size_bytes = form.numel() * form.element_size()
         if self.ram_bytes + size_bytes <= self._ram_limit_bytes:
             self.ram_bytes += size_bytes
-            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+            return torch.empty_like(form, device="cpu")
         self.file_bytes += size_bytes
-        flat = self._allocate_mapped(size_bytes)
-        return flat.view(like.dtype).view(like.shape)
+        return (
+            self._allocate_mapped(size_bytes).view(form.dtype).as_strided(form.shape, form.stride())
+        )
 
     def _allocate_mapped(self, size_bytes: int) -> torch.Tensor:
         taken_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
