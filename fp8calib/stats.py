@@ -20,9 +20,12 @@ from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import DataError, ModelError, UsageError, shorten
 from fp8calib.geometry import ModelGeometry
 from fp8calib.measured import MeasuredOn
+from fp8calib.parts import StatsPart
 from fp8calib.sites import Site
 
 METADATA_KEY = "fp8calib"
+PART_KEY = "fp8calib.part"
+"""Stands only in files that hold a part of the statistics."""
 NUM_QUARTERS = 4
 _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
 
@@ -47,8 +50,9 @@ class SiteStats:
     """Counts of log2 magnitudes (`fp8calib.histogram`), of the sampled tokens: [NUM_BINS]."""
 
 
-_TENSOR_FIELDS = tuple(f.name for f in fields(SiteStats) if f.name != "count")
-_COUNT_FIELDS = frozenset({"expert_counts", "histogram"})
+TENSOR_FIELDS = tuple(f.name for f in fields(SiteStats) if f.name != "count")
+COUNT_FIELDS = frozenset({"expert_counts", "histogram"})
+"""Those of them that add up; of the others the larger counts."""
 
 
 class Skipped(BaseModel):
@@ -89,6 +93,8 @@ class CalibrationStats:
     header: StatsHeader
     sites: Mapping[Site, SiteStats]
     text_hashes: torch.Tensor
+    part: StatsPart | None = None
+    """What part of a run they are of; None for the whole. Header and hashes are the whole's."""
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -119,8 +125,10 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
                 aliases[key] = first
     counts = {str(site): stats.sites[site].count for site in sorted(stats.sites)}
     envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases, digest="")
-    envelope = envelope.model_copy(update={"digest": _digest(envelope, tensors)})
-    save_tensors(path, tensors, metadata={METADATA_KEY: envelope.model_dump_json()})
+    part = "" if stats.part is None else stats.part.model_dump_json()
+    envelope = envelope.model_copy(update={"digest": _digest(envelope, tensors, part)})
+    metadata = {METADATA_KEY: envelope.model_dump_json(), **({PART_KEY: part} if part else {})}
+    save_tensors(path, tensors, metadata=metadata)
 
 
 class _Envelope(BaseModel):
@@ -134,7 +142,7 @@ class _Envelope(BaseModel):
 
 
 def _site_tensors(site: SiteStats) -> Iterable[tuple[str, torch.Tensor]]:
-    for name in _TENSOR_FIELDS:
+    for name in TENSOR_FIELDS:
         tensor = getattr(site, name)
         if tensor is not None:
             yield name, tensor.contiguous()
@@ -150,11 +158,11 @@ def is_stats_file(path: Path) -> bool:
         return False
 
 
-def load_stats(path: Path) -> CalibrationStats:
+def load_stats(path: Path, *, takes_part: bool = False) -> CalibrationStats:
     """Read a stats file.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: there is no such file, or it holds a part and `takes_part` is false.
         DataError: the file is damaged, or holds no statistics of this tool.
     """
     if not path.is_file():
@@ -165,13 +173,14 @@ def load_stats(path: Path) -> CalibrationStats:
             hint = f"{_HINT}; `fp8calib extract-kv-scales` converts files of scales"
             raise DataError(f"{path} is not a stats file of this tool", hint=hint)
         envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
+        part_text = metadata.get(PART_KEY, "")
+        part = StatsPart.model_validate_json(part_text) if part_text else None
         with TensorFile(path) as file:
             tensors = {name: file.read(name) for name in file.tensors}
         sites = _build_sites(envelope, tensors)
         text_hashes = tensors["text_hashes"].contiguous()
-        if envelope.digest != _digest(envelope, tensors):
+        if envelope.digest != _digest(envelope, tensors, part_text):
             raise ValueError("its contents are not those that were written")
-        return CalibrationStats(header=envelope.header, sites=sites, text_hashes=text_hashes)
     except ModelError as error:
         raise DataError(error.message, hint=_HINT) from error
     except ValidationError as error:
@@ -185,10 +194,17 @@ def load_stats(path: Path) -> CalibrationStats:
         ) from error
     except ValueError as error:
         raise DataError(f"{path} is damaged: {shorten(str(error))}", hint=_HINT) from error
+    if part is not None and not takes_part:
+        raise UsageError(
+            f"{path} holds only {part.describe()} of the statistics",
+            hint="join all parts with `fp8calib merge`, and pass the file it writes",
+        )
+    return CalibrationStats(header=envelope.header, sites=sites, text_hashes=text_hashes, part=part)
 
 
-def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> str:
+def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor], part: str) -> str:
     digest = hashlib.sha256(envelope.model_dump_json(exclude={"digest"}).encode())
+    digest.update(part.encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
@@ -210,7 +226,7 @@ def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> di
     }
     for key, tensor in everything.items():
         text, _, name = key.rpartition("/")
-        if name not in _TENSOR_FIELDS:
+        if name not in TENSOR_FIELDS:
             msg = f"unknown tensor {key}"
             raise ValueError(msg)
         by_site[text][name] = tensor
@@ -224,8 +240,8 @@ def _build_site(text: str, count: int, found: Mapping[str, torch.Tensor]) -> Sit
     if "amax" not in found:
         raise KeyError(f"{text}/amax")
     for name, tensor in found.items():
-        dtype = torch.int64 if name in _COUNT_FIELDS else torch.float32
+        dtype = torch.int64 if name in COUNT_FIELDS else torch.float32
         if tensor.dtype is not dtype or not bool((tensor.isfinite() & (tensor >= 0)).all()):
-            what = "counts" if name in _COUNT_FIELDS else "magnitudes"
+            what = "counts" if name in COUNT_FIELDS else "magnitudes"
             raise ValueError(f"{text}/{name} holds values that are no {what}")
     return SiteStats(count=count, **found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -132,6 +132,20 @@ def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Bat
             stop += 1
         yield _make_batch(plan, first, stop, groups)
         first = stop
+
+
+def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
+    """Take the sequences `start:stop` of a batch (counted within it), padded no wider than needed.
+
+    What comes out is what `batches` makes where it cuts there.
+    """
+    lengths = batch.lengths[start:stop]
+    return replace(
+        batch,
+        first=batch.first + start,
+        input_ids=batch.input_ids[start:stop, : max(lengths)],
+        lengths=lengths,
+    )
 
 
 def _may_join(plan: DataPlan, first: int, index: int, groups: int) -> bool:

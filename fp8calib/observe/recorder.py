@@ -7,7 +7,7 @@ Everything stays on the device of the tensors it came from; the host reads nothi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -15,8 +15,9 @@ from fp8calib.errors import CalibrationError
 from fp8calib.histogram import count_bins
 from fp8calib.observe.freed_memory import return_freed_memory
 from fp8calib.observe.reductions import channel_amax, head_amax, tokens_first
+from fp8calib.observe.running import Running, Seen, freeze
 from fp8calib.sites import Role, Site
-from fp8calib.stats import NUM_QUARTERS, SiteStats
+from fp8calib.stats import SiteStats
 
 HISTOGRAM_SEQUENCES = 8
 """Every how many sequences one enters the histograms; amax and counts always see all of them."""
@@ -29,12 +30,14 @@ _REMEMBERED_INPUTS = 4
 class BatchView:
     """Which tokens of a batch count.
 
-    Rows are tokens in batch-major order, `shape` is (B, S). `kept` lists the rows that are no
-    padding, None when all are kept. The sampled rows enter histograms (none in most batches); they
-    depend on the global sequence index and the position only.
+    Rows are tokens in batch-major order, `shape` is (B, S), `first` the global index of its first
+    sequence. `kept` lists the rows that are no padding, None when all are kept. The sampled rows
+    enter histograms (none in most batches); they depend on the global sequence index and the
+    position only.
     """
 
     shape: tuple[int, int]
+    first: int
     num_tokens: int
     quarter: int
     kept: torch.Tensor | None
@@ -71,6 +74,7 @@ def view_batch(
     sampled = [i for i in range(len(lengths)) if (first + i) % HISTOGRAM_SEQUENCES == 0]
     return BatchView(
         shape=shape,
+        first=first,
         num_tokens=sum(lengths),
         quarter=quarter,
         kept=_rows(shape, lengths, range(len(lengths))) if is_padded else None,
@@ -86,30 +90,6 @@ def _rows(
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
-@dataclass(slots=True)
-class _Running:
-    """The running statistics of one site."""
-
-    count: int = 0
-    amax: torch.Tensor | None = None
-    quarter: torch.Tensor | None = None
-    progress: list[torch.Tensor | None] = field(default_factory=lambda: [None] * NUM_QUARTERS)
-    experts: torch.Tensor | None = None
-    expert_counts: torch.Tensor | None = None
-    histogram: torch.Tensor | None = None
-
-    def observe(self, amax: torch.Tensor, num_tokens: int) -> None:
-        self.count += num_tokens
-        self.quarter = _larger(self.quarter, amax)
-
-    def close_quarter(self, quarter: int) -> None:
-        if self.quarter is None:
-            return
-        self.progress[quarter] = _larger(self.progress[quarter], self.quarter.max())
-        self.amax = _larger(self.amax, self.quarter)
-        self.quarter = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SeenInput:
     """An input that was reduced a moment ago, and may come again at the next linear."""
@@ -120,21 +100,17 @@ class _SeenInput:
     bins: torch.Tensor | None
 
 
-def _larger(running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    if running is None:
-        return new.clone()
-    return torch.maximum(running, new.to(running.device), out=running)
-
-
-def _sum(running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    return new.clone() if running is None else running.add_(new.to(running.device))
-
-
 class Recorder:
-    """Collects statistics batch by batch; `begin_batch` first, then the observations."""
+    """Collects statistics batch by batch; `begin_batch` first, then the observations.
+
+    A batch counts when it is ended, whole: one that is broken off leaves no trace.
+    """
 
     def __init__(self) -> None:
-        self._running: dict[Site, _Running] = {}
+        self._running: dict[Site, Running] = {}
+        self._pending: list[Seen] = []
+        self._sequences: list[tuple[int, int]] = []
+        self._is_settled = True
         self._quarter = 0
         self._is_first_of_quarter = True
         self._batch: BatchView | None = None
@@ -155,19 +131,38 @@ class Recorder:
             self._close_quarter()
             self._quarter = batch.quarter
             self._is_first_of_quarter = True
+        self._let_go()
         self._batch = batch
-        self._on_device.clear()
-        self._remembered.clear()
 
     def end_batch(self) -> None:
-        """Close the batch and let go of its tensors."""
-        self._batch = None
-        self._on_device.clear()
-        self._remembered.clear()
+        """Close the batch: what was observed counts from now on."""
+        self._is_settled = False
+        for seen in self._pending:
+            self._site(seen.site).observe(seen)
+        first = self.batch.first
+        self._sequences.append((first, first + self.batch.shape[0]))
+        self._is_settled = True
+        self._let_go()
         if self._is_first_of_quarter:
             # Its statistics are new tensors between the activations; later batches add to them.
             return_freed_memory()
             self._is_first_of_quarter = False
+
+    def _let_go(self) -> None:
+        self._batch = None
+        self._pending.clear()
+        self._on_device.clear()
+        self._remembered.clear()
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """The sequences that count: first and the one after the last of every batch, in order."""
+        return tuple(self._sequences)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every batch counts whole or not at all: an interruption may come in between."""
+        return self._is_settled
 
     def observe_heads(self, site: Site, x: torch.Tensor, *, num_heads: int) -> None:
         """Take K, V or q of one layer: [B, H, S, D], H a multiple of `num_heads`.
@@ -180,28 +175,31 @@ class Recorder:
         if batch.kept is not None:
             rows = tokens_first(x)[self.rows("kept", x.device)]
             counted = rows.view(len(rows), x.shape[1], x.shape[3]).transpose(0, 1).unsqueeze(0)
-        running = self._site(site)
-        running.observe(head_amax(counted).reshape(num_heads, -1).amax(1), batch.num_tokens)
+        amax = head_amax(counted).reshape(num_heads, -1).amax(1)
+        bins = None
         if site.role is not Role.Q and len(batch.kv_sample):
-            sample = tokens_first(x)[self.rows("kv_sample", x.device)]
-            running.histogram = _sum(running.histogram, count_bins(sample))
+            bins = count_bins(tokens_first(x)[self.rows("kv_sample", x.device)])
+        self._pending.append(
+            Seen(site=site, num_tokens=batch.num_tokens, amax=amax, histogram=bins)
+        )
 
     def observe_input(self, site: Site, x: torch.Tensor) -> None:
         """Take the input of a linear: [..., C], the leading axes ending in (B, S) or flat."""
         amax, bins, num_tokens = self._input(site, x)
-        running = self._site(site)
-        running.observe(amax, num_tokens)
-        if bins is not None:
-            running.histogram = _sum(running.histogram, bins)
+        self._pending.append(Seen(site=site, num_tokens=num_tokens, amax=amax, histogram=bins))
 
     def observe_experts(self, site: Site, seen: ExpertRows) -> None:
         """Take what the experts of a layer were given, as one projection."""
-        running = self._site(site)
-        running.observe(seen.amax, self.batch.num_tokens)
-        running.experts = _larger(running.experts, seen.per_expert)
-        running.expert_counts = _sum(running.expert_counts, seen.counts)
-        if seen.histogram is not None:
-            running.histogram = _sum(running.histogram, seen.histogram)
+        self._pending.append(
+            Seen(
+                site=site,
+                num_tokens=self.batch.num_tokens,
+                amax=seen.amax,
+                histogram=seen.histogram,
+                experts=seen.per_expert,
+                expert_counts=seen.counts,
+            )
+        )
 
     def rows(self, which: str, device: torch.device) -> torch.Tensor:
         """Give an index list of the batch on `device`, moved there once a batch."""
@@ -232,20 +230,22 @@ class Recorder:
     def stats(self) -> dict[Site, SiteStats]:
         """Close the last quarter and give what was seen, on the CPU."""
         self._close_quarter()
-        return {site: _freeze(running) for site, running in self._running.items()}
+        return {site: freeze(running) for site, running in self._running.items()}
 
     def forget(self) -> None:
         """Drop everything seen so far."""
+        self._let_go()
         self._running.clear()
+        self._sequences.clear()
 
     def counts(self) -> Mapping[Site, int]:
         """Tokens seen per site so far."""
         return {site: running.count for site, running in self._running.items()}
 
-    def _site(self, site: Site) -> _Running:
+    def _site(self, site: Site) -> Running:
         running = self._running.get(site)
         if running is None:
-            running = self._running[site] = _Running()
+            running = self._running[site] = Running()
         return running
 
     def _close_quarter(self) -> None:
@@ -294,23 +294,3 @@ class Recorder:
 
 def _all_finite(tensors: list[torch.Tensor]) -> bool:
     return bool(torch.cat([tensor.flatten() for tensor in tensors]).isfinite().all())
-
-
-def _freeze(running: _Running) -> SiteStats:
-    progress = torch.zeros(NUM_QUARTERS)
-    for quarter, amax in enumerate(running.progress):
-        if amax is not None:
-            progress[quarter] = amax.cpu()
-    amax = running.amax if running.amax is not None else torch.zeros(0)
-    return SiteStats(
-        count=running.count,
-        amax=amax.cpu(),
-        experts=_to_cpu(running.experts),
-        expert_counts=_to_cpu(running.expert_counts),
-        progress=progress,
-        histogram=_to_cpu(running.histogram),
-    )
-
-
-def _to_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.cpu()

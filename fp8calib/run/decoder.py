@@ -13,6 +13,10 @@ from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.model.topology import text_decoder
 
 
+class OutOfMemoryInForward(CalibrationError):  # noqa: N818 -- a state that smaller batches avoid
+    """A batch did not fit into memory."""
+
+
 class Decoder:
     """Runs batches through the text decoder (never the lm_head)."""
 
@@ -32,7 +36,8 @@ class Decoder:
         """Run one batch and give its last hidden state: [B, S, C].
 
         Raises:
-            CalibrationError: out of memory, or the forward pass failed.
+            OutOfMemoryInForward: the batch is too large.
+            CalibrationError: the forward pass failed.
         """
         mask = batch.mask
         try:
@@ -46,13 +51,9 @@ class Decoder:
             )
         except Fp8CalibError:
             raise
-        except torch.OutOfMemoryError as error:
-            rows, columns = batch.input_ids.shape
-            raise CalibrationError(
-                f"out of memory at sample {batch.first}, with {rows} sequences of {columns} tokens",
-                hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
-            ) from error
         except Exception as error:
+            if _is_out_of_memory(error):
+                raise _out_of_memory(batch) from error
             raise CalibrationError(
                 f"{type(self._decoder).__name__}: its forward pass failed at sample {batch.first}: "
                 f"{type(error).__name__}: {error}",
@@ -60,6 +61,21 @@ class Decoder:
             ) from error
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Tell torch's own error, C++'s, and that of torch's CPU allocator, which has no type."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _out_of_memory(batch: Batch) -> OutOfMemoryInForward:
+    rows, columns = batch.input_ids.shape
+    return OutOfMemoryInForward(
+        f"out of memory at sample {batch.first}, with {rows} sequences of {columns} tokens",
+        hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
+    )
 
 
 def _input_device(model: nn.Module) -> torch.device:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch
+from fp8calib.geometry import Linear
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.seams import tapped
 from fp8calib.recipe import Observe
+from fp8calib.run.probe import Probe, probe_layer
 from fp8calib.run.streamed import StreamedLayer, StreamedModel, StreamedRunner, Streaming
 from fp8calib.sites import Site
 from fp8calib.stats import SiteStats
@@ -26,7 +29,10 @@ class LayerObserver:
         observe: Observe,
         *,
         ignored: Collection[str],
+        linears: Sequence[Linear],
     ) -> None:
+        """Take `linears` as those whose weights are observed; of others finiteness is."""
+        self._linears = {linear.module for linear in linears}
         self._streamed = streamed
         self._checkpoint = checkpoint
         self._observe = observe
@@ -34,6 +40,12 @@ class LayerObserver:
         self._weights: dict[Site, SiteStats] = {}
         self._met: set[str] = set()
         self.recorder = Recorder()
+
+    def probe(self, batch: Batch, streaming: Streaming) -> Probe:
+        """Measure the first layer on one micro-batch; what is observed of it stays."""
+        runner = self._runner(streaming)
+        with self._tapped(), runner.first_layer(batch, self.recorder) as first:
+            return probe_layer(self._streamed, first, self._meet)
 
     def observe_weights(self, advance: Callable[[int], None]) -> dict[Site, SiteStats]:
         """Read the weights alone.
@@ -57,24 +69,30 @@ class LayerObserver:
             ModelError: a weight is NaN or inf.
             CalibrationError: an activation is NaN or inf; the message names layer and sample.
         """
-        runner = StreamedRunner(
+        runner = self._runner(streaming)
+        with self._tapped():
+            runner.run(batches, self.recorder, advance, meet_layer=self._meet)
+        return self._finish() | self.recorder.stats()
+
+    def _runner(self, streaming: Streaming) -> StreamedRunner:
+        return StreamedRunner(
             self._streamed, streaming, observe_kv=self._observe.kv, ignored=self._ignored
         )
-        with tapped(
+
+    def _tapped(self) -> AbstractContextManager[None]:
+        return tapped(
             self._streamed.model,
             self._streamed.geometry,
             ObservingTaps(self.recorder),
             query=self._observe.query,
             inputs=self._observe.inputs,
             ignored=self._ignored,
-        ):
-            runner.run(batches, self.recorder, advance, meet_layer=self._meet)
-        return self._finish() | self.recorder.stats()
+        )
 
     def _meet(self, layer: StreamedLayer) -> None:
         if not self._observe.weights:
             return
-        linears = layer.layer.linears
+        linears = [each for each in layer.layer.linears if each.module in self._linears]
         self._weights |= observe_weights(
             self._streamed.model, linears, layer.weights, ignored=self._ignored
         )

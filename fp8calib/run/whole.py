@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.data.plan import Batch
+from fp8calib.data.plan import Batch, cut_batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import ModelGeometry
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.observe.seams import TappedCache, own_attentions
-from fp8calib.run.decoder import Decoder
+from fp8calib.run.decoder import Decoder, OutOfMemoryInForward
 from fp8calib.sites import Role, Site
 
 GPU_BATCHES_PER_CHECK = 16
 """On a GPU the host looks at the statistics only this often; looking waits for the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackOff:
+    """From which sequence on batches had to be smaller, and how large they were then."""
+
+    first: int
+    batch_size: int
+
+
+def _ignore(*_: object) -> None:
+    return None
 
 
 class WholeRunner:
@@ -36,24 +50,63 @@ class WholeRunner:
         self._attentions = own_attentions(geometry)
         all_modules = {attention.module for attention in self._attentions.values()}
         self._ignored = frozenset(ignored) if observe_kv else frozenset(all_modules)
+        self._max_sequences = sys.maxsize
 
     def run(
-        self, batches: Iterable[Batch], recorder: Recorder, advance: Callable[[int], None]
+        self,
+        batches: Iterable[Batch],
+        recorder: Recorder,
+        advance: Callable[[int], None],
+        *,
+        on_checked: Callable[[], None] = _ignore,
+        on_back_off: Callable[[BackOff], None] = _ignore,
     ) -> None:
-        """Run all batches; `advance` is told the tokens of each.
+        """Run all batches; those that do not fit into memory are halved, and so are later ones.
+
+        Args:
+            batches: the micro-batches.
+            recorder: is shown them.
+            advance: is told the tokens of each.
+            on_checked: is called where all that the recorder holds is known to be finite.
+            on_back_off: is told when batches become smaller.
 
         Raises:
-            CalibrationError: an activation is NaN or inf; the message names layer and sample.
+            CalibrationError: an activation is NaN or inf (the message names layer and sample), or
+                one sequence does not fit into memory.
         """
-        group: list[Batch] = []
-        for batch in batches:
-            if group and (self._is_full(group) or group[-1].quarter != batch.quarter):
-                self._check(group, recorder)
-                group = []
-            self._forward(batch, recorder)
+        waiting, group = deque(batches), list[Batch]()
+        while waiting:
+            batch = waiting.popleft()
+            if len(batch.lengths) > self._max_sequences:
+                waiting.extendleft(reversed(_cut(batch, self._max_sequences)))
+                continue
+            if group and group[-1].quarter != batch.quarter:
+                group = self._check(group, recorder)
+            if not self._fits(batch, recorder):
+                self._max_sequences = len(batch.lengths) // 2
+                on_back_off(BackOff(first=batch.first, batch_size=self._max_sequences))
+                waiting.appendleft(batch)
+                continue
             group.append(batch)
             advance(batch.num_tokens)
+            if self._is_full(group):
+                group = self._check(group, recorder)
+                on_checked()
         self._check(group, recorder)
+        on_checked()
+
+    def _fits(self, batch: Batch, recorder: Recorder) -> bool:
+        """Run a batch; false where it can be made smaller and has to be."""
+        try:
+            self._forward(batch, recorder)
+        except OutOfMemoryInForward:
+            if len(batch.lengths) == 1:
+                raise
+        else:
+            return True
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # the error, and what its frames held, are gone here
+        return False
 
     def _is_full(self, group: list[Batch]) -> bool:
         return self._decoder.device.type == "cpu" or len(group) >= GPU_BATCHES_PER_CHECK
@@ -67,9 +120,10 @@ class WholeRunner:
         self._decoder.run(batch, cache)
         recorder.end_batch()
 
-    def _check(self, group: list[Batch], recorder: Recorder) -> None:
+    def _check(self, group: list[Batch], recorder: Recorder) -> list[Batch]:
+        """Find what is not finite in a group of batches; give the next group, which is empty."""
         if recorder.check_finite() is None:
-            return
+            return []
         for single in one_by_one(group):
             recorder.forget()
             self._forward(single, recorder)
@@ -92,10 +146,10 @@ def nonfinite_error(site: Site, sample: int, dtype: torch.dtype) -> CalibrationE
 def one_by_one(group: Iterable[Batch]) -> Iterable[Batch]:
     """Cut batches into sequences, without their padding."""
     for batch in group:
-        for row, length in enumerate(batch.lengths):
-            yield replace(
-                batch,
-                first=batch.first + row,
-                input_ids=batch.input_ids[row : row + 1, :length],
-                lengths=(length,),
-            )
+        yield from _cut(batch, 1)
+
+
+def _cut(batch: Batch, size: int) -> list[Batch]:
+    """Cut a batch into batches of at most `size` sequences."""
+    starts = range(0, len(batch.lengths), size)
+    return [cut_batch(batch, start, start + size) for start in starts]
