@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from fixture_models import NUM_TOKENS, VOCABULARY, load_model, make_rows, save_output
 from llmcompressor import oneshot
@@ -32,6 +33,10 @@ CASES: Mapping[str, tuple[str, bool, Mapping[str, Any]]] = {
     ),
     "fp8-dynamic": ("llama", False, {**_LINEARS, "scheme": "FP8_DYNAMIC"}),
     "fp8-block": ("llama", False, {**_LINEARS, "scheme": "FP8_BLOCK"}),
+    # in float32 it divides as we do; in bfloat16 it rounds scales and quotients to that first
+    "fp8-static-float32": ("llama", False, {**_LINEARS, "scheme": "FP8"}),
+    "fp8-dynamic-float32": ("llama", False, {**_LINEARS, "scheme": "FP8_DYNAMIC"}),
+    "fp8-block-float32": ("llama", False, {**_LINEARS, "scheme": "FP8_BLOCK"}),
     "w8a16": ("llama", False, {"config_groups": {"group_0": _PER_CHANNEL}, "ignore": ["lm_head"]}),
     "kv": ("llama", True, {"targets": [], "kv_cache_scheme": _PER_TENSOR}),
     "kv-head": ("llama", True, {"targets": [], "kv_cache_scheme": _PER_HEAD}),
@@ -58,7 +63,8 @@ def main(out: Path) -> None:
     """Make every output."""
     rows = Dataset.from_list([{"input_ids": row} for row in make_rows().tolist()])
     for name, (model_name, scales_only, arguments) in CASES.items():
-        model = load_model(out / model_name)
+        dtype = torch.float32 if name.endswith("-float32") else torch.bfloat16
+        model = load_model(out / model_name, dtype)
         oneshot(
             model=model,
             processor=make_tokenizer(),

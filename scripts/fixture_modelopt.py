@@ -27,6 +27,8 @@ def with_kv(config: Mapping[str, Any]) -> dict[str, Any]:
 
 CASES: Mapping[str, tuple[str, bool, str, Mapping[str, Any]]] = {
     "fp8-kv": ("llama", False, "FP8_DEFAULT_CFG", with_kv(mtq.FP8_DEFAULT_CFG)),
+    # in float32 it divides as we do; in bfloat16 it rounds quotients to that first
+    "fp8-float32": ("llama", False, "FP8_DEFAULT_CFG", mtq.FP8_DEFAULT_CFG),
     "fp8-channel-kv": (
         "llama",
         False,
@@ -49,13 +51,17 @@ def main(out: Path) -> None:
             model(row.unsqueeze(0))
 
     for name, (model_name, scales_only, base, config) in CASES.items():
+        dtype = torch.float32 if name.endswith("-float32") else torch.bfloat16
         with torch.inference_mode():
-            model = mtq.quantize(load_model(out / model_name), dict(config), run)
+            model = mtq.quantize(load_model(out / model_name, dtype), dict(config), run)
             save_output(
                 out / f"modelopt-{name}",
                 lambda folder, model=model: export_hf_checkpoint(model, export_dir=folder),
                 tool="nvidia-modelopt",
-                made_by={"config": f"{base} with FP8_KV_CFG", "model": model_name},
+                made_by={
+                    "config": base if dtype is torch.float32 else f"{base} with FP8_KV_CFG",
+                    "model": model_name,
+                },
                 scales_only=scales_only,
             )
 

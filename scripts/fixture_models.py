@@ -50,9 +50,9 @@ def make_rows() -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (8, NUM_TOKENS), generator=generator)
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """Load one of the models in bf16, as users of the tools do."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+def load_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Load one of the models, in bf16 as users of the tools do."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def save_models(out: Path) -> None:

@@ -37,6 +37,10 @@ NO_KV_SCALES: Mapping[str, str] = {
     "llmcompressor-fp8-dynamic": "llama",
     "llmcompressor-fp8-block": "llama",
     "llmcompressor-w8a16": "llama",
+    "llmcompressor-fp8-static-float32": "llama",
+    "llmcompressor-fp8-dynamic-float32": "llama",
+    "llmcompressor-fp8-block-float32": "llama",
+    "modelopt-fp8-float32": "llama",
     "llmcompressor-gpt2-kv": "gpt2",
 }
 """By folder: the model. The last one's config says there are KV scales."""
