@@ -33,7 +33,8 @@ class Checkpoint:
     Attributes:
         folder: where the checkpoint lies.
         index: the index as it was read; None where one file holds all tensors.
-        weight_files: the files that hold the tensors, by name.
+        files: the files that hold the tensors, by name.
+        weight_files: their paths.
         tensors: the tensors in the order of files and, within a file, of data.
         unlisted: tensors of these files which the index does not name.
         unlisted_files: other `*.safetensors` files of the folder, which are not read.
@@ -50,7 +51,8 @@ class Checkpoint:
             for name in file.tensors
             if index is None or index.weight_map.get(name) == file.path.name
         }
-        self.weight_files = tuple(file.path for file in files.values())
+        self.files = tuple(files.values())
+        self.weight_files = tuple(file.path for file in self.files)
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(
             {name: file.tensors[name] for name, file in self._files.items()}
         )

@@ -115,7 +115,7 @@ def _extract(
         needs_dtype=True,
         drops_bad_query=True,
     )
-    check_same_model(str(settings.quantized_model), found.table, fingerprint)
+    check_same_model(str(settings.quantized_model), found.table.measured_on, fingerprint)
     known = found.table.measured_on or MeasuredOn.of_model(fingerprint)
     table = fit_table(
         replace(found.table, measured_on=known),

@@ -30,6 +30,7 @@ from fp8calib.dialects.fp8_weights import (
 )
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.dialects.read_values import check_scales, reading_errors, refusal
+from fp8calib.dialects.scale_metadata import find_measurement
 
 __all__ = ["Activation", "ActivationKind", "Fp8Checkpoint", "is_fp8_checkpoint"]
 
@@ -48,6 +49,7 @@ class Fp8Checkpoint:
         method: `compressed-tensors`, `autofp8`, `modelopt`, `quark`, `fbgemm_fp8`, or `finegrained`
             where the scales are called `weight_scale_inv`.
         fmt: the format of all FP8 weights.
+        measured_on: the model and the text its scales come from; None where it does not say.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, fuse: bool, through_float16: bool) -> None:
@@ -61,6 +63,7 @@ class Fp8Checkpoint:
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(pairing.others)
         self.fmt = pairing.fmt
         self.method = self._name_method(method)
+        self.measured_on = find_measurement(self.folder, checkpoint.files)
         for name in pairing.zero_points:
             self._check_zero_point(name)
         self._stored = self._load_tensor_scales()

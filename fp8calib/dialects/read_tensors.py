@@ -26,10 +26,9 @@ from fp8calib.dialects.read_values import (
     reading_errors,
     refusal,
 )
-from fp8calib.dialects.scale_metadata import find_recorded_format, find_recorded_measurement
+from fp8calib.dialects.scale_metadata import find_measurement, find_recorded_format
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
-from fp8calib.measured import MeasuredOn
 from fp8calib.sites import Role, Site
 
 _METHOD_DIALECTS = {
@@ -103,7 +102,7 @@ def read_tensors(
         values=values,
         per_head=_is_per_head(place, values),
         fmt=_find_format(place, config, [item.file for _, item in scales]),
-        measured_on=_find_measurement(place, [item.file for _, item in scales]),
+        measured_on=find_measurement(place, [item.file for _, item in scales]),
         has_weights=has_fp8_weights(files),
         files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
         notes=(
@@ -123,15 +122,6 @@ def _find_format(
         names = cut_list(sorted(fmt.name for fmt in named))
         raise refusal(place, f"config and files name several formats: {names}")
     return named.pop() if named else None
-
-
-def _find_measurement(place: Path, files: Iterable[TensorFile]) -> MeasuredOn | None:
-    """Find the model that the files say; one file without a word leaves it to the others."""
-    recorded = map(find_recorded_measurement, dict.fromkeys(files))
-    named = [found for found in recorded if found is not None]
-    if len({found.model for found in named}) > 1:
-        raise refusal(place, "its files hold scales of several models", hint="keep those of one")
-    return named[0] if named else None
 
 
 def name_dialect(forms: Collection[Form], config: CheckpointConfig) -> str:

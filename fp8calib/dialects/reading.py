@@ -26,7 +26,7 @@ from fp8calib.dialects.read_values import (
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry import ModelGeometry
-from fp8calib.measured import explain_difference
+from fp8calib.measured import MeasuredOn, explain_difference
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role
 from fp8calib.stats import METADATA_KEY
@@ -127,18 +127,17 @@ def read_scales(
     )
 
 
-def check_same_model(name: str, table: ScaleTable, fingerprint: str) -> None:
+def check_same_model(name: str, measured: MeasuredOn | None, fingerprint: str) -> None:
     """Refuse scales that say themselves that they are of another model; most tools do not say.
 
     Args:
         name: what the user called them.
-        table: the scales.
+        measured: what they say.
         fingerprint: of the unquantized model they are to be used for.
 
     Raises:
         VerificationError: saying what is different.
     """
-    measured = table.measured_on
     if measured is not None and measured.model != fingerprint:
         difference = explain_difference(measured.model, fingerprint)
         raise VerificationError(

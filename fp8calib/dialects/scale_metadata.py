@@ -7,12 +7,14 @@ JSON files under a key that they pass over.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.json_scales import name_dtype
 from fp8calib.dialects.read_json import find_format, find_measured_on
+from fp8calib.dialects.read_values import refusal
 from fp8calib.fp8 import Fp8Format
 from fp8calib.measured import MeasuredOn
 
@@ -70,12 +72,22 @@ def find_recorded_format(file: TensorFile) -> Fp8Format | None:
     return find_format(file.path, DTYPE_KEY, metadata[DTYPE_KEY])
 
 
-def find_recorded_measurement(file: TensorFile) -> MeasuredOn | None:
-    """Find the model and the text that a file of ours says its scales were measured on.
+def find_measurement(place: Path, files: Iterable[TensorFile]) -> MeasuredOn | None:
+    """Find the model and the text that files of ours say their scales were measured on.
+
+    One file without a word leaves it to the others.
 
     Raises:
-        VerificationError: what it says is damaged.
+        VerificationError: what they say is damaged, or they name several models.
     """
+    recorded = map(_find_recorded_measurement, dict.fromkeys(files))
+    named = [found for found in recorded if found is not None]
+    if len({found.model for found in named}) > 1:
+        raise refusal(place, "its files hold scales of several models", hint="keep those of one")
+    return named[0] if named else None
+
+
+def _find_recorded_measurement(file: TensorFile) -> MeasuredOn | None:
     text = file.header.metadata.get(MEASURED_KEY)
     if text is None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from fp8calib.fp8 import E4M3FN
 from fp8calib.geometry import Layer, Linear
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import Form
-from fp8calib.quantize.plan import Scales, Settings
+from fp8calib.quantize.plan import NO_SCALES, Scales, Settings
 from fp8calib.quantize.selection import Matrix, select
 from fp8calib.rules import AMAX, Rule, find_reach
 from fp8calib.scales import (
@@ -45,6 +45,9 @@ class Calibrated:
 
     scales: Scales
     notes: tuple[str, ...]
+
+
+_NONE_FOUND = Calibrated(scales=NO_SCALES, notes=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ def find_kv_scales(
     """
     pairs = [attention for _, attention in stats.geometry.attentions()]
     if not any(pair.site(Role.K) in stats.sites for pair in pairs):
-        return Calibrated(scales=Scales(inputs={}, kv={}), notes=())
+        return _NONE_FOUND
     table = compute_kv_scales(stats, E4M3FN, rule=choice.rule, fallback=choice.fallback)
     named: dict[str, torch.Tensor] = {}
     for pair in pairs:
@@ -109,16 +112,16 @@ def find_scales(
         ExportError: the statistics hold nothing for a site.
     """
     kv = find_kv_scales(stats, checkpoint, settings.form, choice)
-    if not settings.scheme.has_static_inputs:
-        return kv
-    selection = select(checkpoint, checkpoint.load_config(), ignore=settings.ignore)
-    inputs = find_input_scales(
-        stats, selection.taken, shares_scales=settings.shares_scales, choice=choice
-    )
-    return Calibrated(
-        scales=Scales(inputs=inputs.scales.inputs, kv=kv.scales.kv),
-        notes=(*inputs.notes, *kv.notes),
-    )
+    inputs = _NONE_FOUND
+    if settings.scheme.has_static_inputs:
+        selection = select(checkpoint, checkpoint.load_config(), ignore=settings.ignore)
+        inputs = find_input_scales(
+            stats, selection.taken, shares_scales=settings.shares_scales, choice=choice
+        )
+    scales = Scales(inputs=inputs.scales.inputs, kv=kv.scales.kv)
+    if scales.inputs or scales.kv:
+        scales = replace(scales, measured_on=stats.measured_on)
+    return Calibrated(scales=scales, notes=(*inputs.notes, *kv.notes))
 
 
 def find_input_scales(

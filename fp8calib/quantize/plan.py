@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.discovery import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.checkpoint.header import PACKED_BITS
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_weights import is_companion
 from fp8calib.dialects.read_config import CONFIG_NAME
+from fp8calib.dialects.scale_metadata import make_metadata
 from fp8calib.errors import ModelError
+from fp8calib.measured import MeasuredOn
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import MODELOPT_CONFIG_NAME, Form
 from fp8calib.quantize.selection import Matrix, Selection, select
@@ -58,6 +61,8 @@ class Scales:
     """By the linear's path in the checkpoint."""
     kv: Mapping[str, torch.Tensor]
     """By the tensor's name."""
+    measured_on: MeasuredOn | None = None
+    """The model and the text they come from; None where nobody knows, or there are none."""
 
 
 NO_SCALES = Scales(inputs={}, kv={})
@@ -117,7 +122,7 @@ def check_source(checkpoint: Checkpoint) -> None:
                 method = section.get("quant_method", "unknown")
                 raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {method!a:.40}")
     for name, entry in checkpoint.tensors.items():
-        if entry.dtype.startswith("F8_"):
+        if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS:
             raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
         if is_companion(name):
             raise _quantized(checkpoint, f"{name} is a scale")
@@ -189,6 +194,7 @@ def _make_tag(
             [[name, float(value)] for name, value in sorted(part.items())]
             for part in (scales.inputs, scales.kv)
         ),
+        scales.measured_on and scales.measured_on.to_fields(),
     ]
     text = fingerprint_model(config, checkpoint) + json.dumps(asked)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -212,9 +218,10 @@ def _lay_out_shards(
     by_file[last] += [
         _constant(name, value, settings.form) for name, value in sorted(scales.kv.items())
     ]
+    measured = make_metadata(fmt=None, measured_on=scales.measured_on, provenance=None)
     for path in checkpoint.weight_files:
         name = path.name if checkpoint.is_sharded else SINGLE_FILE_NAME
-        yield lay_out(name, by_file[path.name], metadata={_TAG_KEY: tag})
+        yield lay_out(name, by_file[path.name], metadata={_TAG_KEY: tag, **measured})
 
 
 def _quantized_tensors(

@@ -59,6 +59,8 @@ class Opened:
     @property
     def measured_on(self) -> MeasuredOn | None:
         """Tell which text it was measured on; None where it does not say."""
+        if self.checkpoint is not None:
+            return self.checkpoint.measured_on
         if self.found is not None:
             return self.found.table.measured_on
         return None if self.stats is None else self.stats.measured_on
@@ -109,6 +111,7 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
             fuse=profile.fused_weights_share_scale,
             through_float16=profile.weights_through_float16,
         )
+        check_same_model(name, checkpoint.measured_on, target.fingerprint)
         found = _read(name, path, target) if has_kv_scales(path) else None
         return Opened(name=name, found=found, checkpoint=checkpoint)
     found = _read(name, path, target)
@@ -149,7 +152,7 @@ def _check_stats(name: str, stats: CalibrationStats, target: Target) -> None:
 
 def _read(name: str, path: Path, target: Target) -> FoundScales:
     found = read_scales(path, target.geometry)
-    check_same_model(name, found.table, target.fingerprint)
+    check_same_model(name, found.table.measured_on, target.fingerprint)
     return found
 
 

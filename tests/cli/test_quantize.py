@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests import zoo
@@ -105,6 +107,44 @@ def test_verify_reads_what_quantize_writes(
             assert found["kld_mean"] == pytest.approx(
                 expected["candidates"][0]["kld_mean"], rel=1e-3
             )
+
+
+def test_what_statistics_gave_names_its_model_and_text(
+    model: Path, data: Path, stats: Path, tmp_path: Path
+) -> None:
+    """So that another model's is refused, and a verification on the same text is told."""
+    command = ("quantize", model, "--scheme", "fp8-static", "--stats", stats)
+    succeed(*command, "--out", tmp_path / "out")
+    (recorded,) = read_measurements(tmp_path / "out")
+    with safe_open(stats, framework="pt") as file:
+        header = json.loads(file.metadata()["fp8calib"])["header"]
+        smallest = file.get_tensor("text_hashes")[:512].numpy().tobytes()
+    assert recorded == {
+        "model": header["model_fingerprint"],
+        "data": header["data_fingerprint"],
+        "text": base64.b64encode(smallest).decode(),
+    }
+    quick = ("--data", data, "--samples", 4, "--seq-len", 16, "--dtype", "float32")
+    outcome = succeed("verify", model, *quick, "--scales", tmp_path / "out")
+    assert "of this text was calibrated on" in outcome.err
+    zoo.save("llama", tmp_path / "other", seed=3)
+    message = fail(8, "verify", tmp_path / "other", *quick, "--scales", tmp_path / "out")
+    assert "of another model: other weights (" in message
+
+
+def test_what_took_nothing_from_statistics_names_none(model: Path, tmp_path: Path) -> None:
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
+    assert read_measurements(tmp_path / "out") == []
+
+
+def read_measurements(folder: Path) -> list[dict[str, str]]:
+    """Read what every safetensors file says of its model and text."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            text = file.metadata().get("fp8calib.measured_on")
+        found += [] if text is None else [json.loads(text)]
+    return found
 
 
 def test_a_finished_output_is_left_alone_by_resume(model: Path, tmp_path: Path) -> None:

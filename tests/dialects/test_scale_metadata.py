@@ -125,9 +125,9 @@ def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
 def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path) -> None:
     for path in _write_every_form(tmp_path):
         table = read_scales(path, STATS.geometry).table
-        check_same_model("x", table, MODEL)
+        check_same_model("x", table.measured_on, MODEL)
         with pytest.raises(VerificationError) as caught:
-            check_same_model("x", table, MODEL[:32] + "f" * 32)
+            check_same_model("x", table.measured_on, MODEL[:32] + "f" * 32)
         assert caught.value.message == (
             "x: these scales are of another model: other weights (01234567, here ffffffff)"
         )
@@ -138,7 +138,7 @@ def test_scales_that_do_not_say_are_taken(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "a.safetensors")
     table = read_scales(tmp_path / "a.safetensors", STATS.geometry).table
     assert table.measured_on is None
-    check_same_model("x", table, MODEL)
+    check_same_model("x", table.measured_on, MODEL)
 
 
 @pytest.mark.parametrize("text", ["", "7", "[" * 100_000, "{}", '{"model": "aa"}'])

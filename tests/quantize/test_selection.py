@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,20 @@ def test_what_is_quantized_already_is_refused_by_name(
         check_source(checkpoint)
     assert "quantized already" in raised.value.message
     assert named in raised.value.message
+
+
+@pytest.mark.parametrize(("dtype", "size_bytes"), [("F4", 8), ("F6_E2M3", 12), ("F6_E3M2", 12)])
+def test_numbers_smaller_than_a_byte_are_quantized_already(
+    tmp_path: Path, dtype: str, size_bytes: int
+) -> None:
+    save(tmp_path, {f"{LAYER}.fc.weight": MATRIX})
+    entry = {"dtype": dtype, "shape": [4, 4], "data_offsets": [0, size_bytes]}
+    head = json.dumps({f"{LAYER}.fc.weight": entry}).encode()
+    raw = len(head).to_bytes(8, "little") + head + bytes(size_bytes)
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
+        check_source(checkpoint)
+    assert f"quantized already: {LAYER}.fc.weight is stored in {dtype}" in raised.value.message
 
 
 def test_groups_of_which_a_part_is_left_are_known(tmp_path: Path) -> None:
