@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MAX_LAYERS = 1000
 _MAX_SIZE = 1 << 31
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+"""What transformers 5 writes as {"__float__": NAME}, for JSON has no word for it."""
 
 
 def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
@@ -55,7 +58,10 @@ def is_known(config: Mapping[str, object]) -> bool:
 def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- floor 2's library
 
-    plain = _strip(config)
+    try:
+        plain = _strip(config)
+    except RecursionError as error:
+        raise _misfit(folder, ValueError("it is nested too deeply")) from error
     if not is_known(plain):
         named = f"model_type {plain.get('model_type')!a:.60} is unknown to this tool"
         fault = named if config else "there is no config.json"
@@ -74,11 +80,17 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
 
 def _strip(config: Mapping[str, object]) -> dict[str, Any]:
     """Leave out how the model is quantized, which says nothing about its shape."""
-    return {
-        key: _strip(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key not in _QUANTIZATION_KEYS
-    }
+    return {key: _restore(value) for key, value in config.items() if key not in _QUANTIZATION_KEYS}
+
+
+def _restore(value: object) -> Any:
+    """Put the numbers back that transformers writes as objects, at any depth."""
+    if isinstance(value, list):
+        return [_restore(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    name = value.get("__float__") if len(value) == 1 else None
+    return _FLOATS[name] if isinstance(name, str) and name in _FLOATS else _strip(value)
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import zoo
+from tests.architectures import families
 from tests.dialects.check_handmade import PER_TENSOR, save_folder, spell
 
 from .program import Outcome, fail, run, succeed
@@ -264,6 +265,23 @@ def test_configs_that_are_no_json_are_one_error(overlay: Path, raw: bytes) -> No
     (overlay / "config.json").write_bytes(raw)
 
     assert "config.json" in fail(8, "check", overlay)
+
+
+def test_a_config_too_deep_to_be_walked_is_one_error(overlay: Path) -> None:
+    path = overlay / "config.json"
+    nested = '{"a":' * 700 + "1" + "}" * 700
+    path.write_text(path.read_text().rstrip().removesuffix("}") + f',"x":{nested}}}')
+
+    assert "nested too deeply" in fail(4, "check", overlay)
+
+
+def test_numbers_that_json_has_no_word_for_are_understood(tmp_path: Path) -> None:
+    families.save("nemotron_h", families.FAMILIES["nemotron_h"], tmp_path / "m")
+    assert '"__float__": "Infinity"' in (tmp_path / "m" / "config.json").read_text()
+
+    (layer,) = check(8, tmp_path / "m", "--engine", "vllm")["engines"]["vllm"]["layers"]
+
+    assert (layer["layer"], layer["k"]["status"]) == (1, "defaulted")
 
 
 def test_help_shows_an_example() -> None:
