@@ -18,6 +18,11 @@ class StatsPart(BaseModel):
     sequences: tuple[tuple[int, int], ...]
     """Those that were run: global indices of the first and of the one after the last, sorted."""
 
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences were run."""
+        return sum(stop - first for first, stop in self.sequences)
+
     def describe(self) -> str:
         """Say which part it is."""
         return f"part {self.index} of {self.count}"

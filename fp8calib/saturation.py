@@ -32,7 +32,9 @@ class Saturation(BaseModel):
 
 
 def compute_saturation(stats: CalibrationStats) -> Saturation | None:
-    """Compare each site's running amax with its final one; None when nothing was run."""
+    """Compare each site's running amax with its final one; None when the data was not all run."""
+    if stats.part is not None:
+        return None
     shares = {site: found for site in stats.sites if (found := _shares(stats, site)) is not None}
     if not shares:
         return None

@@ -11,6 +11,7 @@ from fp8calib.cli.calibrate_command import calibrate_command
 from fp8calib.cli.check_command import check_command
 from fp8calib.cli.export_command import export_command
 from fp8calib.cli.extract_command import extract_command
+from fp8calib.cli.merge_command import merge_command
 from fp8calib.cli.quantize_command import quantize_command
 from fp8calib.cli.recipes_command import recipes_command
 from fp8calib.cli.show_command import show_command
@@ -29,6 +30,7 @@ app.command("extract-kv-scales")(extract_command)
 app.command("check")(check_command)
 app.command("verify")(verify_command)
 app.command("quantize")(quantize_command)
+app.command("merge")(merge_command)
 app.command("show")(show_command)
 app.command("recipes")(recipes_command)
 

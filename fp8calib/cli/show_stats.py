@@ -44,6 +44,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
         print_json(
             {
                 "header": stats.header.model_dump(mode="json", exclude={"geometry"}),
+                "part": None if stats.part is None else stats.part.model_dump(mode="json"),
                 "layers": layers,
                 "linears": linears,
                 "experts": _experts(stats),
@@ -75,6 +76,11 @@ def _print_header(stats: CalibrationStats) -> None:
         f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
     )
     print_text(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
+    if (part := stats.part) is not None:
+        print_text(
+            f"only {part.describe()} ({part.num_sequences} sequences): no scales can be made of it "
+            "before `fp8calib merge` has joined all parts"
+        )
     if (saturation := compute_saturation(stats)) is not None:
         print_text(saturation.describe())
 

@@ -1,0 +1,85 @@
+"""A tiny model that is loaded once and calibrated in portions, whole or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.calibrate import Portion, Prepared, calibrate, prepare
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import DataPlan
+from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
+from fp8calib.recipe import Observe, Recipe
+from fp8calib.run.streamed import Streaming
+from fp8calib.stats import CalibrationStats, save_stats
+from tests.truth.test_statistics import Silent, draw, make_plan
+
+RECIPE = Recipe(name="test", observe=Observe(weights=True))
+LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4, 11, 6, 18, 2, 15]
+"""Thirteen sequences, the ninth in the histograms as well as the first; padded in batches."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is open."""
+
+    prepared: Prepared
+    source: ModelSource
+    checkpoint: Checkpoint
+    streaming: Streaming | None
+
+    def calibrate(
+        self,
+        portion: Portion | None = None,
+        *,
+        plan: DataPlan | None = None,
+        batch_size: int = 2,
+        recipe: Recipe = RECIPE,
+        progress: Silent | None = None,
+    ) -> CalibrationStats:
+        """Calibrate it, with `LENGTHS` where no plan is given."""
+        return calibrate(
+            self.prepared,
+            plan or rows_of(LENGTHS),
+            self.source,
+            self.checkpoint,
+            recipe=recipe,
+            batch_size=batch_size,
+            progress=progress or Silent(),
+            streaming=self.streaming,
+            portion=portion or Portion(),
+        )
+
+
+def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:
+    """Make a plan of rows that stay whole, its fingerprint told by their lengths and the seed."""
+    plan = make_plan(draw(lengths, seed=seed), packed=False)
+    return DataPlan(**{**vars(plan), "fingerprint": f"{seed}-{lengths}"})
+
+
+@contextmanager
+def opened(folder: Path, *, streamed: bool = False) -> Iterator[Subject]:
+    """Open a model folder in fp32."""
+    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    streaming = None
+    if streamed:
+        model = build_skeleton(source, dtype=torch.float32)
+        streaming = Streaming(
+            dtype=torch.float32, device="cpu", hidden_ram_bytes=1 << 20, scratch=folder.parent
+        )
+    else:
+        model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+    with Checkpoint.open(folder) as checkpoint:
+        prepared = prepare(model, checkpoint, RECIPE, checkpoint_dtype="float32")
+        yield Subject(prepared, source, checkpoint, streaming)
+
+
+def as_bytes(stats: CalibrationStats, folder: Path) -> bytes:
+    """Give the file that statistics make."""
+    path = folder / "as_bytes.safetensors"
+    save_stats(stats, path)
+    return path.read_bytes()
