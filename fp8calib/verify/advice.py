@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import median
 
-from fp8calib.verify.gates import LEAST_DB
+from fp8calib.verify.broken import CLIPPED, find_broken
 from fp8calib.verify.report import SCALE_ONE, CandidateResult, LayerResult, Verdict
 from fp8calib.verify.spelling import spell_kld
 
-CLIPPED = 1e-3
-"""Above this share of clipped values a scale is too small, whatever the metrics say."""
-LOST_DB = 6.0
-"""A site this far under the median of its role stands out."""
-FLUSHED = 0.02
-"""So many values vanish of a tensor that spans many octaves, however well its scale fits."""
 LARGEST_SE = 0.01
 """The margin of the `kv` gate: with a larger error its verdict says little."""
 NOTABLE_KLD = 1.25
@@ -29,26 +22,6 @@ def advise(candidates: Sequence[CandidateResult], layers: Sequence[LayerResult])
         if candidate.name != SCALE_ONE and (text := _broken(candidate, layers))
     ]
     return " ".join([*sentences, _about_scales(candidates, layers)])
-
-
-def find_broken(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResult]:
-    """List the sites of a candidate whose scale does not fit, the most damaged first."""
-    rows = [row for row in layers if row.candidate == candidate and row.sqnr_db is not None]
-    usual = {
-        role: median(row.sqnr_db or 0.0 for row in rows if row.role == role)
-        for role in {row.role for row in rows}
-    }
-    return [row for row in rows if _is_broken(row, usual[row.role])]
-
-
-def _is_broken(row: LayerResult, usual_db: float) -> bool:
-    if row.sqnr_db is None:
-        return False
-    if row.clipped > CLIPPED:
-        return True
-    if row.sqnr_db < LEAST_DB:
-        return row.role == "weight" or row.clipped > 0 or row.flushed > 0
-    return row.sqnr_db < usual_db - LOST_DB and (row.clipped > 0 or row.flushed > FLUSHED)
 
 
 def _broken(candidate: CandidateResult, layers: Sequence[LayerResult]) -> str:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fp8calib.errors import UsageError
+from fp8calib.verify.broken import find_ruined
 from fp8calib.verify.report import LayerResult, Verdict
 from fp8calib.verify.spelling import spell_error, spell_kld
 from fp8calib.verify.summary import Summary
@@ -35,9 +36,6 @@ class Gate(BaseModel):
         return self
 
 
-LEAST_DB = 15.0
-"""Half the SQNR (in dB) that e4m3 gives a tensor whose scale fits."""
-MOST_CLIPPED = 0.01
 GATES = {
     gate.name: gate
     for gate in (
@@ -89,7 +87,13 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
 
 
 def look_behind(
-    verdict: Verdict, why: str, *, kld_mean: float, rows: Sequence[LayerResult], gate: Gate
+    verdict: Verdict,
+    why: str,
+    *,
+    candidate: str,
+    kld_mean: float,
+    rows: Sequence[LayerResult],
+    gate: Gate,
 ) -> tuple[Verdict, str]:
     """Turn a good verdict into a warning where the ratio hides what happened.
 
@@ -100,25 +104,19 @@ def look_behind(
     Args:
         verdict: from `judge`.
         why: its reason.
+        candidate: its name.
         kld_mean: mean KL divergence, in nats.
-        rows: of the candidate's sites.
+        rows: of the sites of all candidates.
         gate: the gate; its own threshold of the divergence goes before the one here.
     """
     if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         return verdict, why
-    broken = next(filter(_is_broken, rows), None)
+    broken = find_ruined(candidate, rows)
     if broken is not None:
         return Verdict.WARN, f"{why}, but {_describe(broken)}"
     if gate.kld_fail_above is None and kld_mean > math.log(gate.fail_above):
         return Verdict.WARN, f"{why}, but the mean KLD is {spell_kld(kld_mean)}: other answers"
     return verdict, why
-
-
-def _is_broken(row: LayerResult) -> bool:
-    if row.clipped > MOST_CLIPPED:
-        return True
-    is_lost = row.role == "weight" or row.clipped > 0 or row.flushed > 0
-    return row.sqnr_db is not None and row.sqnr_db < LEAST_DB and is_lost
 
 
 def _describe(row: LayerResult) -> str:

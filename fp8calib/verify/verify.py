@@ -196,9 +196,12 @@ def _result(
     scores, reference = compared.candidates[candidate.name], compared.reference
     summary = summarize(scores, reference, lengths)
     gate = question.gate or GATES[candidate.default_gate]
-    own = [row for row in layers if row.candidate == candidate.name]
     verdict, why = look_behind(
-        *judge(summary, gate), kld_mean=summary.kld_mean, rows=own, gate=gate
+        *judge(summary, gate),
+        candidate=candidate.name,
+        kld_mean=summary.kld_mean,
+        rows=layers,
+        gate=gate,
     )
     overflowing = _overflowing(candidate, compared)
     if overflowing:

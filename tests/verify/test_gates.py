@@ -123,7 +123,10 @@ def make_row(
         (make_row(14.9, clipped=0.001), True),
         (make_row(14.9), False),  # nothing was lost at an end: a coarse format
         (make_row(14.9, role="weight"), True),
-        (make_row(15.1, flushed=0.5), False),
+        (make_row(23.9, flushed=0.021), True),  # a scale times 2^14: 6 dB under the others
+        (make_row(24.1, flushed=0.5), False),
+        (make_row(23.9, flushed=0.019), False),
+        (make_row(23.9, flushed=0.5, role="input"), False),
         (make_row(30.0, clipped=0.011), True),
         (make_row(30.0, clipped=0.009), False),
         (make_row(None, clipped=0.5), True),
@@ -134,8 +137,8 @@ def make_row(
 def test_a_broken_site_makes_a_warning_of_a_good_verdict(
     verdict: Verdict, row: LayerResult, is_broken: bool
 ) -> None:
-    rows = [make_row(30.0), row]
-    found = look_behind(verdict, "why", kld_mean=0.0, rows=rows, gate=GATES["kv"])
+    rows = [*[make_row(30.0, role=role) for role in ("v", "v", "input", "input")], row]
+    found = look_behind(verdict, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"])
     if is_broken and verdict in {PASS, SAME}:
         assert found[0] is WARN
         assert found[1].startswith(f"why, but {row.site} (layer 7) is broken: ")
@@ -145,7 +148,9 @@ def test_a_broken_site_makes_a_warning_of_a_good_verdict(
 
 def test_the_worst_site_is_described() -> None:
     rows = [make_row(3.21, clipped=0.25), make_row(5.0, clipped=0.5)]
-    assert look_behind(PASS, "why", kld_mean=0.0, rows=rows, gate=GATES["kv"])[1] == (
+    assert look_behind(PASS, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"])[
+        1
+    ] == (
         "why, but layers.7.attn.v (layer 7) is broken: an SQNR of 3.2 dB, 25.0% clipped, 0.0% "
         "flushed to zero"
     )
@@ -165,7 +170,7 @@ def test_a_divergence_worth_a_failing_ratio_is_a_warning(
     gate: Gate, kld: float, expected: Verdict
 ) -> None:
     """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own goes before it."""
-    assert look_behind(PASS, "why", kld_mean=kld, rows=[], gate=gate)[0] is expected
+    assert look_behind(PASS, "why", candidate="it", kld_mean=kld, rows=[], gate=gate)[0] is expected
 
 
 # --- files -------------------------------------------------------------------------------------
