@@ -26,7 +26,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 def processor(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Give a processor with no flag that counts and 1 GiB of free memory."""
     set_flags(monkeypatch, "fpu avx2 avx512f")
-    monkeypatch.setattr(chosen, "_available_bytes", lambda: 2**30)
+    monkeypatch.setattr(chosen, "available_bytes", lambda: 2**30)
     return monkeypatch
 
 
@@ -54,7 +54,7 @@ def test_a_model_that_does_not_fit_in_float32_uses_bfloat16(
     checkpoint: Checkpoint, processor: pytest.MonkeyPatch, free_bytes: int, expected: str
 ) -> None:
     # 1001 numbers of 4 bytes and a fifth more: 4804.8 bytes
-    processor.setattr(chosen, "_available_bytes", lambda: free_bytes)
+    processor.setattr(chosen, "available_bytes", lambda: free_bytes)
     assert choose_dtype("auto", device="cpu", checkpoint=checkpoint)[0] == expected
 
 
@@ -94,4 +94,4 @@ def test_most_bytes_decide_what_a_checkpoint_is_stored_in(
 
 def test_this_machines_flags_and_memory_are_read() -> None:
     assert isinstance(chosen._cpu_flags(), frozenset)
-    assert chosen._available_bytes() > 2**20
+    assert chosen.available_bytes() > 2**20

@@ -90,6 +90,15 @@ DeviceMapOption = Annotated[
     str | None,
     typer.Option("--device-map", metavar="auto", help="Spread the model over all GPUs."),
 ]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        "--memory",
+        metavar="GIB",
+        help="What the process may take, all in all; a model that needs more is read layer by "
+        "layer. Default: what the machine has left.",
+    ),
+]
 
 
 def spread_formats(arguments: Sequence[str]) -> list[str]:

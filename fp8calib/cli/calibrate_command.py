@@ -18,6 +18,7 @@ from fp8calib.cli.arguments import (
     FormatOption,
     Fp8DtypeOption,
     JsonOption,
+    MemoryOption,
     NoPackOption,
     RevisionOption,
     RuleOption,
@@ -27,6 +28,7 @@ from fp8calib.cli.arguments import (
     TrustOption,
     split_names,
 )
+from fp8calib.cli.console import warn
 from fp8calib.cli.heavy_imports import heavy_imports
 
 
@@ -59,9 +61,18 @@ def calibrate_command(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     device_map: DeviceMapOption = None,
+    memory: MemoryOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan; load no weights, write nothing.")
+        bool, typer.Option("--dry-run", help="Show the plan; run and write nothing.")
     ] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Run part I (from 1) of N; `fp8calib merge` joins what all parts wrote.",
+        ),
+    ] = None,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
     force: ForceOption = False,
@@ -74,7 +85,9 @@ def calibrate_command(
     with heavy_imports():
         from fp8calib.cli.calibrate_job import Settings  # noqa: PLC0415
         from fp8calib.cli.calibrate_run import run_calibrate  # noqa: PLC0415
+        from fp8calib.cli.calibrate_shard import leave_out_formats  # noqa: PLC0415
         from fp8calib.cli.options import override_recipe  # noqa: PLC0415
+        from fp8calib.data.shares import parse_share  # noqa: PLC0415
 
     resolved = override_recipe(
         recipe,
@@ -93,6 +106,10 @@ def calibrate_command(
             "query_scale": query_scale or None,
         },
     )
+    if shard is not None:
+        if formats:
+            warn("--format: a shard writes no scales; `fp8calib export` does, after the merge")
+        resolved = leave_out_formats(resolved)
     run_calibrate(
         Settings(
             model=model,
@@ -101,6 +118,8 @@ def calibrate_command(
             device=device,
             dtype=dtype,
             device_map=device_map,
+            memory=memory,
+            shard=None if shard is None else parse_share(shard),
             revision=revision,
             trust_remote_code=trust_remote_code,
             force=force,

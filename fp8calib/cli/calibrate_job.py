@@ -8,6 +8,7 @@ from pathlib import Path
 from fp8calib.calibrate import Prepared
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import DataPlan
+from fp8calib.data.shares import Share
 from fp8calib.dialects.registry import paths
 from fp8calib.model.load import ModelSource
 from fp8calib.recipe import Recipe
@@ -26,6 +27,9 @@ class Settings:
     device: str
     dtype: str
     device_map: str | None
+    memory: float | None
+    """GiB; None: what the machine has left."""
+    shard: Share | None
     revision: str | None
     trust_remote_code: bool
     force: bool

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.cli.calibrate_job import Job
-from fp8calib.cli.console import list_top_level, print_json, print_table, print_text, say, warn
+from fp8calib.cli.calibrate_memory import Mode
+from fp8calib.cli.calibrate_shard import count_run, describe_next
+from fp8calib.cli.console import list_top_level, print_text, say, warn
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.dialects.registry import FORMATS, Note
 from fp8calib.fp8 import E4M3FN
@@ -28,6 +30,8 @@ class Measured:
 
     duration_s: float
     device: str
+    memory: Mapping[str, Any]
+    """How the model was held, what the plan said of it, and the measured peak."""
 
 
 def build_report(
@@ -43,19 +47,19 @@ def build_report(
     geometry = stats.geometry
     before, after = kv_bytes_per_token(geometry)
     saturation = compute_saturation(stats)
-    tokens = stats.header.num_tokens
+    counted = count_run(job, stats)
     return {
         "model": job.settings.model,
         "architecture": geometry.architecture,
         "out": str(job.out),
         "files": list(files),
-        "tokens": tokens,
-        "sequences": stats.header.num_sequences,
+        **counted,
         "duration_s": measured.duration_s,
-        "tokens_per_s": tokens / measured.duration_s,
+        "tokens_per_s": counted["tokens"] / measured.duration_s,
         "dtype": job.dtype,
         "dtype_why": job.dtype_why,
         "device": measured.device,
+        "memory": dict(measured.memory),
         "batch_size": job.recipe.data.batch_size,
         "rule": str(job.recipe.scales.rule),
         "coverage": {
@@ -127,7 +131,7 @@ def _query_warnings(job: Job, stats: CalibrationStats) -> Iterator[str]:
             )
 
 
-def describe_plan(job: Job) -> dict[str, Any]:
+def describe_plan(job: Job, mode: Mode) -> dict[str, Any]:
     """Say what a run would do."""
     plan = job.plan
     return {
@@ -144,21 +148,9 @@ def describe_plan(job: Job) -> dict[str, Any]:
             "data": list(plan.sources) if plan else [],
             "out": str(job.out),
             "writes": sorted(job.owned),
+            **mode.as_json(),
         }
     }
-
-
-def show_plan(plan: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print a plan."""
-    if as_json:
-        print_json(plan)
-        return
-    rows = [[key, _spell(value)] for key, value in plan["plan"].items()]
-    print_table("plan (nothing was run or written)", ["what", "value"], rows)
-
-
-def _spell(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) -> None:
@@ -178,6 +170,8 @@ def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) ->
     for text in report["warnings"][len(job.plan.warnings if job.plan else ()) :]:
         warn(text)
     show(f"written to {job.out}: {list_top_level(report['files'])}")
+    if (then := describe_next(job)) is not None:
+        show(then)
     for item in report["serving"]:
         show(f"serve with {item['engine']} ({item['format']}):\n    {item['command']}")
     for item in report["limitations"]:

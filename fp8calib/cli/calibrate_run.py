@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.calibrate import calibrate, prepare
+from fp8calib.calibrate import Portion, Prepared, calibrate, prepare
 from fp8calib.checkpoint.atomic import OutputFolder, check_output
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job, Settings
+from fp8calib.cli.calibrate_memory import Mode, choose_mode, describe_mode
 from fp8calib.cli.calibrate_quantize import (
     check_replaced_checkpoint,
     explain_refusal,
@@ -24,11 +25,12 @@ from fp8calib.cli.calibrate_report import (
     build_report,
     describe_plan,
     save_report,
-    show_plan,
     show_report,
 )
+from fp8calib.cli.calibrate_shard import check_shard
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.opening import check_device_map, plan_data, quiet_libraries
+from fp8calib.cli.plan_table import show_plan
 from fp8calib.data.plan import DataPlan
 from fp8calib.dialects.registry import (
     check_export,
@@ -39,6 +41,7 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8 import FORMATS
+from fp8calib.machine_memory import PeakMemory
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
 from fp8calib.model.load import (
     ModelSource,
@@ -61,13 +64,21 @@ def run_calibrate(settings: Settings) -> None:
     with _opened(settings) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
+        mode = choose_mode(job)
         if settings.dry_run:
-            show_plan(describe_plan(job), as_json=settings.as_json)
+            title = "plan (nothing was run or written)"
+            show_plan(describe_plan(job, mode), title, as_json=settings.as_json)
             return
+        for text in describe_mode(mode):
+            say(text)
         started = time.monotonic()
-        with Bar() as bar:
-            stats, model_device = _run(job, bar)
-            measured = Measured(duration_s=time.monotonic() - started, device=model_device)
+        with Bar() as bar, PeakMemory() as memory:
+            stats, model_device = _run(job, mode, bar)
+            measured = Measured(
+                duration_s=time.monotonic() - started,
+                device=model_device,
+                memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
+            )
             report = _write(job, stats, measured, bar)
     if settings.as_json:
         print_json(report)
@@ -112,7 +123,9 @@ def _opened(settings: Settings) -> Iterator[Job]:
         check_replaced_checkpoint(job)
         if refusal := explain_refusal(job):
             warn(f"{recipe.quantize} will not be written: {refusal}")
-        yield replace(job, plan=_plan(settings, source))
+        job = replace(job, plan=_plan(settings, source))
+        check_shard(job)
+        yield job
 
 
 def _check_observed(recipe: Recipe) -> None:
@@ -147,16 +160,9 @@ def _plan(settings: Settings, source: ModelSource) -> DataPlan | None:
     )
 
 
-def _run(job: Job, bar: Bar) -> tuple[CalibrationStats, str]:
+def _run(job: Job, mode: Mode, bar: Bar) -> tuple[CalibrationStats, str]:
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
-    bar.stage("loading the model", None)
-    model = load_model(
-        job.source,
-        dtype=DTYPES[job.dtype],
-        device=job.device,
-        device_map=job.settings.device_map,
-    )
-    loaded = replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
+    loaded = _load(job, bar) if mode.streaming is None else mode.prepared
     stats = calibrate(
         loaded,
         job.plan,
@@ -165,8 +171,21 @@ def _run(job: Job, bar: Bar) -> tuple[CalibrationStats, str]:
         recipe=job.recipe,
         batch_size=job.recipe.data.batch_size,
         progress=bar,
+        streaming=mode.streaming,
+        portion=Portion(shard=job.settings.shard),
     )
     return stats, job.device
+
+
+def _load(job: Job, bar: Bar) -> Prepared:
+    bar.stage("loading the model", None)
+    model = load_model(
+        job.source,
+        dtype=DTYPES[job.dtype],
+        device=job.device,
+        device_map=job.settings.device_map,
+    )
+    return replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
 
 
 def _write(job: Job, stats: CalibrationStats, measured: Measured, bar: Bar) -> Mapping[str, Any]:

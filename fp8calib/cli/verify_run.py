@@ -13,9 +13,10 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.opening import check_device_map, plan_data, quiet_libraries
+from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.verify_job import Choices, TaskJob, VerifyJob, VerifySettings
 from fp8calib.cli.verify_questions import build_question
-from fp8calib.cli.verify_show import describe_plan, show_plan, show_verification
+from fp8calib.cli.verify_show import describe_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8 import FORMATS
@@ -54,7 +55,7 @@ def run_verify(settings: VerifySettings) -> int:
         for text in (*job.plan.warnings, *job.warnings):
             warn(text)
         if settings.dry_run:
-            show_plan(describe_plan(job), as_json=settings.as_json)
+            show_plan(describe_plan(job), "plan (nothing was run)", as_json=settings.as_json)
             return 0
         with Bar() as bar:
             verified = _run(job, bar)

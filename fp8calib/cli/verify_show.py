@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fp8calib.cli.console import print_json, print_table, print_text, say
+from fp8calib.cli.console import print_table, print_text, say
 from fp8calib.cli.verify_job import VerifyJob, VerifySettings
 from fp8calib.verify.report import DiagnosisResult, LayerResult, TaskResult, VerifyReport
 from fp8calib.verify.spelling import spell_error, spell_kld
@@ -32,19 +32,6 @@ def describe_plan(job: VerifyJob) -> dict[str, Any]:
             "tasks": list(job.settings.tasks),
         }
     }
-
-
-def show_plan(plan: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print a plan."""
-    if as_json:
-        print_json(plan)
-        return
-    rows = [[key, _spell(value)] for key, value in plan["plan"].items()]
-    print_table("plan (nothing was run)", ["what", "value"], rows)
-
-
-def _spell(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def show_verification(report: VerifyReport, settings: VerifySettings) -> None:

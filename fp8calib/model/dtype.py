@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import UsageError
+from fp8calib.machine_memory import available_bytes
 
 DTYPES = {
     "float32": torch.float32,
@@ -52,7 +52,7 @@ def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tupl
     if flag is not None:
         return "bfloat16", f"the processor has {flag}"
     needed = _num_elements(checkpoint) * 4 * _HEADROOM
-    available = _available_bytes()
+    available = available_bytes()
     if needed > available:
         return "bfloat16", (
             f"float32 needs {needed / 2**30:.1f} GiB and {available / 2**30:.1f} GiB are free"
@@ -72,12 +72,3 @@ def _cpu_flags() -> frozenset[str]:
         if line.startswith("flags"):
             return frozenset(line.partition(":")[2].split())
     return frozenset()
-
-
-def _available_bytes() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.reader import Checkpoint
@@ -25,7 +26,7 @@ from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.observe.seams import TappedCache, own_attentions
 from fp8calib.run.decoder import Decoder
-from fp8calib.run.streamed_model import compute_buffers, embedded_by_row
+from fp8calib.run.streamed_model import compute_buffers, embedded_by_row, embeddings_by_row
 from fp8calib.run.streamed_steps import LayerState, LayerSteps, open_steps
 from fp8calib.run.streamed_store import StateStore
 from fp8calib.run.streamed_weights import HeldTensors, ModelPart, PartedWeights, ReadAhead
@@ -56,6 +57,14 @@ class StreamedLayer:
     """Over what was read."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLayer:
+    """The first layer of a model, still to be read, and how to run a micro-batch through it."""
+
+    layers: Iterator[StreamedLayer]
+    run: Callable[[], LayerState]
+
+
 class StreamedModel:
     """A model whose layers come and go; made by `open_streamed`."""
 
@@ -66,10 +75,7 @@ class StreamedModel:
         self.geometry = geometry
         self._begin_next: Callable[[], None] = lambda: None
         self._parted = parted
-        self._parts = [
-            parted.part(lambda name, path=layer.module: name.startswith(f"{path}."))  # type: ignore[misc]
-            for layer in geometry.layers
-        ]
+        self._parts = layer_parts(geometry, parted)
 
     @contextmanager
     def layers(self, *, until: int | None = None) -> Iterator[Iterator[StreamedLayer]]:
@@ -126,21 +132,45 @@ def open_streamed(
     stored = frozenset(made for group in weights.parameters.values() for made in group)
     compute_buffers(model, stored, device)
     streamed = StreamedModel(model, geometry, parted)
-    path, _ = text_decoder(model)
-    own = tuple(f"{layer.module}." for layer in geometry.layers)
-    with embedded_by_row(
-        model, weights, checkpoint, tokens, dtype=dtype, device=device
-    ) as embedded:
-        around = parted.part(
-            lambda name: (
-                name.startswith(f"{path}." if path else "")
-                and not name.startswith(own)
-                and name not in embedded
-                and name not in computed_names(model, stored)
-            )
-        )
+    around = part_around(model, geometry, weights, parted)
+    with embedded_by_row(model, weights, checkpoint, tokens, dtype=dtype, device=device):
         parted.place(around, parted.read(around))
         yield streamed
+
+
+def layer_parts(geometry: ModelGeometry, parted: PartedWeights) -> list[ModelPart]:
+    """Gather the parameters of each decoder layer.
+
+    Raises:
+        ModelError: a weight is missing or has another shape.
+    """
+    return [
+        parted.part(lambda name, path=layer.module: name.startswith(f"{path}."))  # type: ignore[misc]
+        for layer in geometry.layers
+    ]
+
+
+def part_around(
+    model: PreTrainedModel, geometry: ModelGeometry, weights: WeightSource, parted: PartedWeights
+) -> ModelPart:
+    """Gather the text decoder's parameters outside its layers, without embeddings read by row.
+
+    Raises:
+        ModelError: a weight is missing or has another shape.
+    """
+    path, _ = text_decoder(model)
+    own = tuple(f"{layer.module}." for layer in geometry.layers)
+    stored = frozenset(made for group in weights.parameters.values() for made in group)
+    left_out = computed_names(model, stored) | {
+        f"{name}.weight" for name in embeddings_by_row(model, weights)
+    }
+    return parted.part(
+        lambda name: (
+            name.startswith(f"{path}." if path else "")
+            and not name.startswith(own)
+            and name not in left_out
+        )
+    )
 
 
 def computed_names(model: PreTrainedModel, stored: frozenset[str]) -> frozenset[str]:
@@ -204,6 +234,22 @@ class StreamedRunner:
         except _NonfiniteError as error:
             raise self._locate(error, recorder) from None
 
+    @contextmanager
+    def first_layer(self, batch: Batch, recorder: Recorder) -> Iterator[FirstLayer]:
+        """Open the first layer alone, to try it with one micro-batch."""
+        with ExitStack() as stack:
+            steps = stack.enter_context(open_steps(self._decoder, self._modules()))
+            layers = stack.enter_context(self._streamed.layers(until=1))
+
+            def run() -> LayerState:
+                return self._run_batch(steps, 0, batch, recorder, None, checks=False)
+
+            yield FirstLayer(layers=layers, run=run)
+
+    def _modules(self) -> list[nn.Module]:
+        model = self._streamed.model
+        return [model.get_submodule(layer.module) for layer in self._streamed.geometry.layers]
+
     def _locate(self, found: _NonfiniteError, recorder: Recorder) -> CalibrationError:
         """Go down to the layer again, one sequence at a time: that finds the one at fault."""
         dtype = self._decoder.dtype
@@ -226,11 +272,9 @@ class StreamedRunner:
         *,
         until: int | None,
     ) -> None:
-        model = self._streamed.model
-        modules = [model.get_submodule(layer.module) for layer in self._streamed.geometry.layers]
         with ExitStack() as stack:
-            steps = stack.enter_context(open_steps(self._decoder, modules))
-            store = stack.enter_context(_open_store(self._streaming))
+            steps = stack.enter_context(open_steps(self._decoder, self._modules()))
+            store = stack.enter_context(open_store(self._streaming))
             for layer in stack.enter_context(self._streamed.layers(until=until)):
                 meet_layer(layer)
                 with self._streamed.placed(layer):
@@ -267,22 +311,37 @@ class StreamedRunner:
         batch: Batch,
         recorder: Recorder,
     ) -> None:
+        before = load_state(store, number, self._decoder.device) if index else None
+        after = self._run_batch(steps, index, batch, recorder, before, checks=number == 0)
+        if index < len(self._streamed.geometry.layers) - 1:
+            store.put(number, (after.output, after.shared))
+
+    def _run_batch(
+        self,
+        steps: LayerSteps,
+        index: int,
+        batch: Batch,
+        recorder: Recorder,
+        before: LayerState | None,
+        *,
+        checks: bool,
+    ) -> LayerState:
         rows, columns = batch.input_ids.shape
         recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
         cache = TappedCache(
             self._decoder.config, self._attentions, self._ignored, ObservingTaps(recorder)
         )
-        before = _load_state(store, number, self._decoder.device) if index else None
-        after = steps.run_layer(index, batch, cache, before, checks=number == 0)
+        after = steps.run_layer(index, batch, cache, before, checks=checks)
         recorder.end_batch()
-        if index < len(self._streamed.geometry.layers) - 1:
-            store.put(number, (after.output, after.shared))
+        return after
 
 
-def _open_store(streaming: Streaming) -> StateStore:
+def open_store(streaming: Streaming) -> StateStore:
+    """Open the store of hidden states that a way of streaming asks for."""
     return StateStore(ram_limit_bytes=streaming.hidden_ram_bytes, folder=streaming.scratch)
 
 
-def _load_state(store: StateStore, number: int, device: torch.device) -> LayerState:
+def load_state(store: StateStore, number: int, device: torch.device) -> LayerState:
+    """Take what a micro-batch has become out of the store."""
     output, shared = store.get(number, device)
     return LayerState(output=output, shared=shared)

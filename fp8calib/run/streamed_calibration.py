@@ -29,10 +29,11 @@ class LayerObserver:
         observe: Observe,
         *,
         ignored: Collection[str],
-        linears: Sequence[Linear],
+        linears: Sequence[Linear] | None = None,
     ) -> None:
-        """Take `linears` as those whose weights are observed; of others finiteness is."""
-        self._linears = {linear.module for linear in linears}
+        """Observe the weights of `linears` (None: of all); others are only checked for NaN."""
+        every = (linear for _, linear in streamed.geometry.linears())
+        self._linears = {linear.module for linear in (every if linears is None else linears)}
         self._streamed = streamed
         self._checkpoint = checkpoint
         self._observe = observe

@@ -148,8 +148,8 @@ def embedded_by_row(
     *,
     dtype: torch.dtype,
     device: str,
-) -> Iterator[frozenset[str]]:
-    """Give embeddings of tokens the rows of `tokens` while the context is open; name their weights.
+) -> Iterator[None]:
+    """Give embeddings of tokens the rows of `tokens` while the context is open.
 
     Args:
         model: built without weights.
@@ -173,7 +173,7 @@ def embedded_by_row(
         module.padding_idx = None  # it serves training alone, and may lie beyond the rows
         handles.append(module.register_forward_pre_hook(_hook(rows), with_kwargs=True))
     try:
-        yield frozenset(f"{name}.weight" for name in found)
+        yield
     finally:
         for handle in handles:
             handle.remove()

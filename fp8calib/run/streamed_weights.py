@@ -140,6 +140,26 @@ class PartedWeights:
         sizes = (self._known[name].numel() * self._target(name).itemsize for name in part.wanted)
         return sum(sizes)
 
+    def stored_bytes(self, part: ModelPart) -> int:
+        """Tell what a part takes as it is stored."""
+        return sum(self._checkpoint.tensors[name].size_bytes for name in part.tensors)
+
+    def step_bytes(self, part: ModelPart) -> int:
+        """Tell what making one parameter of a part takes for the moment, beside what is stored."""
+        made: dict[str, int] = {}
+        for name, parameter in part.wanted.items():
+            key = self._maker[parameter]
+            size_bytes = self._known[name].numel() * self._target(name).itemsize
+            made[key] = made.get(key, 0) + size_bytes * self._copies(name, key)
+        return max(made.values(), default=0)
+
+    def _copies(self, name: str, key: str) -> int:
+        """Count the copies that are made: joining stacks, and lays gate beside up; casting one."""
+        names = self._weights.names_of([key])
+        if len(names) > 1:
+            return 2
+        return int(any(self._checkpoint.dtype(stored) != self._target(name) for stored in names))
+
     def read(self, part: ModelPart) -> HeldTensors:
         """Read the tensors of a part, as they are stored."""
         return HeldTensors(self._checkpoint, part.tensors)

@@ -1,0 +1,155 @@
+"""What memory this process may still take, and what it has taken.
+
+Taken means anonymous memory: what no file stands behind, and only more RAM or swap helps.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Self
+
+_ROOT = Path("/")
+_SAMPLE_EVERY_S = 0.02
+_V1_UNLIMITED = 2**60
+"""cgroup v1 spells "no limit" as the largest multiple of a page below 2^63."""
+
+
+def available_bytes(*, root: Path = _ROOT) -> int:
+    """Tell how much more the process may take.
+
+    The least of what the machine has left, of what its control groups (v2 or v1) leave it, and of
+    its limits of data and address space. Page cache counts as free: the kernel gives it up.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    return max(min([_machine_bytes(root), *_group_bytes(root), *_limit_bytes(root)]), 0)
+
+
+def anonymous_bytes(*, root: Path = _ROOT) -> int | None:
+    """Tell how much anonymous memory the process holds, swap included; None where nobody counts."""
+    found = _read_sizes(root / "proc/self/status")
+    return None if "RssAnon" not in found else found["RssAnon"] + found.get("VmSwap", 0)
+
+
+class PeakMemory:
+    """Watches the anonymous memory of this process while the context is open.
+
+    The kernel keeps no peak of it (VmHWM counts mapped files too), so it is looked at 50 times a
+    second.
+
+    Attributes:
+        peak_bytes: the most that was seen; None where nobody counts.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_SAMPLE_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        found = anonymous_bytes()
+        if found is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, found)
+
+
+def _machine_bytes(root: Path) -> int:
+    found = _read_sizes(root / "proc/meminfo").get("MemAvailable")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else found
+
+
+def _limit_bytes(root: Path) -> Iterator[int]:
+    """Tell what `ulimit -d` and `ulimit -v` leave."""
+    taken = _read_sizes(root / "proc/self/status")
+    for line in _read_lines(root / "proc/self/limits"):
+        for title, name in (("Max data size", "VmData"), ("Max address space", "VmSize")):
+            soft = line.removeprefix(title).split()[0] if line.startswith(title) else ""
+            if soft.isdigit() and name in taken:
+                yield int(soft) - taken[name]
+
+
+def _group_bytes(root: Path) -> Iterator[int]:
+    """Tell what each control group above the process leaves it."""
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _v2_bytes(root / "sys/fs/cgroup", PurePosixPath(path))
+        elif "memory" in controllers.split(","):
+            yield from _v1_bytes(root / "sys/fs/cgroup/memory", PurePosixPath(path))
+
+
+def _v2_bytes(mount: Path, path: PurePosixPath) -> Iterator[int]:
+    for folder in _upwards(mount, path):
+        limit = _read_number(folder / "memory.max")
+        taken = _read_number(folder / "memory.current")
+        if limit is not None and taken is not None:
+            yield limit - taken + _cached(folder, "file", "shmem")
+
+
+def _v1_bytes(mount: Path, path: PurePosixPath) -> Iterator[int]:
+    for folder in _upwards(mount, path):
+        limit = _read_number(folder / "memory.limit_in_bytes")
+        taken = _read_number(folder / "memory.usage_in_bytes")
+        if limit is not None and taken is not None and limit < _V1_UNLIMITED:
+            yield limit - taken + _cached(folder, "total_cache", "total_shmem")
+
+
+def _upwards(mount: Path, path: PurePosixPath) -> Iterator[Path]:
+    """Give the folder of a group and of those above it; in a container the mount is its own."""
+    steps = [step for step in path.parts if step not in {"/", ".."}]
+    for length in range(len(steps), -1, -1):
+        folder = mount.joinpath(*steps[:length])
+        if folder.is_dir():
+            yield folder
+
+
+def _cached(folder: Path, cache: str, shared: str) -> int:
+    """Tell how much of a group's memory is page cache; tmpfs is cache that cannot be given up."""
+    found = dict.fromkeys((cache, shared), 0)
+    for line in _read_lines(folder / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name in found:
+            found[name] = int(value)
+    return max(found[cache] - found[shared], 0)
+
+
+def _read_number(path: Path) -> int | None:
+    """Read the number a file holds; None where there is none, or it says `max`."""
+    text = "".join(_read_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read_sizes(path: Path) -> dict[str, int]:
+    """Read lines like `RssAnon:  12 kB`: bytes by name."""
+    pairs = (line.split() for line in _read_lines(path) if line.endswith("kB"))
+    return {name.rstrip(":"): int(value) * 1024 for name, value, _ in pairs}
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []  # no such file: another system, or no such controller

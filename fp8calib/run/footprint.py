@@ -1,0 +1,216 @@
+"""How much memory a run will take, on paper: from sizes alone, before anything is read.
+
+A formula for what every architecture has (weights, hidden states, the widest tensors of a
+layer); what else a layer does inside is found out by the probe (`fp8calib.run.probe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from fp8calib.data.plan import Batch
+from fp8calib.geometry import Attention, Layer, Linear, ModelGeometry
+from fp8calib.run.streamed_weights import ModelPart, PartedWeights
+
+SLACK_BYTES = 64 * 2**20
+"""What the formula does not know: arenas of the allocator, threads, code that is loaded late."""
+_FLOAT32_BYTES = 4
+_LIVE_COPIES = 4
+"""How many tensors as wide as a layer's widest live at once (gate, up, activation, product)."""
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_FEW_EXPERTS = 8
+"""Where a config does not say how many experts a token goes to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What runs through the layers of a model."""
+
+    rows: int
+    """Of the largest micro-batch; `columns` tokens each, padding included."""
+    columns: int
+    num_batches: int
+    num_tokens: int
+    """Of all micro-batches, padding included."""
+    num_distinct: int
+    """Different tokens among them: rows of the embedding that are read."""
+    num_models: int = 1
+    """Hidden states of so many models wait between layers: a reference and its candidates."""
+    changes_weights: bool = False
+    """Weights are replaced and restored layer by layer."""
+    changes_inputs: bool = False
+    """Inputs of linears are quantized."""
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], num_distinct: int) -> Self:
+        """Describe the micro-batches of a run of one model."""
+        largest = max((batch.input_ids for batch in batches), key=torch.Tensor.numel, default=None)
+        rows, columns = (0, 0) if largest is None else largest.shape
+        return cls(
+            rows=rows,
+            columns=columns,
+            num_batches=len(batches),
+            num_tokens=sum(batch.input_ids.numel() for batch in batches),
+            num_distinct=num_distinct,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of memory, each with what it is for."""
+
+    parts: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all."""
+        return sum(self.parts.values())
+
+    def with_part(self, name: str, size_bytes: int) -> Footprint:
+        """Add a part, or replace it."""
+        return replace(self, parts={**self.parts, name: size_bytes})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSize:
+    """Bytes of one decoder layer's weights."""
+
+    stored: int
+    """In the shards."""
+    placed: int
+    """As the model computes with them."""
+    step: int
+    """What making one parameter (casting, joining of experts) takes for the moment."""
+
+
+def size_part(parted: PartedWeights, part: ModelPart) -> LayerSize:
+    """Measure the weights of a layer by their shapes."""
+    return LayerSize(
+        stored=parted.stored_bytes(part),
+        placed=parted.size_bytes(part),
+        step=parted.step_bytes(part),
+    )
+
+
+def peak_of_layers(layers: Sequence[LayerSize], *, keep: bool) -> int:
+    """Compute what weights take at most while layers come and go, the next one read ahead.
+
+    Args:
+        layers: their sizes, in order.
+        keep: what was read is kept beside what is placed, to restore weights that are replaced.
+    """
+    following = [layer.stored for layer in layers[1:]] + [0]
+    return max(
+        max(
+            (layer.stored + layer.placed if keep else max(layer.stored, layer.placed)) + layer.step,
+            layer.placed + ahead + (layer.stored if keep else 0),
+        )
+        for layer, ahead in zip(layers, following, strict=True)
+    )
+
+
+def hidden_bytes(model: PreTrainedModel, work: Workload, itemsize: int) -> int:
+    """Compute what hidden states take that wait between layers."""
+    return work.num_tokens * int(_text_config(model).hidden_size) * itemsize * work.num_models
+
+
+def weights_bytes(model: PreTrainedModel, itemsize: int) -> int:
+    """Compute what all parameters and buffers take, each once."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return sum(
+        tensor.numel() * (itemsize if tensor.is_floating_point() else tensor.itemsize)
+        for _, tensor in named
+    )
+
+
+def stats_bytes(geometry: ModelGeometry, *, inputs: bool, weights: bool) -> int:
+    """Compute what the statistics of linears take: an amax per channel."""
+    channels = sum(
+        linear.in_features * (inputs + weights) + linear.out_features * weights
+        for _, linear in geometry.linears()
+    )
+    return channels * _FLOAT32_BYTES
+
+
+def batch_bytes(
+    model: PreTrainedModel, geometry: ModelGeometry, work: Workload, itemsize: int
+) -> int:
+    """Compute what one micro-batch takes inside the layer that needs most."""
+    config = _text_config(model)
+    scores = _scores_bytes(model, geometry, work, itemsize)
+    tokens = work.rows * work.columns
+    widest = max(
+        max(_attention_width(layer.attention), _linear_width(layer, config))
+        for layer in geometry.layers
+    )
+    copies = _LIVE_COPIES * itemsize + 2 * _FLOAT32_BYTES
+    if work.changes_inputs:
+        copies += _LIVE_COPIES * _FLOAT32_BYTES
+    width = int(config.hidden_size)
+    return scores + tokens * (widest * copies + width * _LIVE_COPIES * itemsize)
+
+
+def change_bytes(geometry: ModelGeometry) -> int:
+    """Compute what it takes to quantize the largest weight (of experts: one) and to measure it."""
+    largest = max((x.in_features * x.out_features for _, x in geometry.linears()), default=0)
+    return largest * _FLOAT32_BYTES * _LIVE_COPIES
+
+
+def layer_flops(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int) -> list[int]:
+    """Compute what each layer costs per token of sequences of `seq_len`, products and attention."""
+    config = _text_config(model)
+    return [
+        2 * sum(x.in_features * x.out_features * _rows_per_token(x, config) for x in layer.linears)
+        + 2 * min(seq_len, _window(layer.attention) or seq_len) * _attention_width(layer.attention)
+        for layer in geometry.layers
+    ]
+
+
+def _attention_width(attention: Attention | None) -> int:
+    if attention is None:
+        return 0
+    keys = attention.num_heads * attention.k_head_dim
+    values = attention.num_heads * attention.v_head_dim
+    return keys + values
+
+
+def _window(attention: Attention | None) -> int | None:
+    return None if attention is None else attention.sliding_window
+
+
+def _linear_width(layer: Layer, config: Any) -> int:
+    widths = [
+        max(linear.in_features, linear.out_features) * _rows_per_token(linear, config)
+        for linear in layer.linears
+    ]
+    return max(widths, default=0)
+
+
+def _rows_per_token(linear: Linear, config: Any) -> int:
+    if not linear.num_experts:
+        return 1
+    found = next((getattr(config, name, None) for name in _EXPERTS_PER_TOKEN), None)
+    return min(int(found or _FEW_EXPERTS), linear.num_experts)
+
+
+def _scores_bytes(
+    model: PreTrainedModel, geometry: ModelGeometry, work: Workload, itemsize: int
+) -> int:
+    """Compute what attention itself takes: a mask, and all scores where no kernel avoids them."""
+    square = work.rows * work.columns**2
+    is_fused = _text_config(model)._attn_implementation != "eager" and all(
+        attention.k_head_dim == attention.v_head_dim for _, attention in geometry.attentions()
+    )
+    if is_fused:
+        return square * (1 + itemsize)
+    num_heads = max((attention.num_heads for _, attention in geometry.attentions()), default=0)
+    return square * (1 + itemsize + num_heads * (2 * itemsize + _FLOAT32_BYTES))
+
+
+def _text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config(decoder=True)

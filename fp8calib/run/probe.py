@@ -1,0 +1,99 @@
+"""A short probe: one layer read, and one micro-batch through it, for time and memory on paper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fp8calib.machine_memory import PeakMemory, anonymous_bytes
+from fp8calib.run.footprint import LayerSize
+from fp8calib.run.streamed import FirstLayer, StreamedLayer, StreamedModel
+from fp8calib.run.streamed_steps import LayerState
+
+_LONG_S = 2.0
+"""A first run that takes longer is not repeated: what it spends on warming up is little of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What was measured on the first layer."""
+
+    read_s: float
+    place_s: float
+    """Making its parameters of what was read, and looking at the weights."""
+    run_s: float
+    """One micro-batch through it."""
+    batch_bytes: int | None
+    """Memory that the micro-batch took inside the layer; None where nobody counts."""
+    state_bytes: int
+    """What waits of the micro-batch until the next layer."""
+
+
+def probe_layer(
+    streamed: StreamedModel, first: FirstLayer, meet_layer: Callable[[StreamedLayer], None]
+) -> Probe:
+    """Measure the first layer: read, shown to `meet_layer`, placed, and run."""
+    started = time.monotonic()
+    layer = next(first.layers)
+    was_read = time.monotonic()
+    meet_layer(layer)
+    with streamed.placed(layer):
+        was_placed = time.monotonic()
+        run_s, batch_bytes, state = _measure_run(first.run, streamed.model.device)
+    return Probe(
+        read_s=was_read - started,
+        place_s=was_placed - was_read,
+        run_s=run_s,
+        batch_bytes=batch_bytes,
+        state_bytes=_size_bytes(state),
+    )
+
+
+def expect_duration(
+    probe: Probe, layers: Sequence[LayerSize], flops: Sequence[int], num_batches: float
+) -> float:
+    """Compute the seconds of a run from its first layer; reading hides behind the layer before.
+
+    Args:
+        probe: of the first layer.
+        layers: the sizes of all.
+        flops: what each costs per token.
+        num_batches: micro-batches, in parts of the one that was probed.
+    """
+    per_byte = [layer.stored / layers[0].stored for layer in layers]
+    runs = [probe.run_s * num_batches * cost / max(flops[0], 1) for cost in flops]
+    reads = [probe.read_s * share for share in per_byte]
+    places = [probe.place_s * share for share in per_byte]
+    hidden = [max(run, read) for run, read in zip(runs, [*reads[1:], 0.0], strict=True)]
+    return reads[0] + sum(places) + sum(hidden)
+
+
+def _measure_run(
+    run: Callable[[], LayerState], device: torch.device
+) -> tuple[float, int | None, LayerState]:
+    before = anonymous_bytes()
+    with PeakMemory() as memory:
+        run_s, state = _time(run, device)
+        if run_s < _LONG_S:
+            again_s, state = _time(run, device)
+            run_s = min(run_s, again_s)
+    if before is None or memory.peak_bytes is None:
+        return run_s, None, state
+    return run_s, max(memory.peak_bytes - before, 0), state
+
+
+def _time(run: Callable[[], LayerState], device: torch.device) -> tuple[float, LayerState]:
+    started = time.monotonic()
+    state = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic() - started, state
+
+
+def _size_bytes(state: LayerState) -> int:
+    leaves = pytree.tree_leaves((state.output, state.shared))
+    return sum(x.numel() * x.itemsize for x in leaves if isinstance(x, torch.Tensor))

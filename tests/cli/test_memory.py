@@ -1,0 +1,90 @@
+"""`--memory`: a model that does not fit is streamed, and the files are the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fp8calib.machine_memory import anonymous_bytes
+from tests import zoo
+
+from .conftest import QUICK, save_tokenizer
+from .program import fail, snapshot, succeed
+
+GIB = 2**30
+TABLE_BYTES = 2 * 250_000 * 64 * 4
+"""The embedding and the head: nearly all of the model, and not read when it is streamed."""
+
+
+@pytest.fixture(name="wide", scope="module")
+def _wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide") / "wide-llama"
+    zoo.save("llama", folder, vocab_size=250_000, hidden_size=64, tie_word_embeddings=False)
+    save_tokenizer(folder)
+    return folder
+
+
+def cap_gib(over_bytes: int) -> float:
+    """Give a cap that lies so much over what this process holds."""
+    held = anonymous_bytes()
+    assert held is not None
+    return (held + over_bytes) / GIB
+
+
+def test_a_model_beyond_the_cap_is_streamed_to_the_same_files(
+    wide: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("calibrate", wide, "--data", data, *QUICK, "--format", "kv-scales", "--json")
+    whole = succeed(*command, "--out", tmp_path / "whole")
+    cap = cap_gib(64 * 2**20 + TABLE_BYTES // 2)
+    streamed = succeed(*command, "--out", tmp_path / "streamed", "--memory", cap)
+    assert not whole.json["memory"]["streamed"]
+    assert "the model is held whole" in whole.err
+    found = streamed.json["memory"]
+    assert found["streamed"]
+    assert "streaming layer by layer: the model needs" in streamed.err
+    assert "plan: 2 layers" in streamed.err
+    assert found["expected_s"] > 0
+    assert found["peak_bytes"] <= cap * GIB
+    assert found["peak_measured_bytes"] <= cap * GIB
+    assert found["read_bytes"] == whole.json["memory"]["read_bytes"]  # every weight is looked at
+    assert json.loads((tmp_path / "streamed" / "report.json").read_text())["memory"] == found
+    first, second = snapshot(tmp_path / "whole"), snapshot(tmp_path / "streamed")
+    del first["report.json"], second["report.json"]
+    assert second == first
+
+
+def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) -> None:
+    cap = cap_gib(64 * 2**20 + TABLE_BYTES // 2)
+    out = tmp_path / "out"
+    command = ("calibrate", wide, "--data", data, *QUICK, "--out", out, "--memory", cap)
+    plan = succeed(*command, "--dry-run", "--json").json["plan"]
+    assert plan["streamed"]
+    assert plan["layers"] == 2
+    assert sum(plan["peak_parts"].values()) == plan["peak_bytes"]
+    text = succeed(*command, "--dry-run").out
+    assert "expected_s" in text
+    assert not out.exists()
+
+
+def test_a_cap_under_two_layers_names_the_smallest_that_works(
+    wide: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("calibrate", wide, "--data", data, *QUICK, "--format", "kv-scales")
+    text = fail(2, *command, "--out", tmp_path / "out", "--memory", 0.01)
+    found = re.search(r"the smallest --memory that works is (\S+);", text)
+    assert found is not None
+    succeed(*command, "--out", tmp_path / "out", "--memory", found.group(1))
+
+
+def test_what_is_streamed_is_not_spread(wide: Path, data: Path) -> None:
+    text = fail(2, "calibrate", wide, "--data", data, "--memory", 9, "--device-map", "auto")
+    assert "--device-map" in text
+
+
+def test_an_amount_that_is_none_is_refused(wide: Path, data: Path) -> None:
+    assert "--memory" in fail(2, "calibrate", wide, "--data", data, *QUICK, "--memory", "nan")
+    assert "--memory" in fail(2, "calibrate", wide, "--data", data, *QUICK, "--memory", -1)

@@ -1,0 +1,238 @@
+"""The plan of a run: its sizes against sums by hand, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import batches
+from fp8calib.errors import UsageError
+from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.model.topology import find_geometry
+from fp8calib.model.weights import WeightSource
+from fp8calib.run.footprint import LayerSize, Workload, peak_of_layers
+from fp8calib.run.probe import Probe, expect_duration
+from fp8calib.run.run_plan import (
+    Limits,
+    Streamable,
+    StreamPlanner,
+    find_limits,
+    plan_streamed,
+    plan_whole,
+)
+from fp8calib.run.spelling import spell_duration, spell_size
+from tests import zoo
+from tests.truth.test_statistics import draw, make_plan
+
+# The zoo's llama: 32 wide, 48 inside, 4 heads of 8, 2 KV heads, 2 layers, 128 tokens, untied.
+LAYER = 4 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32)
+EMBEDDING = 4 * 128 * 32
+NORM = 4 * 32
+WORK = Workload(rows=2, columns=20, num_batches=3, num_tokens=100, num_distinct=50)
+PROBE = Probe(read_s=1.0, place_s=0.5, run_s=2.0, batch_bytes=7000, state_bytes=5120)
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    zoo.save("llama", folder)
+    return folder
+
+
+@pytest.fixture(name="subject")
+def _subject(folder: Path) -> Iterator[Streamable]:
+    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    model = build_skeleton(source, dtype=torch.float32)
+    with Checkpoint.open(folder) as checkpoint:
+        names = WeightSource(model, checkpoint).whole
+        yield Streamable(
+            model=model,
+            geometry=find_geometry(model, names, checkpoint_dtype="float32")[0],
+            checkpoint=checkpoint,
+            work=WORK,
+            itemsize=4,
+            extra={"statistics": 11},
+        )
+
+
+def limits(host: int, *, device: int | None = None, is_given: bool = True) -> Limits:
+    return Limits(
+        host_bytes=host,
+        host_why="given by --memory" if is_given else "available",
+        is_given=is_given,
+        process_bytes=1000,
+        device_bytes=device,
+    )
+
+
+def planner(subject: Streamable, found: Limits, scratch: Path) -> StreamPlanner:
+    weights = WeightSource(subject.model, subject.checkpoint)
+    device = "cpu" if found.device_bytes is None else "cuda:0"
+    return plan_streamed(
+        subject, found, weights, dtype=torch.float32, device=device, scratch=scratch
+    )
+
+
+def test_a_whole_model_counts_every_weight_once(subject: Streamable, tmp_path: Path) -> None:
+    plan = plan_whole(subject, limits(2**30), tmp_path)
+    assert plan is not None
+    buffers = 4 * 4 * 2  # the rotary frequencies of half a head, twice
+    assert plan.peak.parts["weights"] == 2 * LAYER + 2 * EMBEDDING + NORM + buffers
+    assert plan.peak.parts["statistics"] == 11
+    assert plan.peak.parts["process"] == 1000 + 64 * 2**20
+    assert plan.read_bytes == 2 * LAYER + 2 * EMBEDDING + NORM
+    assert not plan.streams
+
+
+def test_whole_ends_where_the_limit_does(subject: Streamable, tmp_path: Path) -> None:
+    plan = plan_whole(subject, limits(2**30), tmp_path)
+    assert plan is not None
+    needed = plan.peak.total_bytes
+    assert plan_whole(subject, limits(needed), tmp_path) is not None
+    assert plan_whole(subject, limits(needed - 1), tmp_path) is None
+
+
+def test_on_a_gpu_its_memory_decides(subject: Streamable, tmp_path: Path) -> None:
+    plan = plan_whole(subject, limits(2**30, device=2**30), tmp_path)
+    assert plan is not None
+    assert plan.device_peak is not None
+    needed = plan.device_peak.total_bytes
+    assert needed > 2 * LAYER + 2 * EMBEDDING
+    assert plan_whole(subject, limits(2**30, device=needed - 1), tmp_path) is None
+    assert "weights" not in plan.peak.parts
+
+
+def test_a_streamed_model_takes_two_layers(subject: Streamable, tmp_path: Path) -> None:
+    plan = planner(subject, limits(2**30), tmp_path).plan(PROBE)
+    assert plan.streams
+    assert plan.num_layers == 2
+    assert plan.read_bytes == 2 * LAYER + NORM + 50 * 32 * 4
+    assert plan.peak.parts["layers"] == 2 * LAYER
+    assert plan.peak.parts["embedding"] == 50 * 32 * 4
+    assert plan.peak.parts["around the layers"] == NORM
+    assert plan.scratch_bytes == 0
+    # 5120 bytes wait of a micro-batch of 40 tokens; there are 100 tokens.
+    assert plan.peak.parts["hidden states"] == 5120 * 100 // 40
+
+
+def test_what_a_probe_measured_counts_where_it_is_more(subject: Streamable, tmp_path: Path) -> None:
+    making = planner(subject, limits(2**30), tmp_path)
+    formula = making.plan().peak.parts["micro-batch"]
+    small, large = (replace(PROBE, batch_bytes=size) for size in (formula - 1, formula + 1))
+    assert making.plan(small).peak.parts["micro-batch"] == formula
+    assert making.plan(large).peak.parts["micro-batch"] == formula + 1
+
+
+def test_hidden_states_take_what_is_left_and_the_rest_waits_on_disk(
+    subject: Streamable, tmp_path: Path
+) -> None:
+    room = planner(subject, limits(2**30), tmp_path).plan(PROBE)
+    bare = room.peak.total_bytes - room.hidden_ram_bytes
+    tight = planner(subject, limits(bare + 4000), tmp_path).plan(PROBE)
+    assert tight.hidden_ram_bytes == 4000
+    assert tight.scratch_bytes == 12800 - 4000
+    assert tight.peak.total_bytes == bare + 4000
+
+
+def test_a_cap_that_is_too_small_names_one_that_is_not(subject: Streamable, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="even layer by layer") as caught:
+        planner(subject, limits(50 * 2**20), tmp_path).plan()
+    named = caught.value.hint.split("the smallest --memory that works is ")[1].split(";")[0]
+    found = limits(int(float(named) * 2**30))
+    assert planner(subject, found, tmp_path).plan().streams
+    with pytest.raises(UsageError):
+        planner(subject, limits(found.host_bytes - 2**26), tmp_path).plan()
+
+
+def test_a_machine_that_is_too_small_is_not_told_to_say_more(
+    subject: Streamable, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="are available") as caught:
+        planner(subject, limits(50 * 2**20, is_given=False), tmp_path).plan()
+    assert "--memory" not in caught.value.hint
+
+
+def test_a_gpu_holds_the_layer_and_the_host_what_is_read_ahead(
+    subject: Streamable, tmp_path: Path
+) -> None:
+    plan = planner(subject, limits(2**30, device=2**30), tmp_path).plan()
+    assert plan.device_peak is not None
+    assert plan.device_peak.parts["layers"] == LAYER
+    assert plan.peak.parts.keys() == {"process", "layers", "hidden states"}
+    with pytest.raises(UsageError, match="on the GPU"):
+        planner(subject, limits(2**30, device=LAYER), tmp_path).plan()
+
+
+def test_a_full_disk_is_known_before(
+    subject: Streamable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making = planner(subject, limits(2**30), tmp_path)
+    room = making.plan(PROBE)
+    bare = room.peak.total_bytes - room.hidden_ram_bytes
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 12799})())
+    with pytest.raises(UsageError, match="hidden states have to wait"):
+        planner(subject, limits(bare), tmp_path).plan(PROBE)
+
+
+@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf")])
+def test_no_amount_of_memory_is_refused(memory: float) -> None:
+    with pytest.raises(UsageError, match="--memory"):
+        find_limits("cpu", memory)
+
+
+def test_less_is_taken_of_what_is_given_and_what_is_there() -> None:
+    machine, small, large = (find_limits("cpu", given) for given in (None, 0.5, 2.0**30))
+    assert small.host_bytes == 2**29
+    assert small.is_given
+    assert not large.is_given
+    assert abs(large.host_bytes - machine.host_bytes) < 2**30
+
+
+def test_layers_overlap_with_the_one_that_is_read_ahead() -> None:
+    a = LayerSize(stored=100, placed=200, step=10)
+    b = LayerSize(stored=300, placed=600, step=50)
+    # a beside b being read: 200 + 300; b being made: 600 + 50; then alone: 600.
+    assert peak_of_layers([a, b], keep=False) == 650
+    # b, what was read of it, and the step: 300 + 600 + 50.
+    assert peak_of_layers([a, b], keep=True) == 950
+
+
+def test_reading_hides_behind_the_layer_before() -> None:
+    layers = [LayerSize(stored=size, placed=size, step=0) for size in (10, 40, 10)]
+    # read 1, place 0.5 + 2 + 0.5, then 2 (read 4 hides all but 2 of it), 2 x 2 of twice the cost.
+    probe = replace(PROBE, run_s=2.0)
+    expected = 1.0 + 3.0 + max(2.0, 4.0) + max(4.0, 1.0) + 2.0
+    assert expect_duration(probe, layers, [5, 10, 5], 1.0) == pytest.approx(expected)
+    assert expect_duration(probe, layers, [5, 10, 5], 10.0) == pytest.approx(1 + 3 + 20 + 40 + 20)
+
+
+def test_a_workload_is_what_the_batches_hold() -> None:
+    rows = draw([7, 20, 13, 3, 20], seed=9)
+    found = list(batches(make_plan(rows, packed=False), 2))
+    work = Workload.of(found, 9)
+    assert (work.rows, work.columns) == max(
+        (b.input_ids.shape for b in found), key=lambda s: s[0] * s[1]
+    )
+    assert work.num_batches == len(found)
+    assert work.num_tokens == sum(b.input_ids.shape[0] * b.input_ids.shape[1] for b in found)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(12, "12 bytes"), (3 * 2**20, "3 MiB"), (2**29, "0.50 GiB"), (140 * 2**30, "140.00 GiB")],
+)
+def test_sizes_are_spelled(size_bytes: int, text: str) -> None:
+    assert spell_size(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [(0.2, "1 s"), (40.4, "40 s"), (750.0, "12 min"), (12000.0, "3 h 20 min")],
+)
+def test_durations_are_spelled(duration_s: float, text: str) -> None:
+    assert spell_duration(duration_s) == text

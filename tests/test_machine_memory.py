@@ -1,0 +1,154 @@
+"""What memory is left, told from files of the kernel's that were written by hand."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8calib.machine_memory import PeakMemory, anonymous_bytes, available_bytes
+
+MIB = 2**20
+STATUS = "Name:\tpython\nVmSize:\t 900 kB\nVmData:\t 300 kB\nRssAnon:\t 200 kB\nVmSwap:\t 8 kB\n"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    """Write a tree of `proc` and `sys`, with 1000 MiB left in the machine."""
+    plain = {
+        "proc/meminfo": f"MemTotal: 9999999 kB\nMemAvailable: {1000 * 1024} kB\n",
+        "proc/self/status": STATUS,
+    }
+    for name, text in {**plain, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def limits(data: str, space: str) -> str:
+    return (
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        f"Max data size             {data:<20} unlimited            bytes     \n"
+        f"Max address space         {space:<20} unlimited            bytes     \n"
+    )
+
+
+CASES = {
+    "nothing limits it": ({}, 1000 * MIB),
+    "a v2 group": (
+        {
+            "proc/self/cgroup": "0::/job\n",
+            "sys/fs/cgroup/job/memory.max": str(500 * MIB),
+            "sys/fs/cgroup/job/memory.current": str(300 * MIB),
+        },
+        200 * MIB,
+    ),
+    "a v2 group whose cache can be given up, but for what lies in tmpfs": (
+        {
+            "proc/self/cgroup": "0::/job\n",
+            "sys/fs/cgroup/job/memory.max": str(500 * MIB),
+            "sys/fs/cgroup/job/memory.current": str(300 * MIB),
+            "sys/fs/cgroup/job/memory.stat": f"anon 9\nfile {90 * MIB}\nshmem {20 * MIB}\n",
+        },
+        270 * MIB,
+    ),
+    "a v2 group without a limit inside one with": (
+        {
+            "proc/self/cgroup": "0::/outer/inner\n",
+            "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+            "sys/fs/cgroup/outer/inner/memory.current": "1\n",
+            "sys/fs/cgroup/outer/memory.max": str(50 * MIB),
+            "sys/fs/cgroup/outer/memory.current": str(10 * MIB),
+        },
+        40 * MIB,
+    ),
+    "a container, whose group is named from outside": (
+        {
+            "proc/self/cgroup": "0::/../../docker/abc\n",
+            "sys/fs/cgroup/memory.max": str(70 * MIB),
+            "sys/fs/cgroup/memory.current": "0\n",
+        },
+        70 * MIB,
+    ),
+    "a v1 group": (
+        {
+            "proc/self/cgroup": "5:cpu:/a\n4:hugetlb,memory:/job\n0::/\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(400 * MIB),
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(300 * MIB),
+            "sys/fs/cgroup/memory/job/memory.stat": f"cache 7\ntotal_cache {50 * MIB}\n",
+        },
+        150 * MIB,
+    ),
+    "a v1 group without a limit": (
+        {
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n",
+        },
+        1000 * MIB,
+    ),
+    "a group that has outgrown its limit": (
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": "1000\n",
+            "sys/fs/cgroup/memory.current": "5000\n",
+        },
+        0,
+    ),
+    "a limit of data": (
+        {"proc/self/limits": limits(str(10 * MIB), "unlimited")},
+        10 * MIB - 300 * 1024,
+    ),
+    "a limit of address space": (
+        {"proc/self/limits": limits(str(90 * MIB), str(10 * MIB))},
+        10 * MIB - 900 * 1024,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_least_of_what_is_left_counts(name: str, tmp_path: Path) -> None:
+    files, expected = CASES[name]
+    assert available_bytes(root=write(tmp_path, files)) == expected
+
+
+def test_a_system_without_proc_has_all_its_memory(tmp_path: Path) -> None:
+    assert available_bytes(root=tmp_path) == resource.getpagesize() * _pages()
+    assert anonymous_bytes(root=tmp_path) is None
+
+
+def _pages() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    total = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
+    return total * 1024 // resource.getpagesize()
+
+
+def test_swap_is_memory_that_was_taken(tmp_path: Path) -> None:
+    assert anonymous_bytes(root=write(tmp_path, {})) == 208 * 1024
+
+
+def test_this_process_grows_by_what_it_writes_to() -> None:
+    before = anonymous_bytes()
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    after = anonymous_bytes()
+    assert before is not None
+    assert after is not None
+    assert after - before >= 63 * MIB
+    assert block[-1] == 1
+
+
+def test_the_peak_is_seen_from_beside() -> None:
+    """The thread looks while the work is done; what is freed again before the end counts."""
+    before = anonymous_bytes()
+    assert before is not None
+    with PeakMemory() as memory:
+        block = torch.ones(64 * MIB, dtype=torch.uint8)
+        deadline = time.monotonic() + 10
+        while (memory.peak_bytes or 0) < before + 63 * MIB and time.monotonic() < deadline:
+            time.sleep(0.01)
+        del block
+    assert memory.peak_bytes is not None
+    assert memory.peak_bytes - before >= 63 * MIB
