@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch, DataPlan
-from fp8calib.data.shares import Share, sequences_of, share_out
+from fp8calib.data.shares import Share, leave_out, sequences_of, share_out
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import Linear
+from fp8calib.merging import merge_sites
 from fp8calib.model.coverage import list_skipped
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import Prepared, prepare
@@ -23,9 +26,10 @@ from fp8calib.observe.seams import tapped
 from fp8calib.parts import StatsPart, join_ranges
 from fp8calib.provenance import fingerprint_model, versions
 from fp8calib.recipe import Recipe
+from fp8calib.run.journal import Journal
 from fp8calib.run.streamed import Streaming, open_streamed
 from fp8calib.run.streamed_calibration import LayerObserver
-from fp8calib.run.whole import WholeRunner
+from fp8calib.run.whole import BackOff, WholeRunner
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader
 
@@ -48,10 +52,31 @@ class Portion:
 
     shard: Share | None = None
     """The part of the data, and of the weights."""
+    journal: Journal | None = None
+    """Where what was seen is kept, and what earlier runs have left."""
+    back_offs: list[BackOff] = field(default_factory=list)
+    """Filled by the run: where batches had to become smaller."""
 
-    def weights(self, linears: Sequence[Linear]) -> Sequence[Linear]:
-        """Give the linears whose weights are read here: each is read in one shard."""
-        return linears if self.shard is None else self.shard.take(linears)
+    @property
+    def earlier(self) -> dict[Site, SiteStats]:
+        """What earlier runs have seen."""
+        return {} if self.journal is None else self.journal.sites
+
+    def batches(self, plan: DataPlan, batch_size: int) -> list[Batch]:
+        """Give the batches that are left to run."""
+        done = () if self.journal is None else self.journal.sequences
+        return leave_out(share_out(plan, batch_size, self.shard), done)
+
+    def weights(self, linears: Sequence[Linear]) -> list[Linear]:
+        """Give the linears whose weights are left to read: each is read in one shard."""
+        mine = linears if self.shard is None else self.shard.take(linears)
+        earlier = self.earlier
+        return [each for each in mine if Site(each.module, Role.WEIGHT) not in earlier]
+
+    def keep_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
+        """Keep the statistics of weights for the case that the run is ended."""
+        if self.journal is not None:
+            self.journal.keep_weights(sites, duration_s=duration_s)
 
     @property
     def reads_other_weights(self) -> bool:
@@ -84,18 +109,52 @@ def calibrate(
         ModelError: a weight is NaN or inf.
         CalibrationError: an activation is NaN or inf, or a site that must be seen was not.
     """
-    todo = None if plan is None else share_out(plan, batch_size, portion.shard)
+    todo = None if plan is None else portion.batches(plan, batch_size)
     sites: dict[Site, SiteStats] = {}
     if streaming is not None:
         sites |= _layer_by_layer(prepared, todo, checkpoint, recipe, progress, streaming, portion)
     else:
         if recipe.observe.weights:
             sites |= _weights(prepared, checkpoint, progress, portion)
-        if todo is not None:
-            sites |= _activations(prepared, todo, recipe, progress)
-    if todo is not None and recipe.observe.kv:
+        if todo:
+            sites |= _activations(prepared, todo, recipe, progress, portion)
+    sites = merge_sites([sites, portion.earlier])
+    if plan is not None and recipe.observe.kv:
         _require_kv(prepared, sites)
-    header = StatsHeader(
+    header = (
+        describe_run(prepared, plan, source, checkpoint, recipe)
+        if portion.journal is None
+        else portion.journal.header
+    )
+    skipped = tuple(list_skipped(prepared, recipe, sites))
+    return CalibrationStats(
+        header=header.model_copy(update={"skipped": skipped}),
+        sites=sites,
+        text_hashes=text_hashes_of(plan),
+        part=_describe_part(portion.shard, plan, batch_size),
+    )
+
+
+def describe_run(
+    prepared: Prepared,
+    plan: DataPlan | None,
+    source: ModelSource,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    *,
+    compute_dtype: str | None = None,
+) -> StatsHeader:
+    """Say what a run's statistics belong to, before it is run: nothing is skipped as yet.
+
+    Args:
+        prepared: the model, with or without its weights.
+        plan: the data.
+        source: where the model is from.
+        checkpoint: its weights.
+        recipe: what is observed.
+        compute_dtype: what the model will compute in; None where `prepared` has the weights in it.
+    """
+    return StatsHeader(
         geometry=prepared.geometry,
         model_fingerprint=fingerprint_model(source.raw_config, checkpoint),
         data_fingerprint=plan.fingerprint if plan else "",
@@ -104,30 +163,27 @@ def calibrate(
         num_tokens=plan.num_tokens if plan else 0,
         recipe_name=recipe.name,
         recipe_hash=recipe.observation_hash,
-        compute_dtype=str(prepared.model.dtype).removeprefix("torch."),
+        compute_dtype=compute_dtype or str(prepared.model.dtype).removeprefix("torch."),
         histogram_sequences=HISTOGRAM_SEQUENCES,
         input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
-        skipped=tuple(list_skipped(prepared, recipe, sites)),
+        skipped=(),
         versions=versions(),
     )
-    return CalibrationStats(
-        header=header,
-        sites=sites,
-        text_hashes=plan.text.hashes if plan else torch.zeros(0, dtype=torch.int64),
-        part=_describe_part(portion.shard, todo, batch_size),
-    )
 
 
-def _describe_part(
-    shard: Share | None, batches: Sequence[Batch] | None, batch_size: int
-) -> StatsPart | None:
-    if shard is None:
+def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
+    """Give the hashes of a run's text, none where it has none."""
+    return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
+
+
+def _describe_part(shard: Share | None, plan: DataPlan | None, batch_size: int) -> StatsPart | None:
+    if shard is None or plan is None:
         return None
     return StatsPart(
         index=shard.index,
         count=shard.count,
         batch_size=batch_size,
-        sequences=join_ranges(sequences_of(batches or ())),
+        sequences=join_ranges(sequences_of(share_out(plan, batch_size, shard))),
     )
 
 
@@ -137,6 +193,7 @@ def _weights(
     linears = [linear for _, linear in prepared.geometry.linears()]
     chosen = portion.weights(linears)
     progress.stage("reading weights", len(chosen))
+    started = time.monotonic()
     found: dict[Site, SiteStats] = {}
     for site, stats in observe_weights(
         prepared.model, chosen, prepared.weights, ignored=prepared.ignored
@@ -146,6 +203,7 @@ def _weights(
     if portion.reads_other_weights:
         read = prepared.weights.names_of({linear.weight_name for linear in linears})
         check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
+    portion.keep_weights(found, duration_s=time.monotonic() - started)
     return found
 
 
@@ -175,7 +233,7 @@ def _layer_by_layer(
             ignored=prepared.ignored,
             linears=portion.weights([linear for _, linear in prepared.geometry.linears()]),
         )
-        if todo is None:
+        if not todo:
             progress.stage("reading weights", num_layers, unit="layers")
             return observer.observe_weights(progress.advance)
         num_tokens = sum(batch.num_tokens for batch in todo)
@@ -184,7 +242,11 @@ def _layer_by_layer(
 
 
 def _activations(
-    prepared: Prepared, todo: Sequence[Batch], recipe: Recipe, progress: Progress
+    prepared: Prepared,
+    todo: Sequence[Batch],
+    recipe: Recipe,
+    progress: Progress,
+    portion: Portion,
 ) -> dict[Site, SiteStats]:
     observe = recipe.observe
     recorder = Recorder()
@@ -199,9 +261,29 @@ def _activations(
         query=observe.query,
         inputs=observe.inputs,
         ignored=prepared.ignored,
-    ):
-        runner.run(todo, recorder, progress.advance)
+    ), _kept(recorder, portion.journal) as on_checked:
+        runner.run(
+            todo,
+            recorder,
+            progress.advance,
+            on_checked=on_checked,
+            on_back_off=portion.back_offs.append,
+        )
     return recorder.stats()
+
+
+@contextmanager
+def _kept(recorder: Recorder, journal: Journal | None) -> Iterator[Callable[[], None]]:
+    """Keep what a recorder holds: now and then, in the end, and at an interruption."""
+    if journal is None:
+        yield lambda: None
+        return
+    try:
+        yield lambda: journal.note(recorder)
+    except KeyboardInterrupt:
+        journal.interrupt(recorder)
+        raise
+    journal.finish(recorder)
 
 
 def _require_kv(prepared: Prepared, sites: Mapping[Site, SiteStats]) -> None:

@@ -65,7 +65,7 @@ class OutputFolder:
     ) -> None:
         try:
             if isinstance(exc, OSError):
-                needed_bytes = _measure(self._staging)
+                needed_bytes = measure_folder(self._staging)
                 raise explain_os_error(exc, self.path, needed_bytes=needed_bytes) from exc
             if exc is None:
                 self._commit()
@@ -308,5 +308,6 @@ def _move_all(moves: Collection[tuple[Path, Path]]) -> None:
         raise
 
 
-def _measure(folder: Path) -> int:
+def measure_folder(folder: Path) -> int:
+    """Add up the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

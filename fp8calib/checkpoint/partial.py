@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
@@ -39,8 +39,24 @@ class PartialFolder(OutputFolder):
         resume: bool,
         force: bool = False,
         inputs: Collection[Path] = (),
+        check_resumed: Callable[[Path], object] | None = None,
+        kept_after: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
     ) -> None:
+        """Take what only this kind of run has.
+
+        Args:
+            path: see `OutputFolder`.
+            owned: see `OutputFolder`.
+            tag: what is being written.
+            resume: go on with what an interrupted run has left.
+            force: see `OutputFolder`.
+            inputs: see `OutputFolder`.
+            check_resumed: looks at what is to be gone on with; what it raises changes nothing.
+            kept_after: the exceptions that leave the temporary folder.
+        """
         super().__init__(path, owned=owned, force=force, inputs=inputs)
+        self._check_resumed = check_resumed
+        self._kept_after = kept_after
         self._tag = tag
         self._resume = resume
 
@@ -69,6 +85,8 @@ class PartialFolder(OutputFolder):
                 f"{staging}: the interrupted run had another model or other options",
                 hint="leave out --resume to start anew, or repeat its options",
             )
+        if self._resume and self._check_resumed is not None:
+            self._check_resumed(staging)
 
     def _name_staging(self, parent: Path) -> Path:
         name = self._target.name
@@ -82,7 +100,7 @@ class PartialFolder(OutputFolder):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(exc, KeyboardInterrupt):
+        if isinstance(exc, self._kept_after):
             return
         if exc is None:
             (self._staging / MARK_NAME).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -41,6 +42,8 @@ _STAGES = {
 }
 """What an interruption kept a command from; the exit code tells it from a failure."""
 
+_RESUMABLE = frozenset({"calibrate", "quantize"})
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and leave with its exit code."""
@@ -75,6 +78,14 @@ def main_inner(arguments: Sequence[str]) -> int:
     return outcome if isinstance(outcome, int) else 0
 
 
+def _say_how_to_resume(arguments: Sequence[str]) -> str:
+    """Give the command line that goes on where this one was interrupted; empty where none does."""
+    if not arguments or arguments[0] not in _RESUMABLE or "--dry-run" in arguments:
+        return ""
+    again = arguments if "--resume" in arguments else [*arguments, "--resume"]
+    return f"go on with: {shlex.join(['fp8calib', *again])}"
+
+
 def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return per kind of error
     as_json = "--json" in arguments
     try:
@@ -89,7 +100,8 @@ def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return pe
         return show_error("usage", fit_line(message), _HINTS["usage"], as_json=as_json, exit_code=2)
     except (KeyboardInterrupt, Abort):
         kind = _STAGES.get(next(iter(arguments), ""), "data")
-        return show_error(kind, "interrupted", "", as_json=as_json, exit_code=INTERRUPTED)
+        hint = _say_how_to_resume(arguments)
+        return show_error(kind, "interrupted", hint, as_json=as_json, exit_code=INTERRUPTED)
     except Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:

@@ -1,0 +1,139 @@
+"""The folder a calibration works in, and how a run goes on with what another has left there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8calib.calibrate import describe_run, text_hashes_of
+from fp8calib.checkpoint.atomic import check_output
+from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder
+from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job
+from fp8calib.cli.console import say, warn
+from fp8calib.errors import DataError
+from fp8calib.merging import explain_other_run
+from fp8calib.run.journal import Journal, is_checkpoint
+from fp8calib.stats import StatsHeader, load_stats
+
+_TAG = "fp8calib calibrate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkFolder:
+    """Where a run writes, and keeps what it has seen."""
+
+    path: Path
+    journal: Journal
+
+
+def check_output_of(job: Job) -> None:
+    """Refuse an output folder that is in use, unless it may be the one that --resume looks for."""
+    if not _looks_finished(job):
+        check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
+
+
+def describe_job(job: Job) -> StatsHeader:
+    """Say what the statistics of a job will belong to."""
+    return describe_run(
+        job.prepared,
+        job.plan,
+        job.source,
+        job.checkpoint,
+        job.recipe,
+        compute_dtype=job.dtype,
+    )
+
+
+def find_finished(job: Job, header: StatsHeader) -> Mapping[str, Any] | None:
+    """Give the report of the run that --resume would go on with, where it had come to its end.
+
+    Raises:
+        UsageError: the output folder holds something else.
+    """
+    if not _looks_finished(job):
+        return None
+    found: Mapping[str, Any] = json.loads((job.out / REPORT_NAME).read_bytes())
+    if _is_of_run(job, header):
+        return found
+    check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
+    return None
+
+
+def _looks_finished(job: Job) -> bool:
+    return job.settings.resume and all((job.out / name).exists() for name in job.owned)
+
+
+def _is_of_run(job: Job, header: StatsHeader) -> bool:
+    try:
+        stats = load_stats(job.out / STATS_NAME, takes_part=True)
+    except DataError:
+        return False
+    shard = job.settings.shard
+    cut = None if shard is None else (shard.index, shard.count)
+    found = None if stats.part is None else (stats.part.index, stats.part.count)
+    return cut == found and not explain_other_run(stats.header, header)
+
+
+@contextmanager
+def work_folder(job: Job, header: StatsHeader) -> Iterator[WorkFolder]:
+    """Open the folder of a run; it becomes the output in the end.
+
+    An interruption leaves it for --resume, any other error removes it.
+
+    Raises:
+        UsageError: the folder is in use, or what is to be gone on with is of another calibration.
+        DataError: a checkpoint is damaged.
+    """
+
+    def open_journal(staging: Path) -> Journal:
+        journal = Journal(
+            staging,
+            header,
+            text_hashes_of(job.plan),
+            shard=job.settings.shard,
+            batch_size=job.recipe.data.batch_size,
+            warn=warn,
+        )
+        if job.settings.resume:
+            journal.load()
+        return journal
+
+    folder = PartialFolder(
+        job.out,
+        owned=job.owned,
+        tag=_TAG,
+        resume=job.settings.resume,
+        force=job.settings.force,
+        inputs=[job.source.folder],
+        check_resumed=open_journal,
+    )
+    with folder as staging:
+        remove_outputs(staging)
+        journal = open_journal(staging)
+        if job.settings.resume:
+            say(_describe_start(journal, header))
+        yield WorkFolder(path=staging, journal=journal)
+        journal.remove()
+
+
+def _describe_start(journal: Journal, header: StatsHeader) -> str:
+    done = sum(stop - first for first, stop in journal.sequences)
+    if not journal.done:
+        return "--resume: no interrupted run has left anything, beginning at the beginning"
+    return f"--resume: {done} of {header.num_sequences} sequences were done, going on after them"
+
+
+def remove_outputs(folder: Path) -> None:
+    """Remove what a run had begun to write when it was ended; it is written anew."""
+    for path in folder.iterdir():
+        if path.name == MARK_NAME or is_checkpoint(path):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,170 @@
+"""What a run has seen so far, kept in files, so that another can go on where it was ended.
+
+Everything kept is a part of the statistics (`fp8calib.merging`): what was run is never run again,
+and the end is the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from fp8calib.data.shares import Share
+from fp8calib.errors import DataError, ExportError, UsageError
+from fp8calib.merging import explain_other_run, merge_sites
+from fp8calib.observe.recorder import Recorder
+from fp8calib.parts import StatsPart, join_ranges
+from fp8calib.sites import Site
+from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader, load_stats, save_stats
+
+LONGEST_INTERVAL_S = 10.0
+"""Nothing older than this is lost, but for the batch that is running."""
+_SHORTEST_INTERVAL_S = 1.0
+_INTERVAL_PER_COST = 50.0
+_PREFIX = "checkpoint-"
+_WORTH_KEEPING_S = 1.0
+
+
+class Journal:
+    """The files of one run, in a folder; each process writes its own, whole each time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        header: StatsHeader,
+        text_hashes: torch.Tensor,
+        *,
+        shard: Share | None,
+        batch_size: int,
+        warn: Callable[[str], None],
+        rank: int = 0,
+    ) -> None:
+        self.header = header
+        self.done: tuple[CalibrationStats, ...] = ()
+        """What earlier runs had seen."""
+        self._folder = folder
+        self._text_hashes = text_hashes
+        self._shard = shard or Share()
+        self._batch_size = batch_size
+        self._warn = warn
+        self._rank = rank
+        self._cost_s = 0.0
+        self._has_written = False
+        self._kept_at = self._called_at = time.monotonic()
+
+    def load(self) -> None:
+        """Take up what earlier runs of the same calibration have left.
+
+        Raises:
+            UsageError: they were of another calibration; the message says in what it differs.
+            DataError: a file is damaged.
+        """
+        self.done = tuple(
+            self._load(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))
+        )
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """The sequences that earlier runs have done."""
+        return join_ranges([each for stats in self.done for each in _part_of(stats).sequences])
+
+    @property
+    def sites(self) -> dict[Site, SiteStats]:
+        """What earlier runs have seen, joined."""
+        return merge_sites(stats.sites for stats in self.done)
+
+    def keep_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
+        """Keep the statistics of weights, where reading them took long enough."""
+        if duration_s >= _WORTH_KEEPING_S:
+            self._write(f"weights-{self._rank}", sites, ())
+
+    def note(self, recorder: Recorder) -> None:
+        """Keep what a recorder holds, all of it finite, if the last time is long enough ago."""
+        now = time.monotonic()
+        since_call, self._called_at = now - self._called_at, now
+        interval_s = max(_SHORTEST_INTERVAL_S, _INTERVAL_PER_COST * self._cost_s)
+        if now + since_call >= self._kept_at + min(interval_s, LONGEST_INTERVAL_S):
+            self._keep(recorder)
+
+    def finish(self, recorder: Recorder) -> None:
+        """Keep what a recorder holds in the end, if the run was long enough to keep anything."""
+        if self._has_written:
+            self._keep(recorder)
+
+    def interrupt(self, recorder: Recorder) -> None:
+        """Keep what a recorder holds where a run was interrupted, anywhere."""
+        if recorder.is_settled and recorder.check_finite() is None:
+            self._keep(recorder)
+
+    def remove(self) -> None:
+        """Remove the files: the run has ended."""
+        for path in self._folder.glob(f"{_PREFIX}*"):
+            path.unlink()
+
+    def _keep(self, recorder: Recorder) -> None:
+        sequences = recorder.sequences
+        if sequences:
+            first = min(first for first, _ in sequences)
+            self._write(f"{first:08}", recorder.stats(), join_ranges(list(sequences)))
+            self._has_written = True
+
+    def _write(
+        self, name: str, sites: Mapping[Site, SiteStats], sequences: tuple[tuple[int, int], ...]
+    ) -> None:
+        started = time.monotonic()
+        part = StatsPart(
+            index=self._shard.index,
+            count=self._shard.count,
+            batch_size=self._batch_size,
+            sequences=sequences,
+        )
+        stats = CalibrationStats(
+            header=self.header, sites=sites, text_hashes=self._text_hashes, part=part
+        )
+        try:
+            save_stats(stats, self._folder / f"{_PREFIX}{name}.safetensors")
+        except ExportError as error:
+            self._warn(f"no checkpoint was written, the run goes on: {error.message}")
+        self._kept_at = self._called_at = time.monotonic()
+        self._cost_s = self._kept_at - started
+
+    def _load(self, path: Path) -> CalibrationStats:
+        try:
+            stats = load_stats(path, takes_part=True)
+        except DataError as error:
+            raise DataError(error.message, hint="leave out --resume to begin anew") from error
+        difference = explain_other_run(stats.header, self.header) or self._explain_cut(stats)
+        if difference:
+            raise UsageError(
+                f"{path.parent}: the interrupted run was another one: {difference}",
+                hint="repeat its command line, or leave out --resume to begin anew",
+            )
+        return stats
+
+    def _explain_cut(self, stats: CalibrationStats) -> str:
+        part = _part_of(stats)
+        here = StatsPart(
+            index=self._shard.index,
+            count=self._shard.count,
+            batch_size=self._batch_size,
+            sequences=(),
+        )
+        if (part.index, part.count) != (here.index, here.count):
+            return f"{part.describe()}, and {here.describe()}"
+        if part.count > 1 and part.batch_size != here.batch_size:
+            return f"--batch-size {part.batch_size}, and {here.batch_size}: shards hang on it"
+        return ""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file is one that a journal keeps."""
+    return path.name.startswith(_PREFIX)
+
+
+def _part_of(stats: CalibrationStats) -> StatsPart:
+    if stats.part is None:
+        raise DataError("a checkpoint holds whole statistics", hint="leave out --resume")
+    return stats.part
