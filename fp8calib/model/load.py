@@ -203,6 +203,13 @@ def _model_class(source: ModelSource) -> Any:
     )
 
 
+def _config_of(model_class: Any, config: PreTrainedConfig) -> Any:
+    """Give the config that a class is built from: some take that of the text decoder alone."""
+    text = config.sub_configs.get("text_config")
+    is_text_only = text is not None and getattr(model_class, "config_class", None) is text
+    return config.get_text_config(decoder=True) if is_text_only else config
+
+
 def _is_encoder(config: PreTrainedConfig, architecture: str) -> bool:
     if getattr(config, "is_encoder_decoder", False):
         return True
@@ -325,7 +332,7 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
         ModelError: transformers cannot build the class from this config.
     """
     found = _model_class(source)
-    config = deepcopy(source.config)  # transformers writes the dtype into it
+    config = deepcopy(_config_of(found, source.config))  # transformers writes the dtype into it
     options = {} if dtype is None else {"dtype": dtype}
     try:
         with torch.device("meta"):

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.topology import text_decoder
 from fp8calib.sites import Role
 from tests.architectures.families import FAMILIES, SIZES, build
@@ -126,3 +127,18 @@ def test_a_text_only_class_never_runs_its_lm_head() -> None:
     """Llama4ForCausalLM names itself as its decoder; the model below it is what is run."""
     path, decoder = text_decoder(build("llama4_text", FAMILIES["llama4_text"]))
     assert (path, type(decoder).__name__) == ("model", "Llama4TextModel")
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_a_model_without_weights_is_the_one_that_is_loaded(family: str, tmp_path: Path) -> None:
+    """Qwen3.5 and Llama 4 are built from the text decoder's config alone, also before loading."""
+    text, vision, _, _ = MODELS[family]
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
+    loaded = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+    found, expected = (
+        {name: tuple(value.shape) for name, value in model.named_parameters()}
+        for model in (build_skeleton(source), loaded)
+    )
+    assert found == expected
