@@ -65,6 +65,9 @@ def calibrate_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan; run and write nothing.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an interrupted or killed run stopped.")
+    ] = False,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -119,6 +122,7 @@ def calibrate_command(
             dtype=dtype,
             device_map=device_map,
             memory=memory,
+            resume=resume,
             shard=None if shard is None else parse_share(shard),
             revision=revision,
             trust_remote_code=trust_remote_code,

@@ -29,6 +29,7 @@ class Settings:
     device_map: str | None
     memory: float | None
     """GiB; None: what the machine has left."""
+    resume: bool
     shard: Share | None
     revision: str | None
     trust_remote_code: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_c
 from fp8calib.dialects.registry import FORMATS, Note
 from fp8calib.fp8 import E4M3FN
 from fp8calib.fp8 import FORMATS as FP8_FORMATS
+from fp8calib.run.whole import BackOff
 from fp8calib.saturation import compute_saturation
 from fp8calib.sites import Role
 from fp8calib.stats import CalibrationStats
@@ -32,6 +33,10 @@ class Measured:
     device: str
     memory: Mapping[str, Any]
     """How the model was held, what the plan said of it, and the measured peak."""
+    back_offs: tuple[BackOff, ...]
+    """Where batches became smaller because memory did not suffice."""
+    resumed: int
+    """Sequences that an interrupted run had done."""
 
 
 def build_report(
@@ -61,6 +66,8 @@ def build_report(
         "device": measured.device,
         "memory": dict(measured.memory),
         "batch_size": job.recipe.data.batch_size,
+        "batch_back_off": [asdict(each) for each in measured.back_offs],
+        "resumed_sequences": measured.resumed,
         "rule": str(job.recipe.scales.rule),
         "coverage": {
             "observed": len(stats.sites),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.calibrate import Portion, Prepared, calibrate, prepare
-from fp8calib.checkpoint.atomic import OutputFolder, check_output
+from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job, Settings
 from fp8calib.cli.calibrate_memory import Mode, choose_mode, describe_mode
@@ -26,6 +26,14 @@ from fp8calib.cli.calibrate_report import (
     describe_plan,
     save_report,
     show_report,
+)
+from fp8calib.cli.calibrate_resume import (
+    WorkFolder,
+    check_output_of,
+    describe_job,
+    find_finished,
+    remove_outputs,
+    work_folder,
 )
 from fp8calib.cli.calibrate_shard import check_shard
 from fp8calib.cli.console import Bar, print_json, say, warn
@@ -64,6 +72,10 @@ def run_calibrate(settings: Settings) -> None:
     with _opened(settings) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
+        header = describe_job(job)
+        if (finished := find_finished(job, header)) is not None:
+            _show_finished(job, finished)
+            return
         mode = choose_mode(job)
         if settings.dry_run:
             title = "plan (nothing was run or written)"
@@ -71,18 +83,18 @@ def run_calibrate(settings: Settings) -> None:
             return
         for text in describe_mode(mode):
             say(text)
-        started = time.monotonic()
-        with Bar() as bar, PeakMemory() as memory:
-            stats, model_device = _run(job, mode, bar)
-            measured = Measured(
-                duration_s=time.monotonic() - started,
-                device=model_device,
-                memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
-            )
-            report = _write(job, stats, measured, bar)
+        with Bar() as bar, work_folder(job, header) as work:
+            stats, measured = _run(job, mode, work, bar)
+            report = _write(job, stats, measured, work.path, bar)
     if settings.as_json:
         print_json(report)
     show_report(job, stats, report)
+
+
+def _show_finished(job: Job, report: Mapping[str, Any]) -> None:
+    say(f"{job.out} is finished already")
+    if job.settings.as_json:
+        print_json(report)
 
 
 @contextmanager
@@ -118,7 +130,7 @@ def _opened(settings: Settings) -> Iterator[Job]:
             dtype=dtype,
             dtype_why=why,
         )
-        check_output(out, job.owned, settings.force, inputs=[source.folder])
+        check_output_of(job)
         check_replaced(recipe.formats, out, checkpoint)
         check_replaced_checkpoint(job)
         if refusal := explain_refusal(job):
@@ -160,21 +172,32 @@ def _plan(settings: Settings, source: ModelSource) -> DataPlan | None:
     )
 
 
-def _run(job: Job, mode: Mode, bar: Bar) -> tuple[CalibrationStats, str]:
+def _run(job: Job, mode: Mode, work: WorkFolder, bar: Bar) -> tuple[CalibrationStats, Measured]:
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
-    loaded = _load(job, bar) if mode.streaming is None else mode.prepared
-    stats = calibrate(
-        loaded,
-        job.plan,
-        job.source,
-        job.checkpoint,
-        recipe=job.recipe,
-        batch_size=job.recipe.data.batch_size,
-        progress=bar,
-        streaming=mode.streaming,
-        portion=Portion(shard=job.settings.shard),
+    if mode.streaming is not None and job.settings.resume:
+        warn("--resume: a model that is streamed leaves no checkpoints; what it had done is lost")
+    started = time.monotonic()
+    portion = Portion(shard=job.settings.shard, journal=work.journal)
+    with PeakMemory() as memory:
+        stats = calibrate(
+            _load(job, bar) if mode.streaming is None else mode.prepared,
+            job.plan,
+            job.source,
+            job.checkpoint,
+            recipe=job.recipe,
+            batch_size=job.recipe.data.batch_size,
+            progress=bar,
+            streaming=mode.streaming,
+            portion=portion,
+        )
+    measured = Measured(
+        duration_s=time.monotonic() - started,
+        device=job.device,
+        memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
+        back_offs=tuple(portion.back_offs),
+        resumed=sum(stop - first for first, stop in work.journal.sequences),
     )
-    return stats, job.device
+    return stats, measured
 
 
 def _load(job: Job, bar: Bar) -> Prepared:
@@ -188,47 +211,48 @@ def _load(job: Job, bar: Bar) -> Prepared:
     return replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
 
 
-def _write(job: Job, stats: CalibrationStats, measured: Measured, bar: Bar) -> Mapping[str, Any]:
+def _write(
+    job: Job, stats: CalibrationStats, measured: Measured, folder: Path, bar: Bar
+) -> Mapping[str, Any]:
     """Write everything, or, where a format cannot be written, what the run has cost hours for."""
     try:
-        return _write_all(job, stats, measured, bar)
+        return _write_all(job, stats, measured, folder, bar)
+    except OSError as error:
+        failed = explain_os_error(error, job.out, needed_bytes=measure_folder(folder))
     except ExportError as error:
-        with _output(job) as folder:
-            save_stats(stats, folder / STATS_NAME)
-        raise ExportError(
-            error.message,
-            hint=f"the statistics are kept: `fp8calib export {job.out / STATS_NAME}` makes scales "
-            f"of them without another run. {error.hint}".strip(),
-        ) from error
+        failed = error
+    remove_outputs(folder)
+    with OutputFolder(
+        job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
+    ) as kept:
+        save_stats(stats, kept / STATS_NAME)
+    raise ExportError(
+        failed.message,
+        hint=f"the statistics are kept: `fp8calib export {job.out / STATS_NAME}` makes scales "
+        f"of them without another run. {failed.hint}".strip(),
+    ) from failed
 
 
 def _write_all(
-    job: Job, stats: CalibrationStats, measured: Measured, bar: Bar
+    job: Job, stats: CalibrationStats, measured: Measured, folder: Path, bar: Bar
 ) -> Mapping[str, Any]:
     recipe = job.recipe
-    with _output(job) as folder:
-        save_stats(stats, folder / STATS_NAME)
-        written = write_formats(
-            stats,
-            recipe.formats,
-            folder,
-            fmt=FORMATS[recipe.scales.fp8_dtype],
-            tps=recipe.tp,
-            source=job.checkpoint,
-            query=recipe.query_scale,
-            fallback=recipe.scales.fallback,
-            rule=recipe.scales.rule,
-        )
-        files = sorted([STATS_NAME, REPORT_NAME, *written.files])
-        report = build_report(job, stats, measured, files=files, notes=written.notes)
-        checkpoint = write_checkpoint(job, stats, folder, bar)
-        if checkpoint is not None:
-            merge_report(report, checkpoint)
-        save_report(folder / REPORT_NAME, report)
-    return report
-
-
-def _output(job: Job) -> OutputFolder:
-    return OutputFolder(
-        job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
+    save_stats(stats, folder / STATS_NAME)
+    written = write_formats(
+        stats,
+        recipe.formats,
+        folder,
+        fmt=FORMATS[recipe.scales.fp8_dtype],
+        tps=recipe.tp,
+        source=job.checkpoint,
+        query=recipe.query_scale,
+        fallback=recipe.scales.fallback,
+        rule=recipe.scales.rule,
     )
+    files = sorted([STATS_NAME, REPORT_NAME, *written.files])
+    report = build_report(job, stats, measured, files=files, notes=written.notes)
+    checkpoint = write_checkpoint(job, stats, folder, bar)
+    if checkpoint is not None:
+        merge_report(report, checkpoint)
+    save_report(folder / REPORT_NAME, report)
+    return report

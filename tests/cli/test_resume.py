@@ -1,0 +1,120 @@
+"""`calibrate --resume`: processes that are interrupted or killed, and the runs that go on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import QUICK, write_rows
+from .program import fail, run, snapshot, succeed
+from .test_process import PROGRAM, start
+
+LONG = ("--samples", 3000, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    return write_rows(
+        path, [{"input_ids": [3 + (i * j) % 90 for j in range(64)]} for i in range(3000)]
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Give the statistics of a run that nobody ended."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    succeed("calibrate", model, "--data", rows, *LONG, "--out", out)
+    return (out / "stats.safetensors").read_bytes()
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], out: Path) -> Path:
+    """Wait until a run has kept something; give its folder."""
+    partial = out.with_name("out.partial")
+    while not list(partial.glob("checkpoint-0*.safetensors")):
+        assert process.poll() is None, "ended before it had kept anything"
+        time.sleep(0.02)
+    return partial
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
+    model: Path, rows: Path, whole: bytes, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ("calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
+    process = start(*PROGRAM, *command)
+    partial = wait_for_checkpoint(process, out)
+    process.kill()
+    process.communicate(timeout=60)
+    assert not out.exists()
+    outcome = succeed(*command, "--resume")
+    assert (out / "stats.safetensors").read_bytes() == whole
+    assert "sequences were done, going on after them" in outcome.err
+    assert 0 < outcome.json["resumed_sequences"] < 3000
+    assert {path.name for path in out.iterdir()} == set(outcome.json["files"])
+    assert not partial.exists()
+    before = snapshot(tmp_path)
+    again = succeed(*command, "--resume")
+    assert "is finished already" in again.err
+    assert again.json == outcome.json
+    assert snapshot(tmp_path) == before
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    model: Path, rows: Path, whole: bytes, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = start(*PROGRAM, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
+    wait_for_checkpoint(process, out)
+    process.send_signal(signal.SIGTERM)
+    text, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    error = json.loads(text)["error"]
+    assert (error["kind"], error["message"]) == ("calibration", "interrupted")
+    assert "Traceback" not in err
+    words = shlex.split(error["hint"].removeprefix("go on with: "))
+    assert words[0] == "fp8calib"
+    outcome = succeed(*words[1:])
+    assert outcome.json["resumed_sequences"] > 0
+    assert (out / "stats.safetensors").read_bytes() == whole
+
+
+# --- without a run that was ended --------------------------------------------------------------
+
+
+def test_resume_without_a_checkpoint_begins_at_the_beginning(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("calibrate", model, "--data", data, *QUICK)
+    outcome = succeed(*command, "--out", tmp_path / "resumed", "--resume", "--json")
+    assert outcome.json["resumed_sequences"] == 0
+    assert "beginning at the beginning" in outcome.err
+    succeed(*command, "--out", tmp_path / "plain")
+    stats = [(tmp_path / name / "stats.safetensors").read_bytes() for name in ("resumed", "plain")]
+    assert stats[0] == stats[1]
+
+
+def test_a_finished_output_of_another_run_is_no_end(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+    succeed(*command)
+    assert run(*command, "--resume").code == 0
+    for change in (("--samples", 3), ("--dtype", "bfloat16"), ("--recipe", "w8a8-static")):
+        assert "the folder is not empty" in fail(2, *command, *change, "--resume")
+
+
+def test_a_folder_that_no_run_left_is_not_touched(model: Path, data: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "precious.txt").write_text("mine")
+    command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+    for resume in ((), ("--resume",)):
+        assert "holds what no interrupted run left there" in fail(2, *command, *resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]

@@ -1,0 +1,258 @@
+"""Runs that are ended anywhere: the next one goes on, and the file in the end is the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8calib.calibrate import Portion, describe_run
+from fp8calib.data.shares import Share
+from fp8calib.errors import DataError, ExportError, UsageError
+from fp8calib.recipe import Observe, Recipe
+from fp8calib.run import journal as journal_module
+from fp8calib.run.journal import Journal
+from fp8calib.stats import StatsHeader
+from tests import zoo
+from tests.run.running import LENGTHS, RECIPE, Subject, as_bytes, opened, rows_of
+from tests.truth.test_statistics import Silent
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _keeps_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "LONGEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(journal_module, "_WORTH_KEEPING_S", 0.0)
+
+
+class Stopping(Silent):
+    """A progress bar that ends the run at its n-th step, by whatever it is given."""
+
+    def __init__(self, steps: int, end: Callable[[], None]) -> None:
+        self.left = steps
+        self.end = end
+
+    def advance(self, steps: int) -> None:  # noqa: ARG002 -- tokens, here steps are counted
+        """Count, and end."""
+        self.left -= 1
+        if self.left == 0:
+            self.end()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def silent(_text: str) -> None:
+    return None
+
+
+def fail(text: str) -> None:
+    raise AssertionError(text)
+
+
+def keep_in(
+    folder: Path,
+    subject: Subject,
+    *,
+    shard: Share | None = None,
+    batch_size: int = 2,
+    recipe: Recipe = RECIPE,
+    seed: int = 9,
+    **changes: object,
+) -> Portion:
+    """Open a journal over what a folder holds."""
+    folder.mkdir(exist_ok=True)
+    plan = rows_of(LENGTHS, seed=seed)
+    header: StatsHeader = describe_run(
+        subject.prepared, plan, subject.source, subject.checkpoint, recipe
+    ).model_copy(update=changes)
+    journal = Journal(
+        folder, header, plan.text.hashes, shard=shard, batch_size=batch_size, warn=fail
+    )
+    journal.load()
+    return Portion(shard=shard, journal=journal)
+
+
+def end_and_go_on(
+    subject: Subject, folder: Path, ends: list[Stopping], *, shard: Share | None = None
+) -> bytes:
+    """End one run after the other, each in a process of its own, then run to the end."""
+    context = multiprocessing.get_context("fork")
+    for progress in ends:
+
+        def run(progress: Stopping = progress) -> None:
+            portion = keep_in(folder, subject, shard=shard)
+            subject.calibrate(portion, progress=progress)
+
+        child = context.Process(target=run)
+        child.start()
+        child.join()
+        assert child.exitcode != 0
+    return as_bytes(subject.calibrate(keep_in(folder, subject, shard=shard)), folder.parent)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
+def test_killed_again_and_again_a_run_ends_with_the_same_bytes(family: str, tmp_path: Path) -> None:
+    model = zoo.save(family, tmp_path / "model")
+    num_linears = 7 if family == "llama" else 0
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        # In the weights, in the first batch after them, then three batches on, then two.
+        steps = [3, 2 * num_linears + 1, 3, 2]
+        found = end_and_go_on(subject, tmp_path / "kept", [Stopping(n, kill) for n in steps])
+    assert found == whole
+    assert model is not None
+
+
+def test_a_killed_run_does_nothing_twice(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        weights = 2 * 7
+        end_and_go_on(subject, tmp_path / "kept", [Stopping(weights + 4, kill)])
+        portion = keep_in(tmp_path / "kept", subject)
+    assert portion.journal is not None
+    # Of eight batches three were kept when the fourth was told of, five were left.
+    first, second = (each for each in portion.journal.done if each.part and each.part.sequences)
+    assert first.part is not None
+    assert first.part.sequences == ((0, 6),)
+    assert second.part is not None
+    assert second.part.sequences == ((6, 13),)
+
+
+@pytest.mark.parametrize("steps", [15, 18, 22])
+def test_an_interrupted_run_keeps_its_last_batch(steps: int, tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(
+                keep_in(tmp_path / "kept", subject), progress=Stopping(steps, interrupt)
+            )
+        portion = keep_in(tmp_path / "kept", subject)
+        assert portion.journal is not None
+        bounds = [0, 2, 4, 6, 7, 9, 10, 12, 13]  # of batches, their quarters at 0, 4, 7, 10
+        assert portion.journal.sequences == ((0, bounds[steps - 14]),)
+        assert as_bytes(subject.calibrate(portion), tmp_path) == whole
+
+
+def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a batch counts for half of the sites, nothing is written: the batch runs again."""
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        calls = 0
+        from fp8calib.observe.running import Running  # noqa: PLC0415
+
+        observe = Running.observe
+
+        def observe_and_stop(self: Running, seen: object) -> None:
+            nonlocal calls
+            calls += 1
+            observe(self, seen)  # type: ignore[arg-type]
+            if calls == 20 * 3 + 5:  # 20 sites a batch
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Running, "observe", observe_and_stop)
+            with pytest.raises(KeyboardInterrupt):
+                subject.calibrate(keep_in(tmp_path / "kept", subject))
+        portion = keep_in(tmp_path / "kept", subject)
+        assert portion.journal is not None
+        assert portion.journal.sequences == ((0, 6),)
+        assert as_bytes(subject.calibrate(portion), tmp_path) == whole
+
+
+def test_a_shard_goes_on_too(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    shard = Share(index=2, count=2)
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(Portion(shard=shard)), tmp_path)
+        kept = tmp_path / "kept"
+        assert end_and_go_on(subject, kept, [Stopping(9, kill)], shard=shard) == whole
+        with pytest.raises(UsageError, match="part 2 of 2, and part 1 of 2"):
+            keep_in(kept, subject, shard=Share(index=1, count=2))
+        with pytest.raises(UsageError, match="--batch-size 2, and 3"):
+            keep_in(kept, subject, shard=shard, batch_size=3)
+
+
+def test_smaller_batches_may_go_on(tmp_path: Path) -> None:
+    """Every sequence counts once, though batches are cut otherwise."""
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        whole = subject.calibrate()
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(
+                keep_in(tmp_path / "kept", subject), batch_size=4, progress=Stopping(15, interrupt)
+            )
+        found = subject.calibrate(keep_in(tmp_path / "kept", subject), batch_size=3)
+    for site, stats in whole.sites.items():
+        assert found.sites[site].count == stats.count
+        assert torch.allclose(found.sites[site].amax, stats.amax, rtol=1e-5)
+
+
+def test_the_checkpoint_of_another_run_is_refused_and_the_difference_named(
+    tmp_path: Path,
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    zoo.save("llama", tmp_path / "other", seed=1)
+    kept = tmp_path / "kept"
+    with opened(tmp_path / "model") as subject:
+        subject.calibrate(keep_in(kept, subject))
+        for words, changes in {
+            "other data": {"seed": 5},
+            "other recipe": {"recipe": Recipe(name="test", observe=Observe(query=False))},
+            "other version of torch": {"versions": {"torch": "1"}},
+            "other dtype": {"compute_dtype": "float16"},
+        }.items():
+            with pytest.raises(UsageError, match=words):
+                keep_in(kept, subject, **changes)  # type: ignore[arg-type]
+    with opened(tmp_path / "other") as subject, pytest.raises(UsageError, match="other weights"):
+        keep_in(kept, subject)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        subject.calibrate(keep_in(tmp_path / "kept", subject))
+        path = next((tmp_path / "kept").glob("*-0*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(DataError, match="checkpoint-0") as refused:
+            keep_in(tmp_path / "kept", subject)
+    assert "leave out --resume" in refused.value.hint
+
+
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    told: list[str] = []
+
+    def no_space(*_: object) -> None:
+        raise ExportError("no space left")
+
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        portion = keep_in(tmp_path / "kept", subject)
+        assert portion.journal is not None
+        monkeypatch.setattr(portion.journal, "_warn", told.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "save_stats", no_space)
+            stats = subject.calibrate(portion)
+    assert as_bytes(stats, tmp_path) == whole
+    assert "no checkpoint was written, the run goes on: no space left" in told
