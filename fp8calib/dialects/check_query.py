@@ -20,6 +20,14 @@ def list_queries(scene: Scene) -> list[HeldScale]:
     ]
 
 
+def list_zero_points(scene: Scene) -> list[HeldScale]:
+    """List the zero points of q, k and v that the engine's files hold."""
+    found = ((held, parse_name(name)) for name, held in scene.scales.items())
+    return [
+        held for held, parsed in found if parsed is not None and parsed.form.endswith("zero_point")
+    ]
+
+
 def list_probabilities(scene: Scene) -> list[HeldScale]:
     """List the scales of attention's probabilities that the engine's files hold."""
     return [held for name, held in scene.scales.items() if is_probability_scale(name)]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -23,6 +22,7 @@ from fp8calib.dialects.check_report import (
     judge_number,
     report_refusal,
 )
+from fp8calib.dialects.check_targets import matches_target
 from fp8calib.dialects.check_vllm_config import find_quantization
 from fp8calib.dialects.engine_models import TGI_TYPES
 from fp8calib.errors import shorten
@@ -37,10 +37,8 @@ _LOADABLE = {
     ("int", 4): ("pack-quantized", "marlin-24"),
 }
 """For the weights of a group, the formats `_create_loader_for_group` knows."""
-_NESTED_QUANTIFIER = re.compile(r"\)[*+{?]")
 _UNPARSED = "Cannot parse compressed-tensors configuration"
 _GROUPS_MEND = "write config_groups as an object of groups with targets, and ignore as a list"
-_TARGET_MEND = "name modules as they are, or by a plain regular expression"
 _NAMES_MEND = "store k_scale and v_scale under the attention module's own path"
 _ROUNDED = "kv_scale is rounded to the model's dtype before it is used; k_scale and v_scale are not"
 
@@ -96,7 +94,7 @@ def _check_compressed(quantization: Mapping[str, object], geometry: ModelGeometr
     for name, group in groups.items():
         targets += _list_targets(name, group, quantization.get("format"))
     for module in _list_linears(geometry):
-        if not any(_matches(target, module) for target in targets):
+        if not any(matches_target(target, module, "Linear") for target in targets):
             why = f"Cannot find compressed-tensors target for prefix: {module}"
             raise Refusal(why, mend='"ignore": ["re:.*"] leaves every module as it is')
 
@@ -125,25 +123,6 @@ def _list_linears(geometry: ModelGeometry) -> Iterator[str]:
     for _, linear in geometry.linears():
         if not linear.num_experts:
             yield (linear.checkpoint_name or f"{linear.module}.weight").removesuffix(".weight")
-
-
-def _matches(target: object, module: str) -> bool:
-    """Tell whether a target means a linear: by its name, its class, or an expression for either."""
-    if not isinstance(target, str):
-        return False
-    if not target.startswith("re:"):
-        return target in (module, "Linear")
-    pattern = target.removeprefix("re:")
-    if len(pattern) > 1000 or _NESTED_QUANTIFIER.search(pattern):
-        raise Refusal(
-            f"target {target!a:.60}: an expression that check does not try", mend=_TARGET_MEND
-        )
-    try:
-        return bool(re.match(pattern, module) or re.match(pattern, "Linear"))
-    except (re.error, OverflowError, RecursionError) as error:
-        raise Refusal(
-            f"target {target!a:.60}: no expression: {error}", mend=_TARGET_MEND
-        ) from error
 
 
 def _judge(scene: Scene, index: int, attention: Attention) -> LayerVerdict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
 from fp8calib.dialects.check_files import (
@@ -15,7 +15,7 @@ from fp8calib.dialects.check_files import (
     require_readable,
 )
 from fp8calib.dialects.check_pairs import PairRules, is_negative, judge_pair, require_scalar
-from fp8calib.dialects.check_query import list_queries, note_loaded
+from fp8calib.dialects.check_query import list_queries, list_zero_points, note_loaded
 from fp8calib.dialects.check_report import (
     EngineReport,
     LayerVerdict,
@@ -25,6 +25,7 @@ from fp8calib.dialects.check_report import (
     judge_number,
     report_refusal,
 )
+from fp8calib.dialects.check_targets import matches_target
 from fp8calib.dialects.check_vllm_config import KvMethod, find_kv_method, find_quantization
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role
@@ -79,9 +80,11 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineRepor
     quantization = find_quantization(folder, keys=_CONFIG_KEYS)
     if quantization is None:
         return _check_unquantized(scene)
-    method = find_kv_method(quantization)
-    loaded = _load(scene, method)
-    _check_queries(scene, quantization)
+    method = find_kv_method(quantization, beside=folder.modelopt)
+    if method is None:
+        return _check_unquantized(scene)
+    loaded = _load(scene, method, _list_excluded(quantization, method))
+    _check_shapes(scene, quantization, method)
     if method is KvMethod.COMPRESSED_TENSORS:
         layers = _check_compressed(scene, loaded, tp)
     else:
@@ -133,12 +136,20 @@ def map_name(name: str, method: KvMethod) -> str:
     return name
 
 
-def _load(scene: Scene, method: KvMethod) -> dict[Slot, HeldScale]:
+def _list_excluded(quantization: Mapping[str, object], method: KvMethod) -> list[object]:
+    """List what a Quark config excludes; expressions there may mean the attention layers too."""
+    excluded = quantization.get("exclude")
+    return excluded if method is KvMethod.QUARK and isinstance(excluded, list) else []
+
+
+def _load(scene: Scene, method: KvMethod, excluded: Sequence[object]) -> dict[Slot, HeldScale]:
     places: dict[str, Slot] = {
-        f"{attention.checkpoint_module}.attn.{role}_scale": (index, role)
+        f"{layer}.{role}_scale": (index, role)
         for index, attention in _attentions(scene.geometry)
-        for role in (Role.K, Role.V)
         if attention.kind == "heads" and method is not KvMethod.NONE
+        for layer in (f"{attention.checkpoint_module}.attn",)
+        if not any(matches_target(target, layer) for target in excluded)
+        for role in (Role.K, Role.V)
     }
     _refuse_unmapped(scene, method)
     if scene.geometry.model_type in _STRICT_TYPES:
@@ -187,12 +198,25 @@ def _placeless(scene: Scene, index: int, attention: Attention) -> LayerVerdict:
     return LayerVerdict(layer=index, k=k, v=v)
 
 
-def _check_queries(scene: Scene, quantization: Mapping[str, object]) -> None:
-    """Refuse scales of q in a shape that no parameter has; per head they are reduced."""
+def _check_shapes(scene: Scene, quantization: Mapping[str, object], method: KvMethod) -> None:
+    """Refuse scales of q, and zero points, in a shape that no parameter has."""
     scheme = quantization.get("kv_cache_scheme")
-    if not (isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"):
-        for held in list_queries(scene):
+    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+    for held in list_queries(scene):
+        if not per_head:
             require_scalar(held, "vLLM")
+        elif not any(_fits_query(held, attention) for _, attention in _attentions(scene.geometry)):
+            why = f"{held} has shape {list(held.shape)}, which no number of heads goes with"
+            raise Refusal(f"{why}: RuntimeError", mend="store one number a head of q, or none")
+    if method is KvMethod.COMPRESSED_TENSORS and not per_head:
+        for held in list_zero_points(scene):
+            require_scalar(held, "vLLM")
+
+
+def _fits_query(held: HeldScale, attention: Attention) -> bool:
+    """Tell whether vLLM can reduce a scale of q to one for each KV head: it takes the maxima."""
+    groups, rest = divmod(held.numel, attention.num_heads // attention.num_kv_heads)
+    return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
 def _check_compressed(scene: Scene, loaded: dict[Slot, HeldScale], tp: int) -> list[LayerVerdict]:
@@ -244,10 +268,11 @@ def _judge_heads(scene: Scene, held: HeldScale, num_heads: int, tp: int) -> Verd
     if held.numel < num_heads and not (held.numel == 1 and tp == 1):
         why = f"{held} has shape {list(held.shape)} for {num_heads} KV heads: RuntimeError"
         raise Refusal(why, mend=f"store [{num_heads}, 1, 1], or strategy tensor with one number")
-    bad = [value for value in held.values if not 0 < value < float("inf")]
+    taken = held.values[:num_heads]
+    bad = [value for value in taken if not 0 < value < float("inf")]
     if bad:
         return judge_number(bad[0], str(held))
-    largest = max(held.values)
+    largest = max(taken)
     if held.numel > num_heads:
         why = f"{held} has {held.numel} numbers, of which the first {num_heads} are taken"
         return Verdict(status=Status.MISREAD, value=largest, why=why, mend="write one a KV head")

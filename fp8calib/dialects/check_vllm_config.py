@@ -1,6 +1,7 @@
 """What vLLM 0.32.0 makes of a `quantization_config`: a KV method, none, or a refusal to start.
 
-Sources: `transformers_utils/config.py`, `config/model.py` (`_verify_quantization`) and
+Sources: `transformers_utils/config.py`, `model_arch_config_convertor.py` there
+(`_normalize_quantization_config`), `config/model.py` (`_verify_quantization`) and
 `model_executor/layers/quantization/` (`fp8.py`, `compressed_tensors/`, `modelopt.py`,
 `quark/quark.py`).
 """
@@ -29,6 +30,7 @@ _WITHOUT_KV = (
     "moe_wna16",
     "torchao",
     "inc",
+    "auto-round",
     "mxfp4",
     "gpt_oss_mxfp4",
     "deepseek_v4_fp8",
@@ -43,7 +45,10 @@ MODELOPT_ALGORITHMS = (
     "MXFP8",
     "MIXED_PRECISION",
 )
+_OWN_FILE_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
+"""Those vLLM knows in the nested form of ModelOpt's own file (`hf_quant_config.json`)."""
 _STRATEGIES = ("tensor", "attn_head")
+_GROUPS_MEND = "write config_groups as kv-overlay does, or leave the group out"
 
 
 def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[str, object] | None:
@@ -73,33 +78,55 @@ def _look_up(config: Mapping[str, object], key: str) -> object:
     return section.get(inner) if isinstance(section, Mapping) else None
 
 
-def find_kv_method(quantization: Mapping[str, object]) -> KvMethod:
+def find_kv_method(quantization: Mapping[str, object], *, beside: object = None) -> KvMethod | None:
     """Find the method that holds KV scales, having checked what vLLM checks.
+
+    Args:
+        quantization: the config that decides.
+        beside: what `hf_quant_config.json` holds, which lists the layers of a mixed precision.
+
+    Returns:
+        The method; None where no method is named, so that the model is loaded as unquantized.
 
     Raises:
         Refusal: vLLM does not start with this config.
     """
-    method = quantization.get("quant_method")
-    if not isinstance(method, str):
-        raise Refusal("quantization_config has no quant_method", mend="name the method there")
+    method = _name_method(quantization)
+    if not method:
+        return None
     if method in _DEPRECATED:
         why = f"quant_method {method} is refused without --allow-deprecated-quantization"
         raise Refusal(why, mend="quantize with compressed-tensors instead")
-    if method.lower().startswith("modelopt"):
-        return _check_modelopt(quantization)
-    if method == "compressed-tensors":
-        _check_scheme(quantization.get("kv_cache_scheme"))
-        return KvMethod.COMPRESSED_TENSORS
-    if method == "fp8":
-        return _check_fp8(quantization)
-    if method == "quark":
-        return _check_quark(quantization)
+    if method.startswith("modelopt"):
+        return _check_modelopt(quantization, beside)
+    checks = {"compressed-tensors": _check_compressed, "fp8": _check_fp8, "quark": _check_quark}
+    if method in checks:
+        return checks[method](quantization)
+    if method == "mxfp8":
+        return KvMethod.MODELOPT
     if method in _WITHOUT_KV:
         return KvMethod.NONE
     raise Refusal(f"quant_method {method!a:.60} is unknown to vLLM 0.32", mend="correct the name")
 
 
-def _check_modelopt(quantization: Mapping[str, object]) -> KvMethod:
+def _name_method(quantization: Mapping[str, object]) -> str:
+    """Name the method in lower case; that of ModelOpt's own file goes by its algorithm."""
+    producer, section = quantization.get("producer"), quantization.get("quantization")
+    section = section if isinstance(section, dict) else {}
+    algorithm = section.get("quant_algo")
+    is_own_file = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    if algorithm is not None and (is_own_file or "modelopt_quant_config" in section):
+        if str(algorithm).upper() not in _OWN_FILE_ALGORITHMS:
+            why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
+            raise Refusal(why, mend="vLLM knows more of them in config.json's quantization_config")
+        return "modelopt"
+    method = quantization.get("quant_method", "")
+    if not isinstance(method, str):
+        raise Refusal("quant_method is not text", mend="name the method there")
+    return method.lower().replace("compressed_tensors", "compressed-tensors")
+
+
+def _check_modelopt(quantization: Mapping[str, object], beside: object) -> KvMethod:
     section = quantization.get("quantization", quantization)
     algorithm = section.get("quant_algo") if isinstance(section, dict) else None
     if not algorithm:
@@ -109,7 +136,53 @@ def _check_modelopt(quantization: Mapping[str, object]) -> KvMethod:
     if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
         why = f"quant_algo {algorithm!a:.60} is unknown to vLLM 0.32"
         raise Refusal(why, mend=f"it knows {', '.join(MODELOPT_ALGORITHMS)}")
+    if str(algorithm).upper() == "MIXED_PRECISION":
+        return _check_mixed(quantization if "quantized_layers" in quantization else beside)
     return KvMethod.MODELOPT
+
+
+def _check_mixed(quantization: object) -> KvMethod:
+    """Find out of a mixed precision whether it has a KV method; the others always have one."""
+    outer = quantization if isinstance(quantization, dict) else {}
+    nested = outer.get("quantization")
+    section = nested if isinstance(nested, dict) else outer
+    if not section.get("quantized_layers"):
+        why = "MIXED_PRECISION without quantized_layers, nor hf_quant_config.json that has them"
+        raise Refusal(why, mend="export the checkpoint again, with hf_quant_config.json")
+    scheme = outer.get("kv_cache_scheme")
+    is_fp8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == (
+        "float",
+        8,
+    )
+    has_method = section.get("kv_cache_quant_algo") if nested is section else is_fp8
+    return KvMethod.MODELOPT if has_method else KvMethod.NONE
+
+
+def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
+    _check_scheme(quantization.get("kv_cache_scheme"))
+    groups = quantization.get("config_groups", {})
+    if not isinstance(groups, dict):
+        raise Refusal("config_groups is not an object (AttributeError)", mend=_GROUPS_MEND)
+    for name, group in groups.items():
+        _check_group(name, group if isinstance(group, dict) else {})
+    sparsity = quantization.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("targets"):
+        why = (
+            "sparsity_config names targets, and vLLM has no sparsity any more (DeprecationWarning)"
+        )
+        raise Refusal(why, mend="take a model without sparsity")
+    return KvMethod.COMPRESSED_TENSORS
+
+
+def _check_group(name: str, group: Mapping[str, object]) -> None:
+    """Refuse a group without weights, but for one that targets an attention class alone."""
+    targets = group.get("targets")
+    if not isinstance(targets, list):
+        raise Refusal(f"group {name!a:.40} of config_groups has no targets", mend=_GROUPS_MEND)
+    is_attention = len(targets) == 1 and str(targets[0]).endswith("Attention")
+    if targets and not is_attention and not isinstance(group.get("weights"), dict):
+        why = f"group {name!a:.40} of config_groups says nothing of weights (ValidationError)"
+        raise Refusal(why, mend=_GROUPS_MEND)
 
 
 def _check_scheme(scheme: object) -> None:
@@ -135,6 +208,9 @@ def _check_fp8(quantization: Mapping[str, object]) -> KvMethod:
     if scheme not in ("static", "dynamic"):
         why = f"activation_scheme is {scheme!a:.40}, and quant_method fp8 wants static or dynamic"
         raise Refusal(why, mend="say which; weights alone in 16 bits want kv-overlay")
+    if quantization.get("weight_block_size") is not None and scheme != "dynamic":
+        why = "weight_block_size with static activations is a ValueError"
+        raise Refusal(why, mend="activation_scheme dynamic is what blocks go with")
     return KvMethod.FP8
 
 
@@ -142,6 +218,8 @@ def _check_quark(quantization: Mapping[str, object]) -> KvMethod:
     export = quantization.get("export")
     if not isinstance(export, dict) or not isinstance(export.get("kv_cache_group"), list):
         raise Refusal("a Quark config needs export.kv_cache_group", mend="export with Quark 0.13")
+    if not isinstance(quantization.get("exclude"), list):
+        raise Refusal("a Quark config needs the list exclude (TypeError)", mend="write [] there")
     group = [pattern for pattern in export["kv_cache_group"] if isinstance(pattern, str)]
     if group:
         _check_quark_outputs(quantization.get("layer_quant_config"), group)

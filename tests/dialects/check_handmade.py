@@ -31,6 +31,7 @@ MODELOPT = {
 }
 _KV_OUTPUTS = {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
 QUARK = {
+    "exclude": [],
     "quant_method": "quark",
     "export": {"kv_cache_group": ["*k_proj", "*v_proj"]},
     "layer_quant_config": {"*k_proj": _KV_OUTPUTS, "*v_proj": _KV_OUTPUTS},
