@@ -96,6 +96,35 @@ _RULES = (
     ),
 )
 
+_ONLY_WEIGHTS = "it takes no FP8 experts whose inputs are not quantized"
+_EXPERT_RULES = (
+    _Rule(
+        engine=VLLM,
+        form="compressed-tensors",
+        schemes=("w8a16",),
+        why=_ONLY_WEIGHTS,
+        source="vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
+        is_blocking=True,
+    ),
+    _Rule(
+        engine=SGLANG,
+        form="compressed-tensors",
+        schemes=("w8a16",),
+        why=_ONLY_WEIGHTS,
+        source="SGLang 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)",
+        is_blocking=True,
+    ),
+    _Rule(
+        engine=VLLM,
+        form="modelopt",
+        schemes=("fp8-dynamic",),
+        why="of ModelOpt's FP8 experts it takes the per-tensor form alone",
+        source="vLLM 0.32.0 quantization/modelopt.py (ModelOptFp8MoEMethod)",
+        is_blocking=True,
+    ),
+)
+"""What holds where experts are quantized."""
+
 
 def list_limitations(plan: QuantizePlan, geometry: ModelGeometry | None) -> list[Limitation]:
     """List the engines that cannot honour a checkpoint, and the conditions of those that can.
@@ -113,6 +142,7 @@ def list_limitations(plan: QuantizePlan, geometry: ModelGeometry | None) -> list
         if rule.form == form and scheme in rule.schemes
     ]
     found += _list_fused_faults(plan)
+    found += _list_expert_faults(plan)
     if geometry is not None and form == "compressed-tensors":
         found += _list_kv_limitations(geometry)
     return found
@@ -145,13 +175,28 @@ def _list_fused_faults(plan: QuantizePlan) -> Iterator[Limitation]:
             )
     if plan.settings.scheme.name == "fp8-block":
         torn = [matrix for matrix in plan.selection.taken if _is_torn(matrix)]
-        if torn:
+        for engine in (VLLM, SGLANG) if torn else ():
             yield Limitation(
-                engine=VLLM,
+                engine=engine,
                 why=f"{torn[0].module} has {torn[0].shape[0]} outputs, no multiple of {BLOCK}, and "
                 "others follow it in one weight, whose blocks would begin elsewhere",
-                source="vLLM 0.32.0 quantization/utils/fp8_utils.py (validate_fp8_block_shape)",
+                source="vLLM 0.32.0 quantization/utils/fp8_utils.py, SGLang 0.5.23 "
+                "layers/quantization/fp8_utils.py (validate_fp8_block_shape)",
                 is_blocking=True,
+            )
+
+
+def _list_expert_faults(plan: QuantizePlan) -> Iterator[Limitation]:
+    """Tell what engines refuse of experts alone."""
+    experts = [each.module for each in plan.selection.taken if ".experts." in each.module]
+    pair = (plan.settings.form.name, plan.settings.scheme.name)
+    for rule in _EXPERT_RULES if experts else ():
+        if pair[0] == rule.form and pair[1] in rule.schemes:
+            yield Limitation(
+                engine=rule.engine,
+                why=f"{rule.why} ({experts[0]})",
+                source=rule.source,
+                is_blocking=rule.is_blocking,
             )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,8 @@ from tests import zoo
 from tests.quantize.by_hand import run
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 
-from .vllm_job import ENVIRONMENT, PYTHON, TIMEOUT_S
+from .vllm_job import load_in_vllm
 
-WORKER = Path(__file__).with_name("vllm_weights.py")
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 128}
 """Query heads and KV heads fill whole blocks."""
 SHARED = [(form.name, scheme, True) for form in FORMS.values() for scheme in form.schemes]
@@ -60,18 +57,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
 @pytest.fixture(scope="module")
 def loaded(written: dict[Case, Path]) -> dict[Case, Tensors]:
     """Let vLLM load them all, and give its parameters."""
-    results = {case: path.with_suffix(".safetensors") for case, path in written.items()}
-    pairs = [path for case in CASES for path in (written[case], results[case])]
-    done = subprocess.run(
-        [PYTHON, WORKER, *pairs],
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {case: load_file(path) for case, path in results.items()}
+    return load_in_vllm(written)
 
 
 @pytest.mark.parametrize("case", CASES)

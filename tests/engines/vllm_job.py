@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file
 
 from .exports import Scales, layer_index
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 WORKER = Path(__file__).with_name("vllm_worker.py")
+WEIGHTS_WORKER = Path(__file__).with_name("vllm_weights.py")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
@@ -23,6 +27,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 TIMEOUT_S = 1200
+Case = TypeVar("Case", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +95,19 @@ class VllmServer:
             ).returncode
         assert code == 0, f"the worker ended with {code}:\n{log.read_text()[-4000:]}"
         return Answer(**json.loads(result.read_text()))
+
+
+def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch.Tensor]]:
+    """Let vLLM load FP8 checkpoints, and give the parameters it holds (`vllm_weights.py`)."""
+    results = {case: path.with_suffix(".loaded") for case, path in checkpoints.items()}
+    pairs = [path for case in checkpoints for path in (checkpoints[case], results[case])]
+    done = subprocess.run(
+        [PYTHON, WEIGHTS_WORKER, *pairs],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {case: load_file(path) for case, path in results.items()}

@@ -85,7 +85,33 @@ def test_blocks_that_would_begin_inside_a_part_are_told(
     tensors = whole_blocks() | {f"{LAYER}.{name}.weight": random(rows, 128, seed=1)}
     found = make(tmp_path, "compressed-tensors", "fp8-block", tensors)
     told = [item.engine for item in list_limitations(found.plan, None) if "multiple" in item.why]
-    assert told == (["vLLM"] if is_torn else [])
+    assert told == (["vLLM", "SGLang"] if is_torn else [])
+
+
+@pytest.mark.parametrize(("form", "scheme"), SERVED_BY)
+def test_experts_are_refused_in_more_forms_than_other_linears(
+    tmp_path: Path, form: str, scheme: str
+) -> None:
+    tensors = whole_blocks() | {
+        f"{LAYER}.mlp.experts.{number}.{name}_proj.weight": random(128, 128, seed=number)
+        for number in (0, 1)
+        for name in ("gate", "up", "down")
+    }
+    refused = {
+        ("compressed-tensors", "w8a16"): {"vLLM", "SGLang"},
+        ("modelopt", "fp8-dynamic"): {"vLLM"},
+    }
+    with_experts = make(tmp_path / "a", form, scheme, tensors).plan
+    without = make(tmp_path / "b", form, scheme, tensors, "*.experts").plan
+    commands = [
+        {item.engine for item in list_commands(plan, tmp_path, None)}
+        for plan in (with_experts, without)
+    ]
+    assert commands[1] == SERVED_BY[form, scheme]
+    assert commands[1] - commands[0] == refused.get((form, scheme), set())
+    whys = [item.why for item in list_limitations(with_experts, None) if "experts" in item.why]
+    assert len(whys) == len(refused.get((form, scheme), ()))
+    assert all(f"({LAYER}.mlp.experts.0." in why for why in whys)
 
 
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
