@@ -12,11 +12,13 @@ from fp8calib.data.plan import Batch
 from fp8calib.errors import VerificationError
 from fp8calib.geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
+from fp8calib.observe.freed_memory import return_freed_memory
 from fp8calib.run.head import open_head
 from fp8calib.sites import Site
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verify.scale_range import ScaleRange
 from fp8calib.verify.scoring import TokenScores, join_scores, score_batch
-from fp8calib.verify.weights import Originals
+from fp8calib.verify.weights import Originals, WeightChange
 
 _REFERENCE = "the unquantized model"
 _OVERFLOW = "float16 overflows at 65504: try --dtype bfloat16 or float32"
@@ -43,6 +45,32 @@ class Compared:
     candidates: dict[str, TokenScores]
     damage: dict[str, dict[Site, torch.Tensor]]
     """Candidate -> site -> sums of `fp8calib.verify.quantizer.measure_damage`, on the CPU."""
+    weight_scales: dict[str, dict[Site, ScaleRange]]
+    """Candidate -> weight -> the scales it was quantized with."""
+
+
+class Comparing(Protocol):
+    """Compares the unquantized model with its emulations."""
+
+    def run(
+        self,
+        batches: Iterable[Batch],
+        emulations: Mapping[str, Emulation],
+        *,
+        reference_taps: EmulatingTaps | None = None,
+        advance: Advance,
+    ) -> Compared:
+        """Score every candidate on every batch.
+
+        Args:
+            batches: what to run.
+            emulations: the candidates by name.
+            reference_taps: looks at the tensors of the unquantized model, which they leave alone.
+            advance: is told the tokens of every forward pass.
+
+        Raises:
+            VerificationError: a model gives NaN or inf; the message names it and the sample.
+        """
 
 
 @dataclass(slots=True)
@@ -72,17 +100,7 @@ class Comparison:
         reference_taps: EmulatingTaps | None = None,
         advance: Advance,
     ) -> Compared:
-        """Score every candidate on every batch.
-
-        Args:
-            batches: what to run.
-            emulations: the candidates by name.
-            reference_taps: looks at the tensors of the unquantized model, which they leave alone.
-            advance: is told the tokens of every forward pass.
-
-        Raises:
-            VerificationError: a model gives NaN or inf; the message names it and the sample.
-        """
+        """Score every candidate on every batch (`Comparing.run`)."""
         taps = {name: EmulatingTaps(e.quantizers) for name, e in emulations.items()}
         running = _Running(taps=taps)
         looking = reference_taps or EmulatingTaps({})
@@ -95,8 +113,18 @@ class Comparison:
         return Compared(
             reference=reference,
             candidates=dict(zip(emulations, candidates, strict=True)),
-            damage={name: _on_cpu(found.damage) for name, found in taps.items()},
+            damage={name: on_cpu(found.damage) for name, found in taps.items()},
+            weight_scales=self._find_weight_scales(emulations),
         )
+
+    def _find_weight_scales(
+        self, emulations: Mapping[str, Emulation]
+    ) -> dict[str, dict[Site, ScaleRange]]:
+        values = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        return {
+            name: find_weight_scales(emulation.weights, values)
+            for name, emulation in emulations.items()
+        }
 
     def _run_group(
         self,
@@ -119,12 +147,12 @@ class Comparison:
         running: _Running,
         names: Sequence[str],
     ) -> None:
+        return_freed_memory()
         with open_head(self._model) as head:
             for index, batch in enumerate(group):
                 reference, *others = (states[index] for states in hidden)
                 scores = score_batch(batch, reference, others, head.logits, self._vocab_size)
-                for name, found in zip((_REFERENCE, *names), scores, strict=True):
-                    _require_finite(name, found, batch, self._model.dtype)
+                require_finite(names, scores, batch, self._model.dtype)
                 if not running.scores:
                     running.scores = [[] for _ in scores]
                 for parts, found in zip(running.scores, scores, strict=True):
@@ -153,6 +181,18 @@ class Comparison:
         return int(weights // _HIDDEN_SHARE // per_token)
 
 
+def require_finite(
+    names: Sequence[str], scores: Sequence[TokenScores], batch: Batch, dtype: torch.dtype
+) -> None:
+    """Look for NaN and inf in the scores of the reference and of the candidates called `names`.
+
+    Raises:
+        VerificationError: the message names the model and the sample.
+    """
+    for name, found in zip((_REFERENCE, *names), scores, strict=True):
+        _require_finite(name, found, batch, dtype)
+
+
 def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.dtype) -> None:
     good = scores.logprobs.isfinite() & scores.klds.isfinite()
     if bool(good.all()):
@@ -170,5 +210,18 @@ def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.d
     )
 
 
-def _on_cpu(damage: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
+def find_weight_scales(
+    changes: Sequence[WeightChange], values: Mapping[str, torch.Tensor]
+) -> dict[Site, ScaleRange]:
+    """Give the scales that weights are quantized with, `values` being unquantized."""
+    return {
+        site: found
+        for change in changes
+        for parameter, found in change.find_scales(values)
+        for site in parameter.sites
+    }
+
+
+def on_cpu(damage: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
+    """Bring sums of damage to the CPU."""
     return {site: sums.cpu() for site, sums in damage.items()}

@@ -12,8 +12,8 @@ import torch
 
 from fp8calib.data.plan import Batch
 
-_LOGITS_AT_ONCE = 2**23
-"""Elements of one block of logits on a CPU: 32 MiB in fp32."""
+_LOGITS_AT_ONCE = 2**22
+"""Elements of one block of logits on a CPU: 16 MiB in fp32."""
 _LOGITS_AT_ONCE_GPU = 2**27
 _REDUCED_AT_ONCE = 2**20
 _NEIGHBOURS = 64
@@ -84,8 +84,12 @@ def _predicting_tokens(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tokens_at_once(device: torch.device, vocab_size: int) -> int:
-    size = _LOGITS_AT_ONCE if device.type == "cpu" else _LOGITS_AT_ONCE_GPU
-    return max(size // vocab_size, 16)
+    return max(logits_at_once(device) // vocab_size, 16)
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Tell how many elements of logits, of one model, are computed at once."""
+    return _LOGITS_AT_ONCE if device.type == "cpu" else _LOGITS_AT_ONCE_GPU
 
 
 def _score_block(
