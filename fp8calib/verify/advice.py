@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fp8calib.verify.broken import CLIPPED, find_broken
 from fp8calib.verify.report import SCALE_ONE, CandidateResult, LayerResult, Verdict
@@ -12,16 +12,22 @@ LARGEST_SE = 0.01
 """The margin of the `kv` gate: with a larger error its verdict says little."""
 NOTABLE_KLD = 1.25
 """Scales whose mean KL divergence is not lower by this factor change nothing worth the effort."""
+_SURE = 2.0
+"""Divergences closer than so many standard errors of their difference are called the same."""
+Errors = Mapping[str, float | None]
+"""Standard error of a candidate's mean divergence less that of scale 1.0; None: nobody knows."""
 
 
-def advise(candidates: Sequence[CandidateResult], layers: Sequence[LayerResult]) -> str:
+def advise(
+    candidates: Sequence[CandidateResult], layers: Sequence[LayerResult], errors: Errors
+) -> str:
     """Say what is broken first, then whether the KV cache needs scales."""
     sentences = [
         text
         for candidate in candidates
         if candidate.name != SCALE_ONE and (text := _broken(candidate, layers))
     ]
-    return " ".join([*sentences, _about_scales(candidates, layers)])
+    return " ".join([*sentences, _about_scales(candidates, layers, errors)])
 
 
 def _broken(candidate: CandidateResult, layers: Sequence[LayerResult]) -> str:
@@ -50,7 +56,9 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 else f"{share:.2g}"
 
 
-def _about_scales(candidates: Sequence[CandidateResult], layers: Sequence[LayerResult]) -> str:
+def _about_scales(
+    candidates: Sequence[CandidateResult], layers: Sequence[LayerResult], errors: Errors
+) -> str:
     by_name = {candidate.name: candidate for candidate in candidates}
     unscaled = by_name.get(SCALE_ONE)
     if unscaled is None:
@@ -67,7 +75,7 @@ def _about_scales(candidates: Sequence[CandidateResult], layers: Sequence[LayerR
     if not scaled:
         return _alone(unscaled, hurt)
     best = min(scaled, key=lambda candidate: candidate.kld_mean)
-    return _compare(unscaled, best, hurt)
+    return _compare(unscaled, best, hurt, errors.get(best.name))
 
 
 def _verdicts(candidates: Sequence[CandidateResult]) -> str:
@@ -90,18 +98,32 @@ def _alone(unscaled: CandidateResult, hurt: Sequence[LayerResult]) -> str:
         return f"{_list_hurt(hurt)} at scale 1.0 ({cost}); calibrate."
     if _is_fine(unscaled):
         return f"this model does not need KV scales: at scale 1.0 {cost}{_doubt(unscaled)}."
+    if unscaled.ppl_ratio_se is None:
+        return f"whether this model needs KV scales cannot be said: at scale 1.0 {cost}."
     return f"scale 1.0 costs accuracy ({cost}), though no layer stands out; calibrate."
 
 
-def _compare(unscaled: CandidateResult, best: CandidateResult, hurt: Sequence[LayerResult]) -> str:
+def _compare(
+    unscaled: CandidateResult,
+    best: CandidateResult,
+    hurt: Sequence[LayerResult],
+    error: float | None,
+) -> str:
     one, other = spell_kld(unscaled.kld_mean), spell_kld(best.kld_mean)
     klds = f"KLD {one} at scale 1.0 against {other}"
-    if best.kld_mean > unscaled.kld_mean * NOTABLE_KLD:
+    if _is_less(unscaled, best, error):
         return f"scale 1.0 is better than {best.name} ({klds}): do not use these scales."
     if hurt:
         return f"{_list_hurt(hurt)} at scale 1.0; use {best.name} ({klds})."
-    if unscaled.kld_mean > best.kld_mean * NOTABLE_KLD:
+    if _is_less(best, unscaled, error):
         return f"scales help: use {best.name} ({klds})."
+    return _weigh(unscaled, best, klds)
+
+
+def _weigh(unscaled: CandidateResult, best: CandidateResult, klds: str) -> str:
+    """Say which will do where the divergences are alike."""
+    if unscaled.ppl_ratio_se is None:
+        return f"what scales change cannot be said ({klds} with {best.name}): give more text."
     if _is_fine(best) and not _is_fine(unscaled):
         return f"use {best.name}, which passes: {unscaled.verdict_why} at scale 1.0 ({klds})."
     if _is_fine(unscaled):
@@ -110,6 +132,13 @@ def _compare(unscaled: CandidateResult, best: CandidateResult, hurt: Sequence[La
         f"scales change nothing here ({klds} with {best.name}): what it costs comes from FP8 "
         f"itself ({unscaled.verdict_why})."
     )
+
+
+def _is_less(one: CandidateResult, other: CandidateResult, error: float | None) -> bool:
+    """Whether the divergence of `one` is less than the other's by more than chance."""
+    difference = other.kld_mean - one.kld_mean
+    is_sure = error is not None and difference > _SURE * error
+    return is_sure and other.kld_mean > one.kld_mean * NOTABLE_KLD
 
 
 def _doubt(candidate: CandidateResult) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import median_high
 
 from fp8calib.verify.report import LayerResult
 
@@ -14,7 +14,7 @@ CLIPPED = 1e-3
 MOST_CLIPPED = 0.01
 """Rules may choose to clip a little; above this share no verdict is good."""
 _LOST_DB = 6.0
-"""A site this far under the median of its role stands out."""
+"""A site this far under the median of the others of its kind stands out."""
 _FLUSHED = 0.02
 """So many values vanish of a tensor that spans many octaves, however well its scale fits."""
 _CACHED = frozenset({"k", "v"})
@@ -24,18 +24,16 @@ _CACHED = frozenset({"k", "v"})
 def find_broken(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResult]:
     """List the sites of a candidate whose scale does not fit, the most damaged first."""
     rows = [row for row in layers if row.candidate == candidate and row.sqnr_db is not None]
-    usual = _medians(rows)
     return [
         row
         for row in rows
-        if row.clipped > CLIPPED or _is_lost(row) or _stands_out(row, usual[row.role])
+        if row.clipped > CLIPPED or _is_lost(row) or _stands_out(row, _usual_db(row, rows))
     ]
 
 
 def find_ruined(candidate: str, layers: Sequence[LayerResult]) -> LayerResult | None:
     """Give the first site of a candidate that no good verdict can stand beside."""
     rows = [row for row in layers if row.candidate == candidate]
-    usual = _medians([row for row in rows if row.sqnr_db is not None])
     ruined = (
         row
         for row in rows
@@ -44,17 +42,27 @@ def find_ruined(candidate: str, layers: Sequence[LayerResult]) -> LayerResult | 
         or (
             row.role in _CACHED
             and row.flushed > _FLUSHED
-            and _stands_out(row, usual.get(row.role, 0.0))
+            and _stands_out(row, _usual_db(row, rows))
         )
     )
     return next(ruined, None)
 
 
-def _medians(rows: Sequence[LayerResult]) -> dict[str, float]:
-    return {
-        role: median(row.sqnr_db or 0.0 for row in rows if row.role == role)
-        for role in {row.role for row in rows}
-    }
+def _usual_db(row: LayerResult, rows: Sequence[LayerResult]) -> float:
+    """Give the median SQNR of the others of its kind: one broken scale of four must not count.
+
+    K and V are one kind: a scale that fits leaves both the same, and a model may have one layer.
+    """
+    others = [
+        other.sqnr_db
+        for other in rows
+        if other is not row and _kind(other) == _kind(row) and other.sqnr_db is not None
+    ]
+    return median_high(others) if others else 0.0
+
+
+def _kind(row: LayerResult) -> str:
+    return "cached" if row.role in _CACHED else row.role
 
 
 def _is_lost(row: LayerResult) -> bool:

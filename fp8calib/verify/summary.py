@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,21 @@ def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None
     residuals = torch.stack([part.sum() - mean * len(part) for part in parts])
     variance = float(residuals.square().sum()) * clusters / (clusters - 1)
     return None if mean and not variance else math.sqrt(variance) / len(losses)
+
+
+def divergence_errors(
+    scores: Mapping[str, TokenScores], base: str, lengths: Sequence[int]
+) -> dict[str, float | None]:
+    """Give, for each candidate, the `standard_error` of its mean KL divergence less that of `base`.
+
+    Paired by token; empty where `base` is none of the candidates.
+    """
+    if base not in scores:
+        return {}
+    klds = scores[base].klds.double()
+    return {
+        name: standard_error(found.klds.double() - klds, lengths) for name, found in scores.items()
+    }
 
 
 def _cut_into_blocks(losses: torch.Tensor) -> list[torch.Tensor]:

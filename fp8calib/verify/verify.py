@@ -22,6 +22,7 @@ from fp8calib.verify.looking import LookingTaps
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Damage, Quantizer
 from fp8calib.verify.report import (
+    SCALE_ONE,
     CandidateResult,
     HistogramResult,
     LayerResult,
@@ -34,7 +35,12 @@ from fp8calib.verify.report import (
 from fp8calib.verify.scale_range import find_ranges
 from fp8calib.verify.scoring import TokenScores
 from fp8calib.verify.sensitivity import SEQUENCES, find_skippable, measure_sensitivity
-from fp8calib.verify.summary import compute_ppl, summarize, summarize_positions
+from fp8calib.verify.summary import (
+    compute_ppl,
+    divergence_errors,
+    summarize,
+    summarize_positions,
+)
 from fp8calib.verify.weights import Originals
 
 
@@ -162,6 +168,7 @@ def _build_report(
     layer_of = index_layers(subject.geometry)
     layers = tuple(_layer_rows(question.candidates, compared, layer_of, subject.model))
     results = tuple(_result(c, compared, question, lengths, layers) for c in question.candidates)
+    errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
     return VerifyReport(
         model=subject.name,
         engine=question.profile.name,
@@ -176,7 +183,7 @@ def _build_report(
         reference=ReferenceResult(ppl=compute_ppl(compared.reference)),
         candidates=results,
         layers=layers,
-        advice=advise(results, layers),
+        advice=advise(results, layers, errors),
         diagnosis=diagnose(looking.found, layer_of, question.calibration_clipped),
         diagnosis_of=question.kinds_of,
         histograms=question.histograms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +136,30 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     assert PER_HEAD not in diagnosis
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("role", [Role.K, Role.V])
+def test_a_scale_that_underflows_is_named_in_a_model_of_few_layers(
+    tmp_path: Path, role: Role, num_layers: int
+) -> None:
+    """One of two layers, or the only one, is half of all there is to compare with."""
+    model = zoo.build("llama", num_hidden_layers=num_layers)
+    cache = HandCache(model.config, dict.fromkeys(range(num_layers), (torch.clone,) * 2))
+    plain_forward(model, by_hand.make_batch([20] * 12), cache)
+    values = {
+        Site(f"model.layers.{index}.self_attn", role): float(x.abs().max()) / 448
+        for index, pair in cache.seen.items()
+        for role, x in zip((Role.K, Role.V), pair, strict=True)
+    }
+    broken = Site(f"model.layers.{num_layers - 1}.self_attn", role)
+    with opened(model, tmp_path / "m") as subject:
+        table = make_table(subject, {**values, broken: values[broken] * 2.0**14})
+        report = ask(subject, {"bad": table})
+    assert report.advice.startswith(f"bad: {broken} (layer {num_layers - 1}, amax ")
+    assert "underflows" in report.advice.partition(";")[0]
+    assert report.candidates[0].verdict is Verdict.WARN
+    assert f"{broken} (layer {num_layers - 1}) is broken" in report.candidates[0].verdict_why
+
+
 def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(
     amaxes: dict[Site, float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -256,9 +281,44 @@ def test_what_is_said_of_scales(
     unscaled: float, scaled: float, verdict: Verdict, sentence: str
 ) -> None:
     candidates = [candidate("mine", scaled), candidate(SCALE_ONE, unscaled, verdict)]
-    said = advise(candidates, [*good_rows("mine"), *good_rows(SCALE_ONE)])
+    said = advise(candidates, [*good_rows("mine"), *good_rows(SCALE_ONE)], {"mine": 0.0})
     assert said.startswith(sentence)
     assert said.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("unscaled", "scaled", "error", "sentence"),
+    [
+        (0.0060, 0.0020, 0.0019, "scales help: use mine"),
+        (0.0060, 0.0020, 0.0021, "this model does not need KV scales"),
+        (0.0020, 0.0060, 0.0019, "scale 1.0 is better than mine"),
+        (0.0020, 0.0060, 0.0021, "this model does not need KV scales"),
+        (0.0020, 0.0060, None, "this model does not need KV scales"),
+    ],
+)
+def test_a_divergence_inside_its_error_is_no_difference(
+    unscaled: float, scaled: float, error: float | None, sentence: str
+) -> None:
+    """Twice the standard error of the difference, and more, is one."""
+    candidates = [candidate("mine", scaled), candidate(SCALE_ONE, unscaled)]
+    rows = [*good_rows("mine"), *good_rows(SCALE_ONE)]
+    assert advise(candidates, rows, {"mine": error, SCALE_ONE: 0.0}).startswith(sentence)
+
+
+def test_of_one_token_nothing_is_said() -> None:
+    """Where no error is known nothing is concluded, of scale 1.0 alone or beside scales."""
+    one, other = (
+        candidate(name, kld, Verdict.WARN).model_copy(update={"ppl_ratio_se": None})
+        for name, kld in ((SCALE_ONE, 0.006), ("mine", 0.001))
+    )
+    rows = [*good_rows("mine"), *good_rows(SCALE_ONE)]
+    assert advise([one], rows, {}) == (
+        "whether this model needs KV scales cannot be said: at scale 1.0 KLD 0.0060, why."
+    )
+    assert advise([other, one], rows, {"mine": None}) == (
+        "what scales change cannot be said (KLD 0.0060 at scale 1.0 against 0.0010 with mine): "
+        "give more text."
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +329,7 @@ def test_what_is_said_of_scales(
     ],
 )
 def test_what_is_said_of_scale_one_alone(verdict: Verdict, sentence: str) -> None:
-    said = advise([candidate(SCALE_ONE, 0.006, verdict)], good_rows(SCALE_ONE))
+    said = advise([candidate(SCALE_ONE, 0.006, verdict)], good_rows(SCALE_ONE), {})
     assert said.startswith(sentence)
 
 
@@ -283,7 +343,7 @@ def test_what_is_said_of_scale_one_alone(verdict: Verdict, sentence: str) -> Non
 )
 def test_a_large_or_unknown_error_is_said(error: float | None, doubt: str) -> None:
     one = candidate(SCALE_ONE, 0.006).model_copy(update={"ppl_ratio_se": error})
-    assert advise([one], good_rows(SCALE_ONE)).endswith(doubt)
+    assert advise([one], good_rows(SCALE_ONE), {}).endswith(doubt)
 
 
 def test_layers_that_clip_and_underflow_are_told_apart() -> None:
@@ -293,7 +353,7 @@ def test_layers_that_clip_and_underflow_are_told_apart() -> None:
         row(SCALE_ONE, 5, 3.0, flushed=0.9),
         *(row(SCALE_ONE, layer) for layer in range(20, 30)),
     ]
-    said = advise([candidate(SCALE_ONE, 1.0, Verdict.FAIL)], rows)
+    said = advise([candidate(SCALE_ONE, 1.0, Verdict.FAIL)], rows, {})
     assert said.startswith("layers 0 and 16 clip and layer 5 underflows at scale 1.0")
 
 
@@ -320,7 +380,7 @@ def test_a_scale_is_broken_when(changes: dict[str, float], is_broken: bool) -> N
 
 def test_three_broken_sites_are_described_and_the_others_counted() -> None:
     rows = [row("mine", layer, 1.0 + layer, clipped=0.25, scale=0.5) for layer in range(5)]
-    said = advise([candidate("mine", 1.0, Verdict.FAIL)], rows)
+    said = advise([candidate("mine", 1.0, Verdict.FAIL)], rows, {})
     assert said == (
         "mine: "
         "layers.0.attn.v (layer 0, amax 3, scale 0.5) clips: its scale is too small, 25.0% of the "
