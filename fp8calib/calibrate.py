@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch, DataPlan
-from fp8calib.data.shares import Share, leave_out, sequences_of, share_out
+from fp8calib.data.shares import Share, sequences_of, share_out
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry import Linear
-from fp8calib.merging import merge_sites
 from fp8calib.model.coverage import list_skipped
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import Prepared, prepare
@@ -27,9 +24,10 @@ from fp8calib.parts import StatsPart, join_ranges
 from fp8calib.provenance import fingerprint_model, versions
 from fp8calib.recipe import Recipe
 from fp8calib.run.journal import Journal
+from fp8calib.run.portion import WHOLE, Portion
 from fp8calib.run.streamed import Streaming, open_streamed
 from fp8calib.run.streamed_calibration import LayerObserver
-from fp8calib.run.whole import BackOff, WholeRunner
+from fp8calib.run.whole import WholeRunner
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader
 
@@ -44,47 +42,6 @@ class Progress(Protocol):
 
     def advance(self, steps: int) -> None:
         """Go on by `steps`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Portion:
-    """What of a run is done here; all of it where nothing is said."""
-
-    shard: Share | None = None
-    """The part of the data, and of the weights."""
-    journal: Journal | None = None
-    """Where what was seen is kept, and what earlier runs have left."""
-    back_offs: list[BackOff] = field(default_factory=list)
-    """Filled by the run: where batches had to become smaller."""
-
-    @property
-    def earlier(self) -> dict[Site, SiteStats]:
-        """What earlier runs have seen."""
-        return {} if self.journal is None else self.journal.sites
-
-    def batches(self, plan: DataPlan, batch_size: int) -> list[Batch]:
-        """Give the batches that are left to run."""
-        done = () if self.journal is None else self.journal.sequences
-        return leave_out(share_out(plan, batch_size, self.shard), done)
-
-    def weights(self, linears: Sequence[Linear]) -> list[Linear]:
-        """Give the linears whose weights are left to read: each is read in one shard."""
-        mine = linears if self.shard is None else self.shard.take(linears)
-        earlier = self.earlier
-        return [each for each in mine if Site(each.module, Role.WEIGHT) not in earlier]
-
-    def keep_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
-        """Keep the statistics of weights for the case that the run is ended."""
-        if self.journal is not None:
-            self.journal.keep_weights(sites, duration_s=duration_s)
-
-    @property
-    def reads_other_weights(self) -> bool:
-        """Whether the weights of no linear are looked at here."""
-        return self.shard is None or self.shard.index == 1
-
-
-WHOLE = Portion()
 
 
 def calibrate(
@@ -102,7 +59,8 @@ def calibrate(
     """Gather the statistics that `recipe` asks for; `plan` is None when it asks for weights alone.
 
     With `streaming` the model has no weights yet: they are read layer by layer, each once. The
-    statistics are the same, bit for bit. Those of a shard are a part (`fp8calib.merging`).
+    statistics are the same, bit for bit. Those of a shard are a part (`fp8calib.merging`). Of
+    several processes only the first has them in the end.
 
     Raises:
         UsageError: there are fewer batches than shards.
@@ -118,8 +76,8 @@ def calibrate(
             sites |= _weights(prepared, checkpoint, progress, portion)
         if todo:
             sites |= _activations(prepared, todo, recipe, progress, portion)
-    sites = merge_sites([sites, portion.earlier])
-    if plan is not None and recipe.observe.kv:
+    sites = portion.join(sites)
+    if plan is not None and recipe.observe.kv and portion.is_first:
         _require_kv(prepared, sites)
     header = (
         describe_run(prepared, plan, source, checkpoint, recipe)
@@ -254,14 +212,17 @@ def _activations(
         prepared.model, prepared.geometry, observe_kv=observe.kv, ignored=prepared.ignored
     )
     progress.stage("calibrating", sum(batch.num_tokens for batch in todo), unit="tokens")
-    with tapped(
-        prepared.model,
-        prepared.geometry,
-        ObservingTaps(recorder),
-        query=observe.query,
-        inputs=observe.inputs,
-        ignored=prepared.ignored,
-    ), _kept(recorder, portion.journal) as on_checked:
+    with (
+        tapped(
+            prepared.model,
+            prepared.geometry,
+            ObservingTaps(recorder),
+            query=observe.query,
+            inputs=observe.inputs,
+            ignored=prepared.ignored,
+        ),
+        _kept(recorder, portion.journal) as on_checked,
+    ):
         runner.run(
             todo,
             recorder,

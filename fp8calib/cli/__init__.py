@@ -6,8 +6,10 @@ import os
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -16,8 +18,9 @@ from typer.main import get_command
 
 from fp8calib.cli.app import app
 from fp8calib.cli.arguments import spread_formats
-from fp8calib.cli.console import drop_stdout, say, show_error
+from fp8calib.cli.console import be_silent, drop_stdout, say, show_error
 from fp8calib.errors import Fp8CalibError, UsageError, fit_line
+from fp8calib.launch import Place, find_place
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130
@@ -42,6 +45,7 @@ _STAGES = {
 }
 """What an interruption kept a command from; the exit code tells it from a failure."""
 
+_FIRST_TELLS_S = 10.0
 _RESUMABLE = frozenset({"calibrate", "quantize"})
 
 
@@ -50,7 +54,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
     _replace_closed_streams()
-    sys.exit(_guarded(arguments))
+    try:
+        place = find_place(os.environ)
+    except UsageError as error:
+        sys.exit(_show(error, arguments))
+    if place.is_first:
+        sys.exit(_guarded(arguments, place))
+    be_silent()
+    with suppress(KeyboardInterrupt):  # the first process has ended, and said why
+        sys.exit(_guarded(arguments, place))
+    sys.exit(INTERRUPTED)
 
 
 def _replace_closed_streams() -> None:
@@ -59,6 +72,17 @@ def _replace_closed_streams() -> None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- open until the program ends
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+
+
+def _wait_for_first(place: Place) -> None:
+    """Let the first process tell of what all have met: its end, and that of all, comes meanwhile.
+
+    What is told of here is what this process alone has met.
+    """
+    if not place.is_first:
+        time.sleep(_FIRST_TELLS_S)
+        be_silent(False)
+        say(f"rank {place.rank} of {place.size}:")
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -83,22 +107,44 @@ def _say_how_to_resume(arguments: Sequence[str]) -> str:
     if not arguments or arguments[0] not in _RESUMABLE or "--dry-run" in arguments:
         return ""
     again = arguments if "--resume" in arguments else [*arguments, "--resume"]
+    if find_place(os.environ).size > 1:
+        return "go on with: the same command and --resume, started alike or in one process"
     return f"go on with: {shlex.join(['fp8calib', *again])}"
 
 
-def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return per kind of error
+def _show(error: Fp8CalibError, arguments: Sequence[str]) -> int:
+    hint = error.hint or _HINTS.get(error.kind, "")
+    as_json = "--json" in arguments
+    return show_error(error.kind, error.message, hint, as_json=as_json, exit_code=error.exit_code)
+
+
+def _check_others(arguments: Sequence[str], place: Place) -> None:
+    """Refuse to do several times at once what one process is for."""
+    if place.size > 1 and arguments and arguments[0] in _STAGES and arguments[0] != "calibrate":
+        raise UsageError(
+            f"{arguments[0]}: {place.size} processes were started, and only calibrate shares its "
+            "work among several",
+            hint="start it without torchrun",
+        )
+
+
+def _guarded(  # noqa: PLR0911 -- one return per kind of error
+    arguments: Sequence[str], place: Place
+) -> int:
     as_json = "--json" in arguments
     try:
+        _check_others(arguments, place)
         return main_inner(arguments)
     except Fp8CalibError as error:
-        hint = error.hint or _HINTS.get(error.kind, "")
-        return show_error(
-            error.kind, error.message, hint, as_json=as_json, exit_code=error.exit_code
-        )
+        _wait_for_first(place)
+        return _show(error, arguments)
     except TyperException as error:
+        _wait_for_first(place)
         message = error.format_message().strip().replace(": Input should be", ": must be")
         return show_error("usage", fit_line(message), _HINTS["usage"], as_json=as_json, exit_code=2)
     except (KeyboardInterrupt, Abort):
+        if not place.is_first:
+            return INTERRUPTED
         kind = _STAGES.get(next(iter(arguments), ""), "data")
         hint = _say_how_to_resume(arguments)
         return show_error(kind, "interrupted", hint, as_json=as_json, exit_code=INTERRUPTED)
@@ -108,6 +154,7 @@ def _guarded(arguments: Sequence[str]) -> int:  # noqa: PLR0911 -- one return pe
         drop_stdout()  # whoever read our output has seen enough
         return 0
     except Exception as error:  # noqa: BLE001 -- the outermost frame: anything left is our bug
+        be_silent(False)
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
         return show_error("bug", fit_line(message), BUG_HINT, as_json=as_json, exit_code=1)

@@ -37,6 +37,7 @@ class Measured:
     """Where batches became smaller because memory did not suffice."""
     resumed: int
     """Sequences that an interrupted run had done."""
+    num_ranks: int
 
 
 def build_report(
@@ -68,6 +69,7 @@ def build_report(
         "batch_size": job.recipe.data.batch_size,
         "batch_back_off": [asdict(each) for each in measured.back_offs],
         "resumed_sequences": measured.resumed,
+        "ranks": measured.num_ranks,
         "rule": str(job.recipe.scales.rule),
         "coverage": {
             "observed": len(stats.sites),

@@ -17,7 +17,8 @@ from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import DataError
 from fp8calib.merging import explain_other_run
-from fp8calib.run.journal import Journal, is_checkpoint
+from fp8calib.run.crew import Crew, RankLostError
+from fp8calib.run.journal import NOTHING, Done, Journal, is_checkpoint
 from fp8calib.stats import StatsHeader, load_stats
 
 _TAG = "fp8calib calibrate"
@@ -80,29 +81,20 @@ def _is_of_run(job: Job, header: StatsHeader) -> bool:
 
 
 @contextmanager
-def work_folder(job: Job, header: StatsHeader) -> Iterator[WorkFolder]:
+def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[WorkFolder]:
     """Open the folder of a run; it becomes the output in the end.
 
-    An interruption leaves it for --resume, any other error removes it.
+    An interruption, and the death of another process, leave it for --resume; any other error
+    removes it. Of several processes the first one does all of this, the others keep their
+    checkpoints in its folder.
 
     Raises:
         UsageError: the folder is in use, or what is to be gone on with is of another calibration.
         DataError: a checkpoint is damaged.
     """
-
-    def open_journal(staging: Path) -> Journal:
-        journal = Journal(
-            staging,
-            header,
-            text_hashes_of(job.plan),
-            shard=job.settings.shard,
-            batch_size=job.recipe.data.batch_size,
-            warn=warn,
-        )
-        if job.settings.resume:
-            journal.load()
-        return journal
-
+    if crew is not None and not crew.place.is_first:
+        yield _join(job, header, crew)
+        return
     folder = PartialFolder(
         job.out,
         owned=job.owned,
@@ -110,22 +102,52 @@ def work_folder(job: Job, header: StatsHeader) -> Iterator[WorkFolder]:
         resume=job.settings.resume,
         force=job.settings.force,
         inputs=[job.source.folder],
-        check_resumed=open_journal,
+        check_resumed=lambda staging: _open_journal(job, header, staging).load(),
+        kept_after=(KeyboardInterrupt, RankLostError),
     )
     with folder as staging:
         remove_outputs(staging)
-        journal = open_journal(staging)
+        journal = _open_journal(job, header, staging)
         if job.settings.resume:
+            journal.load()
             say(_describe_start(journal, header))
+        if crew is not None:
+            crew.share(lambda: {"folder": str(staging), **journal.done.to_json()})
         yield WorkFolder(path=staging, journal=journal)
         journal.remove()
 
 
+def _join(job: Job, header: StatsHeader, crew: Crew) -> WorkFolder:
+    """Open the folder that the first process has made, where it can be seen."""
+    told = crew.share(dict)
+    folder = Path(told.pop("folder"))
+    journal = _open_journal(job, header, folder, rank=crew.place.rank, done=Done.from_json(told))
+    return WorkFolder(path=folder, journal=journal)
+
+
+def _open_journal(
+    job: Job, header: StatsHeader, folder: Path, *, rank: int = 0, done: Done = NOTHING
+) -> Journal:
+    return Journal(
+        folder,
+        header,
+        text_hashes_of(job.plan),
+        shard=job.settings.shard,
+        batch_size=job.recipe.data.batch_size,
+        warn=warn,
+        rank=rank,
+        done=done,
+    )
+
+
 def _describe_start(journal: Journal, header: StatsHeader) -> str:
-    done = sum(stop - first for first, stop in journal.sequences)
-    if not journal.done:
+    done = journal.done
+    if done == NOTHING:
         return "--resume: no interrupted run has left anything, beginning at the beginning"
-    return f"--resume: {done} of {header.num_sequences} sequences were done, going on after them"
+    return (
+        f"--resume: {done.num_sequences} of {header.num_sequences} sequences were done, going on "
+        "after them"
+    )
 
 
 def remove_outputs(folder: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.calibrate import Portion, Prepared, calibrate, prepare
+from fp8calib.calibrate import calibrate
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job, Settings
@@ -20,6 +21,7 @@ from fp8calib.cli.calibrate_quantize import (
     merge_report,
     write_checkpoint,
 )
+from fp8calib.cli.calibrate_ranks import choose_rank_device, describe_crew, gather_back_offs
 from fp8calib.cli.calibrate_report import (
     Measured,
     build_report,
@@ -49,6 +51,7 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8 import FORMATS
+from fp8calib.launch import find_place
 from fp8calib.machine_memory import PeakMemory
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
 from fp8calib.model.load import (
@@ -58,9 +61,12 @@ from fp8calib.model.load import (
     load_model,
     open_source,
 )
+from fp8calib.model.prepared import Prepared, prepare
 from fp8calib.model.weights import WeightSource
 from fp8calib.recipe import Recipe
-from fp8calib.stats import CalibrationStats, save_stats
+from fp8calib.run.crew import Crew, open_crew
+from fp8calib.run.portion import Portion
+from fp8calib.stats import CalibrationStats, StatsHeader, save_stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,11 +75,14 @@ if TYPE_CHECKING:
 def run_calibrate(settings: Settings) -> None:
     """Calibrate as the settings say, and show the outcome."""
     quiet_libraries()
-    with _opened(settings) as job:
+    place = find_place(os.environ)
+    settings = replace(settings, device=choose_rank_device(settings, place))
+    with open_crew(place, settings.device) as crew, _opened(settings) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
         header = describe_job(job)
-        if (finished := find_finished(job, header)) is not None:
+        finished = _find_finished(job, header, crew)
+        if finished is not None:
             _show_finished(job, finished)
             return
         mode = choose_mode(job)
@@ -83,12 +92,22 @@ def run_calibrate(settings: Settings) -> None:
             return
         for text in describe_mode(mode):
             say(text)
-        with Bar() as bar, work_folder(job, header) as work:
-            stats, measured = _run(job, mode, work, bar)
+        with Bar() as bar, work_folder(job, header, crew) as work:
+            stats, measured = _run(job, mode, work, crew, bar)
+            if not place.is_first:
+                return
             report = _write(job, stats, measured, work.path, bar)
     if settings.as_json:
         print_json(report)
     show_report(job, stats, report)
+
+
+def _find_finished(job: Job, header: StatsHeader, crew: Crew | None) -> Mapping[str, Any] | None:
+    """Let the first process look for a finished output: it may write one before others look."""
+    if crew is None:
+        return find_finished(job, header)
+    found: Mapping[str, Any] | None = crew.share(lambda: find_finished(job, header))
+    return found
 
 
 def _show_finished(job: Job, report: Mapping[str, Any]) -> None:
@@ -172,13 +191,17 @@ def _plan(settings: Settings, source: ModelSource) -> DataPlan | None:
     )
 
 
-def _run(job: Job, mode: Mode, work: WorkFolder, bar: Bar) -> tuple[CalibrationStats, Measured]:
+def _run(
+    job: Job, mode: Mode, work: WorkFolder, crew: Crew | None, bar: Bar
+) -> tuple[CalibrationStats, Measured]:
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
+    if crew is not None:
+        say(describe_crew(crew))
     if mode.streaming is not None and job.settings.resume:
         warn("--resume: a model that is streamed leaves no checkpoints; what it had done is lost")
     started = time.monotonic()
-    portion = Portion(shard=job.settings.shard, journal=work.journal)
-    with PeakMemory() as memory:
+    portion = Portion(shard=job.settings.shard, journal=work.journal, crew=crew)
+    with PeakMemory() as memory, nullcontext() if crew is None else crew.in_touch():
         stats = calibrate(
             _load(job, bar) if mode.streaming is None else mode.prepared,
             job.plan,
@@ -190,12 +213,14 @@ def _run(job: Job, mode: Mode, work: WorkFolder, bar: Bar) -> tuple[CalibrationS
             streaming=mode.streaming,
             portion=portion,
         )
+        back_offs = gather_back_offs(portion)
     measured = Measured(
         duration_s=time.monotonic() - started,
         device=job.device,
         memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
-        back_offs=tuple(portion.back_offs),
-        resumed=sum(stop - first for first, stop in work.journal.sequences),
+        back_offs=back_offs,
+        resumed=work.journal.done.num_sequences,
+        num_ranks=1 if crew is None else crew.place.size,
     )
     return stats, measured
 

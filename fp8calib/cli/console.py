@@ -38,6 +38,11 @@ _out = _Console(highlight=False, soft_wrap=True)
 _talk = _Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def be_silent(is_silent: bool = True) -> None:
+    """Print nothing from now on: another process talks for this one."""
+    _out.quiet = _talk.quiet = is_silent
+
+
 def say(text: str) -> None:
     """Tell the user something, on stderr."""
     _talk.print(Text(text))
@@ -62,6 +67,8 @@ def list_top_level(files: Sequence[str]) -> str:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout. NaN is refused: it is no JSON."""
+    if _out.quiet:
+        return
     with _to_stdout():
         sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
@@ -102,7 +109,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def _wide_enough() -> Console:
     """Never cut a table that goes into a pipe or a file to somebody's terminal width."""
-    return _out if _out.is_terminal else _Console(highlight=False, width=200)
+    return _out if _out.is_terminal or _out.quiet else _Console(highlight=False, width=200)
 
 
 def _is_number(text: str) -> bool:
@@ -137,7 +144,7 @@ class Bar:
             _TokensPerSecond(),
             TimeRemainingColumn(),
             console=_talk,
-            disable=not _talk.is_terminal,
+            disable=_talk.quiet or not _talk.is_terminal,
         )
         self._task: Any = None
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 
@@ -17,7 +19,7 @@ from fp8calib.errors import DataError, ExportError, UsageError
 from fp8calib.merging import explain_other_run, merge_sites
 from fp8calib.observe.recorder import Recorder
 from fp8calib.parts import StatsPart, join_ranges
-from fp8calib.sites import Site
+from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader, load_stats, save_stats
 
 LONGEST_INTERVAL_S = 10.0
@@ -26,6 +28,35 @@ _SHORTEST_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 50.0
 _PREFIX = "checkpoint-"
 _WORTH_KEEPING_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What earlier runs have done."""
+
+    sequences: tuple[tuple[int, int], ...]
+    weights: frozenset[str]
+    """Paths of the linears whose weights were read."""
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences."""
+        return sum(stop - first for first, stop in self.sequences)
+
+    def to_json(self) -> dict[str, Any]:
+        """Say it in what JSON knows."""
+        return {"sequences": self.sequences, "weights": sorted(self.weights)}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
+        """Read what `to_json` said."""
+        return cls(
+            sequences=tuple((first, stop) for first, stop in told["sequences"]),
+            weights=frozenset(told["weights"]),
+        )
+
+
+NOTHING = Done(sequences=(), weights=frozenset())
 
 
 class Journal:
@@ -41,10 +72,13 @@ class Journal:
         batch_size: int,
         warn: Callable[[str], None],
         rank: int = 0,
+        done: Done = NOTHING,
     ) -> None:
         self.header = header
-        self.done: tuple[CalibrationStats, ...] = ()
-        """What earlier runs had seen."""
+        self.done = done
+        """What is not to be done again."""
+        self.sites: dict[Site, SiteStats] = {}
+        """What earlier runs have seen."""
         self._folder = folder
         self._text_hashes = text_hashes
         self._shard = shard or Share()
@@ -62,19 +96,12 @@ class Journal:
             UsageError: they were of another calibration; the message says in what it differs.
             DataError: a file is damaged.
         """
-        self.done = tuple(
-            self._load(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))
+        found = [self._load(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))]
+        self.sites = merge_sites(stats.sites for stats in found)
+        self.done = Done(
+            sequences=join_ranges([each for stats in found for each in _part_of(stats).sequences]),
+            weights=frozenset(site.module for site in self.sites if site.role is Role.WEIGHT),
         )
-
-    @property
-    def sequences(self) -> tuple[tuple[int, int], ...]:
-        """The sequences that earlier runs have done."""
-        return join_ranges([each for stats in self.done for each in _part_of(stats).sequences])
-
-    @property
-    def sites(self) -> dict[Site, SiteStats]:
-        """What earlier runs have seen, joined."""
-        return merge_sites(stats.sites for stats in self.done)
 
     def keep_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
         """Keep the statistics of weights, where reading them took long enough."""
@@ -124,6 +151,8 @@ class Journal:
         stats = CalibrationStats(
             header=self.header, sites=sites, text_hashes=self._text_hashes, part=part
         )
+        if not self._folder.is_dir():  # that of a process on another machine
+            return
         try:
             save_stats(stats, self._folder / f"{_PREFIX}{name}.safetensors")
         except ExportError as error:
