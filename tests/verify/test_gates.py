@@ -163,6 +163,9 @@ def test_the_worst_site_is_described() -> None:
         (GATES["kv"], 0.0489, WARN),
         (GATES["w8a8"], 0.0582, PASS),
         (GATES["w8a8"], 0.0584, WARN),
+        (Gate(name="strict", pass_at=1.0, fail_above=1.0), 0.006, PASS),
+        (Gate(name="strict", pass_at=0.9, fail_above=0.9), 0.0487, PASS),
+        (Gate(name="strict", pass_at=1.0, fail_above=1.0), 0.0489, WARN),
         (Gate(name="own", pass_at=1.01, fail_above=1.05, kld_fail_above=0.5), 0.4, PASS),
     ],
 )
