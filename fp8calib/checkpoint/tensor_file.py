@@ -40,7 +40,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 _CACHE_LINE_BYTES = 64
-_LARGEST_ITEM_BYTES = 8
 _READ_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -95,7 +94,7 @@ class TensorFile:
         entry = self._entry(name)
         room = torch.empty(entry.size_bytes + _CACHE_LINE_BYTES, dtype=torch.uint8, device="cpu")
         shift = (entry.start - room.data_ptr()) % _CACHE_LINE_BYTES
-        if entry.start % _LARGEST_ITEM_BYTES:
+        if entry.start % TORCH_DTYPES[entry.dtype].itemsize:
             shift = 0  # such a tensor cannot be used where it lies
         flat = room[shift : shift + entry.size_bytes]
         self._fill_flat(flat, entry.start)

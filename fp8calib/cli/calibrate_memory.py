@@ -12,7 +12,6 @@ import torch
 from fp8calib.calibrate import Prepared
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.data.plan import Batch, batches
-from fp8calib.errors import UsageError
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import build_skeleton
 from fp8calib.model.weights import WeightSource
@@ -26,6 +25,7 @@ from fp8calib.run.run_plan import (
     find_limits,
     plan_streamed,
     plan_whole,
+    refuse_device_map,
 )
 from fp8calib.run.streamed import Streaming, open_streamed
 from fp8calib.run.streamed_calibration import LayerObserver
@@ -54,11 +54,7 @@ def choose_mode(job: Job) -> Mode:
     """
     settings = job.settings
     if settings.device_map is not None:
-        if settings.memory is not None:
-            raise UsageError(
-                "--memory streams a model through one device, and --device-map spreads it over all",
-                hint="leave one of them out",
-            )
+        refuse_device_map(settings.memory)
         return Mode(plan=None, prepared=job.prepared)
     limits = find_limits(job.device, settings.memory)
     found = list(batches(job.plan, job.recipe.data.batch_size)) if job.plan else []

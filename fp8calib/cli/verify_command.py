@@ -14,6 +14,7 @@ from fp8calib.cli.arguments import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    MemoryOption,
     NoPackOption,
     RevisionOption,
     SamplesOption,
@@ -109,9 +110,8 @@ def verify_command(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     device_map: DeviceMapOption = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan; load no weights, run nothing.")
-    ] = False,
+    memory: MemoryOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; run nothing.")] = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
@@ -146,6 +146,7 @@ def verify_command(
             device=device,
             dtype=dtype,
             device_map=device_map,
+            memory=memory,
             dry_run=dry_run,
             revision=revision,
             trust_remote_code=trust_remote_code,

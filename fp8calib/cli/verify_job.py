@@ -9,7 +9,7 @@ from typing import Any
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.fp8 import Fp8Format
-from fp8calib.model.load import ModelSource
+from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.rules import Rule
 from fp8calib.verify.candidates import Opened, Target
 from fp8calib.verify.gates import Gate
@@ -42,6 +42,8 @@ class VerifySettings:
     device: str
     dtype: str
     device_map: str | None
+    memory: float | None
+    """GiB; None: what the machine has left."""
     dry_run: bool
     revision: str | None
     trust_remote_code: bool
@@ -76,6 +78,8 @@ class VerifyJob:
     choices: Choices
     source: ModelSource
     checkpoint: Checkpoint
+    skeleton: LoadedModel
+    """The model without weights."""
     target: Target
     opened: tuple[Opened, ...]
     plan: DataPlan

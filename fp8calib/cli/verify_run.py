@@ -15,18 +15,19 @@ from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.opening import check_device_map, plan_data, quiet_libraries
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.verify_job import Choices, TaskJob, VerifyJob, VerifySettings
+from fp8calib.cli.verify_memory import VerifyMode, choose_mode, describe_mode, open_subject
 from fp8calib.cli.verify_questions import build_question
 from fp8calib.cli.verify_show import describe_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8 import FORMATS
+from fp8calib.machine_memory import PeakMemory
 from fp8calib.measured import estimate_overlap
-from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
+from fp8calib.model.dtype import choose_dtype, stored_dtype
 from fp8calib.model.load import (
     ModelSource,
     build_skeleton,
     choose_device,
-    load_model,
     load_tokenizer,
     open_source,
 )
@@ -54,11 +55,16 @@ def run_verify(settings: VerifySettings) -> int:
     with _opened(settings, choices) as job:
         for text in (*job.plan.warnings, *job.warnings):
             warn(text)
+        mode = choose_mode(job)
         if settings.dry_run:
-            show_plan(describe_plan(job), "plan (nothing was run)", as_json=settings.as_json)
+            plan = describe_plan(job, mode)
+            show_plan(plan, "plan (nothing was run)", as_json=settings.as_json)
             return 0
-        with Bar() as bar:
-            verified = _run(job, bar)
+        for text in describe_mode(mode):
+            say(text)
+        with Bar() as bar, PeakMemory() as memory:
+            verified = _run(job, mode, bar)
+        verified = _with_memory(verified, mode, memory.peak_bytes)
         for text in verified.report.warnings:
             if text not in (*job.plan.warnings, *job.warnings):
                 warn(text)
@@ -179,6 +185,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             choices=choices,
             source=source,
             checkpoint=checkpoint,
+            skeleton=skeleton,
             target=target,
             opened=opened,
             plan=_plan(settings, source),
@@ -228,26 +235,28 @@ def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
             )
 
 
-def _run(job: VerifyJob, bar: Bar) -> Verified:
+def _run(job: VerifyJob, mode: VerifyMode, bar: Bar) -> Verified:
     say(f"computing in {job.dtype} on {job.choices.device} ({job.dtype_why})")
-    bar.stage("loading the model", None)
-    model = load_model(
-        job.source,
-        dtype=DTYPES[job.dtype],
-        device=job.choices.device,
-        device_map=job.settings.device_map,
-    )
-    subject = Subject(
-        name=job.settings.model,
-        model=model,
-        geometry=job.target.geometry,
-        originals=WeightSource(model, job.checkpoint),
-        dtype=job.dtype,
-        device=job.choices.device,
-    )
-    question = build_question(job, model)
-    verified = verify(subject, question, job.plan, batch_size=job.settings.batch_size, progress=bar)
-    return verified if job.task_job is None else _add_tasks(job, subject, question, verified, bar)
+    if mode.streaming is None:
+        bar.stage("loading the model", None)
+    with open_subject(job, mode) as (subject, comparison):
+        question = build_question(job, subject.model)
+        verified = verify(
+            subject,
+            question,
+            job.plan,
+            batch_size=job.settings.batch_size,
+            progress=bar,
+            comparison=comparison,
+        )
+        if job.task_job is None:
+            return verified
+        return _add_tasks(job, subject, question, verified, bar)
+
+
+def _with_memory(verified: Verified, mode: VerifyMode, peak_bytes: int | None) -> Verified:
+    found = {"memory": {**mode.as_json(), "peak_measured_bytes": peak_bytes}}
+    return replace(verified, report=verified.report.model_copy(update=found))
 
 
 def _add_tasks(

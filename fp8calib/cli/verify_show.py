@@ -7,13 +7,14 @@ from typing import Any
 
 from fp8calib.cli.console import print_table, print_text, say
 from fp8calib.cli.verify_job import VerifyJob, VerifySettings
+from fp8calib.cli.verify_memory import VerifyMode
 from fp8calib.verify.report import DiagnosisResult, LayerResult, TaskResult, VerifyReport
 from fp8calib.verify.spelling import spell_error, spell_kld
 
 _SHOWN_SITES = 8
 
 
-def describe_plan(job: VerifyJob) -> dict[str, Any]:
+def describe_plan(job: VerifyJob, mode: VerifyMode) -> dict[str, Any]:
     """Say what a run would do."""
     return {
         "plan": {
@@ -30,6 +31,7 @@ def describe_plan(job: VerifyJob) -> dict[str, Any]:
             "tokens": job.plan.num_tokens,
             "data": list(job.plan.sources),
             "tasks": list(job.settings.tasks),
+            **mode.as_json(),
         }
     }
 

@@ -139,6 +139,10 @@ class WeightSource:
             return self._checkpoint.read(parts[0][0])
         return self._convert(parameter, parts)
 
+    def read_rows(self, parameter: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows of a parameter that is one whole tensor of the checkpoint."""
+        return self._checkpoint.read_rows(self._find(parameter)[0][0], start, stop)
+
     def read_experts(self, parameter: str) -> Iterator[torch.Tensor]:
         """Read a 3-D parameter of experts one expert at a time, each [rows, columns]."""
         parts = self._find(parameter)

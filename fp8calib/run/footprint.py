@@ -128,6 +128,12 @@ def weights_bytes(model: PreTrainedModel, itemsize: int) -> int:
     )
 
 
+def head_bytes(model: PreTrainedModel, itemsize: int) -> int:
+    """Compute what the head's weights take."""
+    head: Any = model.get_output_embeddings()
+    return 0 if head is None else sum(x.numel() * itemsize for x in head.parameters())
+
+
 def stats_bytes(geometry: ModelGeometry, *, inputs: bool, weights: bool) -> int:
     """Compute what the statistics of linears take: an amax per channel."""
     channels = sum(

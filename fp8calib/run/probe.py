@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fp8calib.machine_memory import PeakMemory, anonymous_bytes
 from fp8calib.run.footprint import LayerSize
-from fp8calib.run.streamed import FirstLayer, StreamedLayer, StreamedModel
+from fp8calib.run.streamed import StreamedLayer, StreamedModel
 from fp8calib.run.streamed_steps import LayerState
 
 _LONG_S = 2.0
@@ -24,7 +24,7 @@ class Probe:
 
     read_s: float
     place_s: float
-    """Making its parameters of what was read, and looking at the weights."""
+    """Making its parameters of what was read, and looking at them or changing them."""
     run_s: float
     """One micro-batch through it."""
     batch_bytes: int | None
@@ -33,15 +33,41 @@ class Probe:
     """What waits of the micro-batch until the next layer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLayer:
+    """The first layer of a model, still to be read, and how to run a micro-batch through it."""
+
+    layers: Iterator[StreamedLayer]
+    run: Callable[[], LayerState]
+
+
+def ignore_layer(_: StreamedLayer) -> None:
+    """Do nothing with a layer."""
+
+
 def probe_layer(
-    streamed: StreamedModel, first: FirstLayer, meet_layer: Callable[[StreamedLayer], None]
+    streamed: StreamedModel,
+    first: FirstLayer,
+    *,
+    meet_layer: Callable[[StreamedLayer], None] = ignore_layer,
+    change_layer: Callable[[StreamedLayer], None] = ignore_layer,
+    keep: bool = False,
 ) -> Probe:
-    """Measure the first layer: read, shown to `meet_layer`, placed, and run."""
+    """Measure the first layer.
+
+    Args:
+        streamed: the model.
+        first: its first layer.
+        meet_layer: what is done when its tensors were read.
+        change_layer: what is done to its weights when they are in place.
+        keep: keep what was read, to restore weights.
+    """
     started = time.monotonic()
     layer = next(first.layers)
     was_read = time.monotonic()
     meet_layer(layer)
-    with streamed.placed(layer):
+    with streamed.placed(layer, keep=keep):
+        change_layer(layer)
         was_placed = time.monotonic()
         run_s, batch_bytes, state = _measure_run(first.run, streamed.model.device)
     return Probe(

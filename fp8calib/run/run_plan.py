@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from fp8calib.run.footprint import (
     Workload,
     batch_bytes,
     change_bytes,
+    head_bytes,
     hidden_bytes,
     layer_flops,
     peak_of_layers,
@@ -83,6 +84,19 @@ def find_limits(device: str, memory_gib: float | None) -> Limits:
     )
 
 
+def refuse_device_map(memory_gib: float | None) -> None:
+    """Refuse --memory beside --device-map.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    if memory_gib is not None:
+        raise UsageError(
+            "--memory streams a model through one device, and --device-map spreads it over all",
+            hint="leave one of them out",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamable:
     """A model without weights, and what will run through it."""
@@ -95,8 +109,8 @@ class Streamable:
     """Bytes of a number as the model computes."""
     extra: Mapping[str, int]
     """What a run needs besides, whole or streamed: statistics, say."""
-    head_bytes: int = 0
-    """What comes after the last layer, when no layer is in memory: weights and logits."""
+    logits_bytes: int = 0
+    """What is needed for logits, when no layer is in use; 0 where nobody needs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +191,20 @@ class StreamPlanner:
         self._around_bytes = around_bytes
         self._scratch = scratch
 
-    def plan(self, probe: Probe | None = None, *, total_bytes: int = 0) -> RunPlan:
+    def plan(
+        self,
+        probe: Probe | None = None,
+        *,
+        total_bytes: int = 0,
+        further_walks: Sequence[float] = (),
+    ) -> RunPlan:
         """Plan the run.
 
         Args:
             probe: what was measured, if anything was.
             total_bytes: what is read at least, the layers included.
+            further_walks: the layers are walked again so many times, each with this part of what
+                runs through them the first time.
 
         Raises:
             UsageError: memory or disk have no room even so; the message names what is needed.
@@ -199,14 +221,16 @@ class StreamPlanner:
             streams=True,
             why=self._why(),
             num_layers=len(self._layers),
-            read_bytes=max(self._read_bytes(), total_bytes),
+            read_bytes=max(self._read_bytes(1 + len(further_walks)), total_bytes),
             peak=peak.with_part("hidden states", in_ram),
             limit_bytes=self._limits.host_bytes,
             device_peak=device_peak,
             hidden_ram_bytes=in_ram,
             scratch=self._scratch,
             scratch_bytes=scratch,
-            expected_s=None if probe is None else self._expect_s(probe),
+            expected_s=None
+            if probe is None
+            else sum(self._expect_s(probe, share) for share in (1.0, *further_walks)),
         )
 
     def _why(self) -> str:
@@ -245,7 +269,7 @@ class StreamPlanner:
         beside = {"embedding": self._embedding_bytes(), "around the layers": self._around_bytes}
         at_layers = layers + sum(inside.values())
         # The head comes when the last layer is gone: only what it takes above the layers counts.
-        head = max(subject.head_bytes - at_layers, 0)
+        head = max(_head_bytes(subject) - at_layers, 0)
         return {**beside, "layers": layers, **inside, **({"head": head} if head else {})}
 
     def _embedding_bytes(self) -> int:
@@ -253,9 +277,11 @@ class StreamPlanner:
         width = subject.model.config.get_text_config(decoder=True).hidden_size
         return int(subject.work.num_distinct * width * subject.itemsize)
 
-    def _read_bytes(self) -> int:
+    def _read_bytes(self, walks: int) -> int:
         layers = sum(layer.stored for layer in self._layers)
-        return layers + self._embedding_bytes() + self._around_bytes
+        head = head_bytes(self._subject.model, self._subject.itemsize)
+        once = self._embedding_bytes() + self._around_bytes
+        return walks * (layers + (head if self._subject.logits_bytes else 0)) + once
 
     def _hidden_bytes(self, probe: Probe | None) -> int:
         work = self._subject.work
@@ -264,11 +290,16 @@ class StreamPlanner:
         probed_tokens = max(work.rows * work.columns, 1)
         return math.ceil(probe.state_bytes * work.num_models * work.num_tokens / probed_tokens)
 
-    def _expect_s(self, probe: Probe) -> float:
-        work = self._subject.work
-        flops = layer_flops(self._subject.model, self._subject.geometry, work.columns)
-        num_batches = work.num_tokens / max(work.rows * work.columns, 1)
-        return expect_duration(probe, self._layers, flops, num_batches)
+    def _expect_s(self, probe: Probe, share: float) -> float:
+        """Expect a walk through all layers, and through the head where logits are needed."""
+        subject, work = self._subject, self._subject.work
+        flops = layer_flops(subject.model, subject.geometry, work.columns)
+        num_batches = share * work.num_tokens / max(work.rows * work.columns, 1)
+        expected = expect_duration(probe, self._layers, flops, num_batches)
+        if subject.logits_bytes:
+            head = 2 * head_bytes(subject.model, 1)
+            expected += probe.run_s * num_batches * head / max(flops[0], 1)
+        return expected
 
     def _check_host(self, peak: Footprint) -> None:
         limits, needed = self._limits, peak.total_bytes
@@ -346,9 +377,15 @@ def _inside(subject: Streamable, *, head: bool) -> dict[str, int]:
     }
     if work.changes_weights:
         parts["changed weights"] = change_bytes(subject.geometry)
-    if head and subject.head_bytes:
-        parts["head"] = subject.head_bytes
+    if head and subject.logits_bytes:
+        parts["logits"] = subject.logits_bytes
     return parts
+
+
+def _head_bytes(subject: Streamable) -> int:
+    if not subject.logits_bytes:
+        return 0
+    return head_bytes(subject.model, subject.itemsize) + subject.logits_bytes
 
 
 def describe_run(plan: RunPlan) -> Iterator[str]:

@@ -1,13 +1,8 @@
-"""Drive batches through a model that does not fit into memory, one decoder layer at a time.
-
-Every layer's weights are read once, see all batches, and are dropped before the next layer's are
-needed; those are read ahead meanwhile. Batches, and the order in which a site sees them, are those
-of `fp8calib.run.whole`, so the statistics are the same, bit for bit.
-"""
+"""A model whose decoder layers get their weights one after another, each from one read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +12,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.data.plan import Batch
-from fp8calib.errors import CalibrationError
 from fp8calib.geometry import Layer, ModelGeometry
 from fp8calib.model.topology import text_decoder
 from fp8calib.model.weights import WeightSource
-from fp8calib.observe.observing import ObservingTaps
-from fp8calib.observe.recorder import Recorder, view_batch
-from fp8calib.observe.seams import TappedCache, own_attentions
-from fp8calib.run.decoder import Decoder
-from fp8calib.run.streamed_model import compute_buffers, embedded_by_row, embeddings_by_row
-from fp8calib.run.streamed_steps import LayerState, LayerSteps, open_steps
+from fp8calib.run.streamed_model import (
+    EmbeddingRows,
+    compute_buffers,
+    embedded_by_row,
+    embeddings_by_row,
+)
+from fp8calib.run.streamed_steps import LayerState
 from fp8calib.run.streamed_store import StateStore
 from fp8calib.run.streamed_weights import HeldTensors, ModelPart, PartedWeights, ReadAhead
-from fp8calib.run.whole import GPU_BATCHES_PER_CHECK, nonfinite_error, one_by_one
-from fp8calib.sites import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +49,28 @@ class StreamedLayer:
     """Over what was read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstLayer:
-    """The first layer of a model, still to be read, and how to run a micro-batch through it."""
-
-    layers: Iterator[StreamedLayer]
-    run: Callable[[], LayerState]
-
-
 class StreamedModel:
-    """A model whose layers come and go; made by `open_streamed`."""
+    """A model whose layers come and go; made by `open_streamed`.
+
+    Attributes:
+        model: the model, only parts of which have weights.
+        geometry: its geometry.
+        embeddings: the embeddings whose rows are in memory, by the name of their weight.
+    """
 
     def __init__(
         self, model: PreTrainedModel, geometry: ModelGeometry, parted: PartedWeights
     ) -> None:
         self.model = model
         self.geometry = geometry
+        self.embeddings: Mapping[str, EmbeddingRows] = {}
         self._begin_next: Callable[[], None] = lambda: None
         self._parted = parted
         self._parts = layer_parts(geometry, parted)
+
+    def layer_modules(self) -> list[nn.Module]:
+        """Give the decoder layers themselves."""
+        return [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
 
     @contextmanager
     def layers(self, *, until: int | None = None) -> Iterator[Iterator[StreamedLayer]]:
@@ -99,6 +94,40 @@ class StreamedModel:
             yield
         finally:
             self._parted.drop(layer.part)
+
+    @contextmanager
+    def with_head(self) -> Iterator[None]:
+        """Let what lies outside the text decoder get its weights when the model comes to it.
+
+        They are dropped again when the context closes. What does not run (a vision tower) is not
+        read.
+        """
+        inside = set(text_decoder(self.model)[1].modules())
+        placed: list[ModelPart] = []
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                if module not in inside and _has_own(module):
+                    hook = self._placing_hook(name, module, placed)
+                    stack.callback(module.register_forward_pre_hook(hook).remove)
+            stack.callback(self._drop_all, placed)
+            yield
+
+    def _drop_all(self, parts: Sequence[ModelPart]) -> None:
+        for part in parts:
+            self._parted.drop(part)
+
+    def _placing_hook(
+        self, name: str, module: nn.Module, placed: list[ModelPart]
+    ) -> Callable[..., None]:
+        own = {f"{name}.{leaf}" for leaf in dict(module.named_parameters(recurse=False))}
+
+        def hook(*_: object) -> None:
+            if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+                part = self._parted.part(lambda parameter: parameter in own)
+                self._parted.place(part, self._parted.read(part))
+                placed.append(part)
+
+        return hook
 
     def pass_over(self) -> None:
         """Tell that a layer's weights are not placed: the next one may be read."""
@@ -133,7 +162,9 @@ def open_streamed(
     compute_buffers(model, stored, device)
     streamed = StreamedModel(model, geometry, parted)
     around = part_around(model, geometry, weights, parted)
-    with embedded_by_row(model, weights, checkpoint, tokens, dtype=dtype, device=device):
+    with embedded_by_row(
+        model, weights, checkpoint, tokens, dtype=dtype, device=device
+    ) as streamed.embeddings:
         parted.place(around, parted.read(around))
         yield streamed
 
@@ -178,162 +209,8 @@ def computed_names(model: PreTrainedModel, stored: frozenset[str]) -> frozenset[
     return frozenset(name for name, _ in model.named_buffers() if name not in stored)
 
 
-class _NonfiniteError(Exception):
-    """NaN or inf was met at a site of layer `index`, in one of a group of batches."""
-
-    def __init__(self, site: Site, group: Sequence[Batch], index: int) -> None:
-        super().__init__()
-        self.site = site
-        self.group = group
-        self.index = index
-
-
-def _ignore(_: object) -> None:
-    return None
-
-
-class StreamedRunner:
-    """Runs the text decoder (never the lm_head) layer by layer, and shows all to a recorder."""
-
-    def __init__(
-        self,
-        streamed: StreamedModel,
-        streaming: Streaming,
-        *,
-        observe_kv: bool,
-        ignored: Collection[str],
-    ) -> None:
-        self._streamed = streamed
-        self._streaming = streaming
-        self._decoder = Decoder(streamed.model)
-        self._attentions = own_attentions(streamed.geometry)
-        all_modules = {attention.module for attention in self._attentions.values()}
-        self._ignored = frozenset(ignored) if observe_kv else frozenset(all_modules)
-
-    def run(
-        self,
-        batches: Sequence[Batch],
-        recorder: Recorder,
-        advance: Callable[[int], None],
-        *,
-        meet_layer: Callable[[StreamedLayer], None],
-    ) -> None:
-        """Run all batches through every layer in turn.
-
-        Args:
-            batches: the micro-batches.
-            recorder: is shown them, once a layer.
-            advance: is told the tokens of each, once a layer.
-            meet_layer: is shown every layer when its tensors were read, before it runs.
-
-        Raises:
-            CalibrationError: an activation is NaN or inf; the message names layer and sample.
-        """
-        try:
-            self._walk(batches, recorder, advance, meet_layer, until=None)
-        except _NonfiniteError as error:
-            raise self._locate(error, recorder) from None
-
-    @contextmanager
-    def first_layer(self, batch: Batch, recorder: Recorder) -> Iterator[FirstLayer]:
-        """Open the first layer alone, to try it with one micro-batch."""
-        with ExitStack() as stack:
-            steps = stack.enter_context(open_steps(self._decoder, self._modules()))
-            layers = stack.enter_context(self._streamed.layers(until=1))
-
-            def run() -> LayerState:
-                return self._run_batch(steps, 0, batch, recorder, None, checks=False)
-
-            yield FirstLayer(layers=layers, run=run)
-
-    def _modules(self) -> list[nn.Module]:
-        model = self._streamed.model
-        return [model.get_submodule(layer.module) for layer in self._streamed.geometry.layers]
-
-    def _locate(self, found: _NonfiniteError, recorder: Recorder) -> CalibrationError:
-        """Go down to the layer again, one sequence at a time: that finds the one at fault."""
-        dtype = self._decoder.dtype
-        if len(found.group) == 1 and len(found.group[0].lengths) == 1:
-            return nonfinite_error(found.site, found.group[0].first, dtype)
-        for single in one_by_one(found.group):
-            recorder.forget()
-            try:
-                self._walk([single], recorder, _ignore, _ignore, until=found.index + 1)
-            except _NonfiniteError as error:
-                return nonfinite_error(error.site, single.first, dtype)
-        return CalibrationError("NaN or inf in an activation of a batch, but in no sequence alone")
-
-    def _walk(
-        self,
-        batches: Sequence[Batch],
-        recorder: Recorder,
-        advance: Callable[[int], None],
-        meet_layer: Callable[[StreamedLayer], None],
-        *,
-        until: int | None,
-    ) -> None:
-        with ExitStack() as stack:
-            steps = stack.enter_context(open_steps(self._decoder, self._modules()))
-            store = stack.enter_context(open_store(self._streaming))
-            for layer in stack.enter_context(self._streamed.layers(until=until)):
-                meet_layer(layer)
-                with self._streamed.placed(layer):
-                    self._run_layer(steps, store, layer, batches, recorder, advance)
-
-    def _run_layer(
-        self,
-        steps: LayerSteps,
-        store: StateStore,
-        layer: StreamedLayer,
-        batches: Sequence[Batch],
-        recorder: Recorder,
-        advance: Callable[[int], None],
-    ) -> None:
-        index, unchecked = layer.layer.index, []
-        for number, batch in enumerate(batches):
-            self._step(steps, store, index, number, batch, recorder)
-            unchecked.append(batch)
-            advance(batch.num_tokens)
-            if self._is_full(unchecked) or number == len(batches) - 1:
-                if (site := recorder.check_finite()) is not None:
-                    raise _NonfiniteError(site, unchecked, index)
-                unchecked = []
-
-    def _is_full(self, group: Sequence[Batch]) -> bool:
-        return self._decoder.device.type == "cpu" or len(group) >= GPU_BATCHES_PER_CHECK
-
-    def _step(
-        self,
-        steps: LayerSteps,
-        store: StateStore,
-        index: int,
-        number: int,
-        batch: Batch,
-        recorder: Recorder,
-    ) -> None:
-        before = load_state(store, number, self._decoder.device) if index else None
-        after = self._run_batch(steps, index, batch, recorder, before, checks=number == 0)
-        if index < len(self._streamed.geometry.layers) - 1:
-            store.put(number, (after.output, after.shared))
-
-    def _run_batch(
-        self,
-        steps: LayerSteps,
-        index: int,
-        batch: Batch,
-        recorder: Recorder,
-        before: LayerState | None,
-        *,
-        checks: bool,
-    ) -> LayerState:
-        rows, columns = batch.input_ids.shape
-        recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
-        cache = TappedCache(
-            self._decoder.config, self._attentions, self._ignored, ObservingTaps(recorder)
-        )
-        after = steps.run_layer(index, batch, cache, before, checks=checks)
-        recorder.end_batch()
-        return after
+def _has_own(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def open_store(streaming: Streaming) -> StateStore:

@@ -14,7 +14,8 @@ from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.seams import tapped
 from fp8calib.recipe import Observe
 from fp8calib.run.probe import Probe, probe_layer
-from fp8calib.run.streamed import StreamedLayer, StreamedModel, StreamedRunner, Streaming
+from fp8calib.run.streamed import StreamedLayer, StreamedModel, Streaming
+from fp8calib.run.streamed_runner import StreamedRunner
 from fp8calib.sites import Site
 from fp8calib.stats import SiteStats
 
@@ -46,7 +47,7 @@ class LayerObserver:
         """Measure the first layer on one micro-batch; what is observed of it stays."""
         runner = self._runner(streaming)
         with self._tapped(), runner.first_layer(batch, self.recorder) as first:
-            return probe_layer(self._streamed, first, self._meet)
+            return probe_layer(self._streamed, first, meet_layer=self._meet)
 
     def observe_weights(self, advance: Callable[[int], None]) -> dict[Site, SiteStats]:
         """Read the weights alone.

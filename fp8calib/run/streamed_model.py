@@ -102,6 +102,23 @@ class EmbeddingRows:
         self._rows = torch.zeros(0, 0)
         self._read(tokens[tokens < num_rows])
 
+    def read_others(self, read_rows: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """Read the same rows of another embedding, for `replaced`."""
+        ids = (self._place >= 0).nonzero().flatten()
+        pieces = _runs(ids, lambda start, stop: read_rows(start, stop).to(self._dtype))
+        rows = torch.empty_like(self._rows, device="cpu")
+        rows[self._place[ids]] = _join(pieces, len(ids))
+        return rows.to(self._device)
+
+    @contextmanager
+    def replaced(self, rows: torch.Tensor) -> Iterator[None]:
+        """Hold other rows (`read_others`) in the embedding while the context is open."""
+        self._embedding.weight = nn.Parameter(rows, requires_grad=False)
+        try:
+            yield
+        finally:
+            self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
+
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Turn ids into numbers of rows that are in memory; rows that are not are read."""
         places = self._place[ids.cpu()]
@@ -113,19 +130,23 @@ class EmbeddingRows:
     def _read(self, ids: torch.Tensor) -> None:
         new = torch.unique(ids)
         new = new[self._place[new] < 0]
-        rows = torch.cat([self._rows.cpu(), *self._runs(new)]) if len(self._rows) else None
+        pieces = _runs(new, lambda start, stop: self._read_rows(start, stop).to(self._dtype))
+        rows = torch.cat([self._rows.cpu(), *pieces]) if len(self._rows) else None
         self._place[new] = torch.arange(len(self._rows), len(self._rows) + len(new))
         if rows is None:
-            rows = _join(self._runs(new), len(new))
+            rows = _join(pieces, len(new))
         self._rows = rows.to(self._device)
         self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
 
-    def _runs(self, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Read neighbouring rows together, a few at a time."""
-        starts = torch.cat([torch.ones(1, dtype=torch.bool), ids[1:] != ids[:-1] + 1])
-        for run in torch.tensor_split(ids, starts.nonzero().flatten()[1:]):
-            for piece in torch.split(run, _ROWS_AT_ONCE):
-                yield self._read_rows(int(piece[0]), int(piece[-1]) + 1).to(self._dtype)
+
+def _runs(
+    ids: torch.Tensor, read_rows: Callable[[int, int], torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Read neighbouring rows together, a few at a time."""
+    starts = torch.cat([torch.ones(1, dtype=torch.bool), ids[1:] != ids[:-1] + 1])
+    for run in torch.tensor_split(ids, starts.nonzero().flatten()[1:]):
+        for piece in torch.split(run, _ROWS_AT_ONCE):
+            yield read_rows(int(piece[0]), int(piece[-1]) + 1)
 
 
 def _join(pieces: Iterator[torch.Tensor], num_rows: int) -> torch.Tensor:
@@ -148,8 +169,8 @@ def embedded_by_row(
     *,
     dtype: torch.dtype,
     device: str,
-) -> Iterator[None]:
-    """Give embeddings of tokens the rows of `tokens` while the context is open.
+) -> Iterator[dict[str, EmbeddingRows]]:
+    """Give embeddings of tokens the rows of `tokens` while the context is open, by weight's name.
 
     Args:
         model: built without weights.
@@ -161,6 +182,7 @@ def embedded_by_row(
     """
     found = embeddings_by_row(model, weights)
     handles = []
+    placed: dict[str, EmbeddingRows] = {}
     for name, module in found.items():
         stored = weights.whole[f"{name}.weight"]
         rows = EmbeddingRows(
@@ -171,9 +193,10 @@ def embedded_by_row(
             device=device,
         )
         module.padding_idx = None  # it serves training alone, and may lie beyond the rows
+        placed[f"{name}.weight"] = rows
         handles.append(module.register_forward_pre_hook(_hook(rows), with_kwargs=True))
     try:
-        yield
+        yield placed
     finally:
         for handle in handles:
             handle.remove()

@@ -57,6 +57,14 @@ class HeldTensors:
         """Tell the shape of what `read` gives."""
         return self._checkpoint.shape(name)
 
+    def part_from(self, tensor: torch.Tensor, names: Sequence[str]) -> None:
+        """Copy those of `names` that are held and share memory with a tensor in use elsewhere."""
+        room = tensor.untyped_storage().data_ptr()
+        for name in names:
+            held = self._held.get(name)
+            if held is not None and held.untyped_storage().data_ptr() == room:
+                self._held[name] = held.clone()
+
     def release(self, names: Sequence[str]) -> None:
         """Let go of tensors that are not needed as they are any more."""
         for name in names:
@@ -180,11 +188,13 @@ class PartedWeights:
         for key, names in by_key.items():
             source = self._weights.reading(_Casting(held, self._target(names[0])))
             made = source.read_all(key)
+            stored = tuple(self._weights.names_of([key]))
             if not keep:
-                held.release(tuple(self._weights.names_of([key])))
+                held.release(stored)
             for name in names:
                 tensor = made[part.wanted[name]].to(self._target(name))
-                self._set(name, tensor.clone() if keep else tensor)
+                held.part_from(tensor, stored)
+                self._set(name, tensor)
 
     def drop(self, part: ModelPart) -> None:
         """Empty a part: its memory is given back to the system."""

@@ -5,8 +5,9 @@ Shares are 0..1, KL divergences in nats, SQNR in dB. A number that cannot be had
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -201,4 +202,6 @@ class VerifyReport(_Model):
     rules: tuple[RuleResult, ...] = ()
     tasks: tuple[TaskResult, ...] = ()
     task_setup: TaskSetup | None = None
+    memory: Mapping[str, Any] = {}
+    """How the model was held in memory (whole or streamed), what was planned, and the peak."""
     warnings: tuple[str, ...] = ()

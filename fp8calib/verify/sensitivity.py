@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from statistics import median
 
 from fp8calib.calibrate import Progress
-from fp8calib.data.plan import DataPlan, batches
+from fp8calib.data.plan import Batch, DataPlan, batches
 from fp8calib.geometry import Layer, ModelGeometry
 from fp8calib.verify.candidates import Candidate
-from fp8calib.verify.compare import Comparison
+from fp8calib.verify.compare import Comparing
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.report import Sensitivity, SensitivityResult
@@ -24,7 +24,7 @@ _STANDS_OUT = 8.0
 
 
 def measure_sensitivity(
-    comparison: Comparison,
+    comparison: Comparing,
     geometry: ModelGeometry,
     emulation: Emulation,
     plan: DataPlan,
@@ -33,11 +33,10 @@ def measure_sensitivity(
     progress: Progress,
 ) -> list[SensitivityResult]:
     """Quantize one layer at a time as `emulation` does, on the first sequences of the plan."""
-    chosen = [batch for batch in batches(plan, batch_size) if batch.first < SEQUENCES]
+    chosen = choose_batches(plan, batch_size)
     lengths = [length for batch in chosen for length in batch.lengths]
-    parts = {layer.index: emulation.only(_modules(layer)) for layer in geometry.layers}
-    parts = {index: part for index, part in parts.items() if part.quantizers or part.weights}
-    rounds = [list(parts)[i : i + _LAYERS_AT_ONCE] for i in range(0, len(parts), _LAYERS_AT_ONCE)]
+    parts = _split_by_layer(geometry, emulation)
+    rounds = split_rounds(geometry, emulation)
     progress.stage("one layer at a time", sum(lengths) * (len(parts) + len(rounds)), unit="tokens")
     results = []
     for indices in rounds:
@@ -52,6 +51,22 @@ def measure_sensitivity(
                 )
             )
     return results
+
+
+def choose_batches(plan: DataPlan, batch_size: int) -> list[Batch]:
+    """Take the batches that single layers are tried on."""
+    return [batch for batch in batches(plan, batch_size) if batch.first < SEQUENCES]
+
+
+def split_rounds(geometry: ModelGeometry, emulation: Emulation) -> list[list[int]]:
+    """Say which layers are tried together: the reference runs once in each round."""
+    parts = list(_split_by_layer(geometry, emulation))
+    return [parts[i : i + _LAYERS_AT_ONCE] for i in range(0, len(parts), _LAYERS_AT_ONCE)]
+
+
+def _split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, Emulation]:
+    parts = {layer.index: emulation.only(_modules(layer)) for layer in geometry.layers}
+    return {index: part for index, part in parts.items() if part.quantizers or part.weights}
 
 
 def find_skippable(

@@ -9,6 +9,7 @@ import torch
 
 from fp8calib.errors import VerificationError
 from fp8calib.fp8 import Fp8Format
+from fp8calib.model.weights import WeightSource
 from fp8calib.verify.quantizer import Fake, Quantizer, measure_damage
 from fp8calib.verify.scale_range import ScaleRange
 from fp8calib.verify.weights import Originals, WeightParameter, sum_damage
@@ -101,7 +102,7 @@ class Copied:
     """
 
     parameters: tuple[WeightParameter, ...]
-    source: Originals
+    source: WeightSource
 
     def apply(
         self, values: Mapping[str, torch.Tensor]
@@ -112,6 +113,10 @@ class Copied:
             _require_shape(parameter.name, values[parameter.name], found)
             values[parameter.name].copy_(found)
         return iter(())
+
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows of it, for those who hold no more than some (of an embedding)."""
+        return self.source.read_rows(self.parameters[0].name, start, stop)
 
     def find_scales(
         self,

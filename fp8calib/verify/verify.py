@@ -15,7 +15,8 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.sites import Site
 from fp8calib.verify.advice import advise
 from fp8calib.verify.candidates import Candidate
-from fp8calib.verify.compare import Compared, Comparison
+from fp8calib.verify.compare import Compared, Comparing, Comparison
+from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.gates import GATES, Gate, judge, look_behind
 from fp8calib.verify.layers import diagnose, index_layers, list_layers
 from fp8calib.verify.looking import LookingTaps
@@ -96,8 +97,17 @@ def verify(
     *,
     batch_size: int,
     progress: Progress,
+    comparison: Comparing | None = None,
 ) -> Verified:
     """Answer `question` on the text of `plan`.
+
+    Args:
+        subject: the model.
+        question: what is asked.
+        plan: the text.
+        batch_size: sequences that run side by side.
+        progress: told of every token.
+        comparison: how the models are run; None holds the subject's in memory whole.
 
     Raises:
         CalibrationError: a forward pass failed.
@@ -105,8 +115,9 @@ def verify(
     """
     started = time.monotonic()
     looking = LookingTaps(question.kinds)
-    comparison = Comparison(subject.model, subject.geometry, subject.originals)
-    emulations = {name: c.emulation for name, c in _all_candidates(question)}
+    if comparison is None:
+        comparison = Comparison(subject.model, subject.geometry, subject.originals)
+    emulations = list_emulations(question)
     progress.stage("verifying", plan.num_tokens * (len(emulations) + 1), unit="tokens")
     compared = comparison.run(
         batches(plan, batch_size), emulations, reference_taps=looking, advance=progress.advance
@@ -122,9 +133,10 @@ def verify(
     return Verified(report=report, logprobs=logprobs)
 
 
-def _all_candidates(question: Question) -> Iterator[tuple[str, Candidate]]:
-    yield from ((candidate.name, candidate) for candidate in question.candidates)
-    yield from ((_rule_key(name), candidate) for name, candidate in question.rules.items())
+def list_emulations(question: Question) -> dict[str, Emulation]:
+    """Name all that is run beside the unquantized model."""
+    candidates = {candidate.name: candidate.emulation for candidate in question.candidates}
+    return candidates | {_rule_key(name): c.emulation for name, c in question.rules.items()}
 
 
 def _rule_key(rule: str) -> str:
@@ -132,7 +144,7 @@ def _rule_key(rule: str) -> str:
 
 
 def _sensitivity(
-    comparison: Comparison,
+    comparison: Comparing,
     subject: Subject,
     question: Question,
     plan: DataPlan,
@@ -166,7 +178,7 @@ def _build_report(
 ) -> VerifyReport:
     lengths = [len(sequence) for sequence in plan.sequences]
     layer_of = index_layers(subject.geometry)
-    layers = tuple(_layer_rows(question.candidates, compared, layer_of, subject.model))
+    layers = tuple(_layer_rows(question.candidates, compared, layer_of))
     results = tuple(_result(c, compared, question, lengths, layers) for c in question.candidates)
     errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
     return VerifyReport(
@@ -255,17 +267,11 @@ def _overflowing(candidate: Candidate, compared: Compared) -> str:
 
 
 def _layer_rows(
-    candidates: Sequence[Candidate],
-    compared: Compared,
-    layer_of: Mapping[str, int],
-    model: LoadedModel,
+    candidates: Sequence[Candidate], compared: Compared, layer_of: Mapping[str, int]
 ) -> Iterator[LayerResult]:
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     for candidate in candidates:
         scales = find_ranges(candidate.emulation.quantizers)
-        for change in candidate.emulation.weights:
-            for parameter, found in change.find_scales(parameters):
-                scales |= dict.fromkeys(parameter.sites, found)
+        scales |= compared.weight_scales[candidate.name]
         yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
 
 

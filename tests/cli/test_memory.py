@@ -88,3 +88,55 @@ def test_what_is_streamed_is_not_spread(wide: Path, data: Path) -> None:
 def test_an_amount_that_is_none_is_refused(wide: Path, data: Path) -> None:
     assert "--memory" in fail(2, "calibrate", wide, "--data", data, *QUICK, "--memory", "nan")
     assert "--memory" in fail(2, "calibrate", wide, "--data", data, *QUICK, "--memory", -1)
+
+
+# --- verify ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="candidates", scope="module")
+def _candidates(wide: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Statistics, and an FP8 checkpoint whose embeddings and norms are of another dtype."""
+    folder = tmp_path_factory.mktemp("candidates")
+    succeed("calibrate", wide, "--data", data, *QUICK, "--out", folder / "kv")
+    half = zoo.build("llama", vocab_size=250_000, hidden_size=64, tie_word_embeddings=False)
+    half.bfloat16().save_pretrained(folder / "half")
+    scheme = ("--scheme", "fp8-dynamic")
+    succeed("quantize", folder / "half", *scheme, "--out", folder / "fp8")
+    return [folder / "kv" / "stats.safetensors", folder / "fp8"]
+
+
+def smallest_cap(*command: object) -> str:
+    """Ask with a cap that is too small for one that is not."""
+    found = re.search(
+        r"the smallest --memory that works is (\S+);", fail(2, *command, "--memory", 0.01)
+    )
+    assert found is not None
+    return found.group(1)
+
+
+def test_a_streamed_verification_gives_the_same_numbers(
+    wide: Path, data: Path, candidates: list[Path], tmp_path: Path
+) -> None:
+    scales = [part for path in candidates for part in ("--scales", path)]
+    command = ("verify", wide, "--data", data, *QUICK, *scales, "--sensitivity")
+    whole = succeed(*command, "--dump", tmp_path / "whole", "--json")
+    cap = smallest_cap(*command)
+    streamed = succeed(*command, "--dump", tmp_path / "streamed", "--memory", cap, "--json")
+    assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
+    first, second = whole.json, streamed.json
+    assert not first["memory"]["streamed"]
+    assert second["memory"]["streamed"]
+    assert second["memory"]["peak_measured_bytes"] <= float(cap) * GIB
+    assert len(first["sensitivity"]["layers"]) == 2
+    for key in ("memory", "duration_s"):
+        del first[key], second[key]
+    assert second == first
+
+
+def test_a_dry_run_of_verify_shows_the_plan_alone(wide: Path, data: Path) -> None:
+    command = ("verify", wide, "--data", data, *QUICK)
+    plan = succeed(*command, "--memory", smallest_cap(*command), "--dry-run", "--json").json["plan"]
+    assert plan["streamed"]
+    assert plan["candidates"] == ["scale-1.0"]
+    assert plan["expected_s"] > 0
+    assert sum(plan["peak_parts"].values()) == plan["peak_bytes"]

@@ -99,3 +99,14 @@ def test_a_limit_without_tasks_is_refused(model: Path) -> None:
 def test_a_dry_run_names_the_tasks(model: Path, data: Path, tasks: str) -> None:
     options = ("--data", data, *QUICK, "--tasks", tasks, "--dry-run", "--json")
     assert succeed("verify", model, *options).json["plan"]["tasks"] == tasks.split(",")
+
+
+@needs_harness
+def test_a_model_that_has_to_be_streamed_answers_no_tasks(
+    model: Path, data: Path, tasks: str
+) -> None:
+    """Said before anything is counted: no cap would help but one that holds the model."""
+    options = ("--data", data, *QUICK, "--tasks", tasks, "--memory", 0.01)
+    text = fail(2, "verify", model, *options)
+    assert "--tasks" in text
+    assert "streamed" in text

@@ -1,0 +1,153 @@
+"""A streamed comparison gives the numbers of the whole one, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8calib.calibrate import calibrate, prepare
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.data.plan import DataPlan, batches
+from fp8calib.fp8 import E4M3FN
+from fp8calib.geometry import ModelGeometry
+from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
+from fp8calib.model.weights import WeightSource
+from fp8calib.recipe import Observe, Recipe
+from fp8calib.run.streamed import Streaming
+from fp8calib.scales import compute_kv_scales
+from fp8calib.stats import CalibrationStats
+from fp8calib.verify.compare import Compared, Comparison
+from fp8calib.verify.emulate import Emulation
+from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
+from fp8calib.verify.linear_emulation import emulate_scheme
+from fp8calib.verify.looking import LookingTaps
+from fp8calib.verify.profiles import find_profile
+from fp8calib.verify.schemes import find_scheme
+from fp8calib.verify.streamed_compare import open_streamed_comparison
+from tests.run.test_streamed import MODELS
+from tests.truth.test_statistics import Silent, draw, make_plan
+
+RECIPE = Recipe(name="test", observe=Observe(weights=True, inputs=True))
+VLLM = find_profile("vllm")
+LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_emulations(
+    model: LoadedModel, geometry: ModelGeometry, stats: CalibrationStats
+) -> dict[str, Emulation]:
+    """Make a candidate of every kind: KV alone, weights and inputs, weights alone, and both."""
+    modules = dict(model.named_modules())
+
+    def scheme(name: str) -> Emulation:
+        found = find_scheme(name)
+        inputs, weights = emulate_scheme(
+            found, geometry, modules, VLLM, fmt=E4M3FN, stats=stats if "static" in name else None
+        )
+        return Emulation(quantizers=inputs, weights=weights)
+
+    scaled = emulate_kv(compute_kv_scales(stats, E4M3FN), VLLM)
+    static = scheme("fp8-static")
+    return {
+        "kv at 1.0": Emulation(quantizers=emulate_kv(make_unscaled_table(geometry, E4M3FN), VLLM)),
+        "kv": Emulation(quantizers=scaled),
+        "static and kv": Emulation(
+            quantizers={**static.quantizers, **scaled}, weights=static.weights
+        ),
+        "dynamic": scheme("fp8-dynamic"),
+        "w8a16": scheme("w8a16"),
+    }
+
+
+def compare(
+    folder: Path,
+    plan: DataPlan,
+    *,
+    streamed: bool,
+    dtype: torch.dtype = torch.float32,
+    ram_bytes: int = 0,
+    choose: Callable[[dict[str, Emulation]], Mapping[str, Emulation]] = lambda found: found,
+) -> tuple[Compared, LookingTaps]:
+    """Compare a folder's model with candidates of every kind, whole or streamed."""
+    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    with Checkpoint.open(folder) as checkpoint:
+        stats, geometry = _measure(folder, plan, checkpoint)
+        if streamed:
+            model = build_skeleton(source, dtype=dtype)
+        else:
+            model = load_model(source, dtype=dtype, device="cpu", device_map=None)
+        emulations = choose(make_emulations(model, geometry, stats))
+        looking = LookingTaps(
+            {"unscaled": dict(make_emulations(model, geometry, stats)["kv at 1.0"].quantizers)}
+        )
+        weights = WeightSource(model, checkpoint)
+        todo = batches(plan, 3)
+        if not streamed:
+            comparison = Comparison(model, geometry, weights)
+            found = comparison.run(todo, emulations, reference_taps=looking, advance=_ignore)
+            return found, looking
+        streaming = Streaming(
+            dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
+        )
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
+        with open_streamed_comparison(
+            model, geometry, weights, checkpoint, tokens, streaming
+        ) as comparison_:
+            found = comparison_.run(todo, emulations, reference_taps=looking, advance=_ignore)
+        return found, looking
+
+
+def _measure(
+    folder: Path, plan: DataPlan, checkpoint: Checkpoint
+) -> tuple[CalibrationStats, ModelGeometry]:
+    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+    prepared = prepare(model, checkpoint, RECIPE, checkpoint_dtype="float32")
+    stats = calibrate(
+        prepared, plan, source, checkpoint, recipe=RECIPE, batch_size=3, progress=Silent()
+    )
+    return stats, prepared.geometry
+
+
+def _ignore(steps: int) -> None:
+    """Show no progress."""
+
+
+def require_same(whole: Compared, streamed: Compared) -> None:
+    """Require the same bits everywhere."""
+    assert streamed.candidates.keys() == whole.candidates.keys()
+    pairs = [(whole.reference, streamed.reference)]
+    pairs += [(whole.candidates[name], streamed.candidates[name]) for name in whole.candidates]
+    for expected, found in pairs:
+        assert torch.equal(found.logprobs, expected.logprobs)
+        assert torch.equal(found.klds, expected.klds)
+        assert torch.equal(found.agrees, expected.agrees)
+    for name, damage in whole.damage.items():
+        assert streamed.damage[name].keys() == damage.keys()
+        for site, sums in damage.items():
+            assert torch.equal(streamed.damage[name][site], sums), (name, site)
+    assert streamed.weight_scales == whole.weight_scales
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_architecture_gives_the_same_scores(name: str, tmp_path: Path) -> None:
+    """Rows of several lengths, padded inside batches; hidden states wait in a file."""
+    MODELS[name](tmp_path / "model")
+    plan = make_plan(draw(LENGTHS, seed=9), packed=False)
+    whole, seen = compare(tmp_path / "model", plan, streamed=False)
+    streamed, looked = compare(tmp_path / "model", plan, streamed=True)
+    require_same(whole, streamed)
+    assert any(float(scores.klds.max()) > 0 for scores in whole.candidates.values())
+    assert looked.found.keys() == seen.found.keys()
+    for key, sums in seen.found.items():
+        assert torch.equal(looked.found[key], sums)
