@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
@@ -27,6 +26,11 @@ from fp8calib.dialects.check_report import (
 )
 from fp8calib.dialects.check_targets import matches_target
 from fp8calib.dialects.check_vllm_config import KvMethod, find_kv_method, find_quantization
+from fp8calib.dialects.check_vllm_names import NAMES_MEND, map_name, refuse_unmapped
+from fp8calib.dialects.engine_models import (
+    VLLM_EXPANDED_TYPES,
+    VLLM_UNRUN_TYPES,
+)
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role
 
@@ -36,30 +40,6 @@ _CONFIG_KEYS = (
     "text_config.quantization_config",
     "compression_config",
 )
-_GONE_TYPES = ("mpt",)
-_STRICT_TYPES = ("gpt2",)
-"""Model types that refuse a scale they have no place for even under a quantization_config."""
-_REGEXES = (
-    (re.compile(r"\.kv_scale$"), ".attn.k_scale"),
-    (re.compile(r"\.self_attn\.[kv]_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
-    (re.compile(r"\.self_attn\.qk(?:qk)?v_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
-    (re.compile(r"\.mixer\.[kv]_proj\.([kv])_scale$"), r".mixer.attn.\1_scale"),
-    (re.compile(r"\.self_attn\.q\.scale$"), ".self_attn.attn.q_scale"),
-    (re.compile(r"\.self_attn\.([kv])_cache\.scale$"), r".self_attn.attn.\1_scale"),
-    (re.compile(r"(?<!\.attn)\.([qkv])_scale$"), r".attn.\1_scale"),
-    (re.compile(r"(?<!\.attn)\.([qkv])_zero_point$"), r".attn.\1_zero_point"),
-)
-"""`QuantizationConfig.get_cache_scale_mapper`, in its order: each is tried on the last's result."""
-_OUTPUTS = {
-    **{f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")},
-    ".self_attn.prob_output_scale": ".self_attn.attn.prob_scale",
-}
-"""What fp8 and quark map besides."""
-_OF_PROBABILITIES = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
-"""Methods whose layers hold a prob_scale."""
-_IGNORED = tuple(f".{role}_{kind}" for role in ("q", "k", "v") for kind in ("scale", "zero_point"))
-"""`_ignore_unexpected_suffixes`: what may be left without a place."""
-_NAMES_MEND = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
 _NO_PLACE = "no parameter of vLLM's model has that name, so it is ignored without a word: 1.0"
 
 
@@ -72,8 +52,8 @@ def check_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
 
 
 def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    if geometry.model_type in _GONE_TYPES:
-        raise Refusal(f"vLLM runs no {geometry.model_type} since 0.28", mend="use another engine")
+    if geometry.model_type in VLLM_UNRUN_TYPES:
+        raise Refusal(f"vLLM 0.32 runs no {geometry.model_type}", mend="use another engine")
     files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
     require_readable(folder, files)
     scene = Scene(folder, geometry, files)
@@ -92,8 +72,26 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineRepor
     if method is not KvMethod.NONE:
         note_loaded(scene, method)
     _note_conditions(scene, method)
+    if geometry.has_latent_attention:
+        layers = [_misread_latents(layer) for layer in layers]
     report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
     return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ[method], _E5M2)
+
+
+def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
+    """Say of scales that vLLM takes for latents it expands that they are of other numbers."""
+    k, v = (
+        one.model_copy(update=_EXPANDED) if one.status is Status.USED else one
+        for one in (layer.k, layer.v)
+    )
+    return LayerVerdict(layer=layer.layer, k=k, v=v)
+
+
+_EXPANDED = {
+    "status": Status.MISREAD,
+    "why": "vLLM caches K and V of this model expanded to heads, the scales are of the latents",
+    "mend": "serve it with --kv-cache-dtype auto, or without scales",
+}
 
 
 _E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
@@ -125,17 +123,6 @@ def _attentions(geometry: ModelGeometry) -> list[tuple[int, Attention]]:
     return [(layer.index, attention) for layer, attention in geometry.attentions()]
 
 
-def map_name(name: str, method: KvMethod) -> str:
-    """Rename a tensor as vLLM does before it looks for the parameter."""
-    for pattern, new in _REGEXES:
-        name = pattern.sub(new, name)
-    if method in (KvMethod.FP8, KvMethod.QUARK):
-        for suffix, new in _OUTPUTS.items():
-            if name.endswith(suffix):
-                name = name.removesuffix(suffix) + new
-    return name
-
-
 def _list_excluded(quantization: Mapping[str, object], method: KvMethod) -> list[object]:
     """List what a Quark config excludes; expressions there may mean the attention layers too."""
     excluded = quantization.get("exclude")
@@ -146,34 +133,17 @@ def _load(scene: Scene, method: KvMethod, excluded: Sequence[object]) -> dict[Sl
     places: dict[str, Slot] = {
         f"{layer}.{role}_scale": (index, role)
         for index, attention in _attentions(scene.geometry)
-        if attention.kind == "heads" and method is not KvMethod.NONE
+        if _has_place(scene, attention) and method is not KvMethod.NONE
         for layer in (f"{attention.checkpoint_module}.attn",)
         if not any(matches_target(target, layer) for target in excluded)
         for role in (Role.K, Role.V)
     }
-    _refuse_unmapped(scene, method)
-    if scene.geometry.model_type in _STRICT_TYPES:
-        _refuse_strays(scene, method)
+    refuse_unmapped(scene, method)
     return scene.load(lambda name: places.get(map_name(name, method)))
 
 
-def _refuse_unmapped(scene: Scene, method: KvMethod) -> None:
-    held = {f"{a.checkpoint_module}.attn.prob_scale" for _, a in _attentions(scene.geometry)}
-    for name, scale in scene.scales.items():
-        mapped = map_name(name, method)
-        if mapped.endswith(_IGNORED) or (method in _OF_PROBABILITIES and mapped in held):
-            continue
-        why = f"{scale}: no rule of this quant_method gives it a place (the loader fails on it)"
-        raise Refusal(why, mend=_NAMES_MEND)
-
-
-def _refuse_strays(scene: Scene, method: KvMethod) -> None:
-    held = {f"{attention.checkpoint_module}.attn." for _, attention in _attentions(scene.geometry)}
-    for name, scale in scene.scales.items():
-        mapped = map_name(name, method)
-        if mapped[: mapped.rfind(".") + 1] not in held:
-            why = f"{scale}: vLLM's {scene.geometry.model_type} has no such parameter (ValueError)"
-            raise Refusal(why, mend="call it .attn.attn.k_scale: vLLM's layer lies inside .attn")
+def _has_place(scene: Scene, attention: Attention) -> bool:
+    return attention.kind == "heads" or scene.geometry.model_type in VLLM_EXPANDED_TYPES
 
 
 def _judge(
@@ -183,9 +153,9 @@ def _judge(
     index: int,
     attention: Attention,
 ) -> LayerVerdict:
-    if attention.kind == "latent" or method is KvMethod.NONE:
+    if not _has_place(scene, attention) or method is KvMethod.NONE:
         return _placeless(scene, index, attention)
-    rules = PairRules("vLLM", is_negative, _NO_PLACE, _NAMES_MEND)
+    rules = PairRules("vLLM", is_negative, _NO_PLACE, NAMES_MEND)
     return judge_pair(scene, index, loaded, rules)
 
 
@@ -228,7 +198,7 @@ def _check_compressed(scene: Scene, loaded: dict[Slot, HeldScale], tp: int) -> l
         raise Refusal(why, mend="add config_groups, with a group that matches nothing")
     verdicts = []
     for index, attention in _attentions(scene.geometry):
-        if attention.kind == "latent":
+        if not _has_place(scene, attention):
             verdicts.append(_placeless(scene, index, attention))
             continue
         k, v = (
@@ -260,7 +230,7 @@ def _unloaded(scene: Scene, slot: Slot, loaded: dict[Slot, HeldScale]) -> Verdic
         why = f"{k} becomes k_scale, and compressed-tensors' method copies it to no v_scale: 1.0"
         mend = "store it as k_scale and as v_scale"
         return Verdict(status=Status.DEFAULTED, value=1.0, why=why, mend=mend)
-    return scene.absent(slot, why=_NO_PLACE, mend=_NAMES_MEND)
+    return scene.absent(slot, why=_NO_PLACE, mend=NAMES_MEND)
 
 
 def _judge_heads(scene: Scene, held: HeldScale, num_heads: int, tp: int) -> Verdict:

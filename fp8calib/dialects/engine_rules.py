@@ -11,6 +11,8 @@ from fp8calib.dialects.engine_models import (
     SGLANG_STRICT_TYPES,
     TGI_TYPES,
     TRANSFORMERS_UNEXPECTED_TYPES,
+    VLLM_PLACELESS_TYPES,
+    VLLM_UNRUN_TYPES,
 )
 from fp8calib.fp8 import E4M3FN, Fp8Format
 from fp8calib.geometry import ModelGeometry
@@ -111,9 +113,16 @@ RULES = (
     _blocked(
         VLLM,
         (*OVERLAYS, "kv-scales"),
-        _is_type("mpt"),
-        "it runs no MPT since 0.28",
-        "vLLM 0.32.0 config/model.py (MptForCausalLM is not supported anymore)",
+        _is_type(*VLLM_UNRUN_TYPES),
+        "it does not run this kind of model (any more)",
+        "vLLM 0.32.0 models/registry.py; tried",
+    ),
+    _blocked(
+        VLLM,
+        (*OVERLAYS, "kv-scales"),
+        _is_type(*VLLM_PLACELESS_TYPES),
+        "its attention of this kind of model has no place for scales: ValueError at load",
+        "vLLM 0.32.0 models/jamba.py, lfm2.py, lfm2_moe.py, zamba2.py (Attention)",
     ),
     _limited(
         VLLM,

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8calib.cli import main_inner
 from tests import zoo
+from tests.architectures.families import FAMILIES, SIZES
 
 # vLLM's CPU kernels want FP8 heads of a multiple of 32 elements: 4 heads of 32.
 WIDTH = {"hidden_size": 128}
@@ -49,6 +50,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_next": ("qwen3_next", HEADS),
     "gpt_oss": ("gpt_oss", HEADS),
     "deepseek_v3": ("deepseek_v3", LATENT),
+    "jamba": ("jamba", {**SIZES, **FAMILIES["jamba"], **WIDTH}),
 }
 """Tiny models by name: the family, and changes of its config in `tests/zoo.py`."""
 
@@ -91,7 +93,7 @@ def _save_model(name: str, folder: Path) -> None:
         return
     torch.manual_seed(0)
     small = {"vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = AutoConfig.for_model(family, **small, **changes)
+    config = AutoConfig.for_model(family, **{**small, **changes})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 

@@ -23,6 +23,7 @@ from tests.dialects.check_handmade import (
     MODELOPT,
     PER_HEAD,
     PER_TENSOR,
+    QUARK,
     plain_geometry,
 )
 from tests.dialects.test_check_sglang_json import GOOD, change
@@ -47,6 +48,18 @@ HEADS = [[[0.25]], [[0.5]]]
 QUERY_HEADS = [[[0.5]]] * 4
 PAIR = {"k_scale": 0.25, "v_scale": 0.5}
 NO_GROUPS = {key: value for key, value in PER_HEAD.items() if key != "config_groups"}
+SPARSE = {**PER_TENSOR, "sparsity_config": {"format": "sparse-24-bitmask", "targets": ["Linear"]}}
+BLOCKS = {**FP8, "weight_block_size": [128, 128]}
+MIXED = {**UNQUANTIZED, "quant_algo": "MIXED_PRECISION", "kv_cache_scheme": None}
+MIXED["quantized_layers"] = {"lm_head": {"quant_algo": "FP8"}}
+ROUNDED = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+ROUNDED |= {"packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "none"}
+EXCLUDED = {
+    **QUARK,
+    "exclude": ["re:.*"],
+    "export": {**QUARK["export"], "pack_method": "reorder"},
+}
+ZERO_POINTS = {"k_zero_point": [0.0, 0.0], "v_zero_point": [0.0, 0.0]}
 FOUR_BITS = {**PER_TENSOR, "kv_cache_scheme": {**PER_TENSOR["kv_cache_scheme"], "num_bits": 4}}
 
 Scales = Mapping[str, object]
@@ -89,6 +102,14 @@ CASES: Mapping[str, tuple[object, Scales]] = {
     "fp8 quark's names": (FP8, {"k_proj.output_scale": 0.25, "v_proj.output_scale": 0.5}),
     "fp8 heads": (FP8, {"k_scale": HEADS, "v_scale": HEADS}),
     "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, PAIR),
+    "ct in other letters": ({**PER_TENSOR, "quant_method": "Compressed_Tensors"}, PAIR),
+    "ct sparse": (SPARSE, PAIR),
+    "ct groups that are none": ({**PER_TENSOR, "config_groups": None}, PAIR),
+    "ct zero points per head": (PER_TENSOR, {**PAIR, **ZERO_POINTS}),
+    "fp8 static in blocks": (BLOCKS, PAIR),
+    "auto-round": (ROUNDED, PAIR),
+    "quark that excludes all": (EXCLUDED, PAIR),
+    "modelopt mixed without kv": (MIXED, {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}),
     "modelopt probabilities": (UNQUANTIZED, {**PAIR, "prob_output_scale": 0.5}),
     "modelopt pair": (UNQUANTIZED, {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}),
     "modelopt kv only": (
@@ -137,6 +158,26 @@ def test_vllm_holds_what_check_says(tmp_path: Path, vllm: VllmServer, name: str)
     if not is_refused:
         held = {i: (_finite(k), _finite(v)) for i, (k, v) in answer.scales().items()}
         assert held == {layer.layer: (layer.k.value, layer.v.value) for layer in report.layers}
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "MXFP8", None])
+def test_vllm_reads_modelopts_own_file_where_it_is_alone(
+    tmp_path: Path, vllm: VllmServer, algorithm: str | None
+) -> None:
+    folder = tmp_path / "case" / "model"
+    folder.parent.mkdir()
+    _save(folder, None, {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5})
+    section = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}
+    side = {"producer": {"name": "modelopt"}, "quantization": section}
+    (folder / "hf_quant_config.json").write_text(json.dumps(side))
+
+    answer = vllm(folder, kv_cache_dtype="fp8", dtype="bfloat16")
+
+    assert bool(answer.error) == (algorithm != "FP8"), answer.error
+    assert {layer.k.status for layer in _ask(folder).layers} == {
+        Status.REFUSED if answer.error else Status.USED
+    }
+    assert answer.scales() == ({} if answer.error else {0: ([0.25], [0.5]), 1: ([0.25], [0.5])})
 
 
 def test_vllm_does_not_open_what_the_index_does_not_name(tmp_path: Path, vllm: VllmServer) -> None:

@@ -34,11 +34,23 @@ def test_the_bare_tgi_form_is_a_value_error(exports: Exports, vllm: VllmServer) 
 
 def test_mpt_is_not_run_any_more(exports: Exports, vllm: VllmServer) -> None:
     out = exports("mpt")
-    assert _blocking_reasons(out, "kv-overlay") == ["it runs no MPT since 0.28"]
+    assert _blocking_reasons(out, "kv-overlay") == ["it does not run this kind of model (any more)"]
 
     answer = vllm(out / "kv-overlay")
 
     assert "MptForCausalLM was supported in vLLM until v0.28.0" in answer.error
+
+
+def test_attention_without_a_place_for_scales_is_a_value_error(
+    exports: Exports, vllm: VllmServer
+) -> None:
+    out = exports("jamba")
+    (why,) = _blocking_reasons(out, "kv-overlay")
+    assert "has no place for scales" in why
+
+    answer = vllm(out / "kv-overlay")
+
+    assert answer.error.startswith("ValueError: There is no module or parameter named")
 
 
 def test_latent_attention_keeps_scales_of_one(exports: Exports, vllm: VllmServer) -> None:

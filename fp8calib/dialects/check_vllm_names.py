@@ -1,0 +1,82 @@
+"""Where a scale's name leads in vLLM 0.32.0, and which names stop its loader.
+
+Sources: `quantization/base_config.py` (`get_cache_scale_mapper`), `models/utils.py`
+(`AutoWeightsLoader`) and the models' own `load_weights`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fp8calib.dialects.check_files import Scene
+from fp8calib.dialects.check_report import Refusal
+from fp8calib.dialects.check_vllm_config import KvMethod
+from fp8calib.dialects.engine_models import VLLM_PLACELESS_TYPES
+
+NAMES_MEND = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
+_STRICT_TYPES = ("gpt2",)
+"""Model types that refuse a scale they have no place for even under a quantization_config."""
+_REGEXES = (
+    (re.compile(r"\.kv_scale$"), ".attn.k_scale"),
+    (re.compile(r"\.self_attn\.[kv]_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
+    (re.compile(r"\.self_attn\.qk(?:qk)?v_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
+    (re.compile(r"\.mixer\.[kv]_proj\.([kv])_scale$"), r".mixer.attn.\1_scale"),
+    (re.compile(r"\.self_attn\.q\.scale$"), ".self_attn.attn.q_scale"),
+    (re.compile(r"\.self_attn\.([kv])_cache\.scale$"), r".self_attn.attn.\1_scale"),
+    (re.compile(r"(?<!\.attn)\.([qkv])_scale$"), r".attn.\1_scale"),
+    (re.compile(r"(?<!\.attn)\.([qkv])_zero_point$"), r".attn.\1_zero_point"),
+)
+"""`QuantizationConfig.get_cache_scale_mapper`, in its order: each is tried on the last's result."""
+_OUTPUTS = {
+    **{f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")},
+    ".self_attn.prob_output_scale": ".self_attn.attn.prob_scale",
+}
+"""What fp8 and quark map besides."""
+_OF_PROBABILITIES = (KvMethod.FP8, KvMethod.MODELOPT, KvMethod.QUARK)
+"""Methods whose layers hold a prob_scale."""
+_IGNORED = tuple(f".{role}_{kind}" for role in ("q", "k", "v") for kind in ("scale", "zero_point"))
+"""`_ignore_unexpected_suffixes`: what may be left without a place."""
+
+
+def map_name(name: str, method: KvMethod) -> str:
+    """Rename a tensor as vLLM does before it looks for the parameter."""
+    for pattern, new in _REGEXES:
+        name = pattern.sub(new, name)
+    if method in (KvMethod.FP8, KvMethod.QUARK):
+        for suffix, new in _OUTPUTS.items():
+            if name.endswith(suffix):
+                name = name.removesuffix(suffix) + new
+    return name
+
+
+def refuse_unmapped(scene: Scene, method: KvMethod) -> None:
+    """Refuse where a scale's name stops the loader.
+
+    Raises:
+        Refusal: naming the scale.
+    """
+    modules = [attention.checkpoint_module for _, attention in scene.geometry.attentions()]
+    for name, scale in scene.scales.items():
+        if why := _find_fault(scene.geometry.model_type, modules, map_name(name, method), method):
+            raise Refusal(f"{scale}: {why}", mend=_find_mend(scene.geometry.model_type))
+
+
+def _find_fault(model_type: str, modules: list[str], mapped: str, method: KvMethod) -> str:
+    """Tell why the loader fails on a name; empty where it takes or ignores it."""
+    if model_type in VLLM_PLACELESS_TYPES:
+        return f"vLLM's {model_type} gives its attention no place for scales (ValueError)"
+    held = {f"{module}.attn.prob_scale" for module in modules}
+    if not mapped.endswith(_IGNORED) and not (method in _OF_PROBABILITIES and mapped in held):
+        return "no rule of this quant_method gives it a place (the loader fails on it)"
+    inner = {f"{module}.attn." for module in modules}
+    if model_type in _STRICT_TYPES and mapped[: mapped.rfind(".") + 1] not in inner:
+        return f"vLLM's {model_type} has no such parameter (ValueError)"
+    return ""
+
+
+def _find_mend(model_type: str) -> str:
+    if model_type in VLLM_PLACELESS_TYPES:
+        return "serve it without them: --kv-cache-dtype fp8 multiplies by 1.0"
+    if model_type in _STRICT_TYPES:
+        return "call it .attn.attn.k_scale: vLLM's layer lies inside .attn"
+    return NAMES_MEND
