@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from torch import nn
-
 from fp8calib.cli.verify_job import VerifyJob
 from fp8calib.dialects.reading import FoundScales
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.histogram import lower_edge
+from fp8calib.model.load import LoadedModel
 from fp8calib.scales import ScaleTable, compute_kv_scales
 from fp8calib.sites import Site
 from fp8calib.stats import CalibrationStats
@@ -29,7 +28,7 @@ from fp8calib.verify.report import SCALE_ONE, HistogramResult
 from fp8calib.verify.verify import Question
 
 
-def build_question(job: VerifyJob, model: nn.Module) -> Question:
+def build_question(job: VerifyJob, model: LoadedModel) -> Question:
     """Build everything that is compared; `model` may lack its weights.
 
     Raises:
@@ -38,6 +37,7 @@ def build_question(job: VerifyJob, model: nn.Module) -> Question:
     """
     candidates = tuple(_candidates(job, model))
     rules_of = _rules_of(job)
+    notes = (note for candidate in candidates for note in candidate.notes)
     return Question(
         profile=job.choices.profile,
         candidates=candidates,
@@ -49,11 +49,11 @@ def build_question(job: VerifyJob, model: nn.Module) -> Question:
         gate=job.choices.gate,
         sensitivity_of=candidates[0] if job.settings.sensitivity else None,
         histograms=tuple(_histograms(job)) if job.settings.report else (),
-        warnings=(*job.plan.warnings, *job.warnings),
+        warnings=(*job.plan.warnings, *job.warnings, *notes),
     )
 
 
-def _candidates(job: VerifyJob, model: nn.Module) -> Iterator[Candidate]:
+def _candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     choices, geometry = job.choices, job.target.geometry
     for opened in job.opened:
         yield _candidate(job, opened, model)
@@ -61,8 +61,8 @@ def _candidates(job: VerifyJob, model: nn.Module) -> Iterator[Candidate]:
         yield build_scheme(
             choices.scheme.name,
             choices.scheme,
-            geometry,
-            dict(model.named_modules()),
+            job.target,
+            model,
             choices.profile,
             fmt=choices.fmt,
             stats=None,
@@ -70,7 +70,7 @@ def _candidates(job: VerifyJob, model: nn.Module) -> Iterator[Candidate]:
     yield build_unscaled(SCALE_ONE, geometry, choices.fmt, choices.profile)
 
 
-def _candidate(job: VerifyJob, opened: Opened, model: nn.Module) -> Candidate:
+def _candidate(job: VerifyJob, opened: Opened, model: LoadedModel) -> Candidate:
     choices = job.choices
     if choices.scheme is not None:
         if opened.stats is None:
@@ -81,8 +81,8 @@ def _candidate(job: VerifyJob, opened: Opened, model: nn.Module) -> Candidate:
         return build_scheme(
             opened.name,
             choices.scheme,
-            job.target.geometry,
-            dict(model.named_modules()),
+            job.target,
+            model,
             choices.profile,
             fmt=choices.fmt,
             stats=opened.stats,
@@ -116,6 +116,11 @@ def _rules_of(job: VerifyJob) -> Opened | None:
     """Give the statistics that --rules ranks rules on: the first."""
     if not job.choices.rules:
         return None
+    if job.choices.scheme is not None:
+        raise UsageError(
+            "--rules ranks scales of the KV cache, and --scheme quantizes weights and inputs",
+            hint="verify twice: once with --rules, once with --scheme",
+        )
     for opened in job.opened:
         if opened.stats is not None:
             return opened

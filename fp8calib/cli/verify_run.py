@@ -169,7 +169,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         dtype, why = choose_dtype(settings.dtype, device=choices.device, checkpoint=checkpoint)
         skeleton = build_skeleton(source)
-        geometry, _ = find_geometry(
+        geometry, unobserved = find_geometry(
             skeleton,
             WeightSource(skeleton, checkpoint).whole,
             checkpoint_dtype=stored_dtype(checkpoint),
@@ -178,6 +178,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             checkpoint=checkpoint,
             fingerprint=fingerprint_model(source.raw_config, checkpoint),
             geometry=geometry,
+            unobserved=tuple(item.module for item in unobserved),
         )
         opened = tuple(open_candidate(name, target, choices.profile) for name in settings.scales)
         job = VerifyJob(

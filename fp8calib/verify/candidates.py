@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.reader import Checkpoint
@@ -23,6 +21,7 @@ from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import ModelGeometry
 from fp8calib.measured import MeasuredOn, explain_difference
+from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.rules import AMAX, Rule
 from fp8calib.scales import ScaleTable, compute_kv_scales
@@ -32,6 +31,7 @@ from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table, takes_
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.schemes import Scheme
+from fp8calib.verify.uncovered import missed_by_scheme, outside_of_layers
 
 STATS_NAME = "stats.safetensors"
 _SAMPLE_BYTES = 4096
@@ -45,6 +45,8 @@ class Target:
     checkpoint: Checkpoint
     fingerprint: str
     geometry: ModelGeometry
+    unobserved: tuple[str, ...] = ()
+    """Paths of modules in decoder layers whose weights no scheme reaches here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class Candidate:
     name: str
     description: str
     emulation: Emulation
+    notes: tuple[str, ...] = ()
+    """What the emulation lacks."""
 
     @property
     def default_gate(self) -> str:
@@ -214,24 +218,28 @@ def build_unscaled(
 def build_scheme(
     name: str,
     scheme: Scheme,
-    geometry: ModelGeometry,
-    modules: Mapping[str, nn.Module],
+    target: Target,
+    model: LoadedModel,
     profile: EngineProfile,
     *,
     fmt: Fp8Format,
     stats: CalibrationStats | None,
 ) -> Candidate:
     """Build a candidate whose weights and inputs follow `scheme`."""
-    quantizers, weights = emulate_scheme(scheme, geometry, modules, profile, fmt=fmt, stats=stats)
+    modules = dict(model.named_modules())
+    quantizers, weights = emulate_scheme(
+        scheme, target.geometry, modules, profile, fmt=fmt, stats=stats
+    )
     return Candidate(
         name=name,
         description=f"{scheme.name}: {scheme.description}, {fmt.name}",
         emulation=Emulation(quantizers=quantizers, weights=weights),
+        notes=tuple(missed_by_scheme(name, target.geometry, target.unobserved, model)),
     )
 
 
 def build_checkpoint(
-    opened: Opened, model: nn.Module, target: Target, profile: EngineProfile
+    opened: Opened, model: LoadedModel, target: Target, profile: EngineProfile
 ) -> Candidate:
     """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
     checkpoint = opened.checkpoint
@@ -255,14 +263,15 @@ def build_checkpoint(
         name=opened.name,
         description=", ".join(parts),
         emulation=Emulation(quantizers=quantizers, weights=weights),
+        notes=tuple(outside_of_layers(opened.name, weights, checkpoint, source, model)),
     )
 
 
 def _check_embedding(
-    checkpoint: Fp8Checkpoint, source: WeightSource, model: nn.Module, target: Target
+    checkpoint: Fp8Checkpoint, source: WeightSource, model: LoadedModel, target: Target
 ) -> None:
     """Refuse a checkpoint whose embedding is another model's; no FP8 scheme touches it."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = model.get_input_embeddings()
     own = [name for name, value in model.named_parameters() if value is embedding.weight]
     for name in source.names_of(own) - checkpoint.quantized:
         original = target.checkpoint

@@ -14,6 +14,7 @@ from fp8calib.dialects.fp8_weights import Granularity
 from fp8calib.errors import VerificationError
 from fp8calib.fp8 import Fp8Format
 from fp8calib.geometry import Linear, ModelGeometry
+from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.scales import SMALLEST_SCALE, ScaleTable, compute_linear_scales, scale_of
 from fp8calib.sites import Role, Site
@@ -23,6 +24,7 @@ from fp8calib.verify.quantizer import Dynamic, Quantizer
 from fp8calib.verify.scale_range import Per, ScaleRange
 from fp8calib.verify.schemes import Scheme
 from fp8calib.verify.stored_weights import Copied, Stored
+from fp8calib.verify.uncovered import is_of_decoder
 from fp8calib.verify.weights import (
     Requantized,
     WeightChange,
@@ -141,7 +143,7 @@ def emulate_checkpoint(
     checkpoint: Fp8Checkpoint,
     source: WeightSource,
     geometry: ModelGeometry,
-    model: nn.Module,
+    model: LoadedModel,
     profile: EngineProfile,
     *,
     is_changed: Callable[[str], bool],
@@ -156,9 +158,12 @@ def emulate_checkpoint(
         profile: the engine.
         is_changed: tells of a tensor's name whether it differs from the unquantized model's.
 
+    What it quantizes elsewhere in the text decoder keeps its inputs as they are, and what is
+    quantized beside the decoder is left out (`fp8calib.verify.uncovered` names both).
+
     Raises:
         VerificationError: it quantizes no linear of the model, quantizes one in part, lacks one, or
-            quantizes what is no linear of a decoder layer.
+            quantizes the output head or an embedding.
     """
     stored = [
         parameter
@@ -171,8 +176,8 @@ def emulate_checkpoint(
             f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",
             hint="name the model that the checkpoint was made from",
         )
-    others = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
-    _refuse_others(others, checkpoint, source)
+    others = _list_others(model, stored)
+    _refuse_embeddings(model, checkpoint, source)
     quantizer = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.TENSOR)
     plain = Stored(
         parameters=(),
@@ -206,15 +211,21 @@ def _stored_scales(
         yield parameter.name, ScaleRange.of(scales, per=per)
 
 
-def _refuse_others(
-    others: Collection[str], checkpoint: Fp8Checkpoint, source: WeightSource
-) -> None:
-    quantized = sorted(source.names_of(others) & checkpoint.quantized)
+def _list_others(model: LoadedModel, stored: list[WeightParameter]) -> set[str]:
+    """List the parameters that are not stored in FP8 and that text passes through."""
+    names = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
+    return {name for name in names if is_of_decoder(name, model)}
+
+
+def _refuse_embeddings(model: LoadedModel, checkpoint: Fp8Checkpoint, source: WeightSource) -> None:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [end.weight for end in ends if end is not None]
+    own = [name for name, value in model.named_parameters() if any(value is w for w in weights)]
+    quantized = sorted(source.names_of(own) & checkpoint.quantized)
     if quantized:
-        more = f" and {len(quantized) - 1} more" if quantized[1:] else ""
         raise VerificationError(
-            f"{checkpoint.folder}: {quantized[0]}{more} is stored in FP8 and no linear of a "
-            "decoder layer, which cannot be emulated here",
+            f"{checkpoint.folder}: {quantized[0]} is stored in FP8, an embedding or the output "
+            "head, which cannot be emulated here",
             hint="quantize with lm_head and embeddings left out, as every tool does by default",
         )
 

@@ -143,7 +143,7 @@ def find_parameters(
     """
     groups: dict[tuple[str, ...], dict[str, WeightParameter]] = {}
     for _, linear in geometry.linears():
-        if not routers and linear.module.rpartition(".")[2] in _ROUTER_NAMES:
+        if not routers and is_router(linear.module):
             continue
         group = groups.setdefault(_group_key(linear), {})
         known = group.get(linear.weight_name)
@@ -155,6 +155,11 @@ def find_parameters(
             num_experts=linear.num_experts,
         )
     return [tuple(group.values()) for group in groups.values()]
+
+
+def is_router(module: str) -> bool:
+    """Tell from a linear's path whether it chooses experts: `mlp.gate`, `mlp.gate.wg`."""
+    return not _ROUTER_NAMES.isdisjoint(module.split("."))
 
 
 def _group_key(linear: Linear) -> tuple[str, ...]:

@@ -477,6 +477,12 @@ def test_a_scheme_is_for_statistics(refuse: Any, files: Path) -> None:
     refuse(2, "--scales", files / "kv-overlay", "--scheme", "w8a16")
 
 
+def test_rules_of_the_cache_do_not_go_with_a_scheme(refuse: Any, files: Path) -> None:
+    """The rules would be ranked on another question than the one that was asked."""
+    options = ("--rules", "amax,mse", "--scheme", "w8a16")
+    assert "--rules" in refuse(2, "--scales", files / "stats.safetensors", *options)
+
+
 def test_the_same_scales_twice_are_refused(refuse: Any, files: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(files)
     for other in (files, f"{files}/", files / "stats.safetensors", tmp_path / "link"):

@@ -1,0 +1,165 @@
+"""What is no linear of a decoder layer: its weights count, and what is not emulated is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.model.topology import find_geometry
+from fp8calib.model.weights import WeightSource
+from fp8calib.verify.uncovered import missed_by_scheme
+from fp8calib.verify.weights import find_parameters
+from tests import zoo
+from tests.architectures import families, test_vision_language
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail, succeed
+
+ROWS = [[(i * j) % 120 + 3 for j in range(1, 17)] for i in range(1, 7)]
+
+
+def verify_w8a16(
+    model: Path, quantized: Path, folder: Path
+) -> tuple[list[str], Mapping[str, torch.Tensor]]:
+    """Verify an FP8 checkpoint: the warnings, and every token's log-probability."""
+    data = write_rows(folder / "rows.jsonl", [{"input_ids": row} for row in ROWS])
+    outcome = succeed(
+        *("verify", model, "--scales", quantized, "--engine", "reference", "--data", data),
+        *("--seq-len", 16, "--dtype", "float32", "--dump", folder / "dump", "--json"),
+    )
+    return outcome.json["warnings"], load_file(folder / "dump")
+
+
+def dequantize(folder: Path) -> dict[str, torch.Tensor]:
+    """Multiply codes by scales, with nothing but safetensors and torch."""
+    tensors = load_file(folder / "model.safetensors")
+    return {
+        name: value.float() * tensors[f"{name}_scale"].float()
+        if value.dtype is torch.float8_e4m3fn
+        else value
+        for name, value in tensors.items()
+        if not name.endswith("_scale")
+    }
+
+
+def test_weights_outside_the_layers_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """gemma3n mixes its streams by linears of the decoder itself, which tools quantize."""
+    zoo.save("gemma3n_text", tmp_path / "m")
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    warnings, found = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
+    assert [text for text in warnings if "altup" in text] == [
+        f"{tmp_path / 'q'}: of model.altup_projections.0.weight and 3 more the weights alone are "
+        "quantized here, not the inputs: no linear of a decoder layer"
+    ]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    model.load_state_dict(dequantize(tmp_path / "q"), strict=False)
+    with torch.no_grad():
+        logprobs = model(torch.tensor(ROWS)).logits.log_softmax(-1)
+    expected = logprobs[:, :-1].gather(2, torch.tensor(ROWS)[:, 1:, None]).flatten()
+    assert torch.allclose(found[str(tmp_path / "q")], expected, atol=1e-5)
+    assert float((found["reference"] - expected).abs().max()) > 1e-3
+
+
+def quantize_rows(tensors: dict[str, torch.Tensor], name: str) -> None:
+    """Store one more weight in FP8, a scale per row."""
+    scale = tensors[name].float().abs().amax(1, keepdim=True) / 448
+    tensors[f"{name}_scale"] = scale
+    tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+
+
+def add_fp8(folder: Path, name: str) -> None:
+    """Quantize one more weight of a checkpoint, which its config says is left out."""
+    tensors = load_file(folder / "model.safetensors")
+    quantize_rows(tensors, name)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    for group in config["quantization_config"]["config_groups"].values():
+        group["targets"] = ["Linear", "Embedding"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_what_text_never_meets_is_left_out_and_told(tmp_path: Path) -> None:
+    """A projector in FP8 does not keep the text decoder from being verified."""
+    text, vision, _, _ = test_vision_language.MODELS["llava"]
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "m")
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    _, before = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
+    add_fp8(tmp_path / "q", "multi_modal_projector.linear_1.weight")
+    warnings, after = verify_w8a16(tmp_path / "m", tmp_path / "q", tmp_path)
+    assert [text for text in warnings if "left out" in text] == [
+        f"{tmp_path / 'q'}: no part of the text decoder, and left out: "
+        "model.multi_modal_projector.linear_1.weight"
+    ]
+    assert torch.equal(before[str(tmp_path / "q")], after[str(tmp_path / "q")])
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_embeddings_and_heads_in_fp8_are_refused(name: str, tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "m", tie_word_embeddings=False)
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    add_fp8(tmp_path / "q", name)
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
+    said = fail(8, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
+    assert f"{name} is stored in FP8, an embedding or the output head" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "missed"),
+    [
+        ("llama", []),
+        ("phimoe", []),
+        (
+            "dbrx",
+            [
+                "it: not quantized here, though an engine may: "
+                "transformer.blocks.0.ffn.experts.mlp and 1 more"
+            ],
+        ),
+        (
+            "gemma4_text",
+            ["it: not quantized here, though an engine may: model.per_layer_model_projection"],
+        ),
+        (
+            "llama4_text",
+            [
+                "it: not quantized here, though an engine may: "
+                "model.layers.0.feed_forward.experts and 1 more"
+            ],
+        ),
+    ],
+)
+def test_what_no_scheme_reaches_is_told_and_routers_are_left(
+    family: str, missed: list[str], tmp_path: Path
+) -> None:
+    """Experts that are no linears, and linears of the decoder itself; routers nobody quantizes."""
+    families.save(family, {**families.FAMILIES, "llama": {}}[family], tmp_path)
+    source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
+    model = build_skeleton(source)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        names = WeightSource(model, checkpoint).whole
+    geometry, unobserved = find_geometry(model, names, checkpoint_dtype="float32")
+    modules = [item.module for item in unobserved]
+    assert list(missed_by_scheme("it", geometry, modules, model)) == missed
+
+
+@pytest.mark.parametrize(
+    ("family", "router"),
+    [("dbrx", "ffn.router.layer"), ("hunyuan_v1_moe", "mlp.gate.wg"), ("olmoe", "mlp.gate")],
+)
+def test_a_router_is_known_by_any_part_of_its_path(family: str, router: str) -> None:
+    model = families.build(family, families.FAMILIES[family])
+    own = {name: name for name, _ in model.named_parameters()}
+    geometry, _ = find_geometry(model, own, checkpoint_dtype="float32")
+    modules = dict(model.named_modules())
+    names = [p.name for group in find_parameters(geometry, modules) for p in group]
+    assert names
+    assert not [name for name in names if router in name]
