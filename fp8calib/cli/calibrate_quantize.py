@@ -19,8 +19,9 @@ from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.fp8 import E4M3FN
 from fp8calib.quantize.calibrated import Choice, find_scales
 from fp8calib.quantize.forms import find_form
-from fp8calib.quantize.plan import Settings, check_source, make_plan
+from fp8calib.quantize.plan import Settings, make_plan
 from fp8calib.quantize.quantize import quantize
+from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.quantize.selection import select
 from fp8calib.stats import CalibrationStats
 from fp8calib.verify.schemes import find_scheme

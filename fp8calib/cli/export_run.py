@@ -22,6 +22,7 @@ from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8 import FORMATS
 from fp8calib.measured import explain_difference
 from fp8calib.provenance import fingerprint_model
+from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.recipe import Recipe
 from fp8calib.stats import CalibrationStats, load_stats
 
@@ -46,7 +47,7 @@ def run_export(settings: ExportSettings) -> None:
     _check_weights(settings)
     stats = load_stats(settings.stats)
     check_export(stats.geometry, recipe.formats, recipe.tp)
-    with _source(settings.model, stats) as source:
+    with _source(settings, stats) as source:
         if source is not None:
             check_replaced(recipe.formats, settings.out, source)
         inputs = [settings.stats, *([source.folder] if source else [])]
@@ -112,13 +113,16 @@ def _write_weights(
 
 
 @contextmanager
-def _source(model: str | None, stats: CalibrationStats) -> Iterator[Checkpoint | None]:
+def _source(settings: ExportSettings, stats: CalibrationStats) -> Iterator[Checkpoint | None]:
+    model = settings.model
     if model is None:
         yield None
         return
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
     with Checkpoint.open(find_folder(model, None), require_config=True) as checkpoint:
+        if settings.with_weights:
+            check_source(checkpoint)
         measured = stats.header.model_fingerprint
         fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
         if fingerprint != measured:

@@ -20,10 +20,10 @@ from fp8calib.quantize.plan import (
     NO_SCALES,
     QuantizePlan,
     Settings,
-    check_source,
     make_plan,
 )
 from fp8calib.quantize.quantize import Written, is_finished, list_files, quantize
+from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.stats import CalibrationStats, load_stats
 from fp8calib.verify.schemes import find_scheme
 

@@ -12,13 +12,10 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.discovery import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.checkpoint.header import PACKED_BITS
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.dialects.fp8_weights import is_companion
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.dialects.scale_metadata import make_metadata
-from fp8calib.errors import ModelError
 from fp8calib.measured import MeasuredOn
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import MODELOPT_CONFIG_NAME, Form
@@ -34,7 +31,6 @@ from fp8calib.quantize.shard_layout import (
 )
 from fp8calib.verify.schemes import Scheme
 
-_CONFIG_KEYS = ("quantization_config", "compression_config")
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
 """What says of the source's weights what is no longer so."""
 _TAG_KEY = "fp8calib.quantize"
@@ -107,42 +103,13 @@ class QuantizePlan:
         return matrix.fused_group if self.settings.shares_scales else matrix.module
 
 
-def check_source(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is quantized already.
-
-    Raises:
-        ModelError: naming what says so.
-    """
-    config = checkpoint.load_config()
-    inner = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
-    for place in (config, *(part for part in inner if isinstance(part, dict))):
-        for key in _CONFIG_KEYS:
-            section = place.get(key)
-            if isinstance(section, dict):
-                method = section.get("quant_method", "unknown")
-                raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {method!a:.40}")
-    for name, entry in checkpoint.tensors.items():
-        if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS:
-            raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
-        if is_companion(name):
-            raise _quantized(checkpoint, f"{name} is a scale")
-
-
-def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
-    return ModelError(
-        f"{checkpoint.folder}: the model is quantized already: {what}",
-        hint="quantize the unquantized model it was made from; FP8 weights can be read back with "
-        "--dequantize",
-    )
-
-
 def make_plan(
     checkpoint: Checkpoint, settings: Settings, *, scales: Scales = NO_SCALES
 ) -> QuantizePlan:
     """Decide what is written where; nothing but headers and config is read.
 
     Args:
-        checkpoint: an unquantized checkpoint (`check_source`).
+        checkpoint: an unquantized checkpoint (`quantized_sources.check_source`).
         settings: what is asked for.
         scales: of inputs and of the KV cache; the inputs of every linear for a static scheme.
 

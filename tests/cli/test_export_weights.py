@@ -145,3 +145,17 @@ def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:
     assert "only rfc" in text
     assert "needs --model" in fail(2, "export", stats, "--format", "rfc", "--with-weights", *out)
     assert not (tmp_path / "rfc").exists()
+
+
+def test_integer_sources_are_refused_by_name(tmp_path: Path) -> None:
+    """The RFC would have their scale times one of FP8; weights of the unquantized model it is."""
+    model, stats, _ = calibrated("llama", tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "strategy": "tensor"}
+    groups = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", **groups}
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    command = ("export", stats, "--format", "rfc", "--model", model, "--with-weights")
+    message = fail(4, *command, "--out", tmp_path / "rfc")
+    assert "4-bit int weights, a scale for each tensor" in message
+    assert not (tmp_path / "rfc").exists()

@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.quantize.plan import check_source
+from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.quantize.selection import Selection, select
 from tests.quantize.by_hand import LAYER, Tensors, make_tensors, random, save
 
@@ -214,6 +214,46 @@ def test_what_is_quantized_already_is_refused_by_name(
         check_source(checkpoint)
     assert "quantized already" in raised.value.message
     assert named in raised.value.message
+
+
+INT4 = {"num_bits": 4, "type": "int"}
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_0": {"weights": {**INT4, "strategy": "group", "group_size": 128}}
+                },
+            },
+            "'compressed-tensors' (4-bit int weights, a scale for each group of 128)",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {**INT4, "strategy": "tensor"}}},
+            },
+            "'compressed-tensors' (4-bit int weights, a scale for each tensor)",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 64},
+            "'gptq' (4-bit int weights, a scale for each group of 64)",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, "'awq' (4-bit int weights)"),
+        ({"quant_method": "fp8", "config_groups": {"a": 7, "b": {"weights": 3}}}, "'fp8'"),
+        ({"config_groups": []}, "'unknown'"),
+    ],
+)
+def test_how_a_source_is_quantized_is_told(
+    tmp_path: Path, section: dict[str, object], told: str
+) -> None:
+    save(tmp_path, {f"{LAYER}.fc.weight": MATRIX}, quantization_config=section)
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
+        check_source(checkpoint)
+    assert raised.value.message.endswith(f": config.json has a quantization_config of {told}")
 
 
 @pytest.mark.parametrize(("dtype", "size_bytes"), [("F4", 8), ("F6_E2M3", 12), ("F6_E3M2", 12)])

@@ -1,0 +1,75 @@
+"""Which checkpoints are quantized already, and how: told by config.json and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from fp8calib.checkpoint.header import PACKED_BITS
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.dialects.fp8_weights import is_companion
+from fp8calib.dialects.read_config import CONFIG_NAME
+from fp8calib.errors import ModelError
+
+_KEYS = ("quantization_config", "compression_config")
+_INNER_CONFIGS = ("text_config", "llm_config", "language_config")
+_FP8_BITS = 8
+
+
+def check_source(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is quantized already.
+
+    Raises:
+        ModelError: naming what says so, and how many bits its weights have where that is told.
+    """
+    config = checkpoint.load_config()
+    inner = (config.get(key) for key in _INNER_CONFIGS)
+    for place in (config, *(part for part in inner if isinstance(part, dict))):
+        for key in _KEYS:
+            section = place.get(key)
+            if isinstance(section, dict):
+                raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe(section)}")
+    for name, entry in checkpoint.tensors.items():
+        if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS:
+            raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
+        if is_companion(name):
+            raise _quantized(checkpoint, f"{name} is a scale")
+
+
+def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
+    return ModelError(
+        f"{checkpoint.folder}: the model is quantized already: {what}",
+        hint="name the unquantized model it was made from; `quantize --dequantize` reads FP8 "
+        "weights back, and no others (integers, FP4)",
+    )
+
+
+def _describe(section: Mapping[str, object]) -> str:
+    """Name the method, and what is told of the weights: bits, kind, and what shares a scale."""
+    method = section.get("quant_method", "unknown")
+    facts = dict.fromkeys(fact for weights in _find_weights(section) for fact in _tell(weights))
+    return f"{method!a:.40}" + (f" ({', '.join(facts)})" if facts else "")
+
+
+def _find_weights(section: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """Find what describes weights: the section itself (GPTQ, AWQ), or its groups."""
+    groups = section.get("config_groups")
+    if not isinstance(groups, Mapping):
+        yield section
+        return
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            yield weights
+
+
+def _tell(weights: Mapping[str, object]) -> Iterator[str]:
+    bits = weights.get("num_bits", weights.get("bits"))
+    kind = weights.get("type", "int")
+    if isinstance(bits, int) and (bits, kind) != (_FP8_BITS, "float"):
+        yield f"{bits}-bit {kind!s:.10} weights"
+    size = weights.get("group_size")
+    strategy = weights.get("strategy")
+    if isinstance(size, int) and size > 0:
+        yield f"a scale for each group of {size}"
+    elif isinstance(strategy, str):
+        yield f"a scale for each {strategy!s:.20}"
