@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         place = find_place(os.environ)
     except UsageError as error:
         sys.exit(_show(error, arguments))
+    if place.size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # pages of C++ where one has died
     if place.is_first:
         sys.exit(_guarded(arguments, place))
     be_silent()

@@ -1,0 +1,151 @@
+"""`calibrate` in several processes: the file of one, and a word on the one that fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import zoo
+
+from .conftest import write_rows
+from .program import succeed
+from .test_process import ENVIRONMENT, ROOT
+
+SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "mixtral"
+    zoo.save("mixtral", folder)
+    return folder
+
+
+def make_rows(path: Path, count: int) -> Path:
+    """Give rows of 2 to 32 tokens, so that batches are padded."""
+    rows = [[3 + (i * j) % 90 for j in range(2 + i * 7 % 31)] for i in range(count)]
+    return write_rows(path, [{"input_ids": row} for row in rows])
+
+
+def start(place: dict[str, object], *command: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**ENVIRONMENT, **{name: str(value) for name, value in place.items()}},
+    )
+
+
+def start_ranks(count: int, *arguments: object) -> list[subprocess.Popen[str]]:
+    """Start the processes of a run one by one, as any starter would."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [start({**shared, "RANK": rank}, "-m", "fp8calib", *arguments) for rank in range(count)]
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_any_number_of_processes_writes_the_same_file(mixtral: Path, tmp_path: Path) -> None:
+    rows = make_rows(tmp_path / "rows.jsonl", 26)
+    command = ("calibrate", mixtral, "--data", rows, *SIZE, "--recipe", "w8a8-static", "--json")
+    command = (*command, "--format", "kv-scales")
+    alone = succeed(*command, "--out", tmp_path / "alone").json
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "fp8calib")
+    two = start({}, *torchrun, *command, "--out", tmp_path / "two")
+    four = start_ranks(4, *command, "--out", tmp_path / "four")
+    code, out, err = finish(two)
+    assert code == 0, err
+    reports = {"two": json.loads(out)}
+    for rank, process in enumerate(four):
+        code, out, err = finish(process)
+        assert code == 0, err
+        if rank == 0:
+            reports["four"] = json.loads(out)
+            assert "4 processes share the data, with 1 threads each" in err
+        else:
+            assert (out, err) == ("", "")
+    whole = (tmp_path / "alone" / "stats.safetensors").read_bytes()
+    for name, count in (("two", 2), ("four", 4)):
+        assert (tmp_path / name / "stats.safetensors").read_bytes() == whole
+        assert reports[name]["ranks"] == count
+        assert reports[name]["tokens"] == alone["tokens"]
+        assert reports[name]["files"] == alone["files"]
+        assert not list(tmp_path.glob(f"*{name}.*"))
+
+
+def test_a_process_that_dies_ends_all_and_another_run_goes_on(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    rows = make_rows(tmp_path / "rows.jsonl", 600)
+    size = ("--samples", 600, "--seq-len", 32, "--no-pack", "--dtype", "float32")
+    command = ("calibrate", mixtral, "--data", rows, *size, "--format", "kv-scales")
+    first, second = start_ranks(2, *command, "--out", tmp_path / "out")
+    partial = tmp_path / "out.partial"
+    until = time.monotonic() + 60
+    while len(list(partial.glob("checkpoint-0*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    second.kill()
+    code, _, err = finish(first)
+    finish(second)
+    assert code == 6, err
+    assert "error: rank 1 of 2: its process has died\n" in err
+    assert "--resume" in err
+    assert not (tmp_path / "out").exists()
+    resumed = succeed(*command, "--out", tmp_path / "out", "--resume", "--json").json
+    assert resumed["resumed_sequences"] > 0
+    succeed(*command, "--out", tmp_path / "whole")
+    found, whole = (tmp_path / name / "stats.safetensors" for name in ("out", "whole"))
+    assert found.read_bytes() == whole.read_bytes()
+
+
+def test_the_error_of_any_process_is_told_once_by_the_first(tmp_path: Path) -> None:
+    """A token whose embedding is NaN stands in the last sequence: rank 1 meets it."""
+    zoo.save("llama", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][99] = torch.nan
+    save_file(weights, path, metadata={"format": "pt"})
+    blind = tmp_path / "blind.yaml"
+    blind.write_text("name: blind\nobserve: {weights: false}\n")
+    short: list[Any] = [{"input_ids": [5, 6, 7]}] * 7
+    rows = write_rows(tmp_path / "rows.jsonl", [*short, {"input_ids": [99, 99]}])
+    size = ("--samples", 8, "--seq-len", 4, "--no-pack", "--dtype", "float32", "--recipe", blind)
+    command = ("calibrate", tmp_path / "model", "--data", rows, *size, "--json")
+    alone = start({}, "-m", "fp8calib", *command, "--out", tmp_path / "alone")
+    ranks = start_ranks(2, *command, "--out", tmp_path / "out")
+    code, out, err = finish(alone)
+    assert code == 6, err
+    message = json.loads(out)["error"]["message"]
+    assert "at sample 7" in message
+    code, out, err = finish(ranks[0])
+    assert code == 6, err
+    error = json.loads(out)["error"]
+    assert (error["kind"], error["message"]) == ("calibration", f"rank 1 of 2: {message}")
+    assert finish(ranks[1])[1:] == ("", "")
+    assert not [path for name in ("out", "alone") for path in tmp_path.glob(f"*{name}*")]
+
+
+def test_other_commands_refuse_to_be_started_several_times(tmp_path: Path) -> None:
+    place = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    process = start(
+        place, "-m", "fp8calib", "quantize", tmp_path, "--scheme", "w8a16", "--out", "x"
+    )
+    code, _, err = finish(process)
+    assert code == 2
+    assert "error: quantize: 2 processes were started" in err

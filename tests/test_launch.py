@@ -1,0 +1,51 @@
+"""The place of a process, read from what its starter says."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8calib.errors import UsageError
+from fp8calib.launch import ALONE, Place, find_place
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_torchrun_says_it_all() -> None:
+    place = find_place(TORCHRUN)
+    assert place == Place(rank=5, size=8, local_rank=1, local_size=4)
+    assert not place.is_first
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_variable_that_others_set_too_says_nothing_alone(missing: str) -> None:
+    assert find_place({**TORCHRUN, missing: ""}) == ALONE
+    assert find_place({}) == ALONE
+    assert ALONE.is_first
+
+
+def test_without_local_variables_all_are_on_one_machine() -> None:
+    environment = {key: value for key, value in TORCHRUN.items() if "LOCAL" not in key}
+    assert find_place(environment) == Place(rank=5, size=8, local_rank=5, local_size=8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"RANK": "8"},
+        {"RANK": "-1"},
+        {"RANK": "x"},
+        {"WORLD_SIZE": "0"},
+        {"LOCAL_RANK": "4"},
+        {"LOCAL_WORLD_SIZE": "9", "LOCAL_RANK": "0"},
+    ],
+)
+def test_places_that_cannot_be_are_refused(change: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"cannot be|no number"):
+        find_place({**TORCHRUN, **change})
