@@ -1,4 +1,4 @@
-"""Write the benchmark's tokens: python scripts/bench_tokens.py MODEL OUT SEQUENCES TOKENS.
+"""Write the benchmark's tokens: python scripts/bench_tokens.py MODEL OUT SEQUENCES TOKENS [PART].
 
 Prints, as JSON, what the figures depend on: threads, CPU abilities, device.
 """
@@ -14,11 +14,14 @@ import torch
 import transformers
 
 from fp8calib.data.plan import build_plan
+from fp8calib.data.sources import Part
 from fp8calib.model.load import load_tokenizer, open_source
 
 
-def main(model: str, out: Path, num_sequences: int, num_tokens: int) -> None:
-    """Cut the built-in text into rows of exactly `num_tokens` ids."""
+def main(
+    model: str, out: Path, num_sequences: int, num_tokens: int, part: Part = "calibrate"
+) -> None:
+    """Cut a part of the built-in text into rows of exactly `num_tokens` ids."""
     source = open_source(model, revision=None, trust_remote_code=False, if_quantized="-")
     vocab_size = int(source.text_config.vocab_size)
     plan = build_plan(
@@ -27,6 +30,7 @@ def main(model: str, out: Path, num_sequences: int, num_tokens: int) -> None:
         vocab_size=vocab_size,
         samples=num_sequences,
         seq_len=num_tokens,
+        part=part,
     )
     rows = (json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in plan.sequences)
     out.write_text("".join(rows))
@@ -54,4 +58,4 @@ def has_cpu_bfloat16() -> bool | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
