@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8calib.cli.calibrate_experts import count_experts, describe_experts
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.cli.calibrate_memory import Mode
 from fp8calib.cli.calibrate_shard import count_run, describe_next
@@ -77,6 +78,7 @@ def build_report(
         },
         "saturation": saturation.model_dump() if saturation else None,
         "expert_tokens": _expert_tokens(stats),
+        "experts": count_experts(stats, job.recipe.scales.fallback),
         "kv_bytes_per_token": {"before": before, "after": after},
         "serving": [
             {"format": name, "engine": item.engine, "command": item.command}
@@ -174,6 +176,8 @@ def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) ->
         show(f"  not observed: {item.site}: {item.why}")
     if (saturation := compute_saturation(stats)) is not None:
         show(saturation.describe())
+    for text in describe_experts(report["experts"]):
+        show(text)
     before, after = report["kv_bytes_per_token"].values()
     show(f"KV cache: {before:,} bytes per token now, {after:,} with FP8")
     for text in report["warnings"][len(job.plan.warnings if job.plan else ()) :]:

@@ -1,0 +1,129 @@
+"""`calibrate --shard` and `merge` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import QUICK
+from .program import fail, succeed
+
+SIZE = (*QUICK, "--samples", 6)
+
+
+@pytest.fixture(scope="module")
+def shards(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a folder with both halves of a run, `1` and `2`, and the run itself, `whole`."""
+    folder = tmp_path_factory.mktemp("shards")
+    command = ("calibrate", model, "--data", data, *SIZE)
+    for index in (1, 2):
+        succeed(*command, "--shard", f"{index}/2", "--out", folder / str(index))
+    succeed(*command, "--out", folder / "whole")
+    return folder
+
+
+def test_merged_shards_are_the_file_of_one_run(shards: Path, tmp_path: Path) -> None:
+    whole = (shards / "whole" / "stats.safetensors").read_bytes()
+    names = [shards / "2", shards / "1" / "stats.safetensors"]
+    for order in (names, names[::-1]):
+        outcome = succeed("merge", *order, "--out", tmp_path / "all.safetensors", "--json")
+        assert (tmp_path / "all.safetensors").read_bytes() == whole
+    assert outcome.json == {
+        "out": str(tmp_path / "all.safetensors"),
+        "parts": [str(shards / name / "stats.safetensors") for name in ("1", "2")],
+        "tokens": 96,
+        "sequences": 6,
+        "sites": 34,
+    }
+    text = succeed("merge", *names, "--out", tmp_path / "all.safetensors").out
+    assert text.startswith("2 parts, 96 tokens in 6 sequences, written to ")
+    exported = ("export", tmp_path / "all.safetensors", "--format", "kv-scales")
+    succeed(*exported, "--out", tmp_path / "exported")
+
+
+def test_a_shard_writes_statistics_and_no_scales(shards: Path) -> None:
+    folder = shards / "2"
+    assert {path.name for path in folder.iterdir()} == {"stats.safetensors", "report.json"}
+    report = json.loads((folder / "report.json").read_text())
+    assert report["shard"] == {"index": 2, "count": 2}
+    assert (report["tokens"], report["sequences"]) == (48, 3)
+    assert report["serving"] == []
+    assert report["saturation"] is None
+
+
+def test_a_shard_says_what_is_next_and_that_formats_wait(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("calibrate", model, "--data", data, *SIZE, "--out", tmp_path / "out")
+    outcome = succeed(*command, "--shard", "1/3", "--format", "rfc")
+    assert "warning: --format: a shard writes no scales" in outcome.err
+    assert "fp8calib merge PARTS... --out stats.safetensors" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("export", "--format", "kv-scales", "--out", "OUT"),
+        ("verify", "MODEL", "--scales"),
+        ("quantize", "MODEL", "--scheme", "fp8-static", "--out", "OUT", "--stats"),
+    ],
+)
+def test_a_shard_is_not_taken_for_the_whole(
+    command: tuple[str, ...], shards: Path, model: Path, tmp_path: Path
+) -> None:
+    places = {"MODEL": model, "OUT": tmp_path / "out"}
+    words = [places.get(word, word) for word in command]
+    part = shards / "1" / "stats.safetensors"
+    words = [words[0], part, *words[1:]] if words[0] == "export" else [*words, part]
+    text = fail(2, *words)
+    assert "holds only part 1 of 2 of the statistics" in text
+    assert "fp8calib merge" in text
+
+
+def test_show_says_that_a_shard_is_one(shards: Path) -> None:
+    assert "only part 1 of 2 (3 sequences)" in succeed("show", shards / "1").out
+    assert succeed("show", shards / "1", "--json").json["part"]["sequences"] == [[0, 3]]
+    assert succeed("show", shards / "whole", "--json").json["part"] is None
+
+
+def test_sets_that_are_none_are_refused(
+    shards: Path, model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = ("--out", tmp_path / "all.safetensors")
+    assert "part 2 of 2 is missing" in fail(2, "merge", shards / "1", *out)
+    assert "are both part 1 of 2" in fail(2, "merge", shards / "1", shards / "1", *out)
+    assert "is whole" in fail(2, "merge", shards / "whole", shards / "1", *out)
+    assert "no stats file" in fail(2, "merge", tmp_path / "nothing", *out)
+    command = ("calibrate", model, "--data", data, *QUICK, "--samples", 5, "--shard", "2/2")
+    succeed(*command, "--out", tmp_path / "other")
+    text = fail(2, "merge", shards / "1", tmp_path / "other", *out)
+    assert "different runs: other data (96 tokens in 6 sequences of calib.jsonl" in text
+    assert not (tmp_path / "all.safetensors").exists()
+
+
+def test_what_is_read_or_is_no_statistics_is_not_written_over(
+    shards: Path, model: Path, tmp_path: Path
+) -> None:
+    parts = (shards / "1", shards / "2")
+    part = shards / "2" / "stats.safetensors"
+    assert "is one of the parts" in fail(2, "merge", *parts, "--out", part)
+    precious = tmp_path / "model.safetensors"
+    precious.write_bytes((model / "model.safetensors").read_bytes())
+    assert "holds no statistics" in fail(2, "merge", *parts, "--out", precious)
+    assert "end in .safetensors" in fail(2, "merge", *parts, "--out", tmp_path / "all")
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "x"])
+def test_what_is_no_shard_is_refused(text: str, model: Path, data: Path, tmp_path: Path) -> None:
+    command = ("calibrate", model, "--data", data, "--out", tmp_path / "out")
+    assert f"--shard {text}: not I/N" in fail(2, *command, "--shard", text)
+
+
+def test_more_shards_than_batches_are_refused_before_anything_runs(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("calibrate", model, "--data", data, *SIZE, "--out", tmp_path / "out")
+    text = fail(2, *command, "--shard", "1/7")
+    assert "--shard 1/7: the data makes only 6 batches" in text

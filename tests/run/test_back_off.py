@@ -1,0 +1,96 @@
+"""Batches that do not fit into memory are halved, and nothing of them counts twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8calib.errors import CalibrationError
+from fp8calib.run.portion import Portion
+from fp8calib.run.whole import BackOff
+from tests import zoo
+from tests.run.running import Subject, as_bytes, opened
+
+CPU_MESSAGE = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 1024 bytes. Error code 12 (Cannot allocate memory)"
+)
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    MemoryError("std::bad_alloc"),
+    RuntimeError(CPU_MESSAGE),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def limit_memory(subject: Subject, error: Exception, *, sequences: int, from_call: int = 0) -> Any:
+    """Let the last layer fail in batches of more sequences, as a full memory would."""
+    calls = 0
+    last = subject.prepared.model.get_submodule(subject.prepared.geometry.layers[-1].module)
+
+    def check(_module: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal calls
+        hidden = args[0] if args else kwargs["hidden_states"]
+        calls += 1
+        if len(hidden) > sequences and calls > from_call:
+            raise error
+
+    return last.mlp.down_proj.register_forward_pre_hook(check, with_kwargs=True)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_the_run_goes_on_with_half_the_batch_as_if_it_had_been_asked_for(
+    error: Exception, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
+        portion = Portion()
+        handle = limit_memory(subject, error, sequences=2)
+        found = subject.calibrate(portion, batch_size=4)
+        handle.remove()
+    assert as_bytes(found, tmp_path) == halved
+    assert portion.back_offs == [BackOff(first=0, batch_size=2)]
+
+
+def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
+    """Batches of 4, 3, 3 and 3: the second fails with three and with one of two sequences."""
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        whole = subject.calibrate(batch_size=4)
+        portion = Portion()
+        handle = limit_memory(subject, ERRORS[0], sequences=1, from_call=1)
+        found = subject.calibrate(portion, batch_size=4)
+        handle.remove()
+    assert portion.back_offs == [BackOff(first=4, batch_size=1)]
+    assert found.sites.keys() == whole.sites.keys()
+    for site, expected in whole.sites.items():
+        assert found.sites[site].count == expected.count
+        assert torch.allclose(found.sites[site].amax, expected.amax, rtol=1e-5)
+        if expected.histogram is not None:
+            assert int(found.sites[site].histogram.sum()) == int(expected.histogram.sum())  # type: ignore[union-attr]
+
+
+def test_one_sequence_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        handle = limit_memory(subject, ERRORS[1], sequences=0)
+        with pytest.raises(CalibrationError, match="out of memory at sample 0, with 1 sequences"):
+            subject.calibrate(batch_size=4)
+        handle.remove()
+
+
+def test_another_error_of_the_same_type_is_no_lack_of_memory(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model") as subject:
+        handle = limit_memory(subject, RuntimeError("shapes differ"), sequences=2)
+        with pytest.raises(CalibrationError, match="shapes differ"):
+            subject.calibrate(batch_size=4)
+        handle.remove()
