@@ -28,7 +28,7 @@ from fp8calib.verify.schemes import SCHEMES
 from tests import zoo
 from tests.quantize.by_hand import run
 from tests.truth.test_statistics import draw, make_plan, run_calibration
-from tests.verify.by_hand import Subject, emulate, make_batch, opened, plain_forward
+from tests.verify.by_hand import Subject, emulate, make_batch, opened, padding_mask
 
 PLAIN = EngineProfile(name="plain", version="")
 BATCH = make_batch([20, 7])
@@ -66,7 +66,7 @@ def stats(folder: Path, subject: Subject) -> CalibrationStats:  # noqa: ARG001 -
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_hidden_states_are_those_the_emulation_predicts(
+def test_logits_are_those_the_emulation_predicts(
     scheme: str, folder: Path, subject: Subject, stats: CalibrationStats, tmp_path: Path
 ) -> None:
     with Checkpoint.open(folder) as checkpoint:
@@ -84,10 +84,33 @@ def test_hidden_states_are_those_the_emulation_predicts(
         fmt=E4M3FN,
         stats=stats,
     )
-    (expected,) = emulate(subject, Emulation(quantizers=quantizers, weights=weights), BATCH)
-    found = plain_forward(loaded, BATCH)
+    (hidden,) = emulate(subject, Emulation(quantizers=quantizers, weights=weights), BATCH)
+    with torch.no_grad():
+        expected = subject.model.lm_head(hidden)
+    found = compute_logits(loaded)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(found, plain_forward(subject.model, BATCH), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(found, compute_logits(subject.model), rtol=1e-3, atol=1e-3)
+
+
+def compute_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Run a whole model as anybody would."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(
+            input_ids=BATCH.input_ids, attention_mask=padding_mask(BATCH), use_cache=False
+        ).logits
+    return logits
+
+
+def test_tied_embeddings_are_one_tensor_again(tmp_path: Path) -> None:
+    model = zoo.save("llama", tmp_path / "model", **SIZES, tie_word_embeddings=True)
+    out = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic").out
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    decompress(loaded)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
