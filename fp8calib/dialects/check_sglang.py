@@ -6,6 +6,7 @@ Read in its wheel: `srt/layers/quantization/`, `maybe_remap_kv_scale_name`, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
@@ -21,7 +22,13 @@ from fp8calib.dialects.check_pairs import PairRules, is_not_positive, judge_pair
 from fp8calib.dialects.check_query import note_unread
 from fp8calib.dialects.check_report import EngineReport, LayerVerdict, Refusal, report_refusal
 from fp8calib.dialects.check_vllm_config import find_quantization
-from fp8calib.dialects.engine_models import SGLANG_MAPPING_TYPES, SGLANG_STRICT_TYPES
+from fp8calib.dialects.engine_models import (
+    SGLANG_FUSING_TYPES,
+    SGLANG_MAPPING_TYPES,
+    SGLANG_OWN_MAPPINGS,
+    SGLANG_STRICT_TYPES,
+)
+from fp8calib.dialects.read_names import Form, parse_name
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role
 
@@ -33,6 +40,11 @@ _CONFIG_KEYS = (
 )
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
 _MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
+_PROJECTION = re.compile(r"\.[qkv]_proj\.")
+_NO_PROJECTIONS = ("gemma3n", "gemma3n_text")
+"""They fuse names under a projection first, and go on without them."""
+_PASSING_SINGLE = ("granite", "granite_swa", "olmoe")
+_NEARLY = 1e-6
 _MEND = "name it as the parameter is called in SGLang's model ({path}.k_scale and .v_scale)"
 
 
@@ -59,8 +71,7 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     scene = Scene(folder, geometry, files)
     fault = _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
     places = {} if fault else _find_places(geometry)
-    if geometry.model_type in SGLANG_STRICT_TYPES:
-        _refuse_strays(scene, places)
+    _refuse_strays(scene, places)
     loaded = scene.load(lambda name: places.get(map_name(name, geometry.model_type)))
     layers = [
         _judge(scene, loaded, layer.index, attention, fault)
@@ -135,11 +146,20 @@ def _inner_path(attention: Attention) -> str:
 def map_name(name: str, model_type: str) -> str:
     """Rename a tensor as the model's `load_weights` does before it looks for the parameter."""
     if model_type in SGLANG_MAPPING_TYPES:
-        return _remap(name)
-    for scale in ("k_scale", "v_scale"):
-        if scale in name:  # deepseek_weight_loader.py: MLA has its parameters in attn_mqa
-            return name.replace(f"{scale[0]}_proj", "attn_mqa")
+        return name if _is_lost(name, model_type) else _remap(name)
+    for old, new in SGLANG_OWN_MAPPINGS.get(model_type, {}).items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
     return name
+
+
+def _is_lost(name: str, model_type: str) -> bool:
+    """Tell whether a name under a projection is fused away before it could be remapped."""
+    parsed = parse_name(name)
+    form = None if parsed is None else parsed.form
+    return (model_type in _NO_PROJECTIONS and form in (Form.PROJECTION, Form.OUTPUT)) or (
+        model_type == "minimax_m2" and form is Form.OUTPUT
+    )
 
 
 def _remap(name: str) -> str:
@@ -160,10 +180,23 @@ def _remap(name: str) -> str:
 
 
 def _refuse_strays(scene: Scene, places: Mapping[str, Slot]) -> None:
+    model_type = scene.geometry.model_type
     for name, held in scene.scales.items():
-        if name not in places:
-            why = f"{held}: SGLang's {scene.geometry.model_type} has no such parameter (KeyError)"
+        is_stray = map_name(name, model_type) not in places
+        if model_type in SGLANG_STRICT_TYPES and is_stray and not _is_passed(held, model_type):
+            error = "AssertionError" if model_type == "qwen3_next" else "KeyError"
+            why = f"{held}: SGLang's {model_type} has no such parameter ({error})"
             raise Refusal(why, mend=_MEND.format(path=_example(scene.geometry)))
+        if model_type in SGLANG_FUSING_TYPES and _PROJECTION.search(name):
+            why = f"{held}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
+            raise Refusal(why, mend=_MEND.format(path=_example(scene.geometry)))
+
+
+def _is_passed(held: HeldScale, model_type: str) -> bool:
+    """Tell whether a strict loader goes on at this name all the same."""
+    if model_type == "qwen3_next":  # it asserts that what it skips is 1.0
+        return held.numel == 1 and abs(held.values[0] - 1.0) < _NEARLY
+    return model_type in _PASSING_SINGLE and held.name.endswith(".kv_scale")
 
 
 def _example(geometry: ModelGeometry) -> str:

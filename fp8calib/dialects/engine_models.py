@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 VLLM_UNRUN_TYPES = ("bamba", "diffllama", "minimax", "mpt", "xglm")
 """Model types that vLLM 0.32 does not start (run); of some an earlier release did."""
 VLLM_PLACELESS_TYPES = ("jamba", "lfm2", "lfm2_moe", "zamba2")
@@ -69,10 +71,37 @@ SGLANG_MAPPING_TYPES = frozenset(
         *("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gptj"),
         *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "iquestcoder", "kimi_linear"),
         *("llama", "llama4", "llama4_text", "minimax_m2", "ministral3", "mistral", "muse_glimmer"),
-        *("nemotron_h", "phi3", "qwen3", "solar"),
+        *("nemotron_h", "phi3", "phimoe", "qwen3", "solar"),
     }
 )
 """Model types whose `load_weights` calls `maybe_remap_kv_scale_name` (SGLang 0.5.23): their
-attention gets a folder's `k_scale`, and no other's."""
-SGLANG_STRICT_TYPES = frozenset({"gemma", "gpt2", "gpt_bigcode", "granite", "olmo2", "stablelm"})
-"""Model types whose `load_weights` ends in a KeyError at a name it has no parameter for."""
+attention gets a folder's `k_scale`."""
+_MODELOPT_NAMES = {f".{role}_proj.{role}_scale": f".attn.{role}_scale" for role in "kv"}
+_LATENT_NAMES = {f".{role}_proj.{role}_scale": f".attn_mqa.{role}_scale" for role in "kv"}
+_PLAIN_NAMES = {f".self_attn.{role}_scale": f".self_attn.attn.{role}_scale" for role in "kv"}
+SGLANG_OWN_MAPPINGS: Mapping[str, Mapping[str, str]] = {
+    "qwen3_next": _MODELOPT_NAMES,
+    "qwen3_5_text": {**_MODELOPT_NAMES, **_PLAIN_NAMES},
+    "qwen3_5_moe_text": {**_MODELOPT_NAMES, **_PLAIN_NAMES},
+    "deepseek_v2": _LATENT_NAMES,
+    "deepseek_v3": _LATENT_NAMES,
+    "deepseek_v32": _LATENT_NAMES,
+    "glm_moe_dsa": _LATENT_NAMES,
+}
+"""What the loaders of further model types map by themselves: ends of names, and what becomes of
+them (`models/qwen3_next.py`, `models/qwen3_5.py`, `deepseek_common/deepseek_weight_loader.py`)."""
+SGLANG_STRICT_TYPES = frozenset(
+    {
+        *("ernie4_5_moe", "falcon_h1", "gemma", "gpt2", "gpt_bigcode", "granite", "granite_swa"),
+        *("granitemoehybrid", "minicpm3", "olmo", "olmo2", "olmoe", "qwen3_next", "stablelm"),
+    }
+)
+"""Model types whose `load_weights` ends in an error at a name it has no parameter for."""
+SGLANG_FUSING_TYPES = frozenset(
+    {
+        *("cohere", "cohere2", "gemma2", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe", "mixtral"),
+        *("opt", "phimoe", "starcoder2"),
+    }
+)
+"""Those that rename k_proj to qkv_proj before anything else, and end in a KeyError at a scale under
+a projection (the names of ModelOpt and Quark)."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fp8calib.dialects.engine_models import (
     SGLANG_JSON_TYPES,
     SGLANG_MAPPING_TYPES,
+    SGLANG_OWN_MAPPINGS,
     SGLANG_STRICT_TYPES,
     TGI_TYPES,
     TRANSFORMERS_UNEXPECTED_TYPES,
@@ -99,7 +100,11 @@ def _limited(
     return Rule(limitation=limitation, formats=formats, applies=applies)
 
 
-_SGLANG_TOLD = (*SGLANG_MAPPING_TYPES, *SGLANG_STRICT_TYPES)
+_SGLANG_TOLD = (
+    *SGLANG_MAPPING_TYPES,
+    *SGLANG_STRICT_TYPES,
+    *(name for name, ends in SGLANG_OWN_MAPPINGS.items() if ".self_attn.k_scale" in ends),
+)
 
 RULES = (
     # --- overlays ----------------------------------------------------------------------------
@@ -166,7 +171,7 @@ RULES = (
         SGLANG,
         (*OVERLAYS, "kv-scales"),
         _is_type(*SGLANG_STRICT_TYPES),
-        "its loader of this kind of model stops at k_scale: KeyError at start",
+        "its loader of this kind of model stops at k_scale: KeyError, or AssertionError, at start",
         "SGLang 0.5.23 srt/models (load_weights)",
     ),
     _limited(

@@ -33,6 +33,7 @@ from .handmade import latent_stats
 
 NAN = float("nan")
 PAIR = ("k_scale", "v_scale")
+PROJECTIONS = ("k_proj.k_scale", "v_proj.v_scale")
 INNER = ("attn.k_scale", "attn.v_scale")
 GPT2 = "transformer.h.{}.attn"
 
@@ -68,6 +69,42 @@ def test_models_that_do_not_remap_know_the_parameters_own_name_alone(
     assert statuses(ask("sglang", outer, geometry)) == both("dropped")
     assert ask("sglang", inner, geometry).ok
     assert statuses(ask("sglang", inner)) == both("dropped")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "suffixes", "status"),
+    [
+        ("qwen3_5_text", PAIR, "used"),
+        ("qwen3_5_text", PROJECTIONS, "used"),
+        ("qwen3_next", PAIR, "refused"),
+        ("qwen3_next", PROJECTIONS, "used"),
+        ("phimoe", PAIR, "used"),
+        ("phimoe", PROJECTIONS, "refused"),
+        ("mixtral", PROJECTIONS, "refused"),
+        ("gemma2", PROJECTIONS, "refused"),
+        ("gemma3n_text", PROJECTIONS, "dropped"),
+        ("olmo", PAIR, "refused"),
+        ("falcon_h1", PAIR, "refused"),
+        ("granite", ("kv_scale",), "dropped"),
+        ("gemma", ("kv_scale",), "refused"),
+    ],
+)
+def test_models_whose_loaders_have_ways_of_their_own(
+    tmp_path: Path, model_type: str, suffixes: tuple[str, ...], status: str
+) -> None:
+    """All loaders of the wheel are run on names by `tests/engines/test_sglang_models.py`."""
+    folder = save_folder(tmp_path / "f", spell(*suffixes), quantization=FP8)
+
+    assert statuses(ask("sglang", folder, plain_geometry(model_type=model_type))) == both(status)
+
+
+@pytest.mark.parametrize(("value", "status"), [(1.0, "dropped"), (1.5, "refused")])
+def test_qwen3_next_passes_over_scales_of_one(tmp_path: Path, value: float, status: str) -> None:
+    folder = save_folder(tmp_path / "f", spell(*PAIR, value=value), quantization=FP8)
+
+    report = ask("sglang", folder, plain_geometry(model_type="qwen3_next"))
+
+    assert statuses(report) == both(status)
 
 
 @pytest.mark.parametrize(
