@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from fp8calib.calibrate import Prepared
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.data.plan import Batch, batches
+from fp8calib.launch import find_place
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import build_skeleton
 from fp8calib.model.weights import WeightSource
@@ -56,7 +58,8 @@ def choose_mode(job: Job) -> Mode:
     if settings.device_map is not None:
         refuse_device_map(settings.memory)
         return Mode(plan=None, prepared=job.prepared)
-    limits = find_limits(job.device, settings.memory)
+    sharers = find_place(os.environ).local_size
+    limits = find_limits(job.device, settings.memory, sharers=sharers)
     found = list(batches(job.plan, job.recipe.data.batch_size)) if job.plan else []
     subject = _describe(job, job.prepared, found)
     scratch = _nearest_folder(job.out)
@@ -66,7 +69,6 @@ def choose_mode(job: Job) -> Mode:
     planner = plan_streamed(
         _describe(job, prepared, found),
         limits,
-        prepared.weights,
         dtype=DTYPES[job.dtype],
         device=job.device,
         scratch=scratch,
@@ -87,6 +89,7 @@ def _describe(job: Job, prepared: Prepared, found: list[Batch]) -> Streamable:
         model=prepared.model,
         geometry=prepared.geometry,
         checkpoint=job.checkpoint,
+        weights=prepared.weights,
         work=Workload.of(found, len(_distinct(job))),
         itemsize=DTYPES[job.dtype].itemsize,
         extra={"statistics": statistics},

@@ -75,9 +75,8 @@ def choose_mode(job: VerifyJob) -> VerifyMode:
         return VerifyMode(plan=whole, model=job.skeleton)
     model = build_skeleton(job.source, dtype=DTYPES[job.dtype])
     planner = plan_streamed(
-        replace(subject, model=model),
+        _describe(job, model, question, found),
         limits,
-        WeightSource(model, job.checkpoint),
         dtype=DTYPES[job.dtype],
         device=job.choices.device,
         scratch=scratch,
@@ -152,6 +151,7 @@ def _describe(
         model=model,
         geometry=job.target.geometry,
         checkpoint=job.checkpoint,
+        weights=WeightSource(model, job.checkpoint),
         work=work,
         itemsize=itemsize,
         extra={},

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.geometry import Attention, Layer, Linear, ModelGeometry
+from fp8calib.model.weights import WeightSource
 from fp8calib.run.streamed_weights import ModelPart, PartedWeights
 
 SLACK_BYTES = 64 * 2**20
@@ -126,6 +127,21 @@ def weights_bytes(model: PreTrainedModel, itemsize: int) -> int:
         tensor.numel() * (itemsize if tensor.is_floating_point() else tensor.itemsize)
         for _, tensor in named
     )
+
+
+def loading_bytes(geometry: ModelGeometry, weights: WeightSource, itemsize: int) -> int:
+    """Compute what transformers takes for the moment while it loads a model whole.
+
+    A tensor that it casts; and all experts that it joins once more, for it reads their tensors
+    ahead in threads of its own (a model of experts alone was seen to take twice its weights).
+    """
+    largest = joined = 0
+    for _, linear in geometry.linears():
+        size_bytes = linear.in_features * linear.out_features * itemsize
+        largest = max(largest, size_bytes)
+        if len(weights.names_of([linear.weight_name])) > 1:
+            joined += size_bytes * max(linear.num_experts, 1)
+    return largest + joined
 
 
 def head_bytes(model: PreTrainedModel, itemsize: int) -> int:

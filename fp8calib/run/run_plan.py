@@ -26,6 +26,7 @@ from fp8calib.run.footprint import (
     head_bytes,
     hidden_bytes,
     layer_flops,
+    loading_bytes,
     peak_of_layers,
     size_part,
     weights_bytes,
@@ -60,8 +61,13 @@ class Limits:
     """What is free on the GPU; None where the model runs on the CPU."""
 
 
-def find_limits(device: str, memory_gib: float | None) -> Limits:
+def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> Limits:
     """Ask the machine what memory it has left, and hold that against --memory.
+
+    Args:
+        device: where the model runs.
+        memory_gib: --memory, the cap of each process.
+        sharers: how many processes share what the machine has left.
 
     Raises:
         UsageError: --memory is no amount of memory.
@@ -72,7 +78,7 @@ def find_limits(device: str, memory_gib: float | None) -> Limits:
     if device != "cpu":
         device_bytes = int(torch.cuda.mem_get_info(device)[0] * (1 - _OTHERS_SHARE))
     process = anonymous_bytes() or _UNKNOWN_PROCESS_BYTES
-    found = process + int(available_bytes() * (1 - _OTHERS_SHARE))
+    found = process + int(available_bytes() * (1 - _OTHERS_SHARE)) // sharers
     given = None if memory_gib is None else int(memory_gib * _GIB)
     is_given = given is not None and given <= found
     return Limits(
@@ -104,6 +110,7 @@ class Streamable:
     model: LoadedModel
     geometry: ModelGeometry
     checkpoint: Checkpoint
+    weights: WeightSource
     work: Workload
     itemsize: int
     """Bytes of a number as the model computes."""
@@ -151,6 +158,9 @@ def plan_whole(subject: Streamable, limits: Limits, scratch: Path) -> RunPlan | 
     """Plan to hold the whole model in memory; None where it does not fit."""
     weights = {"weights": weights_bytes(subject.model, subject.itemsize)}
     inside = _inside(subject, head=True)
+    loading = _loading_bytes(subject) - sum(inside.values())
+    if loading > 0:  # loading is over before anything runs: only what it takes above that counts
+        inside["loading"] = loading
     own = {"process": limits.process_bytes + SLACK_BYTES}
     if limits.device_bytes is None:
         peak, device_peak = Footprint(parts={**own, **weights, **inside}), None
@@ -236,7 +246,8 @@ class StreamPlanner:
     def _why(self) -> str:
         subject, limits = self._subject, self._limits
         weights = weights_bytes(subject.model, subject.itemsize)
-        needed = weights + sum(_inside(subject, head=True).values())
+        inside = sum(_inside(subject, head=True).values())
+        needed = weights + max(inside, _loading_bytes(subject))
         if limits.device_bytes is None:
             needed += limits.process_bytes + SLACK_BYTES
             there = f"{spell_size(limits.host_bytes)} are {limits.host_why}"
@@ -338,7 +349,6 @@ class StreamPlanner:
 def plan_streamed(
     subject: Streamable,
     limits: Limits,
-    weights: WeightSource,
     *,
     dtype: torch.dtype,
     device: str,
@@ -349,7 +359,6 @@ def plan_streamed(
     Args:
         subject: the model, built without weights in `dtype`.
         limits: what memory there is.
-        weights: its parameters.
         dtype: what it computes in.
         device: where.
         scratch: folder for hidden states that memory has no room for.
@@ -357,7 +366,7 @@ def plan_streamed(
     Raises:
         ModelError: a weight is missing or has another shape.
     """
-    model, geometry = subject.model, subject.geometry
+    model, geometry, weights = subject.model, subject.geometry, subject.weights
     parted = PartedWeights(model, weights, subject.checkpoint, dtype=dtype, device=device)
     return StreamPlanner(
         subject,
@@ -380,6 +389,10 @@ def _inside(subject: Streamable, *, head: bool) -> dict[str, int]:
     if head and subject.logits_bytes:
         parts["logits"] = subject.logits_bytes
     return parts
+
+
+def _loading_bytes(subject: Streamable) -> int:
+    return loading_bytes(subject.geometry, subject.weights, subject.itemsize)
 
 
 def _head_bytes(subject: Streamable) -> int:

@@ -15,7 +15,7 @@ from fp8calib.errors import UsageError
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.run.footprint import LayerSize, Workload, peak_of_layers
+from fp8calib.run.footprint import LayerSize, Workload, loading_bytes, peak_of_layers
 from fp8calib.run.probe import Probe, expect_duration
 from fp8calib.run.run_plan import (
     Limits,
@@ -49,11 +49,12 @@ def _subject(folder: Path) -> Iterator[Streamable]:
     source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
     model = build_skeleton(source, dtype=torch.float32)
     with Checkpoint.open(folder) as checkpoint:
-        names = WeightSource(model, checkpoint).whole
+        weights = WeightSource(model, checkpoint)
         yield Streamable(
             model=model,
-            geometry=find_geometry(model, names, checkpoint_dtype="float32")[0],
+            geometry=find_geometry(model, weights.whole, checkpoint_dtype="float32")[0],
             checkpoint=checkpoint,
+            weights=weights,
             work=WORK,
             itemsize=4,
             extra={"statistics": 11},
@@ -71,11 +72,8 @@ def limits(host: int, *, device: int | None = None, is_given: bool = True) -> Li
 
 
 def planner(subject: Streamable, found: Limits, scratch: Path) -> StreamPlanner:
-    weights = WeightSource(subject.model, subject.checkpoint)
     device = "cpu" if found.device_bytes is None else "cuda:0"
-    return plan_streamed(
-        subject, found, weights, dtype=torch.float32, device=device, scratch=scratch
-    )
+    return plan_streamed(subject, found, dtype=torch.float32, device=device, scratch=scratch)
 
 
 def test_a_whole_model_counts_every_weight_once(subject: Streamable, tmp_path: Path) -> None:
@@ -191,6 +189,36 @@ def test_less_is_taken_of_what_is_given_and_what_is_there() -> None:
     assert small.is_given
     assert not large.is_given
     assert abs(large.host_bytes - machine.host_bytes) < 2**30
+
+
+def test_processes_of_one_machine_share_what_it_has_left() -> None:
+    alone, four = find_limits("cpu", None), find_limits("cpu", None, sharers=4)
+    left = alone.host_bytes - alone.process_bytes
+    assert abs(4 * (four.host_bytes - four.process_bytes) - left) < 2**30
+    assert find_limits("cpu", 0.5, sharers=4).host_bytes == 2**29
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        # One matrix at a time: gate, up or down.
+        ("llama", 4 * 32 * 48),
+        # Two layers of four experts, each with three matrices that are joined to two parameters.
+        ("mixtral", 4 * 32 * 48 + 2 * 4 * 3 * 4 * 32 * 48),
+        # Its experts are stored as they are used.
+        ("gpt_oss", 4 * 32 * 64),
+    ],
+)
+def test_experts_that_are_joined_exist_twice_while_they_load(
+    family: str, expected: int, tmp_path: Path
+) -> None:
+    zoo.save(family, tmp_path)
+    source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
+    model = build_skeleton(source)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        weights = WeightSource(model, checkpoint)
+        geometry, _ = find_geometry(model, weights.whole, checkpoint_dtype="float32")
+        assert loading_bytes(geometry, weights, 4) == expected
 
 
 def test_layers_overlap_with_the_one_that_is_read_ahead() -> None:
