@@ -13,6 +13,7 @@ import torch
 
 from fp8calib.checkpoint.atomic import explain_os_error
 from fp8calib.dialects.rfc import name_rank_files
+from fp8calib.dialects.scale_metadata import make_metadata
 from fp8calib.fp8 import E4M3FN, Fp8Format
 from fp8calib.fp8_cast import encode
 from fp8calib.geometry import Linear, Part
@@ -82,7 +83,8 @@ def _lay_out_rank(table: ScaleTable, rank: int, name: str) -> ShardLayout:
             OutputTensor(name=f"{module}.{role}_scale", dtype="F32", shape=())
             for role in (Role.WEIGHT, Role.INPUT)
         ]
-    return lay_out(name, tensors, metadata={"fp8calib.rank": f"{rank} of {table.tp}"})
+    measured = make_metadata(fmt=None, measured_on=table.measured_on, provenance=None)
+    return lay_out(name, tensors, metadata={"fp8calib.rank": f"{rank} of {table.tp}", **measured})
 
 
 def _put_scales(table: ScaleTable, rank: int, folder: Path, layout: ShardLayout) -> None:

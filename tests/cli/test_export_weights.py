@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests import zoo
@@ -145,6 +146,17 @@ def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:
     assert "only rfc" in text
     assert "needs --model" in fail(2, "export", stats, "--format", "rfc", "--with-weights", *out)
     assert not (tmp_path / "rfc").exists()
+
+
+def test_every_rank_names_the_model_and_the_text(tmp_path: Path) -> None:
+    model, stats, _ = calibrated("llama", tmp_path)
+    files = export(tmp_path / "rfc", model, stats, "--tp", 2)
+    document = json.loads((tmp_path / "rfc" / "rfc.tp2.json").read_text())
+    ranks = [name for name in files if name.endswith(".safetensors")]
+    assert len(ranks) == 2
+    for name in ranks:
+        with safe_open(tmp_path / "rfc" / name, framework="pt") as file:
+            assert json.loads(file.metadata()["fp8calib.measured_on"]) == document["_fp8calib"]
 
 
 def test_integer_sources_are_refused_by_name(tmp_path: Path) -> None:
