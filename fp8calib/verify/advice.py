@@ -75,7 +75,13 @@ def _about_scales(
     if not scaled:
         return _alone(unscaled, hurt)
     best = min(scaled, key=lambda candidate: candidate.kld_mean)
-    return _compare(unscaled, best, hurt, errors.get(best.name))
+    error = errors.get(best.name)
+    if hurt and find_broken(best.name, layers) and not _is_less(best, unscaled, error):
+        return (
+            f"{_list_hurt(hurt)} at scale 1.0, and {best.name} does not mend it "
+            f"({_spell_klds(unscaled, best)}): calibrate, or leave the KV cache unquantized."
+        )
+    return _compare(unscaled, best, hurt, error)
 
 
 def _verdicts(candidates: Sequence[CandidateResult]) -> str:
@@ -109,8 +115,7 @@ def _compare(
     hurt: Sequence[LayerResult],
     error: float | None,
 ) -> str:
-    one, other = spell_kld(unscaled.kld_mean), spell_kld(best.kld_mean)
-    klds = f"KLD {one} at scale 1.0 against {other}"
+    klds = _spell_klds(unscaled, best)
     if _is_less(unscaled, best, error):
         return f"scale 1.0 is better than {best.name} ({klds}): do not use these scales."
     if hurt:
@@ -118,6 +123,10 @@ def _compare(
     if _is_less(best, unscaled, error):
         return f"scales help: use {best.name} ({klds})."
     return _weigh(unscaled, best, klds)
+
+
+def _spell_klds(unscaled: CandidateResult, best: CandidateResult) -> str:
+    return f"KLD {spell_kld(unscaled.kld_mean)} at scale 1.0 against {spell_kld(best.kld_mean)}"
 
 
 def _weigh(unscaled: CandidateResult, best: CandidateResult, klds: str) -> str:

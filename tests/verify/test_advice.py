@@ -305,6 +305,20 @@ def test_a_divergence_inside_its_error_is_no_difference(
     assert advise(candidates, rows, {"mine": error, SCALE_ONE: 0.0}).startswith(sentence)
 
 
+def test_scales_that_break_the_same_layers_are_not_advised() -> None:
+    """An engine may have no place for them (MLA in vLLM): what it serves is scale 1.0 again."""
+    candidates = [candidate("mine", 0.5, Verdict.WARN), candidate(SCALE_ONE, 0.5, Verdict.WARN)]
+    rows = [row(name, 3, 2.0, clipped=0.8) for name in ("mine", SCALE_ONE)]
+    rows += [*good_rows("mine"), *good_rows(SCALE_ONE)]
+    said = advise(candidates, rows, {"mine": 0.0})
+    assert said.endswith(
+        " layer 3 clips at scale 1.0, and mine does not mend it (KLD 0.5000 at scale 1.0 against "
+        "0.5000): calibrate, or leave the KV cache unquantized."
+    )
+    mended = [candidate("mine", 0.1, Verdict.WARN), candidates[1]]
+    assert "layer 3 clips at scale 1.0; use mine" in advise(mended, rows, {"mine": 0.0})
+
+
 def test_of_one_token_nothing_is_said() -> None:
     """Where no error is known nothing is concluded, of scale 1.0 alone or beside scales."""
     one, other = (
