@@ -32,7 +32,11 @@ from fp8calib.dialects.check_report import (
     report_refusal,
 )
 from fp8calib.dialects.check_vllm_config import find_quantization
-from fp8calib.dialects.engine_models import TRANSFORMERS_UNEXPECTED_TYPES
+from fp8calib.dialects.engine_models import (
+    TRANSFORMERS_REBUILT_TYPES,
+    TRANSFORMERS_UNEXPECTED_TYPES,
+)
+from fp8calib.dialects.engine_rules import REBUILT
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role
 
@@ -60,6 +64,8 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
         scene.problems.append(
             f"{SINGLE_FILE_NAME} goes before {INDEX_NAME}, which is not looked at"
         )
+    if quantization and geometry.model_type in TRANSFORMERS_REBUILT_TYPES:
+        scene.problems.append(REBUILT)
     layers = [
         _judge(scene, layer.index, attention, scheme) for layer, attention in geometry.attentions()
     ]

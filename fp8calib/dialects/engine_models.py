@@ -63,8 +63,14 @@ TGI_TYPES = (
 )
 """Model types whose modeling files call `get_kv_scales` (TGI db931fc); phi3 and granite are run by
 llama's."""
-TRANSFORMERS_UNEXPECTED_TYPES = ("gpt2", "gpt_neox", "falcon", "bloom", "gptj", "mpt")
-"""Model types where compressed-tensors finds no attention to put scales on (tried on 5.23)."""
+TRANSFORMERS_UNEXPECTED_TYPES = (
+    *("bloom", "dbrx", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "persimmon"),
+)
+"""Model types where compressed-tensors finds no attention to put scales on (tried on 5.23): it
+wants a k_proj, v_proj, qkv_proj or kv_b_proj, and past_key_values among the arguments."""
+TRANSFORMERS_REBUILT_TYPES = ("llama4_text",)
+"""Model types whose experts transformers 5.23 makes anew under any `quantization_config`, and
+leaves without their weights (`quantizers/base.py`, MODULES_TO_PATCH_FOR_QUANTIZATION; tried)."""
 SGLANG_MAPPING_TYPES = frozenset(
     {
         *("apertus", "arcee", "cohere", "cohere2", "dbrx", "diffusion_gemma", "exaone4", "gemma2"),

@@ -11,6 +11,7 @@ from fp8calib.dialects.engine_models import (
     SGLANG_OWN_MAPPINGS,
     SGLANG_STRICT_TYPES,
     TGI_TYPES,
+    TRANSFORMERS_REBUILT_TYPES,
     TRANSFORMERS_UNEXPECTED_TYPES,
     VLLM_PLACELESS_TYPES,
     VLLM_UNRUN_TYPES,
@@ -25,6 +26,10 @@ TGI = "TGI"
 TRANSFORMERS = "transformers"
 
 OVERLAYS = ("kv-overlay", "kv-overlay-head")
+REBUILT = (
+    "the experts are made anew under any quantization_config and their weights reported MISSING: "
+    "they are random numbers"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +227,13 @@ RULES = (
         _is_type(*TRANSFORMERS_UNEXPECTED_TYPES),
         "the scales are reported as unexpected, and the cache is not quantized",
         "compressed-tensors 0.20 modeling/kvcache.py, transformers 5.23",
+    ),
+    _blocked(
+        TRANSFORMERS,
+        OVERLAYS,
+        _is_type(*TRANSFORMERS_REBUILT_TYPES),
+        REBUILT,
+        "transformers 5.23 quantizers/base.py (SequentialLlama4TextExperts)",
     ),
     _blocked(
         TRANSFORMERS,

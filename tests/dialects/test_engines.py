@@ -50,6 +50,8 @@ def _blocked(geometry: ModelGeometry, name: str, fmt: Fp8Format = E4M3FN) -> set
         (_of_type("gpt2"), "kv-scales", {VLLM, SGLANG, TRANSFORMERS}),
         (_of_type("mpt"), "kv-overlay", {VLLM, SGLANG, TGI, TRANSFORMERS}),
         (_of_type("jamba"), "kv-overlay", {VLLM, SGLANG, TGI}),
+        (_of_type("llama4_text"), "kv-overlay", {TGI, TRANSFORMERS}),
+        (_of_type("dbrx"), "kv-overlay", {TRANSFORMERS}),
         (_of_type("lfm2"), "kv-scales", {VLLM, SGLANG, TRANSFORMERS}),
         (_of_type("bamba"), "kv-overlay-head", {VLLM, SGLANG, TGI}),
         (_of_type("hunyuan_v1_dense"), "vllm-json", {VLLM, TGI, TRANSFORMERS}),
