@@ -68,7 +68,13 @@ def run_verify(settings: VerifySettings) -> int:
         for text in verified.report.warnings:
             if text not in (*job.plan.warnings, *job.warnings):
                 warn(text)
-    _write(settings, verified)
+    try:
+        _write(settings, verified)
+    except Exception:
+        show_verification(
+            verified.report, settings
+        )  # it took hours, and files are not all there is
+        raise
     if settings.as_json:
         print_json(verified.report.model_dump(mode="json", exclude={"histograms"}))
     show_verification(verified.report, settings)

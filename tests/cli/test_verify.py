@@ -574,6 +574,7 @@ def test_two_outputs_are_there_both_or_not_at_all(
     outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)
     assert outcome.code != 0
     assert snapshot(tmp_path) == {}
+    assert "scale-1.0: KV cache e4m3fn" in outcome.out  # what was found is shown all the same
 
 
 def test_scales_of_another_format_are_refused(
