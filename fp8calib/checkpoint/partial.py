@@ -1,7 +1,7 @@
 """An output folder that takes long to fill: what an interrupted run had done is kept for the next.
 
 A run works in `DIR.partial`. Success renames it to `DIR`; an error removes it; only an
-interruption, or the death of the process, leaves it.
+interruption, or the death of the process, leaves it. Two runs never work in one folder at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.folder_lock import FolderLock
 from fp8calib.errors import UsageError
 
 MARK_NAME = "fp8calib-partial.json"
@@ -59,18 +60,45 @@ class PartialFolder(OutputFolder):
         self._kept_after = kept_after
         self._tag = tag
         self._resume = resume
+        self._lock: FolderLock | None = None
+
+    def share(self) -> None:
+        """Let other processes of this run work in the temporary folder too."""
+        if self._lock is not None:
+            self._lock.share()
+
+    def __enter__(self) -> Path:
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._let_go()
+            raise
 
     def _make_staging(self, parent: Path) -> Path:
         staging = self._name_staging(parent)
         if staging.exists():
+            self._hold(staging)
             self._check_old(staging)
             if not self._resume:
                 shutil.rmtree(staging)
         staging.mkdir(exist_ok=True)
+        self._hold(staging)
         mark = staging / MARK_NAME
         if not mark.exists():
             mark.write_text(json.dumps({"tag": self._tag}), encoding="utf-8")
         return staging
+
+    def _hold(self, staging: Path) -> None:
+        """Keep other runs out of the folder, whichever of that name is there now."""
+        self._let_go()
+        lock = FolderLock(staging)
+        lock.take()
+        self._lock = lock
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def _check_old(self, staging: Path) -> None:
         """Refuse what is not ours to remove, or not this run's to go on with."""
@@ -100,11 +128,14 @@ class PartialFolder(OutputFolder):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(exc, self._kept_after):
-            return
-        if exc is None:
-            (self._staging / MARK_NAME).unlink(missing_ok=True)
-        super().__exit__(exc_type, exc, traceback)
+        try:
+            if isinstance(exc, self._kept_after):
+                return
+            if exc is None:
+                (self._staging / MARK_NAME).unlink(missing_ok=True)
+            super().__exit__(exc_type, exc, traceback)
+        finally:
+            self._let_go()
 
 
 def _read_tag(mark: Path) -> str | None:

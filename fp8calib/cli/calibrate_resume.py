@@ -12,6 +12,7 @@ from typing import Any
 
 from fp8calib.calibrate import describe_run, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
+from fp8calib.checkpoint.folder_lock import shared_lock
 from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder
 from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job
 from fp8calib.cli.console import say, warn
@@ -93,7 +94,9 @@ def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[Wo
         DataError: a checkpoint is damaged.
     """
     if crew is not None and not crew.place.is_first:
-        yield _join(job, header, crew)
+        work = _join(job, header, crew)
+        with shared_lock(work.path):
+            yield work
         return
     folder = PartialFolder(
         job.out,
@@ -112,6 +115,7 @@ def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[Wo
             journal.load()
             say(_describe_start(journal, header))
         if crew is not None:
+            folder.share()
             crew.share(lambda: {"folder": str(staging), **journal.done.to_json()})
         yield WorkFolder(path=staging, journal=journal)
         journal.remove()

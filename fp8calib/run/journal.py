@@ -7,7 +7,7 @@ and the end is the same, byte for byte.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -96,7 +96,9 @@ class Journal:
             UsageError: they were of another calibration; the message says in what it differs.
             DataError: a file is damaged.
         """
-        found = [self._load(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))]
+        found = _drop_repeated(
+            [self._load(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))]
+        )
         self.sites = merge_sites(stats.sites for stats in found)
         self.done = Done(
             sequences=join_ranges([each for stats in found for each in _part_of(stats).sequences]),
@@ -186,6 +188,19 @@ class Journal:
         if part.count > 1 and part.batch_size != here.batch_size:
             return f"--batch-size {part.batch_size}, and {here.batch_size}: shards hang on it"
         return ""
+
+
+def _drop_repeated(found: Sequence[CalibrationStats]) -> list[CalibrationStats]:
+    """Leave out what holds a sequence of another part: a process may have outlived its run."""
+    kept: list[CalibrationStats] = []
+    for stats in sorted(found, key=lambda stats: -_part_of(stats).num_sequences):
+        known = [each for other in kept for each in _part_of(other).sequences]
+        try:
+            join_ranges([*known, *_part_of(stats).sequences])
+        except ValueError:
+            continue
+        kept.append(stats)
+    return kept
 
 
 def is_checkpoint(path: Path) -> bool:

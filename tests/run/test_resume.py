@@ -17,7 +17,7 @@ from fp8calib.errors import DataError, ExportError, UsageError
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run import journal as journal_module
 from fp8calib.run.journal import Journal
-from fp8calib.stats import StatsHeader
+from fp8calib.stats import StatsHeader, load_stats
 from tests import zoo
 from tests.run.running import LENGTHS, RECIPE, Subject, as_bytes, opened, rows_of
 from tests.truth.test_statistics import Silent
@@ -123,14 +123,15 @@ def test_a_killed_run_does_nothing_twice(tmp_path: Path) -> None:
     with opened(tmp_path / "model") as subject:
         weights = 2 * 7
         end_and_go_on(subject, tmp_path / "kept", [Stopping(weights + 4, kill)])
-        portion = keep_in(tmp_path / "kept", subject)
-    assert portion.journal is not None
     # Of eight batches three were kept when the fourth was told of, five were left.
-    first, second = (each for each in portion.journal.done if each.part and each.part.sequences)
-    assert first.part is not None
-    assert first.part.sequences == ((0, 6),)
-    assert second.part is not None
-    assert second.part.sequences == ((6, 13),)
+    parts = {
+        path.name: load_stats(path, takes_part=True).part
+        for path in (tmp_path / "kept").glob("checkpoint-0*")
+    }
+    assert {name: part.sequences for name, part in parts.items() if part} == {
+        "checkpoint-00000000.safetensors": ((0, 6),),
+        "checkpoint-00000006.safetensors": ((6, 13),),
+    }
 
 
 @pytest.mark.parametrize("steps", [15, 18, 22])
@@ -145,7 +146,7 @@ def test_an_interrupted_run_keeps_its_last_batch(steps: int, tmp_path: Path) -> 
         portion = keep_in(tmp_path / "kept", subject)
         assert portion.journal is not None
         bounds = [0, 2, 4, 6, 7, 9, 10, 12, 13]  # of batches, their quarters at 0, 4, 7, 10
-        assert portion.journal.sequences == ((0, bounds[steps - 14]),)
+        assert portion.journal.done.sequences == ((0, bounds[steps - 14]),)
         assert as_bytes(subject.calibrate(portion), tmp_path) == whole
 
 
@@ -174,7 +175,7 @@ def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
                 subject.calibrate(keep_in(tmp_path / "kept", subject))
         portion = keep_in(tmp_path / "kept", subject)
         assert portion.journal is not None
-        assert portion.journal.sequences == ((0, 6),)
+        assert portion.journal.done.sequences == ((0, 6),)
         assert as_bytes(subject.calibrate(portion), tmp_path) == whole
 
 
@@ -224,6 +225,23 @@ def test_the_checkpoint_of_another_run_is_refused_and_the_difference_named(
                 keep_in(kept, subject, **changes)  # type: ignore[arg-type]
     with opened(tmp_path / "other") as subject, pytest.raises(UsageError, match="other weights"):
         keep_in(kept, subject)
+
+
+def test_what_a_process_wrote_that_outlived_its_run_counts_once(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    kept = tmp_path / "kept"
+    with opened(tmp_path / "model") as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(keep_in(kept, subject), progress=Stopping(16, interrupt))
+        early = (kept / "checkpoint-00000000.safetensors").read_bytes()
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(keep_in(kept, subject), progress=Stopping(3, interrupt))
+        (kept / "checkpoint-00000000.safetensors").unlink()
+        with pytest.raises(KeyboardInterrupt):
+            subject.calibrate(keep_in(kept, subject), progress=Stopping(1, interrupt))
+        (kept / "checkpoint-00000001.safetensors").write_bytes(early)
+        assert as_bytes(subject.calibrate(keep_in(kept, subject)), tmp_path) == whole
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
