@@ -29,6 +29,9 @@ _FUSED_PROJECTIONS = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("c_fc_0", "c_fc_1"),
 )
 """Projections of one module that engines load into one weight (vLLM 0.32.0 `models/*.py`)."""
 FUSED_NAME = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in parts}

@@ -311,6 +311,9 @@ AS_STORED = [[624.0, 22.5]]
         ("model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"),
         ("model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.q_proj"),
         ("model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"),
+        ("model.layers.1.linear_attn.in_proj_z", "model.layers.1.linear_attn.in_proj_qkv"),
+        ("model.layers.1.linear_attn.in_proj_b", "model.layers.1.linear_attn.in_proj_a"),
+        ("transformer.h.1.mlp.c_fc_1", "transformer.h.1.mlp.c_fc_0"),
         ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj"),
         (f"{EXPERTS}.7.gate_proj", f"{EXPERTS}.7.up_proj"),
         (

@@ -66,6 +66,29 @@ def test_static_weights_share_the_scale_of_their_group(tmp_path: Path, shards: i
     check_tensor_scales(tensors, found, GROUPS)
 
 
+@pytest.mark.parametrize(
+    "group",
+    [
+        ("mlp.experts.1.w1", "mlp.experts.1.w3"),
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        ("mlp.c_fc_0", "mlp.c_fc_1"),
+    ],
+)
+def test_less_common_groups_share_their_scale(tmp_path: Path, group: tuple[str, ...]) -> None:
+    names = [f"{LAYER}.{name}" for name in group]
+    other = f"{LAYER}.self_attn.o_proj"
+    tensors = {
+        f"{name}.weight": random(48, 32, seed=place, factor=3.0**place)
+        for place, name in enumerate((*names, other))
+    }
+    inputs = dict.fromkeys((*names, other), torch.tensor(1.0))
+    source = save(tmp_path / "source", tensors)
+    found = run(source, tmp_path / "out", "fp8-static", scales=Scales(inputs=inputs, kv={}))
+    check_tensor_scales(tensors, found, (group, ("self_attn.o_proj",)))
+
+
 def test_static_weights_keep_their_own_scales_on_request(tmp_path: Path) -> None:
     tensors = make_tensors()
     source = save(tmp_path / "source", tensors)
