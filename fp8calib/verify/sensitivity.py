@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import median_low
 
 from fp8calib.calibrate import Progress
 from fp8calib.data.plan import Batch, DataPlan, batches
@@ -20,7 +20,7 @@ SEQUENCES = 8
 _LAYERS_AT_ONCE = 8
 """Their hidden states wait for the head together; each round runs the reference once more."""
 _STANDS_OUT = 8.0
-"""A layer that costs so many times as much as the median one is worth leaving unquantized."""
+"""A layer that costs so many times as much as the median (of two, the lesser) is worth leaving out."""
 
 
 def measure_sensitivity(
@@ -77,7 +77,7 @@ def find_skippable(
     sequences: int,
 ) -> Sensitivity:
     """Choose the layers whose own cost stands out, and spell them as the engine's flag."""
-    usual = median(layer.kld_mean for layer in layers) if layers else 0.0
+    usual = median_low(layer.kld_mean for layer in layers) if layers else 0.0
     chosen = tuple(layer.layer for layer in layers if layer.kld_mean > _STANDS_OUT * usual)
     has_flag = profile.kv_skip_flag and not candidate.emulation.weights
     flag = f"{profile.kv_skip_flag} {' '.join(map(str, chosen))}" if chosen and has_flag else ""

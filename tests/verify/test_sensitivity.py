@@ -1,0 +1,39 @@
+"""Which layers are worth leaving unquantized, from what each costs alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8calib.verify.candidates import Candidate
+from fp8calib.verify.emulate import Emulation
+from fp8calib.verify.profiles import PROFILES
+from fp8calib.verify.report import SensitivityResult
+from fp8calib.verify.sensitivity import find_skippable
+
+
+@pytest.mark.parametrize(
+    ("klds", "skipped"),
+    [
+        ([0.001, 0.009], (1,)),  # of two layers the median must not be half the worse one's
+        ([0.009, 0.001], (0,)),
+        ([0.001, 0.007], ()),
+        ([0.009], ()),
+        ([0.001, 0.001, 0.009, 0.009], (2, 3)),
+        ([0.001, 0.0, 0.002, 0.02, 0.001], (3,)),
+        ([0.0, 0.0, 0.0], ()),
+        ([], ()),
+    ],
+)
+def test_layers_that_cost_eight_times_the_median_are_named_in_the_engines_flag(
+    klds: list[float], skipped: tuple[int, ...]
+) -> None:
+    layers = [
+        SensitivityResult(layer=index, kld_mean=kld, ppl_ratio=1.0)
+        for index, kld in enumerate(klds)
+    ]
+    candidate = Candidate(name="it", description="", emulation=Emulation())
+    found = find_skippable(candidate, layers, PROFILES["vllm"], sequences=8)
+    assert found.skip_layers == skipped
+    flag = f"--kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}" if skipped else ""
+    assert found.flag == flag
+    assert [row.kld_mean for row in found.layers] == sorted(klds, reverse=True)
