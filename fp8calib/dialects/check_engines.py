@@ -9,16 +9,20 @@ from fp8calib.dialects.check_files import ScaleFolder
 from fp8calib.dialects.check_report import (
     CheckReport,
     EngineReport,
+    Refusal,
     Status,
     Verdict,
     report_alike,
+    report_refusal,
 )
 from fp8calib.dialects.check_sglang import check_sglang, has_kv_method
 from fp8calib.dialects.check_sglang_json import check_sglang_json
 from fp8calib.dialects.check_tgi import check_tgi
 from fp8calib.dialects.check_transformers import check_transformers
 from fp8calib.dialects.check_vllm import check_vllm
+from fp8calib.errors import UsageError
 from fp8calib.geometry import ModelGeometry
+from fp8calib.tensor_parallel import check_heads
 
 ENGINES: Mapping[str, Callable[[ScaleFolder, ModelGeometry, int], EngineReport]] = {
     "vllm": check_vllm,
@@ -31,6 +35,8 @@ _NO_JSON = {
     "tgi": "TGI reads no JSON of scales",
     "transformers": "transformers reads no JSON of scales",
 }
+_SPLITTING = ("vllm", "sglang", "tgi")
+"""Engines that share the heads out to ranks (vLLM 0.32.0 `config/model.py`, SGLang's models)."""
 _NO_LONE_FILE = "no engine reads a file of scales that lies outside the model's folder"
 
 
@@ -38,7 +44,15 @@ def check_folder(
     folder: ScaleFolder, geometry: ModelGeometry, engines: Sequence[str], tp: int
 ) -> CheckReport:
     """Say what each engine does with the scales of a checkpoint folder."""
-    return CheckReport(engines={name: ENGINES[name](folder, geometry, tp) for name in engines})
+    misfit = _find_misfit(geometry, tp)
+    return CheckReport(
+        engines={
+            name: report_refusal(geometry, misfit)
+            if misfit is not None and name in _SPLITTING
+            else ENGINES[name](folder, geometry, tp)
+            for name in engines
+        }
+    )
 
 
 def check_file(
@@ -59,8 +73,11 @@ def check_file(
         model: the model's folder.
     """
     reports = {}
+    misfit = _find_misfit(geometry, tp)
     for name in engines:
-        if path.suffix != ".json":
+        if misfit is not None and name in _SPLITTING:
+            reports[name] = report_refusal(geometry, misfit)
+        elif path.suffix != ".json":
             reports[name] = _drop(geometry, _NO_LONE_FILE)
         elif name in _NO_JSON:
             reports[name] = _drop(geometry, _NO_JSON[name])
@@ -68,6 +85,15 @@ def check_file(
             attached = has_kv_method(model)
             reports[name] = check_sglang_json(path, geometry, tp, has_kv_method=attached)
     return CheckReport(engines=reports)
+
+
+def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
+    """Say why engines do not start with so many ranks; None where the heads can be shared."""
+    try:
+        check_heads(geometry, tp)
+    except UsageError as error:
+        return Refusal(f"{error.message}: the engine does not start", mend=error.hint)
+    return None
 
 
 def _drop(geometry: ModelGeometry, why: str) -> EngineReport:

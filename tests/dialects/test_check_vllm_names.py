@@ -72,3 +72,20 @@ def test_scales_of_latents_are_no_scales_of_expanded_heads(
     report = ask("vllm", folder, _latent(model_type))
 
     assert (statuses(report), values(report)) == ([(status, status)], [(number, number)])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tgi", "transformers"])
+@pytest.mark.parametrize(
+    ("tp", "starts"), [(1, True), (2, True), (4, True), (3, False), (8, False)]
+)
+def test_ranks_that_cannot_share_the_heads_are_refused(
+    tmp_path: Path, engine: str, tp: int, starts: bool
+) -> None:
+    folder = save_folder(tmp_path / "f", spell(*PAIR), quantization=PER_TENSOR)
+
+    report = ask(engine, folder, tp=tp)
+
+    is_split = engine != "transformers"
+    assert (statuses(report) == both("refused")) is (is_split and not starts)
+    if is_split and not starts:
+        assert f"--tp {tp} does not divide the 4 attention heads" in report.layers[0].k.why
