@@ -20,7 +20,7 @@ SEQUENCES = 8
 _LAYERS_AT_ONCE = 8
 """Their hidden states wait for the head together; each round runs the reference once more."""
 _STANDS_OUT = 8.0
-"""A layer that costs so many times as much as the median (of two, the lesser) is worth leaving out."""
+"""A layer that costs so many times the median (of two, the lesser) is worth leaving unquantized."""
 
 
 def measure_sensitivity(
