@@ -5,14 +5,34 @@ from __future__ import annotations
 from fp8calib.dialects.check_files import ScaleFolder
 from fp8calib.dialects.check_report import EngineReport, LayerVerdict, Status, Verdict
 
+_OTHER = "the engine multiplies an FP8 cache by numbers that were made for another format"
 _KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")
 
 
 def find_recorded_dtype(folder: ScaleFolder) -> str:
-    """Give what the folder says its scales are for, in config.json or a header; else nothing."""
+    """Give what the folder says its scales are for, in a config or a header; else nothing."""
     named = [folder.config.get(key) for key in _KEYS]
+    algorithm = _find_algorithm(folder)
+    if algorithm not in ("", "FP8"):
+        return algorithm
     found = [value for value in (*named, *folder.recorded.values()) if isinstance(value, str)]
     return next((value for value in found if "fnuz" in value or "e5m2" in value), "")
+
+
+def _find_algorithm(folder: ScaleFolder) -> str:
+    """Give ModelOpt's name of the cache's format, in upper case; empty where there is none."""
+    for outer in (folder.config.get("quantization_config"), folder.modelopt):
+        nested = outer.get("quantization", outer) if isinstance(outer, dict) else None
+        if not isinstance(nested, dict):
+            continue
+        algorithm, scheme = nested.get("kv_cache_quant_algo"), nested.get("kv_cache_scheme")
+        if isinstance(algorithm, str):
+            return algorithm.upper()
+        is_modelopt = str(nested.get("quant_method", "")).startswith("modelopt")
+        if is_modelopt and isinstance(scheme, dict):
+            kind = (scheme.get("type"), scheme.get("num_bits"))
+            return "FP8" if kind == ("float", 8) else f"{kind[1]!a:.20} bits of {kind[0]!a:.20}"
+    return ""
 
 
 def amend_for_dtype(report: EngineReport, dtype: str, fnuz: str, e5m2: str) -> EngineReport:
@@ -20,7 +40,7 @@ def amend_for_dtype(report: EngineReport, dtype: str, fnuz: str, e5m2: str) -> E
 
     Args:
         report: what the engine does with scales for e4m3fn.
-        dtype: what the folder records, for example `float8_e4m3fnuz`.
+        dtype: what the folder records, for example `float8_e4m3fnuz` or `NVFP4`.
         fnuz: what the engine does with a scale for e4m3fnuz.
         e5m2: what it does with one for e5m2.
     """
@@ -28,6 +48,8 @@ def amend_for_dtype(report: EngineReport, dtype: str, fnuz: str, e5m2: str) -> E
         why, mend = fnuz, "convert the scales to e4m3fn: half of each, and record that dtype"
     elif "e5m2" in dtype:
         why, mend = e5m2, "calibrate for e4m3fn; engines use no scales with e5m2"
+    elif dtype:
+        why, mend = _OTHER, "calibrate for e4m3fn, or serve it with the cache it was made for"
     else:
         return report
     text = f"recorded for {dtype[:40]!a}: {why}"

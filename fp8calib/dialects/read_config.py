@@ -91,13 +91,18 @@ def _check_scheme(path: Path, scheme: object) -> None:
 def _find_algorithm(config: Mapping[str, object]) -> Fp8Format | None:
     """Read `kv_cache_quant_algo`: FP8 is e4m3fn, for NVIDIA's tools know no other e4m3."""
     sections = [_section(config, name) for name in _ALGORITHM_SECTIONS]
-    return E4M3FN if any(section.get(_ALGORITHM_KEY) == "FP8" for section in sections) else None
+    return E4M3FN if any(_is_fp8(section.get(_ALGORITHM_KEY)) for section in sections) else None
+
+
+def _is_fp8(algorithm: object) -> bool:
+    """Tell whether an algorithm is FP8, in letters of any size, as engines read it."""
+    return isinstance(algorithm, str) and algorithm.upper() == "FP8"
 
 
 def _check_algorithm(path: Path, config: Mapping[str, object]) -> None:
     """Refuse the other KV formats of ModelOpt and TensorRT-LLM: INT8 scales are amax / 127."""
     for section in _ALGORITHM_SECTIONS:
         algorithm = _section(config, section).get(_ALGORITHM_KEY)
-        if algorithm not in (None, "FP8"):
+        if algorithm is not None and not _is_fp8(algorithm):
             fault = f"kv_cache_quant_algo is {algorithm!a:.40}, not FP8"
             raise refusal(path, fault, hint="its scales mean something else; calibrate for FP8")

@@ -135,3 +135,34 @@ def test_of_too_many_heads_the_first_are_taken(tmp_path: Path) -> None:
     report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_HEAD))
 
     assert (statuses(report), values(report)) == (both("misread"), [(0.5, 0.5)] * 2)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("section", "status"),
+    [
+        ({"kv_cache_quant_algo": "FP8"}, "used"),
+        ({"kv_cache_quant_algo": "fp8"}, "used"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "misread"),
+        ({"kv_cache_quant_algo": "INT8"}, "misread"),
+    ],
+)
+def test_scales_of_another_cache_than_fp8s_are_misread(
+    tmp_path: Path, engine: str, section: dict[str, object], status: str
+) -> None:
+    folder = save_folder(tmp_path / "f", PROJECTIONS)
+    side = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", **section}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(side))
+
+    assert statuses(ask(engine, folder)) == both(status)
+
+
+def test_a_scheme_of_modelopt_with_other_bits_is_misread(tmp_path: Path) -> None:
+    scheme = {"type": "float", "num_bits": 4}
+    quantization = {**MODELOPT, "kv_cache_scheme": scheme}
+    folder = save_folder(tmp_path / "f", PROJECTIONS, quantization=quantization)
+
+    report = ask("vllm", folder)
+
+    assert statuses(report) == both("misread")
+    assert "4 bits of 'float'" in report.layers[0].k.why

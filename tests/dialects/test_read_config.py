@@ -100,7 +100,7 @@ def test_other_kv_formats_of_modelopt_and_tensorrt_are_refused(
 ) -> None:
     message = _refusal(tmp_path, {section: {"kv_cache_quant_algo": "INT8"}}, name)
     assert message == "kv_cache_quant_algo is 'INT8', not FP8"
-    for algorithm in ("FP8", None):
+    for algorithm in ("FP8", "fp8", None):
         _read(tmp_path, {section: {"kv_cache_quant_algo": algorithm}}, name)
 
 
