@@ -96,17 +96,17 @@ def _candidate(job: VerifyJob, opened: Opened, model: LoadedModel) -> Candidate:
 
 def _table(job: VerifyJob, opened: Opened) -> ScaleTable:
     if opened.found is not None:
-        _check_format(job, opened.found)
+        _check_format(job, opened.name, opened.found)
         return opened.found.table
     assert opened.stats is not None  # noqa: S101 -- a candidate is one of the two
     return compute_kv_scales(opened.stats, job.choices.fmt)
 
 
-def _check_format(job: VerifyJob, found: FoundScales) -> None:
+def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
     """Refuse scales of one format in a cache of another: 448 and 240 are not the same range."""
     if found.table.fmt is not job.choices.fmt:
         raise VerificationError(
-            f"the scales are for {found.table.fmt.name}, and the KV cache is emulated as "
+            f"{name}: the scales are for {found.table.fmt.name}, and the KV cache is emulated as "
             f"{job.choices.fmt.name}",
             hint=f"--fp8-dtype {found.table.fmt.name} verifies them as what they are",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fp8calib.dialects.fit_table import fits_heads
 from fp8calib.errors import VerificationError
 from fp8calib.fp8 import E5M2, Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
@@ -61,6 +62,11 @@ def _check_usable(table: ScaleTable, profile: EngineProfile) -> None:
         raise VerificationError(
             f"the scales are per head, and {profile.name} loads one per tensor",
             hint="name an engine that honours them: --engine vllm",
+        )
+    if not fits_heads(table.geometry, table.tp):
+        raise VerificationError(
+            f"the scales are of {table.tp} ranks, and the model's heads cannot lie on so many",
+            hint="the file is of another model; a degree divides the attention heads",
         )
     is_scaled = any(bool((scale.values != 1).any()) for scale in table.scales.values())
     if table.fmt is E5M2 and is_scaled and not profile.kv_scales_e5m2:

@@ -477,6 +477,18 @@ def test_a_scheme_is_for_statistics(refuse: Any, files: Path) -> None:
     refuse(2, "--scales", files / "kv-overlay", "--scheme", "w8a16")
 
 
+def test_scales_of_ranks_that_do_not_fit_the_heads_are_refused(
+    refuse: Any, files: Path, tmp_path: Path
+) -> None:
+    """Four attention heads and two KV heads lie on 1, 2 or 4 ranks."""
+    content = json.loads((files / "kv_cache_scales.tp2.json").read_text())
+    ranks = content["kv_cache"]["scaling_factor"]
+    ranks["2"] = ranks["0"]
+    (tmp_path / "three.json").write_text(json.dumps(content))
+    said = refuse(8, "--scales", tmp_path / "three.json")
+    assert "the scales are of 3 ranks, and the model's heads cannot lie on so many" in said
+
+
 def test_rules_of_the_cache_do_not_go_with_a_scheme(refuse: Any, files: Path) -> None:
     """The rules would be ranked on another question than the one that was asked."""
     options = ("--rules", "amax,mse", "--scheme", "w8a16")
