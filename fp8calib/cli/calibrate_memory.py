@@ -18,17 +18,15 @@ from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import build_skeleton
 from fp8calib.model.weights import WeightSource
 from fp8calib.run.footprint import Workload, stats_bytes
+from fp8calib.run.limits import find_limits, refuse_device_map
 from fp8calib.run.probe import Probe
 from fp8calib.run.run_plan import (
     RunPlan,
     Streamable,
-    StreamPlanner,
     describe_run,
-    find_limits,
-    plan_streamed,
     plan_whole,
-    refuse_device_map,
 )
+from fp8calib.run.stream_planner import StreamPlanner, plan_streamed
 from fp8calib.run.streamed import Streaming, open_streamed
 from fp8calib.run.streamed_calibration import LayerObserver
 

@@ -18,22 +18,20 @@ from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model
 from fp8calib.model.weights import WeightSource
 from fp8calib.run.footprint import Workload
+from fp8calib.run.limits import find_limits, refuse_device_map
 from fp8calib.run.probe import Probe
 from fp8calib.run.run_plan import (
     RunPlan,
     Streamable,
-    StreamPlanner,
     describe_run,
-    find_limits,
-    plan_streamed,
     plan_whole,
-    refuse_device_map,
 )
+from fp8calib.run.stream_planner import StreamPlanner, plan_streamed
 from fp8calib.run.streamed import Streaming
 from fp8calib.sites import Role
 from fp8calib.verify.compare import Comparing
 from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.scoring import logits_at_once
+from fp8calib.verify.scoring import scoring_bytes
 from fp8calib.verify.sensitivity import choose_batches, split_rounds
 from fp8calib.verify.streamed_compare import StreamedComparison, open_streamed_comparison
 from fp8calib.verify.verify import Question, Subject, list_emulations
@@ -147,6 +145,7 @@ def _describe(
     )
     itemsize = DTYPES[job.dtype].itemsize
     device = torch.device(job.choices.device)
+    vocab_size = int(job.source.text_config.vocab_size)
     return Streamable(
         model=model,
         geometry=job.target.geometry,
@@ -155,7 +154,7 @@ def _describe(
         work=work,
         itemsize=itemsize,
         extra={},
-        logits_bytes=logits_at_once(device) * itemsize * work.num_models,
+        logits_bytes=scoring_bytes(device, vocab_size, itemsize, work.num_models),
     )
 
 

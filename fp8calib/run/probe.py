@@ -69,7 +69,7 @@ def probe_layer(
     with streamed.placed(layer, keep=keep):
         change_layer(layer)
         was_placed = time.monotonic()
-        run_s, batch_bytes, state = _measure_run(first.run, streamed.model.device)
+        run_s, batch_bytes, state = _measure_run(first.run, streamed.device)
     return Probe(
         read_s=was_read - started,
         place_s=was_placed - was_read,

@@ -55,6 +55,7 @@ class StreamedModel:
     Attributes:
         model: the model, only parts of which have weights.
         geometry: its geometry.
+        device: where it computes.
         embeddings: the embeddings whose rows are in memory, by the name of their weight.
     """
 
@@ -63,6 +64,7 @@ class StreamedModel:
     ) -> None:
         self.model = model
         self.geometry = geometry
+        self.device = torch.device(parted.device)
         self.embeddings: Mapping[str, EmbeddingRows] = {}
         self._begin_next: Callable[[], None] = lambda: None
         self._parted = parted

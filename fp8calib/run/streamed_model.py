@@ -36,6 +36,8 @@ def compute_buffers(model: PreTrainedModel, stored: frozenset[str], device: str)
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if buffer.is_meta and name not in stored
     ]
+    if not names:
+        return  # they were computed when the model was opened before
     first, second = (_initialise(model, names, fill) for fill in (0, 1))
     path = text_decoder(model)[0]
     for name in names:

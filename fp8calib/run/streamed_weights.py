@@ -121,7 +121,7 @@ class PartedWeights:
         self._model = model
         self._weights = weights
         self._checkpoint = checkpoint
-        self._device = device
+        self.device = device
         self._known = model.state_dict(keep_vars=True)
         self._maker = {made: key for key, group in weights.parameters.items() for made in group}
         self._tied = _tied_names(model)
@@ -206,7 +206,7 @@ class PartedWeights:
         expected = self._known[name]
         if tensor.shape != expected.shape:
             raise _mismatch(self._checkpoint.folder, name, tensor.shape, expected.shape)
-        _assign(self._model, name, tensor.to(self._device))
+        _assign(self._model, name, tensor.to(self.device))
 
     def _target(self, name: str) -> torch.dtype:
         return self._dtype_of(name, self._known[name].dtype)

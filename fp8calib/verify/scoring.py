@@ -15,7 +15,11 @@ from fp8calib.data.plan import Batch
 _LOGITS_AT_ONCE = 2**22
 """Elements of one block of logits on a CPU: 16 MiB in fp32."""
 _LOGITS_AT_ONCE_GPU = 2**27
+_PRODUCT_BLOCKS = 3
+"""Blocks of logits that the product itself was seen to take on a CPU, for the moment."""
 _REDUCED_AT_ONCE = 2**20
+_REDUCTIONS = 6
+"""Tensors of so many elements that are alive in one reduction."""
 _NEIGHBOURS = 64
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -84,12 +88,14 @@ def _predicting_tokens(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tokens_at_once(device: torch.device, vocab_size: int) -> int:
-    return max(logits_at_once(device) // vocab_size, 16)
+    size = _LOGITS_AT_ONCE if device.type == "cpu" else _LOGITS_AT_ONCE_GPU
+    return max(size // vocab_size, 16)
 
 
-def logits_at_once(device: torch.device) -> int:
-    """Tell how many elements of logits, of one model, are computed at once."""
-    return _LOGITS_AT_ONCE if device.type == "cpu" else _LOGITS_AT_ONCE_GPU
+def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, num_models: int) -> int:
+    """Tell what logits take at most: a block of every model, a product's own room, reductions."""
+    block = _tokens_at_once(device, vocab_size) * vocab_size
+    return (num_models + _PRODUCT_BLOCKS) * block * itemsize + _REDUCTIONS * _REDUCED_AT_ONCE * 4
 
 
 def _score_block(

@@ -1,0 +1,232 @@
+"""The plan of a run that streams a model: by the formula alone, then by what a probe measured."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fp8calib.errors import UsageError
+from fp8calib.run.footprint import (
+    SLACK_BYTES,
+    Footprint,
+    LayerSize,
+    head_bytes,
+    hidden_bytes,
+    layer_flops,
+    peak_of_layers,
+    size_part,
+)
+from fp8calib.run.limits import Limits
+from fp8calib.run.probe import Probe, expect_duration
+from fp8calib.run.run_plan import RunPlan, Streamable, list_inside, list_whole
+from fp8calib.run.spelling import spell_size
+from fp8calib.run.streamed import layer_parts, part_around
+from fp8calib.run.streamed_weights import PartedWeights
+
+_GIB = 2**30
+_ROUNDED_BYTES = 2**25
+"""Two runs of one command differ by less; the smallest cap is named so much larger."""
+
+
+class StreamPlanner:
+    """Plans to stream a model: first by the formula alone, then by what a probe has measured."""
+
+    def __init__(
+        self,
+        subject: Streamable,
+        limits: Limits,
+        layers: list[LayerSize],
+        *,
+        around_bytes: int,
+        scratch: Path,
+    ) -> None:
+        self._subject = subject
+        self._limits = limits
+        self._layers = layers
+        self._around_bytes = around_bytes
+        self._scratch = scratch
+        self._why = _explain(subject, limits)  # a probe leaves rows where an embedding was
+
+    def plan(
+        self,
+        probe: Probe | None = None,
+        *,
+        total_bytes: int = 0,
+        further_walks: Sequence[float] = (),
+    ) -> RunPlan:
+        """Plan the run.
+
+        Args:
+            probe: what was measured, if anything was.
+            total_bytes: what is read at least, the layers included.
+            further_walks: the layers are walked again so many times, each with this part of what
+                runs through them the first time.
+
+        Raises:
+            UsageError: memory or disk have no room even so; the message names what is needed.
+        """
+        peak = self._host_peak(probe)
+        self._check_host(peak)
+        device_peak = self._device_peak(probe)
+        self._check_device(device_peak)
+        hidden = self._hidden_bytes(probe)
+        in_ram = min(hidden, self._limits.host_bytes - peak.total_bytes)
+        scratch = hidden - in_ram
+        self._check_disk(scratch)
+        return RunPlan(
+            streams=True,
+            why=self._why,
+            num_layers=len(self._layers),
+            read_bytes=max(self._read_bytes(1 + len(further_walks)), total_bytes),
+            peak=peak.with_part("hidden states", in_ram),
+            limit_bytes=self._limits.host_bytes,
+            device_peak=device_peak,
+            hidden_ram_bytes=in_ram,
+            scratch=self._scratch,
+            scratch_bytes=scratch,
+            expected_s=None
+            if probe is None
+            else sum(self._expect_s(probe, share) for share in (1.0, *further_walks)),
+        )
+
+    def _host_peak(self, probe: Probe | None) -> Footprint:
+        own = {"process": self._limits.process_bytes + SLACK_BYTES}
+        if self._limits.device_bytes is None:
+            return Footprint(parts={**own, **self._streamed_parts(probe)})
+        stored = [replace(layer, placed=0) for layer in self._layers]
+        keep = self._subject.work.changes_weights
+        return Footprint(parts={**own, "layers": peak_of_layers(stored, keep=keep)})
+
+    def _device_peak(self, probe: Probe | None) -> Footprint | None:
+        if self._limits.device_bytes is None:
+            return None
+        return Footprint(parts=self._streamed_parts(probe, on_device=True))
+
+    def _streamed_parts(self, probe: Probe | None, *, on_device: bool = False) -> dict[str, int]:
+        subject = self._subject
+        if on_device:
+            layers = max(layer.placed for layer in self._layers)
+        else:
+            layers = peak_of_layers(self._layers, keep=subject.work.changes_weights)
+        inside = list_inside(subject, head=False)
+        if probe is not None and probe.batch_bytes is not None and not on_device:
+            inside["micro-batch"] = max(inside["micro-batch"], probe.batch_bytes)
+        beside = {"embedding": self._embedding_bytes(), "around the layers": self._around_bytes}
+        at_layers = layers + sum(inside.values())
+        # The head comes when the last layer is gone: only what it takes above the layers counts.
+        head = max(_head_bytes(subject) - at_layers, 0)
+        return {**beside, "layers": layers, **inside, **({"head": head} if head else {})}
+
+    def _embedding_bytes(self) -> int:
+        subject = self._subject
+        width = subject.model.config.get_text_config(decoder=True).hidden_size
+        return int(subject.work.num_distinct * width * subject.itemsize)
+
+    def _read_bytes(self, walks: int) -> int:
+        layers = sum(layer.stored for layer in self._layers)
+        head = head_bytes(self._subject.model, self._subject.itemsize)
+        once = self._embedding_bytes() + self._around_bytes
+        return walks * (layers + (head if self._subject.logits_bytes else 0)) + once
+
+    def _hidden_bytes(self, probe: Probe | None) -> int:
+        work = self._subject.work
+        if probe is None:
+            return hidden_bytes(self._subject.model, work, self._subject.itemsize)
+        probed_tokens = max(work.rows * work.columns, 1)
+        return math.ceil(probe.state_bytes * work.num_models * work.num_tokens / probed_tokens)
+
+    def _expect_s(self, probe: Probe, share: float) -> float:
+        """Expect a walk through all layers, and through the head where logits are needed."""
+        subject, work = self._subject, self._subject.work
+        flops = layer_flops(subject.model, subject.geometry, work.columns)
+        num_batches = share * work.num_tokens / max(work.rows * work.columns, 1)
+        expected = expect_duration(probe, self._layers, flops, num_batches)
+        if subject.logits_bytes:
+            head = 2 * head_bytes(subject.model, 1)
+            expected += probe.run_s * num_batches * head / max(flops[0], 1)
+        return expected
+
+    def _check_host(self, peak: Footprint) -> None:
+        limits, needed = self._limits, peak.total_bytes
+        if needed <= limits.host_bytes:
+            return
+        parts = ", ".join(f"{name} {spell_size(size)}" for name, size in peak.parts.items())
+        smallest = math.ceil((needed + _ROUNDED_BYTES) / _GIB * 100) / 100
+        shrink = "a smaller --batch-size or --seq-len takes less"
+        raise UsageError(
+            f"even layer by layer the model needs {spell_size(needed)} ({parts}), and "
+            f"{spell_size(limits.host_bytes)} are {limits.host_why}",
+            hint=f"the smallest --memory that works is {smallest:.2f}; {shrink}"
+            if limits.is_given
+            else f"use a machine with more memory; {shrink}",
+        )
+
+    def _check_device(self, peak: Footprint | None) -> None:
+        free = self._limits.device_bytes
+        if peak is not None and free is not None and peak.total_bytes > free:
+            raise UsageError(
+                f"even layer by layer the model needs {spell_size(peak.total_bytes)} on the GPU, "
+                f"and {spell_size(free)} are free",
+                hint="use a smaller --batch-size or --seq-len, or --device cpu",
+            )
+
+    def _check_disk(self, scratch_bytes: int) -> None:
+        free = shutil.disk_usage(self._scratch).free
+        if scratch_bytes > free:
+            raise UsageError(
+                f"{self._scratch}: {spell_size(scratch_bytes)} of hidden states have to wait "
+                f"there, and {spell_size(free)} are free",
+                hint="use fewer --samples, a larger --memory, or another disk",
+            )
+
+
+def plan_streamed(
+    subject: Streamable,
+    limits: Limits,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    scratch: Path,
+) -> StreamPlanner:
+    """Measure the layers of a model, by their shapes, for a plan to stream it.
+
+    Args:
+        subject: the model, built without weights in `dtype`.
+        limits: what memory there is.
+        dtype: what it computes in.
+        device: where.
+        scratch: folder for hidden states that memory has no room for.
+
+    Raises:
+        ModelError: a weight is missing or has another shape.
+    """
+    model, geometry, weights = subject.model, subject.geometry, subject.weights
+    parted = PartedWeights(model, weights, subject.checkpoint, dtype=dtype, device=device)
+    return StreamPlanner(
+        subject,
+        limits,
+        [size_part(parted, part) for part in layer_parts(geometry, parted)],
+        around_bytes=parted.size_bytes(part_around(model, geometry, weights, parted)),
+        scratch=scratch,
+    )
+
+
+def _head_bytes(subject: Streamable) -> int:
+    if not subject.logits_bytes:
+        return 0
+    return head_bytes(subject.model, subject.itemsize) + subject.logits_bytes
+
+
+def _explain(subject: Streamable, limits: Limits) -> str:
+    needed = sum(list_whole(subject).values())
+    if limits.device_bytes is None:
+        needed += limits.process_bytes + SLACK_BYTES
+        there = f"{spell_size(limits.host_bytes)} are {limits.host_why}"
+    else:
+        there = f"{spell_size(limits.device_bytes)} are free on the GPU"
+    return f"streaming layer by layer: the model needs {spell_size(needed)}, {there}"
