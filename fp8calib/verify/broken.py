@@ -74,4 +74,5 @@ def _is_lost(row: LayerResult) -> bool:
 def _stands_out(row: LayerResult, usual_db: float) -> bool:
     if row.sqnr_db is None or row.sqnr_db >= usual_db - _LOST_DB:
         return False
-    return row.sqnr_db >= LEAST_DB and (row.clipped > 0 or row.flushed > _FLUSHED)
+    is_hurt = row.role == "weight" or row.clipped > 0 or row.flushed > _FLUSHED
+    return row.sqnr_db >= LEAST_DB and is_hurt

@@ -177,6 +177,8 @@ def emulate_checkpoint(
             hint="name the model that the checkpoint was made from",
         )
     others = _list_others(model, stored)
+    for name in sorted(others):
+        _require_there(name, checkpoint, source)
     _refuse_embeddings(model, checkpoint, source)
     quantizer = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.TENSOR)
     plain = Stored(
@@ -241,13 +243,7 @@ def _copied(
 
 
 def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource) -> bool:
-    names = source.names_of([parameter.name])
-    if not names:
-        strangers = ", ".join(source.unused[:3]) or "nothing else"
-        raise VerificationError(
-            f"{checkpoint.folder}: there is no weight for {parameter.name}",
-            hint=f"what belongs to no part of the model there: {strangers}",
-        )
+    names = _require_there(parameter.name, checkpoint, source)
     quantized = names & checkpoint.quantized
     if quantized and quantized != names:
         missing = sorted(names - quantized)
@@ -255,6 +251,19 @@ def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: We
             f"{checkpoint.folder}: {parameter.name} is stored in FP8 in part: {missing[0]} is not"
         )
     return bool(quantized)
+
+
+def _require_there(
+    parameter: str, checkpoint: Fp8Checkpoint, source: WeightSource
+) -> frozenset[str]:
+    names = source.names_of([parameter])
+    if not names:
+        strangers = ", ".join(source.unused[:3]) or "nothing else"
+        raise VerificationError(
+            f"{checkpoint.folder}: there is no weight for {parameter}",
+            hint=f"what belongs to no part of the model there: {strangers}",
+        )
+    return names
 
 
 def _has_groups(

@@ -392,6 +392,15 @@ def test_a_scale_is_broken_when(changes: dict[str, float], is_broken: bool) -> N
     assert bool(find_broken("mine", rows)) is is_broken
 
 
+@pytest.mark.parametrize(("sqnr_db", "is_named"), [(20.0, True), (24.9, True), (25.1, False)])
+def test_a_weight_that_is_not_what_it_was_is_named(sqnr_db: float, is_named: bool) -> None:
+    """A scale that is a tenth too large clips nothing and flushes nothing."""
+    rows = [row("mine", 9, sqnr_db, role="weight")]
+    rows += [row("mine", layer, role="weight") for layer in range(4)]
+    said = advise([candidate("mine", 1.0)], rows, {})
+    assert ("layers.9.attn.weight (layer 9, amax 3) is not what it was" in said) is is_named
+
+
 def test_three_broken_sites_are_described_and_the_others_counted() -> None:
     rows = [row("mine", layer, 1.0 + layer, clipped=0.25, scale=0.5) for layer in range(5)]
     said = advise([candidate("mine", 1.0, Verdict.FAIL)], rows, {})

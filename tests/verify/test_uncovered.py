@@ -67,6 +67,22 @@ def test_weights_outside_the_layers_are_those_of_the_checkpoint(tmp_path: Path) 
     assert float((found["reference"] - expected).abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model.norm.weight", "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"],
+)
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(name: str, tmp_path: Path) -> None:
+    """Also one that no scheme quantizes: engines would run with what memory held."""
+    zoo.save("llama", tmp_path / "m", tie_word_embeddings=False)
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
+    said = fail(8, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
+    assert f"there is no weight for {name}" in said
+
+
 def quantize_rows(tensors: dict[str, torch.Tensor], name: str) -> None:
     """Store one more weight in FP8, a scale per row."""
     scale = tensors[name].float().abs().amax(1, keepdim=True) / 448
