@@ -146,6 +146,8 @@ def _open_journal(
 
 def _describe_start(journal: Journal, header: StatsHeader) -> str:
     done = journal.done
+    if journal.has_layers:
+        return "--resume: going on after the layers that were run"
     if done == NOTHING:
         return "--resume: no interrupted run has left anything, beginning at the beginning"
     return (

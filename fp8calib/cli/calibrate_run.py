@@ -197,8 +197,6 @@ def _run(
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
     if crew is not None:
         say(describe_crew(crew))
-    if mode.streaming is not None and job.settings.resume:
-        warn("--resume: a model that is streamed leaves no checkpoints; what it had done is lost")
     started = time.monotonic()
     portion = Portion(shard=job.settings.shard, journal=work.journal, crew=crew)
     with PeakMemory() as memory, nullcontext() if crew is None else crew.in_touch():

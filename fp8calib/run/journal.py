@@ -6,6 +6,7 @@ and the end is the same, byte for byte.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ LONGEST_INTERVAL_S = 10.0
 """Nothing older than this is lost, but for the batch that is running."""
 _SHORTEST_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 50.0
+STATS_NAME = "stats.safetensors"
 _PREFIX = "checkpoint-"
 _WORTH_KEEPING_S = 1.0
 
@@ -83,7 +85,7 @@ class Journal:
         self._text_hashes = text_hashes
         self._shard = shard or Share()
         self._batch_size = batch_size
-        self._warn = warn
+        self.warn = warn
         self._rank = rank
         self._cost_s = 0.0
         self._has_written = False
@@ -97,8 +99,10 @@ class Journal:
             DataError: a file is damaged.
         """
         found = _drop_repeated(
-            [self._load(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))]
+            [self.load_file(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))]
         )
+        for path in self._folder.glob(f"{_PREFIX}layers-*[0-9]/{STATS_NAME}"):
+            self.load_file(path)  # of this calibration, or refused; its turn comes later
         self.sites = merge_sites(stats.sites for stats in found)
         self.done = Done(
             sequences=join_ranges([each for stats in found for each in _part_of(stats).sequences]),
@@ -131,7 +135,25 @@ class Journal:
     def remove(self) -> None:
         """Remove the files: the run has ended."""
         for path in self._folder.glob(f"{_PREFIX}*"):
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    @property
+    def layers_stem(self) -> Path:
+        """How the folders begin in which a streamed run keeps states (`LayerJournal`)."""
+        return self._folder / f"{_PREFIX}layers-{self._rank}"
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether a streamed run has left the state after a layer."""
+        return any(self._folder.glob(f"{_PREFIX}layers-*/{STATS_NAME}"))
+
+    def save_file(self, path: Path, sites: Mapping[Site, SiteStats]) -> None:
+        """Write statistics of no whole sequence, such as those of some layers.
+
+        Raises:
+            ExportError: they cannot be written.
+        """
+        save_stats(self._make_stats(sites, ()), path)
 
     def _keep(self, recorder: Recorder) -> None:
         sequences = recorder.sequences
@@ -144,25 +166,36 @@ class Journal:
         self, name: str, sites: Mapping[Site, SiteStats], sequences: tuple[tuple[int, int], ...]
     ) -> None:
         started = time.monotonic()
+        stats = self._make_stats(sites, sequences)
+        if not self._folder.is_dir():  # that of a process on another machine
+            return
+        try:
+            save_stats(stats, self._folder / f"{_PREFIX}{name}.safetensors")
+        except ExportError as error:
+            self.warn(f"no checkpoint was written, the run goes on: {error.message}")
+        self._kept_at = self._called_at = time.monotonic()
+        self._cost_s = self._kept_at - started
+
+    def _make_stats(
+        self, sites: Mapping[Site, SiteStats], sequences: tuple[tuple[int, int], ...]
+    ) -> CalibrationStats:
         part = StatsPart(
             index=self._shard.index,
             count=self._shard.count,
             batch_size=self._batch_size,
             sequences=sequences,
         )
-        stats = CalibrationStats(
+        return CalibrationStats(
             header=self.header, sites=sites, text_hashes=self._text_hashes, part=part
         )
-        if not self._folder.is_dir():  # that of a process on another machine
-            return
-        try:
-            save_stats(stats, self._folder / f"{_PREFIX}{name}.safetensors")
-        except ExportError as error:
-            self._warn(f"no checkpoint was written, the run goes on: {error.message}")
-        self._kept_at = self._called_at = time.monotonic()
-        self._cost_s = self._kept_at - started
 
-    def _load(self, path: Path) -> CalibrationStats:
+    def load_file(self, path: Path) -> CalibrationStats:
+        """Read what an earlier run has kept.
+
+        Raises:
+            UsageError: it was of another calibration; the message says in what it differs.
+            DataError: the file is damaged.
+        """
         try:
             stats = load_stats(path, takes_part=True)
         except DataError as error:
@@ -170,7 +203,7 @@ class Journal:
         difference = explain_other_run(stats.header, self.header) or self._explain_cut(stats)
         if difference:
             raise UsageError(
-                f"{path.parent}: the interrupted run was another one: {difference}",
+                f"{self._folder}: the interrupted run was another one: {difference}",
                 hint="repeat its command line, or leave out --resume to begin anew",
             )
         return stats

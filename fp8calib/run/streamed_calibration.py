@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.geometry import Linear
+from fp8calib.merging import merge_sites
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.seams import tapped
 from fp8calib.recipe import Observe
+from fp8calib.run.journal import Journal
+from fp8calib.run.layer_journal import LayerJournal
 from fp8calib.run.probe import Probe, probe_layer
 from fp8calib.run.streamed import StreamedLayer, StreamedModel, Streaming
 from fp8calib.run.streamed_runner import StreamedRunner
@@ -63,7 +66,11 @@ class LayerObserver:
         return self._finish()
 
     def observe(
-        self, batches: Sequence[Batch], streaming: Streaming, advance: Callable[[int], None]
+        self,
+        batches: Sequence[Batch],
+        streaming: Streaming,
+        advance: Callable[[int], None],
+        journal: Journal | None = None,
     ) -> dict[Site, SiteStats]:
         """Run batches through the model.
 
@@ -72,9 +79,11 @@ class LayerObserver:
             CalibrationError: an activation is NaN or inf; the message names layer and sample.
         """
         runner = self._runner(streaming)
+        kept = None if journal is None else LayerJournal(journal, batches)
         with self._tapped():
-            runner.run(batches, self.recorder, advance, meet_layer=self._meet)
-        return self._finish() | self.recorder.stats()
+            runner.run(batches, self.recorder, advance, meet_layer=self._meet, journal=kept)
+        earlier = {} if kept is None else kept.sites
+        return merge_sites([self._finish(), earlier, self.recorder.stats()])
 
     def _runner(self, streaming: Streaming) -> StreamedRunner:
         return StreamedRunner(

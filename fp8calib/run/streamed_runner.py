@@ -16,6 +16,7 @@ from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.observe.seams import TappedCache, own_attentions
 from fp8calib.run.decoder import Decoder
+from fp8calib.run.layer_journal import LayerJournal
 from fp8calib.run.probe import FirstLayer
 from fp8calib.run.streamed import (
     StreamedLayer,
@@ -69,6 +70,7 @@ class StreamedRunner:
         advance: Callable[[int], None],
         *,
         meet_layer: Callable[[StreamedLayer], None],
+        journal: LayerJournal | None = None,
     ) -> None:
         """Run all batches through every layer in turn.
 
@@ -77,12 +79,13 @@ class StreamedRunner:
             recorder: is shown them, once a layer.
             advance: is told the tokens of each, once a layer.
             meet_layer: is shown every layer when its tensors were read, before it runs.
+            journal: keeps what was seen, and says which layers an earlier run has run.
 
         Raises:
             CalibrationError: an activation is NaN or inf; the message names layer and sample.
         """
         try:
-            self._walk(batches, recorder, advance, meet_layer, until=None)
+            self._walk(batches, recorder, advance, meet_layer, until=None, journal=journal)
         except _NonfiniteError as error:
             raise self._locate(error, recorder) from None
 
@@ -119,14 +122,22 @@ class StreamedRunner:
         meet_layer: Callable[[StreamedLayer], None],
         *,
         until: int | None,
+        journal: LayerJournal | None = None,
     ) -> None:
         with ExitStack() as stack:
             steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
             store = stack.enter_context(open_store(self._streaming))
+            first = 0 if journal is None else journal.load(store)
+            advance(first * sum(batch.num_tokens for batch in batches))
             for layer in stack.enter_context(self._streamed.layers(until=until)):
                 meet_layer(layer)
+                if layer.layer.index < first:
+                    self._streamed.pass_over()
+                    continue
                 with self._streamed.placed(layer):
                     self._run_layer(steps, store, layer, batches, recorder, advance)
+                if journal is not None and self._has_next(layer):
+                    journal.note(layer.layer.index, store, recorder.stats())
 
     def _run_layer(
         self,
@@ -146,6 +157,9 @@ class StreamedRunner:
                 if (site := recorder.check_finite()) is not None:
                     raise _NonfiniteError(site, unchecked, index)
                 unchecked = []
+
+    def _has_next(self, layer: StreamedLayer) -> bool:
+        return layer.layer.index < len(self._streamed.geometry.layers) - 1
 
     def _is_full(self, group: Sequence[Batch]) -> bool:
         return self._decoder.device.type == "cpu" or len(group) >= GPU_BATCHES_PER_CHECK

@@ -16,6 +16,7 @@ from fp8calib.data.shares import Share
 from fp8calib.errors import DataError, ExportError, UsageError
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run import journal as journal_module
+from fp8calib.run import layer_journal
 from fp8calib.run.journal import Journal
 from fp8calib.stats import StatsHeader, load_stats
 from tests import zoo
@@ -179,6 +180,55 @@ def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
         assert as_bytes(subject.calibrate(portion), tmp_path) == whole
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
+def test_a_streamed_run_goes_on_after_its_last_layer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the second layer, and, where there are four, again in the fourth."""
+    monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(layer_journal, "_INTERVAL_PER_COST", 0.0)
+    num_batches = 8
+    model = zoo.save(family, tmp_path / "model")
+    num_layers = model.config.num_hidden_layers
+    ends = [Stopping(1 + num_batches + 3, kill), Stopping(1 + 2 * num_batches + 3, kill)]
+    with opened(tmp_path / "model", streamed=True) as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        kept = tmp_path / "kept"
+        assert end_and_go_on(subject, kept, ends[: num_layers // 2]) == whole
+        progress = Stopping(10**9, kill)
+        assert (
+            as_bytes(subject.calibrate(keep_in(kept, subject), progress=progress), tmp_path)
+            == whole
+        )
+    # It knew all layers but the last: one step for those, and the batches of one layer.
+    assert 10**9 - progress.left == 1 + num_batches
+
+
+def test_layers_of_other_batches_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0)
+    zoo.save("llama", tmp_path / "model")
+    kept = tmp_path / "kept"
+    with opened(tmp_path / "model", streamed=True) as subject:
+        whole = as_bytes(subject.calibrate(batch_size=3), tmp_path)
+        subject.calibrate(keep_in(kept, subject))
+        assert [path.name for path in kept.iterdir()] == ["checkpoint-layers-0-00000"]
+        portion = keep_in(kept, subject)
+        assert as_bytes(subject.calibrate(portion, batch_size=3), tmp_path) == whole
+        with pytest.raises(UsageError, match="other data"):
+            keep_in(kept, subject, seed=5)
+    (next(kept.iterdir()) / "state-000003.pt").write_bytes(b"torn")
+    told: list[str] = []
+    with opened(tmp_path / "model", streamed=True) as subject:
+        portion = keep_in(kept, subject)
+        assert portion.journal is not None
+        monkeypatch.setattr(portion.journal, "warn", told.append)
+        assert as_bytes(subject.calibrate(portion, batch_size=3), tmp_path) == whole
+    assert len(told) == 1
+    assert "beginning anew" in told[0]
+
+
 def test_a_shard_goes_on_too(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     shard = Share(index=2, count=2)
@@ -268,7 +318,7 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on(
         whole = as_bytes(subject.calibrate(), tmp_path)
         portion = keep_in(tmp_path / "kept", subject)
         assert portion.journal is not None
-        monkeypatch.setattr(portion.journal, "_warn", told.append)
+        monkeypatch.setattr(portion.journal, "warn", told.append)
         with monkeypatch.context() as patch:
             patch.setattr(journal_module, "save_stats", no_space)
             stats = subject.calibrate(portion)

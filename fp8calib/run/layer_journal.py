@@ -1,0 +1,110 @@
+"""What a streamed run has seen, kept layer by layer with the hidden states that wait there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fp8calib.checkpoint.atomic import format_size
+from fp8calib.data.plan import Batch
+from fp8calib.data.shares import sequences_of
+from fp8calib.errors import ExportError
+from fp8calib.merging import merge_sites
+from fp8calib.run.journal import STATS_NAME, Journal
+from fp8calib.run.streamed_store import StateStore
+from fp8calib.sites import Site
+from fp8calib.stats import SiteStats
+
+_INTERVAL_PER_COST = 20.0
+_SHORTEST_INTERVAL_S = 2.0
+_LAYER_NAME = "layer.json"
+
+
+class LayerJournal:
+    """A folder with the state after one layer; a later layer's takes its place, whole.
+
+    Writing takes at most a twentieth of the time: where layers are quick, some are passed over.
+    """
+
+    def __init__(self, journal: Journal, batches: Sequence[Batch]) -> None:
+        self._journal = journal
+        self._stem = journal.layers_stem
+        self._sequences = sequences_of(batches)
+        self._cost_s = 0.0
+        self._kept_at = time.monotonic()
+        self.sites: Mapping[Site, SiteStats] = {}
+        """What an earlier run has seen, in the layers before the first."""
+
+    def load(self, store: StateStore) -> int:
+        """Take up what an earlier run of the same batches has left; give the first layer to run."""
+        found = sorted(self._stem.parent.glob(f"{self._stem.name}-[0-9]*[0-9]"))
+        if not found:
+            return 0
+        folder = found[-1]
+        known = json.loads((folder / _LAYER_NAME).read_bytes())
+        if [tuple(pair) for pair in known["sequences"]] != self._sequences:
+            return 0  # shared out among another number of processes
+        try:
+            sites = self._journal.load_file(folder / STATS_NAME).sites
+            for number in range(len(self._sequences)):
+                store.put(number, torch.load(folder / _name_state(number), weights_only=True))
+        except Exception as error:  # noqa: BLE001 -- a torn pickle raises anything
+            self._journal.warn(f"{folder.name} cannot be read, beginning anew: {error}")
+            return 0
+        self.sites = sites
+        return int(known["layer"]) + 1
+
+    def note(self, layer: int, store: StateStore, sites: Mapping[Site, SiteStats]) -> None:
+        """Keep the state after a layer, where the last that was kept is long enough ago."""
+        started = time.monotonic()
+        interval_s = max(_SHORTEST_INTERVAL_S, _INTERVAL_PER_COST * self._cost_s)
+        if started - self._kept_at < interval_s or not self._stem.parent.is_dir():
+            return
+        try:
+            self._keep(layer, store, sites)
+        except (ExportError, OSError, RuntimeError) as error:  # torch.save's own is a RuntimeError
+            shutil.rmtree(self._new_folder, ignore_errors=True)
+            self._journal.warn(f"no checkpoint was written, the run goes on: {error}")
+        self._kept_at = time.monotonic()
+        self._cost_s = self._kept_at - started
+
+    @property
+    def _new_folder(self) -> Path:
+        return self._stem.with_name(f"{self._stem.name}.new")
+
+    def _keep(self, layer: int, store: StateStore, sites: Mapping[Site, SiteStats]) -> None:
+        new = self._new_folder
+        shutil.rmtree(new, ignore_errors=True)
+        needed = store.ram_bytes + store.file_bytes
+        if shutil.disk_usage(new.parent).free < needed:
+            raise ExportError(f"{new.parent}: {format_size(needed)} are needed on its disk")
+        new.mkdir()
+        for number in range(len(self._sequences)):
+            torch.save(_detached(store.get(number, torch.device("cpu"))), new / _name_state(number))
+        self._journal.save_file(new / STATS_NAME, merge_sites([self.sites, sites]))
+        told = {"layer": layer, "sequences": self._sequences}
+        (new / _LAYER_NAME).write_text(json.dumps(told), encoding="utf-8")
+        kept = self._stem.with_name(f"{self._stem.name}-{layer:05}")
+        shutil.rmtree(kept, ignore_errors=True)  # there only where it was of no use
+        new.rename(kept)
+        for folder in self._stem.parent.glob(f"{self._stem.name}-*"):
+            if folder != kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _name_state(number: int) -> str:
+    return f"state-{number:06}.pt"
+
+
+def _detached(tree: object) -> object:
+    """Copy tensors out of the memory they share with others, their order in it kept."""
+    return pytree.tree_map(
+        lambda leaf: torch.empty_like(leaf).copy_(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+        tree,
+    )
