@@ -27,11 +27,16 @@ from fp8calib.verify.looking import LookingTaps
 from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.schemes import find_scheme
 from fp8calib.verify.streamed_compare import open_streamed_comparison
+from tests import zoo
 from tests.run.test_streamed import MODELS
 from tests.truth.test_statistics import Silent, draw, make_plan
 
 RECIPE = Recipe(name="test", observe=Observe(weights=True, inputs=True))
 VLLM = find_profile("vllm")
+FURTHER = [
+    f"further-{name}" for name in ("bamba", "gemma4_text", "granitemoehybrid", "qwen3_5_text")
+]
+"""Mixers without K and V, shared K and V, and tensors at odd places in their file."""
 LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4]
 
 
@@ -139,7 +144,7 @@ def require_same(whole: Compared, streamed: Compared) -> None:
     assert streamed.weight_scales == whole.weight_scales
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", [*sorted(zoo.ZOO), *FURTHER])
 def test_every_architecture_gives_the_same_scores(name: str, tmp_path: Path) -> None:
     """Rows of several lengths, padded inside batches; hidden states wait in a file."""
     MODELS[name](tmp_path / "model")
@@ -151,3 +156,31 @@ def test_every_architecture_gives_the_same_scores(name: str, tmp_path: Path) -> 
     assert looked.found.keys() == seen.found.keys()
     for key, sums in seen.found.items():
         assert torch.equal(looked.found[key], sums)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_bfloat16_is_cast_before_experts_are_joined(name: str, tmp_path: Path) -> None:
+    """In the dtype of a fast processor, and with hidden states that stay in memory."""
+    MODELS[name](tmp_path / "model")
+    plan = make_plan(draw([20] * 8, seed=9))
+    options = {"dtype": torch.bfloat16, "ram_bytes": 2**30}
+    whole, _ = compare(tmp_path / "model", plan, streamed=False, **options)  # type: ignore[arg-type]
+    streamed, _ = compare(tmp_path / "model", plan, streamed=True, **options)  # type: ignore[arg-type]
+    require_same(whole, streamed)
+
+
+def test_one_layer_after_another_runs_through_the_same_open_model(tmp_path: Path) -> None:
+    """Candidates that change one layer each, as `--sensitivity` makes them."""
+    MODELS["qwen3_moe"](tmp_path / "model")
+    plan = make_plan(draw(LENGTHS, seed=9), packed=False)
+
+    def split(found: dict[str, Emulation]) -> dict[str, Emulation]:
+        modules = {site.module for site in found["static and kv"].quantizers}
+        layers = [{m for m in modules if m.startswith(f"model.layers.{i}.")} for i in (0, 1)]
+        return {str(i): found["static and kv"].only(frozenset(m)) for i, m in enumerate(layers)}
+
+    whole, _ = compare(tmp_path / "model", plan, streamed=False, choose=split)
+    streamed, _ = compare(tmp_path / "model", plan, streamed=True, choose=split)
+    require_same(whole, streamed)
+    assert whole.weight_scales["0"].keys().isdisjoint(whole.weight_scales["1"])
+    assert whole.weight_scales["0"]
