@@ -245,7 +245,7 @@ def build_checkpoint(
     checkpoint = opened.checkpoint
     assert checkpoint is not None  # noqa: S101 -- the caller chose by it
     source = WeightSource(model, checkpoint)
-    _check_embedding(checkpoint, source, model, target)
+    _check_ends(checkpoint, source, model, target)
     quantizers, weights = emulate_checkpoint(
         checkpoint,
         source,
@@ -267,12 +267,16 @@ def build_checkpoint(
     )
 
 
-def _check_embedding(
+def _check_ends(
     checkpoint: Fp8Checkpoint, source: WeightSource, model: LoadedModel, target: Target
 ) -> None:
-    """Refuse a checkpoint whose embedding is another model's; no FP8 scheme touches it."""
-    embedding = model.get_input_embeddings()
-    own = [name for name, value in model.named_parameters() if value is embedding.weight]
+    """Refuse a checkpoint whose embedding or head is another model's; no FP8 scheme touches them.
+
+    All candidates are scored by the head of the model.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [end.weight for end in ends if end is not None]
+    own = [name for name, value in model.named_parameters() if any(value is w for w in weights)]
     for name in source.names_of(own) - checkpoint.quantized:
         original = target.checkpoint
         if name not in original or original.dtype(name) != checkpoint.dtype(name):

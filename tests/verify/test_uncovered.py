@@ -128,6 +128,19 @@ def test_embeddings_and_heads_in_fp8_are_refused(name: str, tmp_path: Path) -> N
     assert f"{name} is stored in FP8, an embedding or the output head" in said
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_changed_embedding_or_head_is_refused(name: str, tmp_path: Path) -> None:
+    """Nothing would come of a changed head: every candidate is scored by the model's own."""
+    zoo.save("llama", tmp_path / "m", tie_word_embeddings=False)
+    succeed("quantize", tmp_path / "m", "--scheme", "w8a16", "--out", tmp_path / "q")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ROWS[0]}])
+    said = fail(8, "verify", tmp_path / "m", "--scales", tmp_path / "q", "--data", data)
+    assert f"its {name} is not that of the model" in said
+
+
 @pytest.mark.parametrize(
     ("family", "missed"),
     [
