@@ -37,7 +37,7 @@ class Figure:
     target: float | None
     """At most this; None for what is only shown."""
     numerator: float | None = None
-    """Median of the upper side alone: seconds, or MB of peak memory."""
+    """Median of the upper side alone: seconds, MB of peak memory, or tokens a second."""
     denominator: float | None = None
 
     @property
@@ -365,7 +365,8 @@ def format_figure(figure: Figure) -> str:
     if figure.target is not None:
         line += f"  target {figure.target:.2f}  {figure.verdict}"
     if figure.numerator is not None:
-        sides = "MB" if "memory" in figure.name else "s"
+        named = {"memory": "MB", "tokens/s": "tokens/s"}
+        sides = next((unit for word, unit in named.items() if word in figure.name), "s")
         digits = 0 if sides == "MB" else 1
         line += f"  ({figure.numerator:.{digits}f} / {figure.denominator:.{digits}f} {sides})"
     return line
