@@ -37,6 +37,9 @@ class _Console(Console):
 _out = _Console(highlight=False, soft_wrap=True)
 _talk = _Console(stderr=True, highlight=False, soft_wrap=True)
 
+_MOST_LAID_OUT = 2000
+"""A million rows took rich more than two minutes and two gigabytes."""
+
 
 def be_silent(is_silent: bool = True) -> None:
     """Print nothing from now on: another process talks for this one."""
@@ -94,7 +97,10 @@ def drop_stdout() -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout; cells that look like numbers are set to the right."""
+    """Print a table on stdout, numbers set to the right; a long one in plain lines."""
+    if len(rows) > _MOST_LAID_OUT:
+        _print_long_table(title, columns, rows)
+        return
     console = _wide_enough()
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
@@ -105,6 +111,17 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     with _to_stdout():
         console.print(Text(title, style="bold"))
         console.print(table)
+
+
+def _print_long_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if _out.quiet:
+        return
+    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+    with _to_stdout():
+        sys.stdout.write(f"{title}\n")
+        for row in (columns, *rows):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
 def _wide_enough() -> Console:

@@ -32,6 +32,20 @@ def test_json_numbers_of_any_size_are_shown(tmp_path: Path) -> None:
     }
 
 
+def test_long_tables_are_plain_lines(tmp_path: Path) -> None:
+    layers = {str(index): index + 0.5 for index in range(3000)}
+    document = {"kv_cache": {"scaling_factor": {"0": layers}}}
+    (tmp_path / "s.json").write_text(json.dumps(document))
+
+    title, head, *lines = succeed("show", tmp_path / "s.json").out.splitlines()
+
+    names = [f"kv_cache.scaling_factor.0.{index}" for index in range(3000)]
+    width = len(names[-1])
+    assert title.endswith("s.json")
+    assert head == f"{'scale'.ljust(width)}  value"
+    assert lines == [f"{name.ljust(width)}  {i}.5" for i, name in enumerate(names)]
+
+
 def test_deep_documents_are_no_matter(tmp_path: Path) -> None:
     path = tmp_path / "scales.json"
     path.write_text('{"kv_cache":' + '{"a":' * 900 + "0.5" + "}" * 900 + "}")
