@@ -111,7 +111,7 @@ class Journal:
 
     def keep_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
         """Keep the statistics of weights, where reading them took long enough."""
-        if duration_s >= _WORTH_KEEPING_S:
+        if sites and duration_s >= _WORTH_KEEPING_S:
             self._write(f"weights-{self._rank}", sites, ())
 
     def note(self, recorder: Recorder) -> None:

@@ -290,6 +290,7 @@ def test_what_a_process_wrote_that_outlived_its_run_counts_once(tmp_path: Path) 
         (kept / "checkpoint-00000000.safetensors").unlink()
         with pytest.raises(KeyboardInterrupt):
             subject.calibrate(keep_in(kept, subject), progress=Stopping(1, interrupt))
+        assert (kept / "checkpoint-00000000.safetensors").exists()
         (kept / "checkpoint-00000001.safetensors").write_bytes(early)
         assert as_bytes(subject.calibrate(keep_in(kept, subject)), tmp_path) == whole
 
