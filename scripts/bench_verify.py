@@ -24,7 +24,13 @@ from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import load_recipe
 from fp8calib.scales import compute_kv_scales
-from fp8calib.verify.candidates import Candidate, build_kv_candidate, build_scheme, build_unscaled
+from fp8calib.verify.candidates import (
+    Candidate,
+    Target,
+    build_kv_candidate,
+    build_scheme,
+    build_unscaled,
+)
 from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.report import SCALE_ONE
 from fp8calib.verify.schemes import find_scheme
@@ -58,8 +64,8 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
             "w8a8": build_scheme(
                 "w8a8",
                 find_scheme("fp8-static"),
-                ready.geometry,
-                dict(model.named_modules()),
+                Target(checkpoint=checkpoint, fingerprint="", geometry=ready.geometry),
+                model,
                 profile,
                 fmt=E4M3FN,
                 stats=stats,
