@@ -26,8 +26,8 @@ _NO_OVERFLOW = {
     True: "the model gives them before anything is quantized: compare its files with their source",
     False: "quantization makes them of finite numbers: look at its scales (`fp8calib show`)",
 }
-_HIDDEN_SHARE = 10
-"""Hidden states that wait for the head may take this part of the weights' memory: 1/10."""
+_HIDDEN_SHARE = 6
+"""Hidden states that wait for the head may take this part of the weights' memory: 1/6."""
 
 
 class Advance(Protocol):
