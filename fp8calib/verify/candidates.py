@@ -112,7 +112,7 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
     if path.is_dir() and is_fp8_checkpoint(path):
         checkpoint = Fp8Checkpoint.open(
             path,
-            fuse=profile.fused_weights_share_scale,
+            fuse=profile.fused_share_scales,
             through_float16=profile.weights_through_float16,
         )
         check_same_model(name, checkpoint.measured_on, target.fingerprint)

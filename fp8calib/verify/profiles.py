@@ -68,10 +68,9 @@ class EngineProfile:
     group_scales_power_of_two: bool = False
     """Scales of 128 channels are rounded up to powers of two, and so are those of 128 x 128
     weights, which are quantized again."""
-    fused_inputs_share_scale: bool = False
-    """Projections fused at load (q/k/v, gate/up) take the largest of their input scales."""
-    fused_weights_share_scale: bool = False
-    """Per-tensor weights fused at load are quantized again with the largest of their scales."""
+    fused_share_scales: bool = False
+    """Projections fused at load (q/k/v, gate/up) take the largest of their static input scales, and
+    per-tensor weights are quantized again with the largest of theirs."""
     weights_through_float16: bool = False
     """Per-tensor weights, fused or not, are dequantized to fp16 at load and quantized again with
     their (largest) scale: what fp16 flushes to zero is lost."""
@@ -128,8 +127,7 @@ PROFILES: Mapping[str, EngineProfile] = {
             smallest_dynamic_scale=_VLLM_SMALLEST,
             smallest_group_scale=_SMALLEST_GROUP,
             group_scales_power_of_two=True,
-            fused_inputs_share_scale=True,
-            fused_weights_share_scale=True,
+            fused_share_scales=True,
             weights_through_float16=True,
             kv_skip_flag=_VLLM_SKIP,
             sources={
@@ -153,8 +151,7 @@ PROFILES: Mapping[str, EngineProfile] = {
                 "group_scales_power_of_two": f"{_VLLM} utils/deep_gemm.py is_deep_gemm_e8m0_used "
                 "(Hopper and Blackwell); model_executor/layers/quantization/utils/fp8_utils.py "
                 "deepgemm_post_process_fp8_weight_block",
-                "fused_inputs_share_scale": _VLLM_W8A8,
-                "fused_weights_share_scale": _VLLM_REQUANTIZE,
+                "fused_share_scales": f"{_VLLM_W8A8}; {_VLLM_REQUANTIZE}",
                 "weights_through_float16": f"{_VLLM_REQUANTIZE}, per_tensor_dequantize",
             },
         ),
@@ -169,8 +166,7 @@ PROFILES: Mapping[str, EngineProfile] = {
             input_by_reciprocal=True,
             token_by_reciprocal=True,
             smallest_dynamic_scale=_VLLM_SMALLEST,
-            fused_inputs_share_scale=True,
-            fused_weights_share_scale=True,
+            fused_share_scales=True,
             weights_through_float16=True,
             kv_skip_flag=_VLLM_SKIP,
             sources={
@@ -187,8 +183,7 @@ PROFILES: Mapping[str, EngineProfile] = {
                 "input_by_reciprocal": f"{_VLLM_FP8}.forward_native",
                 "token_by_reciprocal": f"{_VLLM_FP8}.forward_native",
                 "smallest_dynamic_scale": f"{_VLLM_FP8}.forward_native _FP8_MIN_SCALING_FACTOR",
-                "fused_inputs_share_scale": _VLLM_W8A8,
-                "fused_weights_share_scale": f"{_VLLM_REQUANTIZE} (no kernel for it here)",
+                "fused_share_scales": f"{_VLLM_W8A8}; {_VLLM_REQUANTIZE} (no kernel for it here)",
                 "weights_through_float16": f"{_VLLM_REQUANTIZE} (no kernel for it here)",
             },
         ),
@@ -204,8 +199,7 @@ PROFILES: Mapping[str, EngineProfile] = {
             input_by_reciprocal=True,
             token_by_reciprocal=True,
             smallest_group_scale=_SMALLEST_GROUP,
-            fused_inputs_share_scale=True,
-            fused_weights_share_scale=True,
+            fused_share_scales=True,
             weights_through_float16=True,
             sources={
                 "kv_in_model_dtype": f"{_SGLANG_POOL} (div_ with a 0-dim fp32 tensor); "
@@ -227,8 +221,7 @@ PROFILES: Mapping[str, EngineProfile] = {
                 "per_token_quant_fp8_warp_kernel",
                 "smallest_group_scale": f"{_SGLANG} kernels/ops/quantization/fp8_kernel.py "
                 "sglang_per_token_group_quant_fp8: eps bounds the amax",
-                "fused_inputs_share_scale": _SGLANG_W8A8,
-                "fused_weights_share_scale": _SGLANG_REQUANTIZE,
+                "fused_share_scales": f"{_SGLANG_W8A8}; {_SGLANG_REQUANTIZE}",
                 "weights_through_float16": f"{_SGLANG_REQUANTIZE}, per_tensor_dequantize",
             },
         ),

@@ -83,7 +83,7 @@ def write(subject: Subject, folder: Path, form: str, factor: float, dtype: torch
 
 def read(subject: Subject, folder: Path, engine: str = "reference") -> tuple[WeightChange, ...]:
     profile = PROFILES[engine]
-    checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_weights_share_scale)
+    checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_share_scales)
     source = WeightSource(subject.model, checkpoint)
     _, weights = emulate_checkpoint(
         checkpoint, source, subject.geometry, subject.model, profile, is_changed=lambda _: False

@@ -224,7 +224,7 @@ def write_blocks(model: nn.Module, folder: Path) -> Path:
 
 def stored(subject: Subject, folder: Path, profile: EngineProfile) -> Emulation:
     """Ask the product what an engine makes of a checkpoint."""
-    checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_weights_share_scale)
+    checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_share_scales)
     source = WeightSource(subject.model, checkpoint)
     inputs, weights = emulate_checkpoint(
         checkpoint, source, subject.geometry, subject.model, profile, is_changed=lambda _: False
