@@ -287,20 +287,30 @@ def load_model(
 
 
 def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
-    missing = sorted(info.get("missing_keys") or ())
-    if missing:
-        more = f" and {len(missing) - 3} more" if missing[3:] else ""
-        raise ModelError(
-            f"{folder}: the checkpoint lacks {', '.join(missing[:3])}{more}; the model would run "
-            "with random numbers in their place",
-            hint="download the weights again, or take the config.json they were saved with",
-        )
+    if missing := sorted(info.get("missing_keys") or ()):
+        raise missing_error(folder, missing)
     for name, found, expected in sorted(info.get("mismatched_keys") or ()):
-        raise ModelError(
-            f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its "
-            "config",
-            hint="config.json and weights are of two models; download both again",
-        )
+        raise mismatch_error(folder, name, found, expected)
+
+
+def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
+    """Make the error that names parameters which a checkpoint lacks."""
+    more = f" and {len(missing) - 3} more" if missing[3:] else ""
+    return ModelError(
+        f"{folder}: the checkpoint lacks {', '.join(missing[:3])}{more}; the model would run "
+        "with random numbers in their place",
+        hint="download the weights again, or take the config.json they were saved with",
+    )
+
+
+def mismatch_error(
+    folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
+) -> ModelError:
+    """Make the error that names a parameter whose shape in the checkpoint is not its config's."""
+    return ModelError(
+        f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
+        hint="config.json and weights are of two models; download both again",
+    )
 
 
 def choose_device(device: str) -> str:

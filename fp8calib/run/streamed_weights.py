@@ -21,7 +21,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.errors import ModelError
+from fp8calib.model.load import mismatch_error, missing_error
 from fp8calib.model.weights import TensorSource, WeightSource
 from fp8calib.observe.freed_memory import return_freed_memory
 
@@ -135,7 +135,8 @@ class PartedWeights:
         """
         names = [name for name in self._known if is_wanted(name)]
         wanted = {name: found for name in names if (found := self._find(name)) is not None}
-        self._require(sorted(set(names) - set(wanted)))
+        if missing := sorted(set(names) - set(wanted)):
+            raise missing_error(self._checkpoint.folder, missing)
         keys = {self._maker[parameter] for parameter in wanted.values()}
         taken = self._weights.names_of(keys)
         for name, parameter in wanted.items():
@@ -205,7 +206,7 @@ class PartedWeights:
     def _set(self, name: str, tensor: torch.Tensor) -> None:
         expected = self._known[name]
         if tensor.shape != expected.shape:
-            raise _mismatch(self._checkpoint.folder, name, tensor.shape, expected.shape)
+            raise mismatch_error(self._checkpoint.folder, name, tensor.shape, expected.shape)
         _assign(self._model, name, tensor.to(self.device))
 
     def _target(self, name: str) -> torch.dtype:
@@ -214,19 +215,10 @@ class PartedWeights:
     def _find(self, name: str) -> str | None:
         return next((n for n in (name, *self._tied.get(name, ())) if n in self._maker), None)
 
-    def _require(self, missing: Sequence[str]) -> None:
-        if missing:
-            more = f" and {len(missing) - 3} more" if missing[3:] else ""
-            raise ModelError(
-                f"{self._checkpoint.folder}: the checkpoint lacks {', '.join(missing[:3])}{more}; "
-                "the model would run with random numbers in their place",
-                hint="download the weights again, or take the config.json they were saved with",
-            )
-
     def _check_shape(self, name: str, stored: str | None) -> None:
         if stored is not None and self._checkpoint.shape(stored) != tuple(self._known[name].shape):
             found = self._checkpoint.shape(stored)
-            raise _mismatch(self._checkpoint.folder, name, found, self._known[name].shape)
+            raise mismatch_error(self._checkpoint.folder, name, found, self._known[name].shape)
 
 
 class ReadAhead:
@@ -306,10 +298,3 @@ def _dtypes_by_name(
         return own if match is None else plan[glob_of[str(match.lastgroup)]]
 
     return find
-
-
-def _mismatch(folder: Path, name: str, found: Sequence[int], expected: Sequence[int]) -> ModelError:
-    return ModelError(
-        f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
-        hint="config.json and weights are of two models; download both again",
-    )
