@@ -13,14 +13,11 @@ import os
 import random
 import resource
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench_run import PROGRAM, Figure, compare, format_figure
+from bench_child import Watched, watch
+from bench_run import PROGRAM, Figure, compare, save_figures, show
 
 WORK = Path("build/bench-quantize")
 SCHEMES = ("fp8-dynamic", "w8a16", "fp8-block")
@@ -38,14 +35,6 @@ PEER = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What one run of a child took."""
-
-    duration_s: float
-    peak_mb: float
-
-
 def main() -> None:
     """Build the checkpoints, measure, print a line a figure."""
     arguments = parse_arguments()
@@ -57,8 +46,7 @@ def main() -> None:
         figures += show(measure_peer(arguments.peers_python, layers))
     print(f"load average at the end: {os.getloadavg()[0]:.1f}")
     if arguments.json:
-        found = [{**asdict(figure), "verdict": figure.verdict} for figure in figures]
-        arguments.json.write_text(json.dumps({"figures": found}, indent=2) + "\n")
+        save_figures(arguments.json, figures)
     shutil.rmtree(WORK)
 
 
@@ -81,13 +69,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def show(figures: list[Figure]) -> list[Figure]:
-    """Print a line a figure, and give them back."""
-    for figure in figures:
-        print(format_figure(figure), flush=True)
-    return figures
-
-
 def measure_copies(layers: int, rounds: int) -> list[Figure]:
     """Time every data-free scheme against cp, warm and cold, held to the cap."""
     source = WORK / "source"
@@ -100,9 +81,9 @@ def measure_copies(layers: int, rounds: int) -> list[Figure]:
         for cache, taken, target in (("warm", warm, 3.0), ("cold", cold, None))
         for scheme in SCHEMES
     ]
-    cap = [Taken(duration_s=0, peak_mb=CAP_BYTES / 1e6)]
+    cap = [Watched(duration_s=0, peak_bytes=CAP_BYTES)]
     figures += [
-        compare_field(f"{scheme}: peak memory / cap", warm[scheme][:1], cap, "peak_mb", 1.0)
+        compare_field(f"{scheme}: peak memory / cap", warm[scheme][:1], cap, "peak_bytes", 1.0)
         for scheme in SCHEMES
     ]
     return figures
@@ -119,27 +100,28 @@ def measure_peer(python: str, layers: int) -> list[Figure]:
     shutil.rmtree(source)
     return [
         compare_field("fp8-dynamic / model_free_ptq", ours, theirs, "duration_s", 0.2),
-        compare_field("fp8-dynamic: peak memory / its own", ours, theirs, "peak_mb", 0.5),
+        compare_field("fp8-dynamic: peak memory / its own", ours, theirs, "peak_bytes", 0.5),
     ]
 
 
 def compare_field(
-    name: str, upper: Sequence[Taken], lower: Sequence[Taken], field: str, target: float | None
+    name: str, upper: Sequence[Watched], lower: Sequence[Watched], field: str, target: float | None
 ) -> Figure:
     """Divide round by round."""
-    sides = ([getattr(each, field) for each in side] for side in (upper, lower))
+    unit = 1e6 if field == "peak_bytes" else 1
+    sides = ([getattr(each, field) / unit for each in side] for side in (upper, lower))
     return compare("quantize", name, *sides, target)
 
 
 def measure(
     source: Path, out: Path, rounds: int, *, is_cold: bool
-) -> Mapping[str, Sequence[Taken]]:
+) -> Mapping[str, Sequence[Watched]]:
     """Copy and quantize in turn, the source's pages in memory or not."""
     commands = {
         "cp": ["cp", "-r", str(source), str(out)],
         **{scheme: quantize_command(source, out, scheme) for scheme in SCHEMES},
     }
-    taken: dict[str, list[Taken]] = {name: [] for name in commands}
+    taken: dict[str, list[Watched]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
             touch(source, drop=is_cold)
@@ -152,41 +134,16 @@ def quantize_command(source: Path, out: Path, scheme: str) -> list[str]:
     return [PROGRAM, "quantize", str(source), "--scheme", scheme, "--out", str(out), "--json"]
 
 
-def run(command: Sequence[str], out: Path, *, is_capped: bool = False) -> Taken:
+def run(command: Sequence[str], out: Path, *, is_capped: bool = False) -> Watched:
     """Run a child to its end, watch its memory, and remove what it wrote."""
-    os.sync()  # nobody waits for what the one before has still to write
-    log = WORK / "log"
-    with log.open("wb") as file:
-        started = time.perf_counter()
-        child = subprocess.Popen(  # noqa: S603
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=file,
-            preexec_fn=cap if is_capped else None,  # noqa: PLW1509
-        )
-        peak_kb = 0
-        while child.poll() is None:
-            peak_kb = max(peak_kb, read_anonymous_kb(child.pid))
-            time.sleep(0.02)
-        duration_s = time.perf_counter() - started
-    if child.returncode:
-        sys.exit(f"{log.read_text(errors='replace')}\nfailed: {' '.join(command)}")
+    watched = watch(command, WORK / "log", cap=cap if is_capped else None)
     shutil.rmtree(out)
-    return Taken(duration_s=duration_s, peak_mb=peak_kb / 1000)
+    return watched
 
 
 def cap() -> None:
     """Hold this process to the cap: the kernel refuses it more writable private memory."""
     resource.setrlimit(resource.RLIMIT_DATA, (CAP_BYTES, CAP_BYTES))
-
-
-def read_anonymous_kb(pid: int) -> int:
-    """Read how much anonymous memory a process has in use; 0 when it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
 
 
 def touch(folder: Path, *, drop: bool) -> None:

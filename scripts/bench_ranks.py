@@ -13,10 +13,9 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from bench_run import PYTHON, Figure, compare, format_figure, read_json, script
+from bench_run import PYTHON, Figure, compare, read_json, save_figures, script, show
 
 WORK = Path("build/bench-ranks")
 STATS = "stats.safetensors"
@@ -28,12 +27,10 @@ def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     print(f"load average at the start: {os.getloadavg()[0]:.1f}", flush=True)
-    figure = measure(arguments)
-    print(format_figure(figure))
+    figures = show([measure(arguments)])
     print(f"load average at the end: {os.getloadavg()[0]:.1f}")
     if arguments.json:
-        found = {**asdict(figure), "verdict": figure.verdict}
-        arguments.json.write_text(json.dumps({"figures": [found]}, indent=2) + "\n")
+        save_figures(arguments.json, figures)
     shutil.rmtree(WORK)
 
 

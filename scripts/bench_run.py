@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 SCRIPTS = Path(__file__).parent
 WORK = Path("build/bench")
@@ -376,16 +377,23 @@ def save(
     path: Path, bench: Bench, machine: Mapping[str, object], figures: Sequence[Figure]
 ) -> None:
     """Write everything as one JSON object."""
-    content = {
+    about = {
         "model": Path(bench.model).name,
         "sequences": bench.num_sequences,
         "tokens_each": bench.num_tokens,
         "rounds": bench.rounds,
         "device": bench.device,
         "machine": machine,
-        "figures": [{**asdict(figure), "verdict": figure.verdict} for figure in figures],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    save_figures(path, figures, about)
+
+
+def save_figures(
+    path: Path, figures: Sequence[Figure], about: Mapping[str, object] = MappingProxyType({})
+) -> None:
+    """Write figures, after what is to be said about them, as one JSON object."""
+    found = [{**asdict(figure), "verdict": figure.verdict} for figure in figures]
+    path.write_text(json.dumps({**about, "figures": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

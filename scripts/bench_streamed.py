@@ -15,12 +15,12 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench_run import PROGRAM, PYTHON, Figure, compare, format_figure, read_json, script
+from bench_child import Watched, watch
+from bench_run import PROGRAM, PYTHON, Figure, compare, read_json, save_figures, script, show
 
 WORK = Path("build/bench-streamed")
 GIB = 2**30
@@ -30,13 +30,11 @@ _SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class Taken(Watched):
     """What one run of a child took, and what its report says."""
 
-    duration_s: float
     run_s: float
     """By the report: without the start of the interpreter, and without the plan."""
-    peak_bytes: int
     memory: Mapping[str, object]
 
 
@@ -51,8 +49,7 @@ def main() -> None:
         figures += show(measure_large(arguments))
     print(f"load average at the end: {os.getloadavg()[0]:.1f}")
     if arguments.json:
-        found = [{**asdict(figure), "verdict": figure.verdict} for figure in figures]
-        arguments.json.write_text(json.dumps({"figures": found}, indent=2) + "\n")
+        save_figures(arguments.json, figures)
     shutil.rmtree(WORK)
 
 
@@ -80,13 +77,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
     return parser.parse_args()
-
-
-def show(figures: list[Figure]) -> list[Figure]:
-    """Print a line a figure, and give them back."""
-    for figure in figures:
-        print(format_figure(figure), flush=True)
-    return figures
 
 
 # --- a model that fits -------------------------------------------------------------------------
@@ -208,41 +198,16 @@ def open_cap(cap_bytes: int) -> Cap:
 
 def run(command: Sequence[str], *, cap: Callable[[], None] | None = None) -> Taken:
     """Run the command to its end, watch its memory, read its report, remove what it wrote."""
-    os.sync()  # nobody waits for what the one before has still to write
-    log, out = WORK / "log", WORK / "out"
-    with log.open("wb") as file:
-        started = time.perf_counter()
-        child = subprocess.Popen(  # noqa: S603
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=file,
-            preexec_fn=cap,  # noqa: PLW1509
-        )
-        peak_bytes = 0
-        while child.poll() is None:
-            peak_bytes = max(peak_bytes, read_anonymous_bytes(child.pid))
-            time.sleep(0.02)
-        duration_s = time.perf_counter() - started
-    if child.returncode:
-        sys.exit(f"{log.read_text(errors='replace')}\nfailed: {' '.join(command)}")
+    out = WORK / "out"
+    watched = watch(command, WORK / "log", cap=cap)
     report = json.loads((out / "report.json").read_text())
     shutil.rmtree(out)
     return Taken(
-        duration_s=duration_s,
+        duration_s=watched.duration_s,
+        peak_bytes=watched.peak_bytes,
         run_s=report["duration_s"],
-        peak_bytes=peak_bytes,
         memory=report["memory"],
     )
-
-
-def read_anonymous_bytes(pid: int) -> int:
-    """Read how much anonymous memory a process has in use; 0 when it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    found = next((int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
-    return found * 1024
 
 
 if __name__ == "__main__":
