@@ -19,6 +19,7 @@ from .program import snapshot
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "fp8calib")
+HELD = (sys.executable, "-m", "tests.cli.held")
 ENVIRONMENT = {
     **os.environ,
     "HF_HUB_OFFLINE": "1",

@@ -18,7 +18,7 @@ from tests import zoo
 
 from .conftest import write_rows
 from .program import succeed
-from .test_process import ENVIRONMENT, ROOT
+from .test_process import ENVIRONMENT, HELD, PROGRAM, ROOT
 
 SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
 
@@ -47,13 +47,19 @@ def start(place: dict[str, object], *command: object) -> subprocess.Popen[str]:
     )
 
 
-def start_ranks(count: int, *arguments: object) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    count: int, *arguments: object, last: tuple[str, ...] = PROGRAM
+) -> list[subprocess.Popen[str]]:
     """Start the processes of a run one by one, as any starter would."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [start({**shared, "RANK": rank}, "-m", "fp8calib", *arguments) for rank in range(count)]
+    programs = [PROGRAM] * (count - 1) + [last]
+    return [
+        start({**shared, "RANK": rank}, *program[1:], *arguments)
+        for rank, program in enumerate(programs)
+    ]
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -92,13 +98,12 @@ def test_any_number_of_processes_writes_the_same_file(mixtral: Path, tmp_path: P
 def test_a_process_that_dies_ends_all_and_another_run_goes_on(
     mixtral: Path, tmp_path: Path
 ) -> None:
-    rows = make_rows(tmp_path / "rows.jsonl", 600)
-    size = ("--samples", 600, "--seq-len", 32, "--no-pack", "--dtype", "float32")
-    command = ("calibrate", mixtral, "--data", rows, *size, "--format", "kv-scales")
-    first, second = start_ranks(2, *command, "--out", tmp_path / "out")
+    rows = make_rows(tmp_path / "rows.jsonl", 26)
+    command = ("calibrate", mixtral, "--data", rows, *SIZE, "--format", "kv-scales")
+    first, second = start_ranks(2, *command, "--out", tmp_path / "out", last=HELD)
     partial = tmp_path / "out.partial"
-    until = time.monotonic() + 60
-    while len(list(partial.glob("checkpoint-0*"))) < 2 and time.monotonic() < until:
+    while not list(partial.glob("checkpoint-0*")):
+        assert second.poll() is None, "ended before it had kept anything"
         time.sleep(0.02)
     second.kill()
     code, _, err = finish(first)

@@ -13,16 +13,16 @@ import pytest
 
 from .conftest import QUICK, write_rows
 from .program import fail, run, snapshot, succeed
-from .test_process import PROGRAM, start
+from .test_process import HELD, start
 
-LONG = ("--samples", 3000, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
+LONG = ("--samples", 40, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     return write_rows(
-        path, [{"input_ids": [3 + (i * j) % 90 for j in range(64)]} for i in range(3000)]
+        path, [{"input_ids": [3 + (i * j) % 90 for j in range(64)]} for i in range(40)]
     )
 
 
@@ -48,7 +48,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
 ) -> None:
     out = tmp_path / "out"
     command = ("calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
-    process = start(*PROGRAM, *command)
+    process = start(*HELD, *command)
     partial = wait_for_checkpoint(process, out)
     process.kill()
     process.communicate(timeout=60)
@@ -56,7 +56,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     outcome = succeed(*command, "--resume")
     assert (out / "stats.safetensors").read_bytes() == whole
     assert "sequences were done, going on after them" in outcome.err
-    assert 0 < outcome.json["resumed_sequences"] < 3000
+    assert 0 < outcome.json["resumed_sequences"] < 40
     assert {path.name for path in out.iterdir()} == set(outcome.json["files"])
     assert not partial.exists()
     before = snapshot(tmp_path)
@@ -70,7 +70,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     model: Path, rows: Path, whole: bytes, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = start(*PROGRAM, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
+    process = start(*HELD, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
     wait_for_checkpoint(process, out)
     process.send_signal(signal.SIGTERM)
     text, err = process.communicate(timeout=60)

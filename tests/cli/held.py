@@ -1,0 +1,28 @@
+"""The program, which keeps what it has seen after a batch and then waits to be ended.
+
+Run it as `python -m tests.cli.held` where `python -m fp8calib` is run: a test that ends a run
+in the middle must not race it to its end.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from fp8calib.cli import main
+from fp8calib.observe.recorder import Recorder
+from fp8calib.run import journal
+from fp8calib.run.journal import Journal
+
+note = Journal.note
+
+
+def note_and_wait(self: Journal, recorder: Recorder) -> None:
+    note(self, recorder)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    journal.LONGEST_INTERVAL_S = 0.0
+    Journal.note = note_and_wait  # type: ignore[method-assign]
+    main()
