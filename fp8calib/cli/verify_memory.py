@@ -154,7 +154,7 @@ def _describe(
         work=work,
         itemsize=itemsize,
         extra={},
-        logits_bytes=scoring_bytes(device, vocab_size, itemsize, work.num_models),
+        logits_bytes=scoring_bytes(device, vocab_size, itemsize),
     )
 
 

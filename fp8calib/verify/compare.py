@@ -147,7 +147,8 @@ class Comparison:
         running: _Running,
         names: Sequence[str],
     ) -> None:
-        return_freed_memory()
+        if len(group) > 1:
+            return_freed_memory()
         with open_head(self._model) as head:
             for index, batch in enumerate(group):
                 reference, *others = (states[index] for states in hidden)

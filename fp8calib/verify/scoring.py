@@ -12,12 +12,12 @@ import torch
 
 from fp8calib.data.plan import Batch
 
-_LOGITS_AT_ONCE = 2**22
-"""Elements of one block of logits on a CPU: 16 MiB in fp32."""
-_LOGITS_AT_ONCE_GPU = 2**27
+_BYTES_AT_ONCE = 2**25
+"""Of one block of logits on a CPU; a product of fewer rows takes up to twice the time for each."""
+_BYTES_AT_ONCE_GPU = 2**29
 _PRODUCT_BLOCKS = 3
 """Blocks of logits that the product itself was seen to take on a CPU, for the moment."""
-_REDUCED_AT_ONCE = 2**20
+_REDUCED_AT_ONCE = 2**19
 _REDUCTIONS = 6
 """Tensors of so many elements that are alive in one reduction."""
 _NEIGHBOURS = 64
@@ -56,7 +56,7 @@ def score_batch(
         vocab_size: how large a row of logits is.
     """
     index, targets = _predicting_tokens(batch)
-    block = _tokens_at_once(reference.device, vocab_size)
+    block = _tokens_at_once(reference.device, vocab_size, reference.element_size())
     parts = [
         _score_block(
             [hidden.flatten(0, 1)[rows.to(hidden.device)] for hidden in (reference, *candidates)],
@@ -87,27 +87,34 @@ def _predicting_tokens(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return index, batch.input_ids.flatten()[index + 1]
 
 
-def _tokens_at_once(device: torch.device, vocab_size: int) -> int:
-    size = _LOGITS_AT_ONCE if device.type == "cpu" else _LOGITS_AT_ONCE_GPU
-    return max(size // vocab_size, 16)
+def _tokens_at_once(device: torch.device, vocab_size: int, itemsize: int) -> int:
+    size = _BYTES_AT_ONCE if device.type == "cpu" else _BYTES_AT_ONCE_GPU
+    return max(size // (vocab_size * itemsize), 16)
 
 
-def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, num_models: int) -> int:
-    """Tell what logits take at most: a block of every model, a product's own room, reductions."""
-    block = _tokens_at_once(device, vocab_size) * vocab_size
-    return (num_models + _PRODUCT_BLOCKS) * block * itemsize + _REDUCTIONS * _REDUCED_AT_ONCE * 4
+def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int) -> int:
+    """Tell what logits take at most: blocks of two models, a product's own room, reductions."""
+    block = _tokens_at_once(device, vocab_size, itemsize) * vocab_size * itemsize
+    return (2 + _PRODUCT_BLOCKS) * block + _REDUCTIONS * _REDUCED_AT_ONCE * 4
 
 
 def _score_block(
     hidden: Sequence[torch.Tensor], targets: torch.Tensor, logits: Logits
 ) -> list[TokenScores]:
-    """Compute the logits of a block at once, and reduce them a few rows at a time."""
-    found = [logits(states) for states in hidden]
-    rows = _rows_at_once(found[0])
-    pieces = zip(*(torch.split(each, rows) for each in found), strict=True)
-    wanted = torch.split(targets.to(found[0].device).unsqueeze(1), rows)
-    parts = [_score_rows(piece, expected) for piece, expected in zip(pieces, wanted, strict=True)]
-    return [join_scores(scores) for scores in zip(*parts, strict=True)]
+    """Compute the logits of a block at once, and reduce them a few rows at a time.
+
+    Those of two models at most are there together, however many candidates there are.
+    """
+    reference = logits(hidden[0])
+    rows = _rows_at_once(reference)
+    references = torch.split(reference, rows)
+    wanted = torch.split(targets.to(reference.device).unsqueeze(1), rows)
+    first = [_score_reference(*piece) for piece in zip(references, wanted, strict=True)]
+    scores = [join_scores(first)]
+    for states in hidden[1:]:
+        pieces = zip(references, torch.split(logits(states), rows), wanted, strict=True)
+        scores.append(join_scores([_score_candidate(*piece) for piece in pieces]))
+    return scores
 
 
 def _rows_at_once(logits: torch.Tensor) -> int:
@@ -117,29 +124,30 @@ def _rows_at_once(logits: torch.Tensor) -> int:
     return max(_REDUCED_AT_ONCE // logits.shape[1], 4)
 
 
-def _score_rows(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[TokenScores]:
-    """Reduce the logits [N, V] of the reference and of each candidate; targets are [N, 1]."""
-    reference = torch.log_softmax(logits[0], -1, dtype=torch.float32)
-    probabilities = torch.softmax(logits[0], -1, dtype=torch.float32)
-    best = _argmax(reference)
-    scores = [
-        TokenScores(
-            logprobs=reference.gather(1, targets).squeeze(1).cpu(),
-            klds=torch.zeros(len(targets)),
-            agrees=torch.ones(len(targets), dtype=torch.bool),
-        )
-    ]
-    for found in logits[1:]:
-        candidate = torch.log_softmax(found, -1, dtype=torch.float32)
-        logprobs = candidate.gather(1, targets).squeeze(1)
-        # Half the time of another argmax; a tie for the first place agrees.
-        agrees = candidate.gather(1, best).squeeze(1) == candidate.amax(-1)
-        difference = torch.sub(reference, candidate, out=candidate)
-        klds = difference.mul_(probabilities).sum(-1)
-        scores.append(
-            TokenScores(logprobs=logprobs.cpu(), klds=klds.clamp_(min=0).cpu(), agrees=agrees.cpu())
-        )
-    return scores
+def _score_reference(logits: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+    """Reduce logits [N, V]; targets are [N, 1]."""
+    return TokenScores(
+        logprobs=_log_softmax(logits).gather(1, targets).squeeze(1).cpu(),
+        klds=torch.zeros(len(targets)),
+        agrees=torch.ones(len(targets), dtype=torch.bool),
+    )
+
+
+def _score_candidate(
+    reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
+) -> TokenScores:
+    """Reduce logits [N, V] beside the reference's."""
+    expected, candidate = _log_softmax(reference), _log_softmax(logits)
+    logprobs = candidate.gather(1, targets).squeeze(1)
+    # Half the time of another argmax; a tie for the first place agrees.
+    agrees = candidate.gather(1, _argmax(expected)).squeeze(1) == candidate.amax(-1)
+    difference = torch.sub(expected, candidate, out=candidate)
+    klds = difference.mul_(torch.softmax(reference, -1, dtype=torch.float32)).sum(-1)
+    return TokenScores(logprobs=logprobs.cpu(), klds=klds.clamp_(min=0).cpu(), agrees=agrees.cpu())
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits, -1, dtype=torch.float32)
 
 
 def _argmax(x: torch.Tensor) -> torch.Tensor:
