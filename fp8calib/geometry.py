@@ -134,6 +134,9 @@ class ModelGeometry(_Frozen):
     """`model_type` of the text decoder's config."""
     checkpoint_dtype: str
     layers: tuple[Layer, ...]
+    num_draft_layers: int = 0
+    """Layers behind these that a checkpoint holds for multi-token prediction: a draft model's, with
+    a cache of its own."""
 
     def linears(self) -> Iterator[tuple[Layer, Linear]]:
         """Every linear with its layer, in the model's order."""

@@ -15,6 +15,7 @@ from fp8calib.dialects.read_names import parse_name
 from fp8calib.errors import ModelError, shorten
 from fp8calib.geometry import Attention, Layer, ModelGeometry
 
+_DRAFTS = ("num_nextn_predict_layers",)
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
@@ -43,7 +44,8 @@ def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
         raise _unknown(folder.path, folder.config)
     kv_heads = _find_number(folder.config, _KV_HEADS) or heads
     is_latent = any(_LATENT in name for name in names)
-    count = max(_find_number(folder.config, _LAYERS) or 0, max(modules) + 1)
+    drafts = _find_number(folder.config, _DRAFTS) or 0
+    count = max(_find_number(folder.config, _LAYERS) or 0, max(modules) + 1 - drafts)
     if count > _MOST_LAYERS:
         raise _unknown(folder.path, folder.config)
     return ModelGeometry(
@@ -54,6 +56,7 @@ def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
             _make_layer(index, modules.get(index), heads, kv_heads, is_latent=is_latent)
             for index in range(count)
         ),
+        num_draft_layers=drafts,
     )
 
 

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.header import PACKED_BITS
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.check_report import Refusal, Status, Verdict
-from fp8calib.dialects.read_names import is_probability_scale, parse_name
+from fp8calib.dialects.read_names import is_of_draft_layer, is_probability_scale, parse_name
 from fp8calib.dialects.scale_metadata import DTYPE_KEY
 from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry import ModelGeometry
@@ -219,10 +219,15 @@ class Scene:
         self.folder = folder
         self.geometry = geometry
         self.files = tuple(files)
-        self.scales = {
-            name: held for file in files for name, held in folder.scales.get(file, {}).items()
-        }
+        held = [each for file in files for each in folder.scales.get(file, {}).values()]
+        drafted = [each for each in held if _is_of_draft_layer(geometry, each.name)]
+        self.scales = {each.name: each for each in held if each not in drafted}
         self.problems: list[str] = []
+        if drafted:
+            self.problems.append(
+                f"scales of draft layers ({len(drafted)}, such as {drafted[0]}) are left to the "
+                "draft model of speculative decoding"
+            )
         self._meant = find_meaning(geometry, self.scales.values())
         self._elsewhere = find_meaning(
             geometry, (held for file in folder.scales.values() for held in file.values())
@@ -254,6 +259,11 @@ class Scene:
         text = f"the checkpoint has no {slot[1]}_scale for this layer"
         mend = "calibrate the layer, or write the scale of the cache it reads"
         return Verdict(status=status, value=value, why=text, mend=mend)
+
+
+def _is_of_draft_layer(geometry: ModelGeometry, name: str) -> bool:
+    parsed = parse_name(name)
+    return parsed is not None and is_of_draft_layer(geometry, parsed.path)
 
 
 def find_meaning(geometry: ModelGeometry, scales: Iterable[HeldScale]) -> dict[Slot, HeldScale]:

@@ -24,9 +24,11 @@ from fp8calib.dialects.check_report import EngineReport, LayerVerdict, Refusal, 
 from fp8calib.dialects.check_vllm_config import find_quantization
 from fp8calib.dialects.engine_models import (
     SGLANG_FUSING_TYPES,
+    SGLANG_LOSING_TYPES,
     SGLANG_MAPPING_TYPES,
     SGLANG_OWN_MAPPINGS,
     SGLANG_STRICT_TYPES,
+    find_sglang_type,
 )
 from fp8calib.dialects.read_names import Form, parse_name
 from fp8calib.geometry import Attention, ModelGeometry
@@ -41,8 +43,8 @@ _CONFIG_KEYS = (
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
 _MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
-_NO_PROJECTIONS = ("gemma3n", "gemma3n_text")
-"""They fuse names under a projection first, and go on without them."""
+_NO_PROJECTIONS = "gemma3n_text"
+"""It fuses names under a projection first, and goes on without them."""
 _PASSING_SINGLE = ("granite", "granite_swa", "olmoe")
 _NEARLY = 1e-6
 _MEND = "name it as the parameter is called in SGLang's model ({path}.k_scale and .v_scale)"
@@ -71,8 +73,9 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     scene = Scene(folder, geometry, files)
     fault = _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
     places = {} if fault else _find_places(geometry)
-    _refuse_strays(scene, places)
-    loaded = scene.load(lambda name: places.get(map_name(name, geometry.model_type)))
+    model_type = find_sglang_type(geometry)
+    _refuse_strays(scene, places, model_type)
+    loaded = scene.load(lambda name: places.get(map_name(name, model_type)))
     layers = [
         _judge(scene, loaded, layer.index, attention, fault)
         for layer, attention in geometry.attentions()
@@ -145,6 +148,8 @@ def _inner_path(attention: Attention) -> str:
 
 def map_name(name: str, model_type: str) -> str:
     """Rename a tensor as the model's `load_weights` does before it looks for the parameter."""
+    if model_type in SGLANG_LOSING_TYPES:
+        return ""
     if model_type in SGLANG_MAPPING_TYPES:
         return name if _is_lost(name, model_type) else _remap(name)
     for old, new in SGLANG_OWN_MAPPINGS.get(model_type, {}).items():
@@ -157,7 +162,7 @@ def _is_lost(name: str, model_type: str) -> bool:
     """Tell whether a name under a projection is fused away before it could be remapped."""
     parsed = parse_name(name)
     form = None if parsed is None else parsed.form
-    return (model_type in _NO_PROJECTIONS and form in (Form.PROJECTION, Form.OUTPUT)) or (
+    return (model_type == _NO_PROJECTIONS and form in (Form.PROJECTION, Form.OUTPUT)) or (
         model_type == "minimax_m2" and form is Form.OUTPUT
     )
 
@@ -179,8 +184,7 @@ def _remap(name: str) -> str:
     return name
 
 
-def _refuse_strays(scene: Scene, places: Mapping[str, Slot]) -> None:
-    model_type = scene.geometry.model_type
+def _refuse_strays(scene: Scene, places: Mapping[str, Slot], model_type: str) -> None:
     for name, held in scene.scales.items():
         is_stray = map_name(name, model_type) not in places
         if model_type in SGLANG_STRICT_TYPES and is_stray and not _is_passed(held, model_type):

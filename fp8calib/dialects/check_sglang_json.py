@@ -22,7 +22,7 @@ from fp8calib.dialects.check_report import (
     report_alike,
     report_refusal,
 )
-from fp8calib.dialects.engine_models import SGLANG_JSON_TYPES
+from fp8calib.dialects.engine_models import find_sglang_type, takes_sglang_json
 from fp8calib.geometry import ModelGeometry
 
 Ranks = dict[int, dict[int, float]]
@@ -56,8 +56,10 @@ def check_sglang_json(
         tp: the number of ranks.
         has_kv_method: the model's own quantization_config gives its layers KV scales already.
     """
-    if geometry.model_type not in SGLANG_JSON_TYPES:
-        why = f"SGLang's {geometry.model_type} takes no file of scales: RuntimeError at start"
+    if not takes_sglang_json(geometry):
+        why = (
+            f"SGLang's {find_sglang_type(geometry)} takes no file of scales: RuntimeError at start"
+        )
         return report_refusal(geometry, Refusal(why, mend="serve a kv-overlay instead"))
     try:
         document = _Schema.model_validate(load_lenient(path))

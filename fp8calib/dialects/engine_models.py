@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fp8calib.geometry import ModelGeometry
+
 VLLM_UNRUN_TYPES = ("bamba", "diffllama", "minimax", "mpt", "xglm")
 """Model types that vLLM 0.32 does not start (run); of some an earlier release did."""
 VLLM_PLACELESS_TYPES = ("jamba", "lfm2", "lfm2_moe", "zamba2")
@@ -76,7 +78,7 @@ SGLANG_MAPPING_TYPES = frozenset(
         *("apertus", "arcee", "cohere", "cohere2", "dbrx", "diffusion_gemma", "exaone4", "gemma2"),
         *("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gptj"),
         *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "iquestcoder", "kimi_linear"),
-        *("llama", "llama4", "llama4_text", "minimax_m2", "ministral3", "mistral", "muse_glimmer"),
+        *("llama", "llama4_text", "minimax_m2", "ministral3", "mistral", "muse_glimmer"),
         *("nemotron_h", "phi3", "phimoe", "qwen3", "solar"),
     }
 )
@@ -99,15 +101,40 @@ them (`models/qwen3_next.py`, `models/qwen3_5.py`, `deepseek_common/deepseek_wei
 SGLANG_STRICT_TYPES = frozenset(
     {
         *("ernie4_5_moe", "falcon_h1", "gemma", "gpt2", "gpt_bigcode", "granite", "granite_swa"),
-        *("granitemoehybrid", "minicpm3", "olmo", "olmo2", "olmoe", "qwen3_next", "stablelm"),
+        *("glmasr", "granitemoehybrid", "interns1", "minicpm3", "mllama_text_model", "olmo"),
+        *("olmo2", "olmoe", "qwen2_audio", "qwen2_vl_text", "qwen3_next", "stablelm"),
     }
 )
 """Model types whose `load_weights` ends in an error at a name it has no parameter for."""
 SGLANG_FUSING_TYPES = frozenset(
     {
-        *("cohere", "cohere2", "gemma2", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe", "mixtral"),
-        *("opt", "phimoe", "starcoder2"),
+        *("cohere", "cohere2", "gemma2", "gemma3n", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        *("mixtral", "opt", "phimoe", "qwen2_5_vl_text", "starcoder2"),
     }
 )
 """Those that rename k_proj to qkv_proj before anything else, and end in a KeyError at a scale under
 a projection (the names of ModelOpt and Quark)."""
+SGLANG_LOSING_TYPES = ("llama4",)
+"""Those that rename every KV scale and then take it for done (`mllama4.py`,
+`_handle_scale_remapping`): 1.0."""
+_SGLANG_WRAPPERS = {
+    "Gemma3nForConditionalGeneration": "gemma3n",
+    "GlmAsrForConditionalGeneration": "glmasr",
+    "InternS1ForConditionalGeneration": "interns1",
+    "Llama4ForConditionalGeneration": "llama4",
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
+}
+"""Classes with other inputs beside text that load the text model's weights in a way of their own;
+the others hand them on, or do as the tables say of the text model's type."""
+_WRAPPED = "ForConditionalGeneration"
+
+
+def find_sglang_type(geometry: ModelGeometry) -> str:
+    """Give the model type by which the tables know how SGLang loads the model's weights."""
+    return _SGLANG_WRAPPERS.get(geometry.architecture, geometry.model_type)
+
+
+def takes_sglang_json(geometry: ModelGeometry) -> bool:
+    """Whether SGLang's class of the model takes a file of scales; no class around it does."""
+    is_wrapped = geometry.architecture.endswith(_WRAPPED) and geometry.model_type != "glm5_next"
+    return geometry.model_type in SGLANG_JSON_TYPES and not is_wrapped

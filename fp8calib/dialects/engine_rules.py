@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8calib.dialects.engine_models import (
-    SGLANG_JSON_TYPES,
     SGLANG_MAPPING_TYPES,
     SGLANG_OWN_MAPPINGS,
     SGLANG_STRICT_TYPES,
@@ -15,6 +14,8 @@ from fp8calib.dialects.engine_models import (
     TRANSFORMERS_UNEXPECTED_TYPES,
     VLLM_PLACELESS_TYPES,
     VLLM_UNRUN_TYPES,
+    find_sglang_type,
+    takes_sglang_json,
 )
 from fp8calib.fp8 import E4M3FN, Fp8Format
 from fp8calib.geometry import ModelGeometry
@@ -168,14 +169,14 @@ RULES = (
     _blocked(
         SGLANG,
         (*OVERLAYS, "kv-scales"),
-        lambda case: _is_latent(case) or _is_not_type(*_SGLANG_TOLD)(case),
+        lambda case: _is_latent(case) or find_sglang_type(case.geometry) not in _SGLANG_TOLD,
         "its loader of this kind of model maps no k_scale to the attention: 1.0 is used",
         "SGLang 0.5.23 srt/models (callers of maybe_remap_kv_scale_name)",
     ),
     _blocked(
         SGLANG,
         (*OVERLAYS, "kv-scales"),
-        _is_type(*SGLANG_STRICT_TYPES),
+        lambda case: find_sglang_type(case.geometry) in SGLANG_STRICT_TYPES,
         "its loader of this kind of model stops at k_scale: KeyError, or AssertionError, at start",
         "SGLang 0.5.23 srt/models (load_weights)",
     ),
@@ -349,14 +350,14 @@ RULES = (
     _blocked(
         SGLANG,
         ("vllm-json",),
-        _is_not_type(*SGLANG_JSON_TYPES),
+        lambda case: not takes_sglang_json(case.geometry),
         "its model of this type takes no scales file: RuntimeError at start",
         "SGLang 0.5.23 srt/models (load_kv_cache_scales)",
     ),
     _limited(
         SGLANG,
         ("vllm-json",),
-        _is_type(*SGLANG_JSON_TYPES),
+        lambda case: takes_sglang_json(case.geometry),
         "the file is parsed, but what the scales do depends on the attention backend; kv-overlay "
         "is the sturdier form",
         "SGLang issues 20705 and 18818",

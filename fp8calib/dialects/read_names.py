@@ -66,6 +66,7 @@ _SUFFIXES: Mapping[str, tuple[Form, tuple[Role, ...]]] = {
     )
 }
 _LAYER = re.compile(r"(?:(?P<root>.*)\.)?(?P<index>[0-9]+)\.(?P<rest>.+?)", re.DOTALL)
+_MOST_DIGITS = 10
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "base_model", "transformer", "llm"})
 """Path components that come and go when a model is wrapped into another one."""
 
@@ -109,7 +110,7 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
     for name in names:
         place = _split(name.path)
         attention = modules.get(place[1:]) or modules.get(_without_inner(place)[1:])
-        if place[0] not in root:
+        if place[0] not in root or is_of_draft_layer(geometry, name.path):
             ignored.append(name.full)
         elif attention is None:
             extra.append(name.full)
@@ -120,6 +121,14 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
         layers = f"it has {len(geometry.layers)} layers"
         raise refusal(path, fault, hint=f"{layers}; the scales may be of another model")
     return Owners(found, tuple(ignored))
+
+
+def is_of_draft_layer(geometry: ModelGeometry, path: str) -> bool:
+    """Tell whether a module lies in one of the draft layers behind the model's own."""
+    index = _split(path)[1]
+    first = len(geometry.layers)
+    drafts = range(first, first + geometry.num_draft_layers)
+    return 0 < len(index) < _MOST_DIGITS and int(index) in drafts
 
 
 _Place = tuple[str, str, str]

@@ -8,6 +8,7 @@ what was looked for.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -70,8 +71,14 @@ def find_geometry(
         model_type=type(config).model_type,
         checkpoint_dtype=checkpoint_dtype,
         layers=tuple(layers),
+        num_draft_layers=_count_draft_layers(config),
     )
     return geometry, tuple(survey.unobserved)
+
+
+def _count_draft_layers(config: Any) -> int:
+    count = getattr(config, "num_nextn_predict_layers", None)
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -41,7 +42,7 @@ Numbers = Mapping[str, object]
 """By tensor name: a number, or a list of any depth."""
 
 
-def plain_geometry(**changes: str) -> ModelGeometry:
+def plain_geometry(**changes: Any) -> ModelGeometry:
     """Two layers of 4 heads and 2 KV heads."""
     return make_geometry([make_attention(0), make_attention(1)], **changes)
 

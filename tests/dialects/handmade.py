@@ -71,6 +71,8 @@ def make_geometry(
     *,
     model_type: str = "llama",
     checkpoint_dtype: str = "bfloat16",
+    architecture: str = "Handmade",
+    num_draft_layers: int = 0,
 ) -> ModelGeometry:
     """Put layers together."""
     layers = tuple(
@@ -84,7 +86,8 @@ def make_geometry(
         for index, attention in enumerate(attentions)
     )
     return ModelGeometry(
-        architecture="Handmade",
+        architecture=architecture,
+        num_draft_layers=num_draft_layers,
         model_type=model_type,
         checkpoint_dtype=checkpoint_dtype,
         layers=layers,

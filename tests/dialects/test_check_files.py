@@ -256,3 +256,13 @@ def test_no_json_makes_it_stumble(
 
     assert [layer.layer for layer in report.layers] == [0, 1]
     json.dumps(report.model_dump(mode="json"), allow_nan=False)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_scales_of_draft_layers_change_no_verdict(tmp_path: Path, engine: str) -> None:
+    folder = save_folder(tmp_path / "f", spell(*PAIR, layers=3), quantization=PER_TENSOR)
+    report = ask(engine, folder, plain_geometry(num_draft_layers=1))
+    assert statuses(report) == [("used", "used")] * 2
+    assert any(
+        "scales of draft layers (2, such as model.layers.2." in text for text in report.problems
+    )

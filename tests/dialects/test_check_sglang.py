@@ -244,18 +244,23 @@ def test_scales_for_another_format_are_misread(tmp_path: Path, dtype: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("model_type", "status"),
+    ("model_type", "status", "architecture"),
     [
-        *((name, "used") for name in ("llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3")),
-        *((name, "dropped") for name in ("qwen2", "mixtral", "qwen3_moe", "opt", "starcoder2")),
-        *((name, "refused") for name in ("gemma", "granite", "olmo2", "stablelm", "gpt2")),
+        ("llama4_text", "dropped", "Llama4ForConditionalGeneration"),
+        ("gemma3n_text", "used", "Gemma3nForConditionalGeneration"),
+        ("qwen2", "refused", "Qwen2AudioForConditionalGeneration"),
+        ("qwen2_vl_text", "refused", "Qwen2VLForConditionalGeneration"),
+        ("llama", "used", "LlavaForConditionalGeneration"),
+        *((name, "used", "") for name in ("llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3")),
+        *((name, "dropped", "") for name in ("qwen2", "mixtral", "qwen3_moe", "opt", "starcoder2")),
+        *((name, "refused", "") for name in ("gemma", "granite", "olmo2", "stablelm", "gpt2")),
     ],
 )
 def test_an_export_is_told_what_check_says_of_it(
-    tmp_path: Path, model_type: str, status: str
+    tmp_path: Path, model_type: str, status: str, architecture: str
 ) -> None:
     """The end of calibrate and the verdict of check come from one list of model types."""
-    geometry = plain_geometry(model_type=model_type)
+    geometry = plain_geometry(model_type=model_type, architecture=architecture)
     folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
 
     said = [

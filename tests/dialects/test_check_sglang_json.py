@@ -204,3 +204,12 @@ def test_a_million_layers_are_read_and_refused(path: Path) -> None:
     )
 
     assert "1000000 layers" in report.layers[0].k.why
+
+
+@pytest.mark.parametrize("architecture", ["LlavaForConditionalGeneration", "LlamaForCausalLM"])
+def test_a_class_around_the_text_model_takes_no_file(tmp_path: Path, architecture: str) -> None:
+    """SGLang calls `load_kv_cache_scales` of the outermost class alone."""
+    geometry = plain_geometry(model_type="llama", architecture=architecture)
+    report = check_sglang_json(tmp_path / "there is none.json", geometry, 1)
+    is_refused = "takes no file of scales" in report.layers[0].k.why
+    assert is_refused == (architecture == "LlavaForConditionalGeneration")

@@ -173,6 +173,21 @@ def test_what_lies_beside_the_layers_must_be_one_of_them(extra: str) -> None:
     assert caught.value.hint == "it has 2 layers; the scales may be of another model"
 
 
+def test_draft_layers_behind_the_model_are_left_aside() -> None:
+    """As many as the config tells of: what comes after them is of another model."""
+    geometry = make_geometry([make_attention(0), make_attention(1)], num_draft_layers=2)
+    known = "model.layers.0.self_attn.k_scale"
+    drafts = ("model.layers.2.self_attn.k_scale", "model.layers.3.self_attn.k_proj.k_scale")
+
+    owners = _find(geometry, known, *drafts)
+
+    assert _indices(owners, geometry) == {known: 0}
+    assert owners.ignored == drafts
+    for index in ("4", "9" * 5000):
+        with pytest.raises(VerificationError, match="the model has no such attention"):
+            _find(geometry, known, f"model.layers.{index}.self_attn.k_scale")
+
+
 @pytest.mark.parametrize(
     "name",
     [

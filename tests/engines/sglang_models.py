@@ -64,7 +64,15 @@ class Nothing:
 
 
 class _Globals(dict[str, Any]):
+    """What a method sees: text models (one lends its loader), builtins, or nothing."""
+
+    def __init__(self, held: Mapping[str, _Parameter], **names: Any) -> None:
+        super().__init__(names)
+        self._held = held
+
     def __missing__(self, name: str) -> Any:
+        if name.endswith("ForCausalLM") and name in _classes():
+            return _make_class(name, self._held)
         return getattr(builtins, name, Nothing())
 
 
@@ -101,8 +109,12 @@ class _Parameter:
         self.data = Nothing()
 
 
-def load(architecture: str, names: Iterable[str], parameters: Iterable[str]) -> set[str]:
+def load(
+    architecture: str, names: Iterable[str], parameters: Iterable[str], *, text: str = ""
+) -> set[str]:
     """Give the parameters that tensors of these names are loaded into.
+
+    `text` names the class of the `language_model` that a model with other inputs wraps.
 
     Raises:
         KeyError: as the model's loader does; AssertionError as well.
@@ -113,15 +125,19 @@ def load(architecture: str, names: Iterable[str], parameters: Iterable[str]) -> 
     finder = _Absent()
     sys.meta_path.insert(0, finder)
     try:
-        result = _make_model(architecture, held).load_weights(weights)
+        model = _make_class(architecture, held)()
+        if text:
+            vars(model)["language_model"] = _make_class(text, held)()
+        result = model.load_weights(weights)
         list(result if isinstance(result, Iterator) else ())
     finally:
         sys.meta_path.remove(finder)
     return loaded
 
 
-def _make_model(architecture: str, held: Mapping[str, _Parameter]) -> Any:
+def _make_class(architecture: str, held: Mapping[str, _Parameter]) -> Any:
     names = _Globals(
+        held,
         torch=torch,
         re=re,
         WeightsMapper=_Mapper,
@@ -141,7 +157,7 @@ def _make_model(architecture: str, held: Mapping[str, _Parameter]) -> Any:
         node.decorator_list = [ast.Name(mark, ast.Load()) for mark in kept]
         _run([ast.parse(f"from __future__ import annotations\n{ast.unparse(node)}")], names)
         methods.setdefault(name, names[name])
-    return type(architecture, (Nothing,), methods)()
+    return type(architecture, (Nothing,), methods)
 
 
 def _find_methods(architecture: str) -> dict[str, tuple[ast.FunctionDef, ast.Module]]:
@@ -166,6 +182,8 @@ def _is_plain(node: ast.stmt) -> bool:
     if isinstance(node, ast.FunctionDef):
         return True
     value = node.value if isinstance(node, ast.Assign) else None
+    if value is not None and ast.unparse(node).startswith("EntryClass"):
+        return False
     is_mapper = isinstance(value, ast.Call) and ast.unparse(value.func) == "WeightsMapper"
     return isinstance(value, _PLAIN_VALUES) or is_mapper
 

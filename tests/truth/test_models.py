@@ -137,3 +137,16 @@ def test_seams_close_when_the_forward_pass_fails(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="MixtralModel: its forward pass failed at sample 0"):
         run_calibration(tmp_path / "model", make_plan([torch.tensor([5, 1000])]))
     assert (AttentionInterface.get_interface, ExpertsInterface.get_interface) == before
+
+
+@pytest.mark.parametrize(
+    ("told", "count"), [({"num_nextn_predict_layers": 1}, 1), ({"num_nextn_predict_layers": 0}, 0)]
+)
+def test_draft_layers_are_counted_and_not_calibrated(
+    tmp_path: Path, told: dict[str, int], count: int
+) -> None:
+    zoo.save("deepseek_v3", tmp_path / "m", **told)
+    prepared, stats = run_calibration(tmp_path / "m", make_plan(draw([20])), weights=False)
+    assert prepared.geometry.num_draft_layers == count
+    last = len(prepared.geometry.layers)
+    assert not any(f".{last}." in site.module for site in stats.sites)
