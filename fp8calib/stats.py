@@ -46,6 +46,9 @@ class SiteStats:
     """Experts: tokens routed to each: [E]."""
     progress: torch.Tensor | None = None
     """Tensor-wide amax inside each quarter of the data, by global sequence index: [4]."""
+    positions: torch.Tensor | None = None
+    """Tensor-wide amax of the tokens in each range of positions (`fp8calib.positions`), 0 where no
+    sequence was that long: [NUM_RANGES]. None where the rows do not tell their position."""
     histogram: torch.Tensor | None = None
     """Counts of log2 magnitudes (`fp8calib.histogram`), of the sampled tokens: [NUM_BINS]."""
 

@@ -33,6 +33,7 @@ FLOORS = {
         "measured",
         "merging",
         "parts",
+        "positions",
         "rules",
     },
     0: {"errors", "fp8", "launch", "sites", "__init__"},

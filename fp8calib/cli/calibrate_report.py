@@ -18,7 +18,7 @@ from fp8calib.dialects.registry import FORMATS, Note
 from fp8calib.fp8 import E4M3FN
 from fp8calib.fp8 import FORMATS as FP8_FORMATS
 from fp8calib.run.whole import BackOff
-from fp8calib.saturation import compute_saturation
+from fp8calib.saturation import compute_position_reach, compute_saturation
 from fp8calib.sites import Role
 from fp8calib.stats import CalibrationStats
 
@@ -54,6 +54,7 @@ def build_report(
     geometry = stats.geometry
     before, after = kv_bytes_per_token(geometry)
     saturation = compute_saturation(stats)
+    reach = compute_position_reach(stats)
     counted = count_run(job, stats)
     return {
         "model": job.settings.model,
@@ -77,6 +78,7 @@ def build_report(
             "skipped": [item.model_dump() for item in stats.header.skipped],
         },
         "saturation": saturation.model_dump() if saturation else None,
+        "positions": reach.model_dump() if reach else None,
         "expert_tokens": _expert_tokens(stats),
         "experts": count_experts(stats, job.recipe.scales.fallback),
         "kv_bytes_per_token": {"before": before, "after": after},
@@ -176,6 +178,8 @@ def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) ->
         show(f"  not observed: {item.site}: {item.why}")
     if (saturation := compute_saturation(stats)) is not None:
         show(saturation.describe())
+    if (reach := compute_position_reach(stats)) is not None:
+        show(reach.describe())
     for text in describe_experts(report["experts"]):
         show(text)
     before, after = report["kv_bytes_per_token"].values()

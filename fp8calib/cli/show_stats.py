@@ -10,7 +10,8 @@ import torch
 from fp8calib.cli.console import print_json, print_table, print_text
 from fp8calib.fp8 import E4M3FN
 from fp8calib.geometry import Layer, Linear
-from fp8calib.saturation import compute_saturation
+from fp8calib.positions import range_starts
+from fp8calib.saturation import compute_position_reach, compute_saturation
 from fp8calib.scales import scale_of
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats
@@ -48,12 +49,21 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
                 "layers": layers,
                 "linears": linears,
                 "experts": _experts(stats),
+                "positions": {
+                    "first": range_starts(),
+                    "amax": {
+                        str(site): found.positions.tolist()
+                        for site, found in stats.sites.items()
+                        if found.positions is not None
+                    },
+                },
             }
         )
         return
     _print_header(stats)
     print_table("K, V and q", _KV_COLUMNS, [_cells(row) for row in layers])
     print_table("linears", _LINEAR_COLUMNS, [_cells(row) for row in linears])
+    _print_positions(stats)
     for name, counts in _experts(stats).items():
         unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
         print_text(
@@ -83,6 +93,23 @@ def _print_header(stats: CalibrationStats) -> None:
         )
     if (saturation := compute_saturation(stats)) is not None:
         print_text(saturation.describe())
+    if (reach := compute_position_reach(stats)) is not None:
+        print_text(reach.describe())
+
+
+def _print_positions(stats: CalibrationStats) -> None:
+    """Print K, V and q by range of positions, where there is more than one to compare."""
+    reach = compute_position_reach(stats)
+    if reach is None:
+        return
+    starts = (0, *reach.below)
+    rows = [
+        {"site": str(site), **dict(zip(starts, found.positions.tolist(), strict=False))}
+        for site, found in stats.sites.items()
+        if found.positions is not None and site.role in (Role.K, Role.V, Role.Q)
+    ]
+    columns = [f"from {start}" for start in starts]
+    print_table("amax by position", ("site", *columns), [_cells(row) for row in rows])
 
 
 def _layer_row(stats: CalibrationStats, layer: Layer) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from fp8calib.observe.recorder import ExpertRows, Recorder
 from fp8calib.observe.reductions import (
     block_amax,
     channel_amax,
-    expert_amax,
     expert_counts,
+    group_amax,
     row_amax,
 )
 from fp8calib.observe.seams import ExpertsCall
@@ -50,10 +50,13 @@ class ObservingTaps:
             kept = self._recorder.rows("kept", hidden.device)
             rows, index = hidden[kept], index[kept]
         experts = index.flatten()
-        per_row = row_amax(rows).repeat_interleave(index.shape[1]).unsqueeze(1)
+        per_row = row_amax(rows).unsqueeze(1)
         seen = ExpertRows(
             amax=channel_amax(rows),
-            per_expert=expert_amax(per_row, experts, call.num_experts),
+            per_expert=group_amax(
+                per_row.repeat_interleave(index.shape[1], 0), experts, call.num_experts
+            ),
+            positions=self._position_amax(per_row, self._recorder.rows("ranges", rows.device)),
             counts=expert_counts(experts, call.num_experts),
             histogram=self._first_histogram(hidden),
         )
@@ -72,9 +75,12 @@ class ObservingTaps:
             is_kept[self._recorder.rows("kept", rows.device)] = 1
             counted = is_kept[order // call.index.shape[1]]
             kept = rows.masked_fill(counted.unsqueeze(1) == 0, 0.0)
+        per_block = block_amax(kept, call.block)
+        ranges = self._recorder.rows("all_ranges", rows.device)[order // call.index.shape[1]]
         seen = ExpertRows(
             amax=channel_amax(kept),
-            per_expert=expert_amax(block_amax(kept, call.block), experts, call.num_experts),
+            per_expert=group_amax(per_block, experts, call.num_experts),
+            positions=self._position_amax(per_block.amax(1, keepdim=True), ranges),
             counts=torch.zeros(
                 call.num_experts, dtype=torch.int64, device=rows.device
             ).scatter_add_(0, experts, counted),
@@ -82,6 +88,9 @@ class ObservingTaps:
         )
         self._recorder.observe_experts(Site(f"{call.path}.down_proj", Role.INPUT), seen)
         return rows
+
+    def _position_amax(self, per_row: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        return group_amax(per_row, ranges, len(self._recorder.batch.spans)).squeeze(1)
 
     def _first_histogram(self, hidden: torch.Tensor) -> torch.Tensor | None:
         if not len(self._recorder.batch.input_sample):

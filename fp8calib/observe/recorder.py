@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -16,6 +17,7 @@ from fp8calib.histogram import count_bins
 from fp8calib.observe.freed_memory import return_freed_memory
 from fp8calib.observe.reductions import channel_amax, head_amax, tokens_first
 from fp8calib.observe.running import Running, Seen, freeze
+from fp8calib.positions import split_positions
 from fp8calib.sites import Role, Site
 from fp8calib.stats import SiteStats
 
@@ -31,9 +33,9 @@ class BatchView:
     """Which tokens of a batch count.
 
     Rows are tokens in batch-major order, `shape` is (B, S), `first` the global index of its first
-    sequence. `kept` lists the rows that are no padding, None when all are kept. The sampled rows
-    enter histograms (none in most batches); they depend on the global sequence index and the
-    position only.
+    sequence. `kept` lists the rows that are no padding, by range of positions; None when all are
+    kept. The sampled rows enter histograms (none in most batches); they depend on the global
+    sequence index and the position only.
     """
 
     shape: tuple[int, int]
@@ -41,8 +43,21 @@ class BatchView:
     num_tokens: int
     quarter: int
     kept: torch.Tensor | None
+    spans: tuple[tuple[int, int], ...]
+    """Where each range of positions lies: in `kept`, or without it in every sequence."""
     kv_sample: torch.Tensor
     input_sample: torch.Tensor
+
+    @property
+    def all_ranges(self) -> torch.Tensor:
+        """The range of positions of every row, padding too: int64 [B * S]."""
+        sizes = [stop - first for first, stop in split_positions(self.shape[1])]
+        return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).repeat(self.shape[0])
+
+    @property
+    def ranges(self) -> torch.Tensor:
+        """The range of positions of every row that counts: int64 [N]."""
+        return self.all_ranges if self.kept is None else self.all_ranges[self.kept]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +70,8 @@ class ExpertRows:
     """Per expert and block of channels: fp32 [E, B]."""
     counts: torch.Tensor
     """Tokens per expert: int64 [E]."""
+    positions: torch.Tensor
+    """Of all experts and channels, per range of positions: fp32 [len(spans)]."""
     histogram: torch.Tensor | None
     """Of sampled rows, if there are any in the batch: int64 [NUM_BINS]."""
 
@@ -70,23 +87,40 @@ def view_batch(
         first: global index of the batch's first sequence.
         quarter: which quarter of the data the batch belongs to.
     """
-    is_padded = any(length != shape[1] for length in lengths)
+    kept = None
+    spans = split_positions(max(lengths))
+    if any(length != shape[1] for length in lengths):
+        parts = [_rows(shape, lengths, range(len(lengths)), *span) for span in spans]
+        kept = torch.cat(parts)
+        ends = list(accumulate(map(len, parts)))
+        spans = list(zip([0, *ends[:-1]], ends, strict=True))
     sampled = [i for i in range(len(lengths)) if (first + i) % HISTOGRAM_SEQUENCES == 0]
     return BatchView(
         shape=shape,
         first=first,
         num_tokens=sum(lengths),
         quarter=quarter,
-        kept=_rows(shape, lengths, range(len(lengths))) if is_padded else None,
+        kept=kept,
+        spans=tuple(spans),
         kv_sample=_rows(shape, lengths, sampled),
         input_sample=_rows(shape, lengths, sampled, every=INPUT_HISTOGRAM_TOKENS),
     )
 
 
 def _rows(
-    shape: tuple[int, int], lengths: tuple[int, ...], sequences: Sequence[int], *, every: int = 1
+    shape: tuple[int, int],
+    lengths: tuple[int, ...],
+    sequences: Sequence[int],
+    first: int = 0,
+    stop: int | None = None,
+    *,
+    every: int = 1,
 ) -> torch.Tensor:
-    parts = [torch.arange(0, lengths[i], every) + i * shape[1] for i in sequences]
+    ends = [lengths[i] if stop is None else min(stop, lengths[i]) for i in sequences]
+    parts = [
+        torch.arange(first, max(end, first), every) + i * shape[1]
+        for i, end in zip(sequences, ends, strict=True)
+    ]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
@@ -97,6 +131,7 @@ class _SeenInput:
     tensor: torch.Tensor
     version: int
     amax: torch.Tensor
+    positions: torch.Tensor | None
     bins: torch.Tensor | None
 
 
@@ -175,18 +210,36 @@ class Recorder:
         if batch.kept is not None:
             rows = tokens_first(x)[self.rows("kept", x.device)]
             counted = rows.view(len(rows), x.shape[1], x.shape[3]).transpose(0, 1).unsqueeze(0)
-        amax = head_amax(counted).reshape(num_heads, -1).amax(1)
+        spans: tuple[tuple[int, int | None], ...] = batch.spans
+        if counted.shape[2] != spans[-1][1]:  # tokens of the model's own among them
+            spans = ((0, None),)
+        amax, positions = _join([head_amax(counted[:, :, first:stop]) for first, stop in spans])
+        amax = amax.reshape(num_heads, -1).amax(1)
         bins = None
         if site.role is not Role.Q and len(batch.kv_sample):
             bins = count_bins(tokens_first(x)[self.rows("kv_sample", x.device)])
         self._pending.append(
-            Seen(site=site, num_tokens=batch.num_tokens, amax=amax, histogram=bins)
+            Seen(
+                site=site,
+                num_tokens=batch.num_tokens,
+                amax=amax,
+                positions=positions if spans is batch.spans else None,
+                histogram=bins,
+            )
         )
 
     def observe_input(self, site: Site, x: torch.Tensor) -> None:
         """Take the input of a linear: [..., C], the leading axes ending in (B, S) or flat."""
-        amax, bins, num_tokens = self._input(site, x)
-        self._pending.append(Seen(site=site, num_tokens=num_tokens, amax=amax, histogram=bins))
+        seen = self._input(site, x)
+        self._pending.append(
+            Seen(
+                site=site,
+                num_tokens=self._num_rows(x),
+                amax=seen.amax,
+                positions=seen.positions,
+                histogram=seen.bins,
+            )
+        )
 
     def observe_experts(self, site: Site, seen: ExpertRows) -> None:
         """Take what the experts of a layer were given, as one projection."""
@@ -195,6 +248,7 @@ class Recorder:
                 site=site,
                 num_tokens=self.batch.num_tokens,
                 amax=seen.amax,
+                positions=seen.positions,
                 histogram=seen.histogram,
                 experts=seen.per_expert,
                 expert_counts=seen.counts,
@@ -252,44 +306,63 @@ class Recorder:
         for running in self._running.values():
             running.close_quarter(self._quarter)
 
-    def _input(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    def _input(self, site: Site, x: torch.Tensor) -> _SeenInput:
         """Reduce an input, once for all the linears that read the same tensor."""
         for seen in self._remembered:
             if seen.tensor is x and seen.version == x._version:
-                return seen.amax, seen.bins, self._num_rows(x)
+                return seen
         rows = self._counted_rows(site, x)
-        amax = channel_amax(rows) if len(rows) else rows.new_zeros(rows.shape[1]).float()
+        if rows is None:
+            flat = x.reshape(-1, x.shape[-1])
+            amax = channel_amax(flat) if len(flat) else flat.new_zeros(flat.shape[1]).float()
+            positions = None
+        else:
+            spans = self.batch.spans
+            parts = [rows[:, first:stop].transpose(0, 1) for first, stop in spans]
+            amax, positions = _join([channel_amax(part) for part in parts])
         bins = self._sampled_bins(x, rows) if len(self.batch.input_sample) else None
-        self._remembered.append(_SeenInput(tensor=x, version=x._version, amax=amax, bins=bins))
+        reduced = _SeenInput(
+            tensor=x, version=x._version, amax=amax, positions=positions, bins=bins
+        )
+        self._remembered.append(reduced)
         del self._remembered[:-_REMEMBERED_INPUTS]
-        return amax, bins, self._num_rows(x)
+        return reduced
 
     def _num_rows(self, x: torch.Tensor) -> int:
         num_rows = x.shape[:-1].numel()
         size = self.batch.shape[0] * self.batch.shape[1]
         return self.batch.num_tokens if num_rows % size == 0 and num_rows else num_rows
 
-    def _counted_rows(self, site: Site, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if self.batch.kept is None:
-            return rows
-        kept = self.rows("kept", x.device)
-        size = self.batch.shape[0] * self.batch.shape[1]
-        if len(rows) == size:
-            return rows[kept]
-        if x.shape[-3:-1] == self.batch.shape:
-            return rows.view(-1, size, rows.shape[1])[:, kept].flatten(0, 1)
+    def _counted_rows(self, site: Site, x: torch.Tensor) -> torch.Tensor | None:
+        """Give the rows that count, [L, N, C], N as `spans` cuts it; None: they do not tell."""
+        batch = self.batch
+        size = batch.shape[0] * batch.shape[1]
+        if x.shape[:-1].numel() == size or x.shape[-3:-1] == batch.shape:
+            if batch.kept is None:
+                return x.reshape(-1, batch.shape[1], x.shape[-1])
+            return x.reshape(-1, size, x.shape[-1])[:, self.rows("kept", x.device)]
+        if batch.kept is None:
+            return None
         raise CalibrationError(
             f"{site}: its shape {tuple(x.shape)} does not tell which rows are padding of the batch "
-            f"{self.batch.shape}",
+            f"{batch.shape}",
             hint="use --batch-size 1, which needs no padding",
         )
 
-    def _sampled_bins(self, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    def _sampled_bins(self, x: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
         size = self.batch.shape[0] * self.batch.shape[1]
         if x.shape[:-1].numel() != size:
-            return count_bins(counted[:: self.sampling_stride])
+            rows = (x if counted is None else counted).reshape(-1, x.shape[-1])
+            return count_bins(rows[:: self.sampling_stride])
         return count_bins(x.reshape(size, -1)[self.rows("input_sample", x.device)])
+
+
+def _join(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the maximum of the parts' maxima, and the largest value of each part."""
+    if len(parts) == 1:
+        return parts[0], parts[0].amax().unsqueeze(0)
+    stacked = torch.stack(list(parts))
+    return stacked.amax(0), stacked.flatten(1).amax(1)
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> bool:

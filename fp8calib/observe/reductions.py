@@ -15,10 +15,11 @@ _FOLD_UNTIL = 32
 
 
 def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suffixes
-    """Largest magnitude per channel: fp32 [C]."""
+    """Largest magnitude per channel: fp32 [C]; rows may have several axes, the longest first."""
+    rows = tuple(range(x_NC.dim() - 1))
     if _has_fast_codes(x_NC):
-        return _fold_codes(x_NC).amax(0).view(x_NC.dtype).float()
-    return torch.maximum(x_NC.amax(0), x_NC.amin(0).neg_()).float()
+        return _fold_codes(x_NC).amax(rows).view(x_NC.dtype).float()
+    return torch.maximum(x_NC.amax(rows), x_NC.amin(rows).neg_()).float()
 
 
 def row_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803
@@ -64,14 +65,14 @@ def block_amax(x_NC: torch.Tensor, block: int) -> torch.Tensor:  # noqa: N803
     return row_amax(x_NC.reshape(len(x_NC), -1, block))
 
 
-def expert_amax(
+def group_amax(
     values_NB: torch.Tensor,  # noqa: N803
-    experts_N: torch.Tensor,  # noqa: N803
-    num_experts: int,
+    groups_N: torch.Tensor,  # noqa: N803
+    num_groups: int,
 ) -> torch.Tensor:
-    """Largest of non-negative `values` among the rows of each expert: fp32 [E, B]; 0 for no row."""
-    result = values_NB.new_zeros(num_experts, values_NB.shape[1])
-    index = experts_N.unsqueeze(1).expand_as(values_NB)
+    """Largest of non-negative `values` among the rows of each group: fp32 [G, B]; 0 for no row."""
+    result = values_NB.new_zeros(num_groups, values_NB.shape[1])
+    index = groups_N.unsqueeze(1).expand_as(values_NB)
     return result.scatter_reduce_(0, index, values_NB, "amax")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fp8calib.positions import NUM_RANGES
 from fp8calib.sites import Site
 from fp8calib.stats import NUM_QUARTERS, SiteStats
 
@@ -17,6 +18,8 @@ class Seen:
     site: Site
     num_tokens: int
     amax: torch.Tensor
+    positions: torch.Tensor | None = None
+    """Tensor-wide, of the ranges of positions that the batch reaches: [<= NUM_RANGES]."""
     histogram: torch.Tensor | None = None
     experts: torch.Tensor | None = None
     expert_counts: torch.Tensor | None = None
@@ -30,6 +33,7 @@ class Running:
     amax: torch.Tensor | None = None
     quarter: torch.Tensor | None = None
     progress: list[torch.Tensor | None] = field(default_factory=lambda: [None] * NUM_QUARTERS)
+    positions: torch.Tensor | None = None
     experts: torch.Tensor | None = None
     expert_counts: torch.Tensor | None = None
     histogram: torch.Tensor | None = None
@@ -38,6 +42,10 @@ class Running:
         """Count an observation of the open quarter."""
         self.count += seen.num_tokens
         self.quarter = _larger(self.quarter, seen.amax)
+        if seen.positions is not None:
+            if self.positions is None:
+                self.positions = seen.positions.new_zeros(NUM_RANGES)
+            _larger(self.positions[: len(seen.positions)], seen.positions)
         if seen.histogram is not None:
             self.histogram = _sum(self.histogram, seen.histogram)
         if seen.experts is not None:
@@ -67,6 +75,7 @@ def freeze(running: Running) -> SiteStats:
         experts=_to_cpu(running.experts),
         expert_counts=_to_cpu(running.expert_counts),
         progress=progress,
+        positions=_to_cpu(running.positions),
         histogram=_to_cpu(running.histogram),
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from .conftest import QUICK
 from .program import fail, run, succeed
 
 
@@ -110,3 +111,29 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "folder" / "model.safetensors").symlink_to("../x.safetensors")
 
     assert "link out of the folder" in fail(4, "show", tmp_path / "folder")
+
+
+def test_magnitudes_are_shown_by_position(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("calibrate", model, "--data", data, *QUICK)
+    short = succeed(*command, "--out", tmp_path / "short", "--json").json
+    assert short["positions"] is None
+    text = succeed("show", tmp_path / "short" / "stats.safetensors").out
+    assert "position" not in text
+    monkeypatch.setattr("fp8calib.positions.FIRST_RANGE", 4)
+    outcome = succeed(*command, "--out", tmp_path / "out", "--json")
+    reach = outcome.json["positions"]
+    assert reach["below"] == [4, 8]
+    assert "positions: below 4, 8 the median site had reached" in outcome.err
+    stats = tmp_path / "out" / "stats.safetensors"
+    shown = succeed("show", stats, "--json").json["positions"]
+    assert shown["first"][:4] == [0, 4, 8, 16]
+    site = "model.layers.1.self_attn.k"
+    values = shown["amax"][site]
+    assert all(value > 0 for value in values[:3])
+    assert not any(values[3:])
+    lines = succeed("show", stats).out.splitlines()
+    assert any("positions: below 4, 8" in line for line in lines)
+    row = next(line.split() for line in lines if line.split()[:1] == [site])
+    assert row[1:] == [f"{value:.5g}" for value in values[:3]]
