@@ -196,7 +196,13 @@ def _layer_by_layer(
             return observer.observe_weights(progress.advance)
         num_tokens = sum(batch.num_tokens for batch in todo)
         progress.stage("layer by layer", num_tokens * num_layers, unit="layer tokens")
-        return observer.observe(todo, streaming, progress.advance, portion.journal)
+        return observer.observe(
+            todo,
+            streaming,
+            progress.advance,
+            portion.journal,
+            on_back_off=portion.back_offs.append,
+        )
 
 
 def _activations(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch
@@ -14,13 +18,30 @@ from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.seams import tapped
 from fp8calib.recipe import Observe
+from fp8calib.run.decoder import OutOfMemoryInForward
 from fp8calib.run.journal import Journal
 from fp8calib.run.layer_journal import LayerJournal
 from fp8calib.run.probe import Probe, probe_layer
 from fp8calib.run.streamed import StreamedLayer, StreamedModel, Streaming
 from fp8calib.run.streamed_runner import StreamedRunner
+from fp8calib.run.whole import BackOff, cut_into
 from fp8calib.sites import Site
 from fp8calib.stats import SiteStats
+
+
+class _Counted:
+    """Passes on how far a run is, and can take it back."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+        self._steps = 0
+
+    def __call__(self, steps: int) -> None:
+        self._advance(steps)
+        self._steps += steps
+
+    def take_back(self) -> None:
+        self(-self._steps)
 
 
 class LayerObserver:
@@ -47,10 +68,23 @@ class LayerObserver:
         self.recorder = Recorder()
 
     def probe(self, batch: Batch, streaming: Streaming) -> Probe:
-        """Measure the first layer on one micro-batch; what is observed of it stays."""
+        """Measure the first layer on one micro-batch; what is observed of it stays.
+
+        Of one that does not fit into memory a half is tried, and taken for half of it.
+        """
         runner = self._runner(streaming)
-        with self._tapped(), runner.first_layer(batch, self.recorder) as first:
-            return probe_layer(self._streamed, first, meet_layer=self._meet)
+        try:
+            with self._tapped(), runner.first_layer(batch, self.recorder) as first:
+                return probe_layer(self._streamed, first, meet_layer=self._meet)
+        except OutOfMemoryInForward:
+            size = len(batch.lengths) // 2
+            if not size:
+                raise
+        half = self.probe(cut_into(batch, size)[0], streaming)
+        parts = len(batch.lengths) / size
+        return replace(
+            half, run_s=half.run_s * parts, state_bytes=math.ceil(half.state_bytes * parts)
+        )
 
     def observe_weights(self, advance: Callable[[int], None]) -> dict[Site, SiteStats]:
         """Read the weights alone.
@@ -71,13 +105,39 @@ class LayerObserver:
         streaming: Streaming,
         advance: Callable[[int], None],
         journal: Journal | None = None,
+        *,
+        on_back_off: Callable[[BackOff], None],
     ) -> dict[Site, SiteStats]:
-        """Run batches through the model.
+        """Run batches through the model; where one does not fit into memory, anew with halves.
 
         Raises:
             ModelError: a weight is NaN or inf.
-            CalibrationError: an activation is NaN or inf; the message names layer and sample.
+            CalibrationError: an activation is NaN or inf (the message names layer and sample), or
+                one sequence does not fit into memory.
         """
+        size = max(len(batch.lengths) for batch in batches)
+        while True:
+            counted = _Counted(advance)
+            try:
+                return self._observe_once(batches, streaming, counted, journal)
+            except OutOfMemoryInForward:
+                size //= 2
+                if not size:
+                    raise
+            if self._streamed.device.type == "cuda":
+                torch.cuda.empty_cache()  # the error, and what its frames held, are gone here
+            counted.take_back()
+            self.recorder.forget()
+            on_back_off(BackOff(first=batches[0].first, batch_size=size))
+            batches = [part for batch in batches for part in cut_into(batch, size)]
+
+    def _observe_once(
+        self,
+        batches: Sequence[Batch],
+        streaming: Streaming,
+        advance: Callable[[int], None],
+        journal: Journal | None,
+    ) -> dict[Site, SiteStats]:
         runner = self._runner(streaming)
         kept = None if journal is None else LayerJournal(journal, batches)
         with self._tapped():

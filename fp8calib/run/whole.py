@@ -78,7 +78,7 @@ class WholeRunner:
         while waiting:
             batch = waiting.popleft()
             if len(batch.lengths) > self._max_sequences:
-                waiting.extendleft(reversed(_cut(batch, self._max_sequences)))
+                waiting.extendleft(reversed(cut_into(batch, self._max_sequences)))
                 continue
             if group and group[-1].quarter != batch.quarter:
                 group = self._check(group, recorder)
@@ -146,10 +146,10 @@ def nonfinite_error(site: Site, sample: int, dtype: torch.dtype) -> CalibrationE
 def one_by_one(group: Iterable[Batch]) -> Iterable[Batch]:
     """Cut batches into sequences, without their padding."""
     for batch in group:
-        yield from _cut(batch, 1)
+        yield from cut_into(batch, 1)
 
 
-def _cut(batch: Batch, size: int) -> list[Batch]:
+def cut_into(batch: Batch, size: int) -> list[Batch]:
     """Cut a batch into batches of at most `size` sequences."""
     starts = range(0, len(batch.lengths), size)
     return [cut_batch(batch, start, start + size) for start in starts]

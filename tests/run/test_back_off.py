@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
+from fp8calib.recipe import Observe
 from fp8calib.run.portion import Portion
+from fp8calib.run.streamed import open_streamed
+from fp8calib.run.streamed_calibration import LayerObserver
 from fp8calib.run.whole import BackOff
 from tests import zoo
 from tests.run.running import Subject, as_bytes, opened
+from tests.truth.test_statistics import Silent
 
 CPU_MESSAGE = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
@@ -30,10 +35,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def limit_memory(subject: Subject, error: Exception, *, sequences: int, from_call: int = 0) -> Any:
-    """Let the last layer fail in batches of more sequences, as a full memory would."""
+def limit_memory(
+    subject: Subject, error: Exception, *, sequences: int, from_call: int = 0, layer: int = -1
+) -> Any:
+    """Let a layer, the last, fail in batches of more sequences, as a full memory would."""
     calls = 0
-    last = subject.prepared.model.get_submodule(subject.prepared.geometry.layers[-1].module)
+    last = subject.prepared.model.get_submodule(subject.prepared.geometry.layers[layer].module)
 
     def check(_module: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
         nonlocal calls
@@ -94,3 +101,65 @@ def test_another_error_of_the_same_type_is_no_lack_of_memory(tmp_path: Path) -> 
         with pytest.raises(CalibrationError, match="shapes differ"):
             subject.calibrate(batch_size=4)
         handle.remove()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_streamed_run_begins_anew_with_half_the_batch(error: Exception, tmp_path: Path) -> None:
+    """The last layer is the one that fails: what the first has seen by then counts once."""
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model", streamed=True) as subject:
+        halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
+        portion, bar = Portion(), Bar()
+        handle = limit_memory(subject, error, sequences=2)
+        found = subject.calibrate(portion, batch_size=4, progress=bar)
+        handle.remove()
+    assert as_bytes(found, tmp_path) == halved
+    assert portion.back_offs == [BackOff(first=0, batch_size=2)]
+    assert bar.steps == bar.total
+
+
+def test_one_sequence_that_does_not_fit_a_streamed_run_is_an_error(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model", streamed=True) as subject:
+        handle = limit_memory(subject, ERRORS[1], sequences=0)
+        with pytest.raises(CalibrationError, match="out of memory at sample 0, with 1 sequences"):
+            subject.calibrate(batch_size=4)
+        handle.remove()
+
+
+class Bar(Silent):
+    """A progress bar that counts."""
+
+    total: int | None = 0
+    steps = 0
+
+    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:  # noqa: ARG002
+        """Begin to count."""
+        self.total, self.steps = total, 0
+
+    def advance(self, steps: int) -> None:
+        """Count."""
+        self.steps += steps
+
+
+def test_a_probe_that_does_not_fit_tries_a_half(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with opened(tmp_path / "model", streamed=True) as subject:
+        assert subject.streaming is not None
+        batch = Batch(input_ids=torch.full((4, 6), 5), lengths=(6, 6, 6, 6), first=0, quarter=0)
+        probes = []
+        for sequences in (4, 2):
+            handle = limit_memory(subject, ERRORS[0], sequences=sequences, layer=0)
+            with open_streamed(
+                subject.prepared.model,
+                subject.prepared.geometry,
+                subject.prepared.weights,
+                subject.checkpoint,
+                torch.tensor([0, 5]),
+                subject.streaming,
+            ) as streamed:
+                observer = LayerObserver(streamed, subject.checkpoint, Observe(), ignored=())
+                probes.append(observer.probe(batch, subject.streaming))
+            handle.remove()
+    whole, halved = probes
+    assert halved.state_bytes == whole.state_bytes == 4 * 6 * 32 * 4
