@@ -14,7 +14,6 @@ import torch
 
 from fp8calib.errors import CalibrationError
 from fp8calib.histogram import count_bins
-from fp8calib.observe.freed_memory import return_freed_memory
 from fp8calib.observe.reductions import channel_amax, head_amax, tokens_first
 from fp8calib.observe.running import Running, Seen, freeze
 from fp8calib.positions import split_positions
@@ -147,7 +146,6 @@ class Recorder:
         self._sequences: list[tuple[int, int]] = []
         self._is_settled = True
         self._quarter = 0
-        self._is_first_of_quarter = True
         self._batch: BatchView | None = None
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._remembered: list[_SeenInput] = []
@@ -165,7 +163,6 @@ class Recorder:
         if batch.quarter != self._quarter:
             self._close_quarter()
             self._quarter = batch.quarter
-            self._is_first_of_quarter = True
         self._let_go()
         self._batch = batch
 
@@ -178,10 +175,6 @@ class Recorder:
         self._sequences.append((first, first + self.batch.shape[0]))
         self._is_settled = True
         self._let_go()
-        if self._is_first_of_quarter:
-            # Its statistics are new tensors between the activations; later batches add to them.
-            return_freed_memory()
-            self._is_first_of_quarter = False
 
     def _let_go(self) -> None:
         self._batch = None
@@ -271,7 +264,7 @@ class Recorder:
 
     def check_finite(self) -> Site | None:
         """Name the first site, in execution order, that saw NaN or inf; waits for devices."""
-        found = {site: running.quarter for site, running in self._running.items()}
+        found = {site: each.quarter for site, each in self._running.items() if each.is_open}
         by_device: dict[torch.device, list[tuple[Site, torch.Tensor]]] = {}
         for site, amax in found.items():
             if amax is not None:

@@ -31,7 +31,9 @@ class Running:
 
     count: int = 0
     amax: torch.Tensor | None = None
+    is_open: bool = False
     quarter: torch.Tensor | None = None
+    """Counts while a quarter is open, and is used again for the next."""
     progress: list[torch.Tensor | None] = field(default_factory=lambda: [None] * NUM_QUARTERS)
     positions: torch.Tensor | None = None
     experts: torch.Tensor | None = None
@@ -41,7 +43,11 @@ class Running:
     def observe(self, seen: Seen) -> None:
         """Count an observation of the open quarter."""
         self.count += seen.num_tokens
-        self.quarter = _larger(self.quarter, seen.amax)
+        if self.is_open or self.quarter is None:
+            self.quarter = _larger(self.quarter, seen.amax)
+        else:
+            self.quarter.copy_(seen.amax)
+        self.is_open = True
         if seen.positions is not None:
             if self.positions is None:
                 self.positions = seen.positions.new_zeros(NUM_RANGES)
@@ -55,11 +61,11 @@ class Running:
 
     def close_quarter(self, quarter: int) -> None:
         """Add the open quarter to what was seen; it may be opened again."""
-        if self.quarter is None:
+        if self.quarter is None or not self.is_open:
             return
         self.progress[quarter] = _larger(self.progress[quarter], self.quarter.max())
         self.amax = _larger(self.amax, self.quarter)
-        self.quarter = None
+        self.is_open = False
 
 
 def freeze(running: Running) -> SiteStats:

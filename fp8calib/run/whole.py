@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from fp8calib.data.plan import Batch, cut_batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import ModelGeometry
+from fp8calib.observe.freed_memory import return_freed_memory
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.observe.seams import TappedCache, own_attentions
@@ -51,6 +52,7 @@ class WholeRunner:
         all_modules = {attention.module for attention in self._attentions.values()}
         self._ignored = frozenset(ignored) if observe_kv else frozenset(all_modules)
         self._max_sequences = sys.maxsize
+        self._has_run = False
 
     def run(
         self,
@@ -119,6 +121,10 @@ class WholeRunner:
         )
         self._decoder.run(batch, cache)
         recorder.end_batch()
+        if not self._has_run:
+            # Statistics are new tensors between the activations; later batches add to them.
+            return_freed_memory()
+            self._has_run = True
 
     def _check(self, group: list[Batch], recorder: Recorder) -> list[Batch]:
         """Find what is not finite in a group of batches; give the next group, which is empty."""
