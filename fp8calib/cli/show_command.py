@@ -15,7 +15,7 @@ def show_command(
         Path,
         typer.Argument(
             metavar="STATS|SCALES",
-            help="stats.safetensors, a safetensors or JSON file of scales, or an overlay folder.",
+            help="stats.safetensors, a safetensors, npz or JSON file of scales, or their folder.",
         ),
     ],
     as_json: JsonOption = False,

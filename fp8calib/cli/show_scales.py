@@ -1,4 +1,4 @@
-"""Tables of a file of scales: safetensors, an overlay folder, or a JSON dialect."""
+"""Tables of a file of scales: safetensors, an overlay folder, a JSON dialect, or rank files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from fp8calib.checkpoint.header import PACKED_BITS, load_unique_json
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.console import print_json, print_table
+from fp8calib.dialects.read_npz import list_arrays, read_number
 from fp8calib.errors import DataError, UsageError, shorten
 
 _SCALE_SUFFIXES = ("_scale", "_scale_inv", "kv_cache_scaling_factor", ".scale")
+_RANK_FILE_SUFFIXES = (".npz", ".safetensors")
 _INDEX = re.compile(r"[0-9]{1,9}")
 _FEW_VALUES = 8
 _MOST_VALUES = 1 << 16
@@ -41,7 +43,10 @@ def show_scales(path: Path, *, as_json: bool) -> None:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    if path.is_dir():
+    if path.is_dir() and (ranks := _list_rank_files(path)):
+        for file in ranks:
+            yield from ((f"{file.name}.{name}", values) for name, values in _rows(file))
+    elif path.is_dir():
         with Checkpoint.open(path) as checkpoint:
             yield from _tensor_rows(checkpoint)
     elif path.suffix == ".safetensors":
@@ -49,8 +54,20 @@ def _rows(path: Path) -> Iterator[Row]:
             yield from _tensor_rows(file)
     elif path.suffix == ".json":
         yield from _json_rows(path)
+    elif path.suffix == ".npz":
+        for name in list_arrays(path):
+            if name.endswith(_SCALE_SUFFIXES):
+                yield name, read_number(path, name).flatten().tolist()
     else:
-        raise UsageError(f"{path}: neither .safetensors nor .json nor a checkpoint folder")
+        kinds = ".safetensors, .npz or .json"
+        raise UsageError(f"{path}: neither a {kinds} file nor a checkpoint folder")
+
+
+def _list_rank_files(folder: Path) -> list[Path]:
+    """List the files of TensorRT-LLM's and AMMO's ranks; a checkpoint has none."""
+    return [
+        path for path in sorted(folder.glob("*rank[0-9]*")) if path.suffix in _RANK_FILE_SUFFIXES
+    ]
 
 
 def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -137,3 +138,20 @@ def test_magnitudes_are_shown_by_position(
     assert any("positions: below 4, 8" in line for line in lines)
     row = next(line.split() for line in lines if line.split()[:1] == [site])
     assert row[1:] == [f"{value:.5g}" for value in values[:3]]
+
+
+def test_rank_files_are_shown_alone_and_together(tmp_path: Path) -> None:
+    name = "transformer.layers.{}.attention.kv_cache_scaling_factor"
+    for rank in range(2):
+        numbers = {name.format(i): np.float32(0.25 * (rank + 1) + i) for i in range(2)}
+        np.savez(tmp_path / f"m_tp2_rank{rank}.npz", w=np.ones(3), **numbers)
+
+    alone = succeed("show", tmp_path / "m_tp2_rank1.npz", "--json").json["scales"]
+    together = succeed("show", tmp_path, "--json").json["scales"]
+
+    assert alone == {name.format(0): [0.5], name.format(1): [1.5]}
+    assert together == {
+        f"m_tp2_rank{rank}.npz.{name.format(i)}": [0.25 * (rank + 1) + i]
+        for rank in range(2)
+        for i in range(2)
+    }
