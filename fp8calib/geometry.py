@@ -155,3 +155,25 @@ class ModelGeometry(_Frozen):
     def has_latent_attention(self) -> bool:
         """Whether any layer is multi-head latent attention."""
         return any(attention.kind == "latent" for _, attention in self.attentions())
+
+
+def find_difference(one: ModelGeometry, other: ModelGeometry) -> str:
+    """Say where two models differ in what is computed; names in a checkpoint do not count.
+
+    Returns:
+        The first place, in words; empty where there is none.
+    """
+    for name in ("architecture", "model_type"):
+        if (own := getattr(one, name)) != (there := getattr(other, name)):
+            return f"its {name} is {own}, not {there}"
+    if len(one.layers) != len(other.layers):
+        return f"it has {len(one.layers)} layers, not {len(other.layers)}"
+    pairs = zip(one.layers, other.layers, strict=True)
+    return next((f"{a.module} is of another shape" for a, b in pairs if _bare(a) != _bare(b)), "")
+
+
+def _bare(layer: Layer) -> Layer:
+    """Leave out what a checkpoint calls things."""
+    attention = layer.attention and layer.attention.model_copy(update={"checkpoint_module": ""})
+    linears = (each.model_copy(update={"checkpoint_name": None}) for each in layer.linears)
+    return layer.model_copy(update={"attention": attention, "linears": tuple(linears)})

@@ -28,7 +28,9 @@ def export_command(
     tp: TpOption = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="MODEL", help="The unquantized model, for overlays."),
+        typer.Option(
+            "--model", metavar="MODEL", help="The unquantized model, for overlays and weights."
+        ),
     ] = None,
     rule: RuleOption = None,
     fallback: FallbackOption = None,
@@ -40,7 +42,9 @@ def export_command(
         bool,
         typer.Option(
             "--with-weights",
-            help="With --format rfc and --model: write the quantized weights of every rank too.",
+            help="With --format rfc and --model: write the FP8 weights of every rank too. Here "
+            "MODEL may be int4 (compressed-tensors, symmetric, one scale for each tensor): the "
+            "JSON then has the compound scale.",
         ),
     ] = False,
     force: ForceOption = False,

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.dialects.registry import (
+    FORMATS,
     check_export,
     check_formats,
     check_replaced,
@@ -19,12 +21,16 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.dialects.rfc import name_rank_files
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.fp8 import FORMATS
+from fp8calib.fp8 import FORMATS as FP8_FORMATS
 from fp8calib.measured import explain_difference
 from fp8calib.provenance import fingerprint_model
+from fp8calib.quantize.int4_source import is_int4_source
 from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.recipe import Recipe
 from fp8calib.stats import CalibrationStats, load_stats
+
+if TYPE_CHECKING:
+    from fp8calib.cli.export_weights import RankWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +63,24 @@ def run_export(settings: ExportSettings) -> None:
             force=settings.force,
             inputs=inputs,
         ) as folder:
+            weights = _prepare_weights(settings, stats, source)
             written = write_formats(
                 stats,
                 recipe.formats,
                 folder,
-                fmt=FORMATS[recipe.scales.fp8_dtype],
+                fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
                 tps=recipe.tp,
                 source=source,
                 query=recipe.query_scale,
                 fallback=recipe.scales.fallback,
                 rule=recipe.scales.rule,
-                with_weights=settings.with_weights,
+                quantized=None if weights is None else weights.tables,
             )
-            files = sorted([*written.files, *_write_weights(settings, stats, source, folder)])
-    notes = [f"{note.subject}: {note.why}" for note in written.notes]
+            files = sorted([*written.files, *(weights.write(folder) if weights else ())])
+    notes = [
+        *(weights.notes if weights else ()),
+        *(f"{note.subject}: {note.why}" for note in written.notes),
+    ]
     for note in notes:
         warn(note)
     if settings.as_json:
@@ -101,15 +111,14 @@ def _name_weights(settings: ExportSettings) -> frozenset[str]:
     return frozenset(name for tp in settings.recipe.tp for name in name_rank_files(tp).values())
 
 
-def _write_weights(
-    settings: ExportSettings, stats: CalibrationStats, source: Checkpoint | None, folder: Path
-) -> list[str]:
-    """Write the weights of every rank of every degree, and name the files."""
+def _prepare_weights(
+    settings: ExportSettings, stats: CalibrationStats, source: Checkpoint | None
+) -> RankWeights | None:
     if not settings.with_weights or source is None:
-        return []
-    from fp8calib.cli.export_weights import write_weights  # noqa: PLC0415 -- imports transformers
+        return None
+    from fp8calib.cli.export_weights import prepare_weights  # noqa: PLC0415 -- transformers
 
-    return write_weights(stats, source, folder, settings.recipe)
+    return prepare_weights(stats, source, settings.recipe)
 
 
 @contextmanager
@@ -121,14 +130,32 @@ def _source(settings: ExportSettings, stats: CalibrationStats) -> Iterator[Check
     from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
 
     with Checkpoint.open(find_folder(model, None), require_config=True) as checkpoint:
-        if settings.with_weights:
-            check_source(checkpoint)
-        measured = stats.header.model_fingerprint
-        fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
-        if fingerprint != measured:
-            raise ExportError(
-                f"{model} is not the model these statistics were measured on, which had "
-                f"{explain_difference(measured, fingerprint)}",
-                hint="pass the folder that calibrate was run on",
-            )
+        if settings.with_weights and is_int4_source(checkpoint):
+            _refuse_overlays(settings, checkpoint)
+        else:
+            _check_model(settings, stats, checkpoint)
         yield checkpoint
+
+
+def _refuse_overlays(settings: ExportSettings, checkpoint: Checkpoint) -> None:
+    names = [name for name in settings.recipe.formats if FORMATS[name].needs_model]
+    if names:
+        raise UsageError(
+            f"--format {names[0]}: overlays are of the unquantized model, and the weights of "
+            f"{checkpoint.folder} are int4",
+            hint="export them in a run of their own, with the unquantized --model",
+        )
+
+
+def _check_model(settings: ExportSettings, stats: CalibrationStats, checkpoint: Checkpoint) -> None:
+    """Refuse another model than the statistics', and to quantize one that is quantized already."""
+    if settings.with_weights:
+        check_source(checkpoint)
+    measured = stats.header.model_fingerprint
+    fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
+    if fingerprint != measured:
+        raise ExportError(
+            f"{settings.model} is not the model these statistics were measured on, which had "
+            f"{explain_difference(measured, fingerprint)}",
+            hint="pass the folder that calibrate was run on",
+        )

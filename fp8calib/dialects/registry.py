@@ -234,7 +234,7 @@ def write_formats(
     query: bool,
     fallback: Fallback | None,
     rule: Rule = AMAX,
-    with_weights: bool = False,
+    quantized: Mapping[int, ScaleTable] | None = None,
 ) -> WrittenFormats:
     """Write scales in each of `formats`, those that depend on it once for each degree.
 
@@ -248,7 +248,8 @@ def write_formats(
         query: write `q_scale` too, where the form has it.
         fallback: what sites get that nothing was seen at.
         rule: which magnitude of an activation the largest FP8 value stands for.
-        with_weights: name the files of quantized weights in `rfc`; somebody else writes them.
+        quantized: for each degree, the scales with which somebody else writes quantized weights:
+            `rfc` has these, and names the files.
 
     Raises:
         UsageError: a format or a degree that cannot be, or a model that is missing.
@@ -263,7 +264,7 @@ def write_formats(
         query=query,
         fallback=fallback,
         rule=rule,
-        with_weights=with_weights,
+        quantized=quantized,
     )
     written = []
     for spec in (FORMATS[name] for name in dict.fromkeys(formats)):
@@ -332,7 +333,7 @@ class _Job:
     query: bool
     fallback: Fallback | None
     rule: Rule
-    with_weights: bool
+    quantized: Mapping[int, ScaleTable] | None
     notes: list[Note] = field(default_factory=list)
 
     def kv_table(self, *, tp: int = 1, per_head: bool = False, query: bool = False) -> ScaleTable:
@@ -348,6 +349,8 @@ class _Job:
         return self._noted(table)
 
     def linear_table(self, tp: int) -> ScaleTable:
+        if self.quantized is not None:
+            return self._noted(self.quantized[tp])
         table = compute_linear_scales(
             self.stats, self.fmt, tp=tp, fallback=self.fallback, rule=self.rule
         )
@@ -412,8 +415,8 @@ def _write_vllm_json(job: _Job, _: FormatSpec, tp: int, target: Path) -> None:
 
 
 def _write_rfc(job: _Job, _: FormatSpec, tp: int, target: Path) -> None:
-    linears = job.linear_table(tp)
-    write_rfc(job.kv_table(tp=tp), linears, target, with_weights=job.with_weights)
+    linears, with_weights = job.linear_table(tp), job.quantized is not None
+    write_rfc(job.kv_table(tp=tp), linears, target, with_weights=with_weights)
 
 
 _WRITERS: Mapping[str, Callable[[_Job, FormatSpec, int, Path], None]] = {

@@ -55,7 +55,7 @@ def open_source(
     *,
     revision: str | None,
     trust_remote_code: bool,
-    if_quantized: str,
+    if_quantized: str | None,
 ) -> ModelSource:
     """Find the model's folder (fetched from the hub when it is an id) and read its config.
 
@@ -63,7 +63,8 @@ def open_source(
         model: a folder or hub id.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run the code a checkpoint carries.
-        if_quantized: what to do where the model is quantized already.
+        if_quantized: what to do where the model is quantized already; None where that does not
+            matter, for the weights are read in another way.
 
     Raises:
         ModelError: nothing there, no usable config, already quantized, not a decoder.
@@ -72,7 +73,8 @@ def open_source(
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         raw = checkpoint.load_config()
         _refuse_doubled(checkpoint)
-    _refuse_quantized(raw, folder, if_quantized)
+    if if_quantized is not None:
+        _refuse_quantized(raw, folder, if_quantized)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
     source = ModelSource(
         folder=folder, config=config, raw_config=raw, trust_remote_code=trust_remote_code

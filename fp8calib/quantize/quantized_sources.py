@@ -13,6 +13,8 @@ from fp8calib.errors import ModelError
 _KEYS = ("quantization_config", "compression_config")
 _INNER_CONFIGS = ("text_config", "llm_config", "language_config")
 _FP8_BITS = 8
+_WHOLE_ROW = -1
+"""A group size of GPTQ and AWQ: all of an output channel."""
 
 
 def check_source(checkpoint: Checkpoint) -> None:
@@ -21,13 +23,8 @@ def check_source(checkpoint: Checkpoint) -> None:
     Raises:
         ModelError: naming what says so, and how many bits its weights have where that is told.
     """
-    config = checkpoint.load_config()
-    inner = (config.get(key) for key in _INNER_CONFIGS)
-    for place in (config, *(part for part in inner if isinstance(part, dict))):
-        for key in _KEYS:
-            section = place.get(key)
-            if isinstance(section, dict):
-                raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe(section)}")
+    for key, section in find_sections(checkpoint.load_config()):
+        raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe(section)}")
     for name, entry in checkpoint.tensors.items():
         if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS:
             raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
@@ -35,11 +32,23 @@ def check_source(checkpoint: Checkpoint) -> None:
             raise _quantized(checkpoint, f"{name} is a scale")
 
 
+def find_sections(config: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Find what a config says of quantization: the key and what stands there."""
+    inner = (config.get(key) for key in _INNER_CONFIGS)
+    for place in (config, *(part for part in inner if isinstance(part, dict))):
+        for key in _KEYS:
+            section = place.get(key)
+            if isinstance(section, dict):
+                yield key, section
+
+
 def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
     return ModelError(
         f"{checkpoint.folder}: the model is quantized already: {what}",
         hint="name the unquantized model it was made from; `quantize --dequantize` reads FP8 "
-        "weights back, and no others (integers, FP4)",
+        "weights back, and `export --format rfc --with-weights` takes symmetric int4 weights of "
+        "compressed-tensors with one scale for each tensor: no others (groups, channels, zero "
+        "points, FP4)",
     )
 
 
@@ -68,8 +77,11 @@ def _tell(weights: Mapping[str, object]) -> Iterator[str]:
     if isinstance(bits, int) and (bits, kind) != (_FP8_BITS, "float"):
         yield f"{bits}-bit {kind!s:.10} weights"
     size = weights.get("group_size")
-    strategy = weights.get("strategy")
+    strategy = weights.get("strategy", "channel" if size == _WHOLE_ROW else None)
     if isinstance(size, int) and size > 0:
         yield f"a scale for each group of {size}"
     elif isinstance(strategy, str):
         yield f"a scale for each {strategy!s:.20}"
+    is_symmetric = weights.get("symmetric", weights.get("sym")) is not False
+    if not is_symmetric or weights.get("zero_point") is True:
+        yield "zero points"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.atomic import explain_os_error
+from fp8calib.checkpoint.atomic import explain_os_error, require_free_space
 from fp8calib.dialects.rfc import name_rank_files
 from fp8calib.dialects.scale_metadata import make_metadata
 from fp8calib.fp8 import E4M3FN, Fp8Format
@@ -41,10 +41,11 @@ def write_rank_weights(
         The names of the files.
 
     Raises:
-        ExportError: a file cannot be written.
+        ExportError: a file cannot be written, or the disk holds no more.
     """
     names = tuple(name_rank_files(table.tp).values())
     layouts = [_lay_out_rank(table, rank, name) for rank, name in enumerate(names)]
+    require_free_space(folder, sum(layout.size_bytes for layout in layouts))
     try:
         for layout in layouts:
             with (folder / layout.name).open("wb") as file:

@@ -157,17 +157,3 @@ def test_every_rank_names_the_model_and_the_text(tmp_path: Path) -> None:
     for name in ranks:
         with safe_open(tmp_path / "rfc" / name, framework="pt") as file:
             assert json.loads(file.metadata()["fp8calib.measured_on"]) == document["_fp8calib"]
-
-
-def test_integer_sources_are_refused_by_name(tmp_path: Path) -> None:
-    """The RFC would have their scale times one of FP8; weights of the unquantized model it is."""
-    model, stats, _ = calibrated("llama", tmp_path)
-    config = json.loads((model / "config.json").read_text())
-    weights = {"num_bits": 4, "type": "int", "strategy": "tensor"}
-    groups = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", **groups}
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
-    command = ("export", stats, "--format", "rfc", "--model", model, "--with-weights")
-    message = fail(4, *command, "--out", tmp_path / "rfc")
-    assert "4-bit int weights, a scale for each tensor" in message
-    assert not (tmp_path / "rfc").exists()

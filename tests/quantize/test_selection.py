@@ -242,7 +242,14 @@ INT4 = {"num_bits": 4, "type": "int"}
             {"quant_method": "gptq", "bits": 4, "group_size": 64},
             "'gptq' (4-bit int weights, a scale for each group of 64)",
         ),
-        ({"quant_method": "awq", "bits": 4, "group_size": -1}, "'awq' (4-bit int weights)"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True},
+            "'awq' (4-bit int weights, a scale for each channel, zero points)",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 8, "sym": False},
+            "'gptq' (8-bit int weights, zero points)",
+        ),
         ({"quant_method": "fp8", "config_groups": {"a": 7, "b": {"weights": 3}}}, "'fp8'"),
         ({"config_groups": []}, "'unknown'"),
     ],

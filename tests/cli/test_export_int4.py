@@ -1,0 +1,275 @@
+"""`export --format rfc --with-weights` of int4 checkpoints: the same numbers, in FP8."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import zoo
+from tests.int4_by_hand import WEIGHTS, make_section, quantize, write_section
+
+from .program import fail, succeed
+
+CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "w8a8-static")
+COLUMN = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+ROW = ("self_attn.o_proj", "mlp.down_proj")
+Stored = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Calibrate a llama once: `model` and `stats.safetensors` in a folder."""
+    return calibrate("llama", tmp_path_factory.mktemp("llama"))
+
+
+def calibrate(family: str, folder: Path, **changes: Any) -> Path:
+    """Make a model and its statistics in a folder."""
+    zoo.save(family, folder / "model", **changes)
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": [*range(3, 33)]}) + "\n" for _ in range(4)))
+    command = ("calibrate", folder / "model", "--data", rows, *CALIBRATE, "--format", "rfc")
+    succeed(*command, "--out", folder / "out")
+    shutil.move(folder / "out" / "stats.safetensors", folder / "stats.safetensors")
+    return folder
+
+
+def export(folder: Path, model: Path, out: Path, *options: object) -> Any:
+    """Export with weights, and give what the program says."""
+    command = ("export", folder / "stats.safetensors", "--format", "rfc", "--with-weights")
+    return succeed(*command, "--model", model, "--out", out, "--json", *options).json
+
+
+def refuse(code: int, folder: Path, model: Path, out: Path, *options: object) -> str:
+    """Export in vain, and give message and hint."""
+    command = ("export", folder / "stats.safetensors", "--format", "rfc", "--with-weights")
+    text = fail(code, *command, "--model", model, "--out", out, *options)
+    assert not out.exists()
+    return text
+
+
+def check(stored: Stored, module: str, integers: np.ndarray, scale: np.float32) -> None:
+    """Compare codes with those of the integers, the scale, and the real weight they make."""
+    codes = integers.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    found = stored[f"{module}.weight"]
+    assert found.dtype is torch.float8_e4m3fn
+    assert np.array_equal(found.view(torch.uint8).numpy(), codes.view(np.uint8)), module
+    compound = stored[f"{module}.weight_scale"]
+    assert compound.dtype is torch.float32
+    assert compound.item() == scale, module
+    real = integers.astype(np.float32) * scale
+    assert np.array_equal((found.float() * compound).numpy(), real), module
+
+
+def cut(module: str, integers: np.ndarray, tp: int, rank: int) -> np.ndarray:
+    """Give the part that a rank owns."""
+    return np.split(integers, tp, axis=1 if module.endswith(ROW) else 0)[rank]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_rank_has_its_integers_and_the_scale_of_the_whole(
+    llama: Path, tmp_path: Path, *, packed: bool
+) -> None:
+    int4 = quantize(llama / "model", tmp_path / "int4", packed=packed)
+    assert len(int4) == 14
+    assert len({weight.scale for weight in int4.values()}) > 7
+    export(llama, tmp_path / "int4", tmp_path / "rfc", "--tp", 1, "--tp", 2)
+    for tp in (1, 2):
+        document = json.loads((tmp_path / "rfc" / f"rfc.tp{tp}.json").read_text())
+        for rank in range(tp):
+            stored = load_file(tmp_path / "rfc" / document["quantized_weights"][f"rank{rank}"])
+            assert len(stored) == 14 * 3
+            for layer in range(2):
+                for part in (*COLUMN, *ROW):
+                    module = f"model.layers.{layer}.{part}"
+                    weight = int4[f"{module}.weight"]
+                    check(stored, module, cut(module, weight.integers, tp, rank), weight.scale)
+                    section = "mlp" if part.startswith("mlp") else "attention"
+                    factors = document[section]["weight"]["scaling_factor"][f"rank{rank}"]
+                    found = factors[str(layer)][part.partition(".")[2]]
+                    assert np.float32(found) == weight.scale
+
+
+def test_all_sixteen_integers_survive_in_both_formats(llama: Path, tmp_path: Path) -> None:
+    int4 = quantize(llama / "model", tmp_path / "int4")
+    module = "model.layers.1.mlp.up_proj"
+    every = np.arange(48 * 32).reshape(48, 32) % 16 - 8
+    tensors = load_file(tmp_path / "int4" / "model.safetensors")
+    low, high = (
+        sum(16**place * digit for place, digit in enumerate(range(s, s + 8))) for s in (0, 8)
+    )
+    words = torch.tensor([low, high - 2**32, low, high - 2**32], dtype=torch.int32)
+    tensors[f"{module}.weight_packed"] = words.expand(48, 4).contiguous()
+    save_file(tensors, tmp_path / "int4" / "model.safetensors")
+    scale = int4[f"{module}.weight"].scale
+    for name, dtype in (("e4m3fn", torch.float8_e4m3fn), ("e4m3fnuz", torch.float8_e4m3fnuz)):
+        export(llama, tmp_path / "int4", tmp_path / name, "--fp8-dtype", name)
+        stored = load_file(tmp_path / name / "rfc.tp1.rank0.safetensors")
+        assert stored[f"{module}.weight"].dtype is dtype
+        assert np.array_equal(stored[f"{module}.weight"].float().numpy(), every)
+        assert stored[f"{module}.weight_scale"].item() == scale
+
+
+def test_fused_weights_are_split_under_their_scale(tmp_path: Path) -> None:
+    folder = calibrate("phi3", tmp_path)
+    int4 = quantize(folder / "model", tmp_path / "int4")
+    export(folder, tmp_path / "int4", tmp_path / "rfc")
+    stored = load_file(tmp_path / "rfc" / "rfc.tp1.rank0.safetensors")
+    path = "model.layers.0"
+    qkv = int4[f"{path}.self_attn.qkv_proj.weight"]
+    for name, rows in (("q_proj", slice(32)), ("k_proj", slice(32, 48)), ("v_proj", slice(48, 64))):
+        check(stored, f"{path}.self_attn.{name}", qkv.integers[rows], qkv.scale)
+    both = int4[f"{path}.mlp.gate_up_proj.weight"]
+    check(stored, f"{path}.mlp.up_proj", both.integers[48:], both.scale)
+
+
+def test_experts_keep_their_own_scales(tmp_path: Path) -> None:
+    """The model stacks experts, and gate on up; the checkpoint has them one by one."""
+    folder = calibrate("mixtral", tmp_path)
+    int4 = quantize(folder / "model", tmp_path / "int4", ignore=r"\.gate\.weight$")
+    export(folder, tmp_path / "int4", tmp_path / "rfc", "--tp", 2)
+    document = json.loads((tmp_path / "rfc" / "rfc.tp2.json").read_text())
+    checked = 0
+    for rank in range(2):
+        stored = load_file(tmp_path / "rfc" / f"rfc.tp2.rank{rank}.safetensors")
+        factors = document["mlp"]["weight"]["scaling_factor"][f"rank{rank}"]["1"]
+        for name, weight in int4.items():
+            if ".layers.1." not in name or ".experts." not in name:
+                continue
+            expert, projection = name.split(".")[-3:-1]
+            own = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}[projection]
+            part = np.split(weight.integers, 2, axis=1 if own == "down_proj" else 0)[rank]
+            check(stored, f"model.layers.1.mlp.experts.{expert}.{own}", part, weight.scale)
+            assert np.float32(factors[f"experts.{expert}.{own}"]) == weight.scale
+            checked += 1
+    assert checked == 2 * 4 * 3
+
+
+def test_what_is_not_quantized_is_rounded_to_fp8_as_ever(llama: Path, tmp_path: Path) -> None:
+    """One weight has grown since it was calibrated: its scale is that of the weight at hand."""
+    int4 = quantize(llama / "model", tmp_path / "int4", ignore="self_attn|layers.0.mlp.up_proj")
+    grown = "model.layers.1.self_attn.o_proj"
+    tensors = load_file(tmp_path / "int4" / "model.safetensors")
+    tensors[f"{grown}.weight"] *= 4  # no other codes
+    save_file(tensors, tmp_path / "int4" / "model.safetensors")
+    export(llama, tmp_path / "int4", tmp_path / "int4-rfc", "--tp", 2)
+    export(llama, llama / "model", tmp_path / "plain-rfc", "--tp", 2)
+    for rank in range(2):
+        name = f"rfc.tp2.rank{rank}.safetensors"
+        found, plain = (load_file(tmp_path / folder / name) for folder in ("int4-rfc", "plain-rfc"))
+        assert found.keys() == plain.keys()
+        for key, value in plain.items():
+            module, _, kind = key.rpartition(".")
+            if f"{module}.weight" in int4 and kind != "input_scale":
+                continue
+            if key == f"{grown}.weight_scale":
+                own = tensors[f"{grown}.weight"].numpy()[:, 16 * rank : 16 * rank + 16]
+                assert found[key].item() == np.abs(own).max() / np.float32(448)
+            else:
+                assert torch.equal(found[key].float(), value.float()), key
+
+
+def test_the_other_fingerprint_is_said_and_not_refused(llama: Path, tmp_path: Path) -> None:
+    inputs = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+    quantize(llama / "model", tmp_path / "int4", inputs=inputs, packed=False)
+    said = export(llama, tmp_path / "int4", tmp_path / "rfc")["warnings"]
+    assert "int4 weights are taken to be those of the calibrated model" in said[0]
+    assert "other config.json" in said[0]
+    assert "other weights" in said[0]
+    assert "inputs is left aside" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"intermediate_size": 64}, "model.layers.0 is of another shape"),
+        ({"num_hidden_layers": 1}, "it has 1 layers, not 2"),
+        ({"family": "qwen2"}, "its architecture is Qwen2ForCausalLM, not LlamaForCausalLM"),
+    ],
+)
+def test_another_geometry_is_refused(
+    llama: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    family = changes.pop("family", "llama")
+    zoo.save(family, tmp_path / "other", **changes)
+    quantize(tmp_path / "other", tmp_path / "int4")
+    text = refuse(7, llama, tmp_path / "int4", tmp_path / "rfc")
+    assert "not the model these statistics were measured on" in text
+    assert named in text
+
+
+def test_a_weight_of_another_shape_than_its_config_says_is_refused(
+    llama: Path, tmp_path: Path
+) -> None:
+    quantize(llama / "model", tmp_path / "int4")
+    zoo.save("llama", tmp_path / "wide", intermediate_size=64)
+    quantize(tmp_path / "wide", tmp_path / "wide-int4")
+    shutil.copy(tmp_path / "wide-int4" / "model.safetensors", tmp_path / "int4")
+    text = refuse(7, llama, tmp_path / "int4", tmp_path / "rfc")
+    assert "model.layers.0.mlp.gate_proj is [64, 32] in the checkpoint and [48, 32]" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        (
+            make_section({**WEIGHTS, "strategy": "channel"}),
+            "4-bit int weights, a scale for each channel",
+        ),
+        (
+            make_section({**WEIGHTS, "strategy": "group", "group_size": 128}),
+            "4-bit int weights, a scale for each group of 128",
+        ),
+        (
+            make_section({**WEIGHTS, "symmetric": False}),
+            "4-bit int weights, a scale for each tensor, zero points",
+        ),
+        (make_section({**WEIGHTS, "num_bits": 3}), "3-bit int weights, a scale for each tensor"),
+        (make_section({**WEIGHTS, "type": "float"}), "4-bit float weights"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 64},
+            "'gptq' (4-bit int weights, a scale",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True},
+            "'awq' (4-bit int weights, a scale for each channel, zero points)",
+        ),
+    ],
+)
+def test_other_integers_are_refused_by_name(
+    llama: Path, tmp_path: Path, section: dict[str, Any], named: str
+) -> None:
+    quantize(llama / "model", tmp_path / "int4")
+    write_section(tmp_path / "int4", section)
+    text = refuse(4, llama, tmp_path / "int4", tmp_path / "rfc")
+    assert named in text
+    assert (
+        "takes symmetric int4 weights of compressed-tensors with one scale for each tensor" in text
+    )
+
+
+def test_quantize_says_who_takes_int4(llama: Path, tmp_path: Path) -> None:
+    quantize(llama / "model", tmp_path / "int4")
+    command = ("quantize", tmp_path / "int4", "--scheme", "fp8-dynamic", "--out", tmp_path / "fp8")
+    text = fail(4, *command)
+    assert "4-bit int weights, a scale for each tensor" in text
+    assert "`export --format rfc --with-weights` takes" in text
+
+
+def test_overlays_of_int4_weights_are_refused(llama: Path, tmp_path: Path) -> None:
+    quantize(llama / "model", tmp_path / "int4")
+    text = refuse(2, llama, tmp_path / "int4", tmp_path / "rfc", "--format", "tgi")
+    assert "--format tgi: overlays are of the unquantized model" in text
