@@ -56,7 +56,7 @@ def store(name: str, weight: Int4, *, packed: bool) -> Tensors:
     }
 
 
-def make_section(weights: Any = WEIGHTS, *, form: str = "pack-quantized", **more: Any) -> Any:
+def make_section(weights: Any = WEIGHTS, *, form: Any = "pack-quantized", **more: Any) -> Any:
     """Make a quantization_config of one group."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     groups = {"config_groups": {"group_0": group}}

@@ -111,9 +111,9 @@ class Int4Source:
         suffixes = set()
         for group in _list_groups(section):
             form = group.get("format") or section.get("format")
-            if form not in _FORMATS:
+            if not isinstance(form, str) or form not in _FORMATS:
                 raise self._refusal(f"its int4 weights are stored as {form!a:.40}")
-            suffixes.add(_FORMATS[str(form)])
+            suffixes.add(_FORMATS[form])
             self.quantizes_inputs |= group.get("input_activations") is not None
         return suffixes
 

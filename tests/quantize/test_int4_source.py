@@ -165,6 +165,7 @@ def test_integers_of_more_bits_are_refused(tmp_path: Path) -> None:
     ("section", "named"),
     [
         (make_section(form="marlin-24"), "its int4 weights are stored as 'marlin-24'"),
+        (make_section(form=["marlin-24"]), "its int4 weights are stored as ['marlin-24']"),
         (make_section(transform_config={"config_groups": {"u": {}}}), "transform_config rotates"),
         (make_section(form="int-quantized"), "speaks of int4 weights, and there are none"),
     ],
