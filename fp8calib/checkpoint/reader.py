@@ -138,6 +138,15 @@ class Checkpoint:
         """
         return self._file(name).read_rows(name, start, stop)
 
+    def read_slab(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
+        """Read consecutive rows and columns of one matrix of a 3-D tensor.
+
+        Raises:
+            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
+            IndexError: the tensor does not have these.
+        """
+        return self._file(name).read_slab(name, index, rows, columns)
+
     def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
 

@@ -114,6 +114,27 @@ class TensorFile:
         flat = self._read_flat(entry.start + start * row_bytes, (stop - start) * row_bytes)
         return flat.view(dtype).reshape(stop - start, *entry.shape[1:])
 
+    def read_slab(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
+        """Read consecutive rows and columns of one matrix of a 3-D tensor, and nothing else.
+
+        Raises:
+            ModelError: the file holds no such tensor, or cannot be read any more.
+            IndexError: the tensor does not have these.
+        """
+        entry, dtype = self._entry(name), self.torch_dtype(name)
+        count, height, width = entry.shape
+        if index >= count or rows.stop > height or columns.stop > width:
+            message = f"{name} of shape {list(entry.shape)} has no [{index}, {rows}, {columns}]"
+            raise IndexError(message)
+        if len(columns) == width:  # the rows lie one after another
+            first, lines, length = index * height + rows.start, 1, len(rows) * width
+        else:
+            first, lines, length = index * height + rows.start, len(rows), len(columns)
+        start = entry.start + (first * width + columns.start) * dtype.itemsize
+        flat = torch.empty(lines * length * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        self._fill_lines(flat, start, count=lines, stride=width * dtype.itemsize)
+        return flat.view(dtype).reshape(len(rows), len(columns))
+
     def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
 
@@ -163,11 +184,18 @@ class TensorFile:
         self._fill_flat(flat, offset)
         return flat
 
-    def _fill_flat(self, flat: torch.Tensor, offset: int) -> None:
+    def _fill_lines(self, flat: torch.Tensor, offset: int, *, count: int, stride: int) -> None:
+        """Read `count` equal pieces of a file, each `stride` after the last, one after another."""
+        target = flat.numpy().data
+        length = len(target) // count
         try:
-            self._fill(flat.numpy().data, offset)
+            for line in range(count):
+                self._fill(target[line * length : (line + 1) * length], offset + line * stride)
         except OSError as error:
             raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+    def _fill_flat(self, flat: torch.Tensor, offset: int) -> None:
+        self._fill_lines(flat, offset, count=1, stride=0)
 
     def _fill(self, target: memoryview, offset: int) -> None:
         descriptor = self._descriptor()

@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.errors import ModelError
+from fp8calib.model.expert_names import list_expert_converters
 
 _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 
@@ -58,6 +59,7 @@ class WeightSource:
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:
             conversions = get_model_conversion_mapping(model)
+        conversions = [*conversions, *list_expert_converters(model)]
         self._converters = {
             pattern: entry
             for entry in conversions

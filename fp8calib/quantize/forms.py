@@ -195,6 +195,7 @@ def _list_left(left: Sequence[Left], *, by_tree: bool = False) -> list[str]:
             names.append(f"re:(.*[.])?{re.escape(item.tree)}([.].*)?$")
         elif item.is_linear:
             names.append(item.module)
+        names += item.experts
     return list(dict.fromkeys(names))
 
 

@@ -170,12 +170,15 @@ def _make_tag(
 def _lay_out_shards(
     checkpoint: Checkpoint, settings: Settings, selection: Selection, scales: Scales, tag: str
 ) -> Iterable[ShardLayout]:
-    taken = {matrix.tensor: matrix for matrix in selection.taken}
+    taken: dict[str, list[Matrix]] = defaultdict(list)
+    for matrix in selection.taken:
+        taken[matrix.source].append(matrix)
     by_file: dict[str, list[OutputTensor]] = defaultdict(list)
     for name in checkpoint.tensors:
         file = checkpoint.file_of(name).name
         if name in taken:
-            by_file[file] += _quantized_tensors(taken[name], settings, scales)
+            for matrix in taken[name]:
+                by_file[file] += _quantized_tensors(matrix, settings, scales)
         else:
             entry = checkpoint.tensors[name]
             by_file[file].append(

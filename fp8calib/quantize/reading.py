@@ -15,6 +15,8 @@ from fp8calib.verify.quantizer import Dynamic
 
 BLOCK_BYTES = 1 << 20
 """Of a weight, read at once."""
+_PIECE_ROWS = 8 * BLOCK
+"""Of a weight that lies [in, out], read at once: 2 KiB of bfloat16 for each input."""
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _REDUCTIONS: Mapping[Dynamic, Callable[[torch.Tensor], torch.Tensor]] = {
     Dynamic.TENSOR: tensor_amax,
@@ -42,7 +44,7 @@ class WeightReader:
 
     def read(self, matrix: Matrix, rows: range) -> torch.Tensor:
         """Read consecutive rows onto the device."""
-        return self.checkpoint.read_rows(matrix.tensor, rows.start, rows.stop).to(self._device)
+        return _read_rows(self.checkpoint, matrix, rows).to(self._device)
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
         """Give the amax of whole weights; each is read once, however often it is asked for.
@@ -63,11 +65,27 @@ class WeightReader:
         return float(reduce_rows(matrix, rows, self.read(matrix, rows), Dynamic.TENSOR))
 
 
+def _read_rows(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Tensor:
+    place = matrix.place
+    if place is None:
+        return checkpoint.read_rows(matrix.tensor, rows.start, rows.stop)
+    outputs = range(place.first + rows.start, place.first + rows.stop)
+    inputs = range(matrix.shape[1])
+    if place.is_transposed:
+        return checkpoint.read_slab(place.tensor, place.expert, inputs, outputs).T.contiguous()
+    return checkpoint.read_slab(place.tensor, place.expert, outputs, inputs)
+
+
 def split_rows(matrix: Matrix) -> list[range]:
-    """Cut the rows of a weight into blocks of about `BLOCK_BYTES`, at multiples of 128 rows."""
+    """Cut the rows of a weight into blocks of about `BLOCK_BYTES`, at multiples of 128 rows.
+
+    Of a weight that lies [in, out] they are larger: one of its inputs is read at a time.
+    """
     rows, columns = matrix.shape
     row_bytes = columns * _BYTES[matrix.dtype]
     step = max(1, BLOCK_BYTES // row_bytes // BLOCK) * BLOCK
+    if matrix.place is not None and matrix.place.is_transposed:
+        step = max(step, _PIECE_ROWS)
     return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -80,8 +98,18 @@ def reduce_rows(matrix: Matrix, rows: range, values: torch.Tensor, covers: Dynam
     amax = _REDUCTIONS[covers](values)
     if not bool(amax.isfinite().all()):
         row, column = (~values.isfinite()).nonzero()[0].tolist()
+        index = _find_index(matrix, rows.start + row, column)
         raise ModelError(
-            f"{matrix.tensor} holds {float(values[row, column])} at [{rows.start + row}, {column}]",
+            f"{matrix.source} holds {float(values[row, column])} at {index}",
             hint="the checkpoint is damaged, or overflowed in training or conversion",
         )
     return amax
+
+
+def _find_index(matrix: Matrix, row: int, column: int) -> list[int]:
+    """Tell where an element of a weight lies in the tensor it is read from."""
+    place = matrix.place
+    if place is None:
+        return [row, column]
+    inner = [place.first + row, column]
+    return [place.expert, *(reversed(inner) if place.is_transposed else inner)]

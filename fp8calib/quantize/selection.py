@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_weights import FUSED_NAME
-from fp8calib.errors import ModelError
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.quantize.expert_matrices import ExpertMatrix, ExpertStacks, Place
 from fp8calib.quantize.ignoring import Reason, find_default, match_patterns
 
 _SUFFIX = ".weight"
@@ -33,11 +34,18 @@ class Matrix:
     shape: tuple[int, int]
     dtype: str
     """As safetensors spells it."""
+    place: Place | None = None
+    """Where it lies among others; None where a tensor of the source is its alone."""
 
     @property
     def tensor(self) -> str:
-        """Name the tensor that holds it."""
+        """Name the tensor that is written for it."""
         return self.module + _SUFFIX
+
+    @property
+    def source(self) -> str:
+        """Name the tensor it is read from."""
+        return self.tensor if self.place is None else self.place.tensor
 
     @property
     def layer(self) -> str:
@@ -62,6 +70,8 @@ class Left:
     """An engine may take it for a linear, so the config has to name it."""
     tree: str = ""
     """The part of its path that names the tower or projector it is in."""
+    experts: tuple[str, ...] = ()
+    """What engines call the linears inside, where it is a stack of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +85,18 @@ class Selection:
         """Name the fused groups of which only a part is quantized."""
         groups = {matrix.fused_group for matrix in self.taken}
         for item in self.left:
-            group = Matrix(module=item.module, shape=(0, 0), dtype="").fused_group
-            if group in groups:
-                yield group
+            for module in (item.module, *item.experts):
+                group = Matrix(module=module, shape=(0, 0), dtype="").fused_group
+                if group in groups:
+                    yield group
 
 
 def select(
     checkpoint: Checkpoint, config: Mapping[str, object], *, ignore: Collection[str]
 ) -> Selection:
     """Take every 2-D `*.weight` for a linear, but those left out by default or by the user.
+
+    Experts in stacks of a known layout are taken one by one.
 
     Args:
         checkpoint: an unquantized checkpoint; headers are enough.
@@ -94,9 +107,12 @@ def select(
         UsageError: a pattern names nothing.
         ModelError: nothing is left to quantize, or a weight's layout is not known.
     """
+    stacks = ExpertStacks(config, {n: entry.shape for n, entry in checkpoint.tensors.items()})
+    split = {name: stacks.split(name) for name in checkpoint.tensors}
+    experts = [matrix.module for inside in split.values() for matrix in inside]
     modules = [name.removesuffix(_SUFFIX) for name in checkpoint.tensors]
     tied = [HEAD] if config.get("tie_word_embeddings", True) else []
-    ignored = match_patterns(ignore, [*modules, *tied])
+    ignored = match_patterns(ignore, [*modules, *experts, *tied])
     vocab_sizes = frozenset(
         size for size in _find_values(config, "vocab_size") if isinstance(size, int)
     )
@@ -106,19 +122,43 @@ def select(
         if len(entry.shape) < 2 or 0 in entry.shape:
             continue
         module = name.removesuffix(_SUFFIX)
-        is_linear = name.endswith(_SUFFIX) and len(entry.shape) == 2
+        inside = split[name]
         reason = _explain_leaving(module, entry, ignored, vocab_sizes)
-        if reason is None and _is_stacked(name, entry):
-            raise _unknown_stack(checkpoint, name, entry)
-        if reason is None and not is_linear:
-            reason = Reason("not a 2-D *.weight")
-        if reason is None:
+        reason = reason or _explain_leaving_experts(name, inside, ignored)
+        if reason is not None:
+            left.append(_leave(name, entry, reason, inside))
+        elif inside:
+            taken += _take_experts(inside, entry.dtype)
+        elif _is_stacked(name, entry):
+            raise _unknown_stack(checkpoint, name, entry, stacks.explain_unknown())
+        elif _is_linear(name, entry):
             rows, columns = entry.shape
             taken.append(Matrix(module=module, shape=(rows, columns), dtype=entry.dtype))
         else:
-            left.append(Left(module=module, why=reason.why, is_linear=is_linear, tree=reason.tree))
+            left.append(_leave(name, entry, Reason("not a 2-D *.weight"), ()))
     _check_taken(checkpoint, config, taken)
     return Selection(taken=tuple(taken), left=tuple(left))
+
+
+def _take_experts(inside: Collection[ExpertMatrix], dtype: str) -> Iterator[Matrix]:
+    return (
+        Matrix(module=item.module, shape=item.shape, dtype=dtype, place=item.place)
+        for item in inside
+    )
+
+
+def _leave(name: str, entry: TensorEntry, reason: Reason, inside: Collection[ExpertMatrix]) -> Left:
+    return Left(
+        module=name.removesuffix(_SUFFIX),
+        why=reason.why,
+        is_linear=_is_linear(name, entry),
+        tree=reason.tree,
+        experts=tuple(item.module for item in inside),
+    )
+
+
+def _is_linear(name: str, entry: TensorEntry) -> bool:
+    return name.endswith(_SUFFIX) and len(entry.shape) == 2
 
 
 def _explain_leaving(
@@ -131,18 +171,36 @@ def _explain_leaving(
     return find_default(module, rows=entry.shape[0], vocab_sizes=vocab_sizes)
 
 
+def _explain_leaving_experts(
+    name: str, inside: Collection[ExpertMatrix], ignored: Mapping[str, str]
+) -> Reason | None:
+    """Say why a stack is left whose experts the user's patterns name.
+
+    Raises:
+        UsageError: they name a part of them.
+    """
+    named = [ignored[item.module] for item in inside if item.module in ignored]
+    if not named:
+        return None
+    if len(named) < len(inside):
+        raise UsageError(
+            f"--ignore {named[0]}: names {len(named)} of the {len(inside)} matrices in {name}",
+            hint="a stack of experts is quantized whole or not at all: name it, or all in it",
+        )
+    return Reason(f"--ignore {named[0]}")
+
+
 def _is_stacked(name: str, entry: TensorEntry) -> bool:
     """Tell whether a tensor holds several matrices: experts, most of all."""
-    if name.endswith("bias") or (len(entry.shape) == 2 and name.endswith(_SUFFIX)):
+    if name.endswith("bias") or _is_linear(name, entry):
         return False
     is_expert = any("expert" in part for part in name.split("."))
     return is_expert or (len(entry.shape) > 2 and min(entry.shape[-2:]) >= _SMALLEST_MATRIX)
 
 
-def _unknown_stack(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> ModelError:
+def _unknown_stack(checkpoint: Checkpoint, name: str, entry: TensorEntry, why: str) -> ModelError:
     return ModelError(
-        f"{checkpoint.folder}: {name} {list(entry.shape)} holds several matrices, and how they lie "
-        "in it is not known",
+        f"{checkpoint.folder}: {name} {list(entry.shape)} holds several matrices, {why}",
         hint=f"save the model with a tensor per expert, or leave it unquantized: --ignore {name}",
     )
 

@@ -84,6 +84,37 @@ def test_rows_a_tensor_does_not_have_are_an_index_error(
 
 
 @pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (range(4), range(5)),
+        (range(1, 3), range(5)),
+        (range(4), range(2, 5)),
+        (range(3, 4), range(1)),
+    ],
+)
+def test_a_slab_is_a_part_of_one_matrix(tmp_path: Path, rows: range, columns: range) -> None:
+    tensor = torch.arange(60, dtype=torch.bfloat16).reshape(3, 4, 5)
+    save_file({"before": tensor[0].clone(), "x": tensor}, tmp_path / "x.safetensors")
+    with TensorFile(tmp_path / "x.safetensors") as file:
+        for index in range(3):
+            found = file.read_slab("x", index, rows, columns)
+            expected = tensor[index, rows.start : rows.stop, columns.start : columns.stop]
+            assert (found.dtype, found.tolist()) == (torch.bfloat16, expected.tolist())
+
+
+@pytest.mark.parametrize(
+    ("index", "rows", "columns"),
+    [(3, range(1), range(1)), (0, range(5), range(1)), (0, range(1), range(6))],
+)
+def test_a_slab_that_a_tensor_does_not_have_is_an_index_error(
+    tmp_path: Path, index: int, rows: range, columns: range
+) -> None:
+    save_file({"x": torch.zeros(3, 4, 5)}, tmp_path / "x.safetensors")
+    with TensorFile(tmp_path / "x.safetensors") as file, pytest.raises(IndexError, match="has no"):
+        file.read_slab("x", index, rows, columns)
+
+
+@pytest.mark.parametrize(
     ("size_bytes", "expected"),
     [(0, b""), (1, bytes([30])), (2, bytes([20, 30])), (99, bytes([10, 20, 30, 40, 50]))],
 )

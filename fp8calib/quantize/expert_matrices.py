@@ -1,0 +1,147 @@
+"""The matrices inside a tensor of stacked experts, told by model type, hidden size and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fp8calib.expert_stacks import (
+    EXPERT_LAYOUTS,
+    UNSERVED_STACKS,
+    ExpertLayout,
+    Order,
+    Stack,
+    find_stack,
+)
+
+_STACK_AXES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a matrix lies in a tensor of the source, [experts, ., .]."""
+
+    tensor: str
+    expert: int
+    first: int
+    """The first of its outputs there."""
+    is_transposed: bool
+    """The tensor is [experts, in, out]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMatrix:
+    """A projection of one expert."""
+
+    module: str
+    """Its path where experts have a tensor each."""
+    shape: tuple[int, int]
+    """[out, in]."""
+    place: Place
+
+
+class ExpertStacks:
+    """What a checkpoint's stacks hold, by its config.json and the shapes of its tensors."""
+
+    def __init__(self, config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._type, self._layout, self._hidden_size = _find_layout(config)
+        self._unserved = next(
+            (why for kind, why in UNSERVED_STACKS.items() if kind in _list_types(config)), None
+        )
+
+    def explain_unknown(self) -> str:
+        """Say why a stack cannot be taken apart."""
+        if self._unserved is not None:
+            return f"which have no FP8 form that engines load: {self._unserved}"
+        if self._layout is None:
+            return "and how they lie in it is not known"
+        return (
+            f"and how they lie in it is not known: {self._type} has {self._layout.order} with the "
+            f"hidden size {self._hidden_size}"
+        )
+
+    def split(self, name: str) -> tuple[ExpertMatrix, ...]:
+        """List the matrices of a stack, expert by expert; none when it is not known."""
+        stack = find_stack(self._layout, name) if self._layout else None
+        if stack is None or self._layout is None:
+            return ()
+        turns = self._list_turns(self._layout, stack, name)
+        if len(turns) > 1:  # square: what stands beside it tells
+            turns = self._list_turns_beside(self._layout, stack, name)
+        if len(turns) != 1:
+            return ()
+        shape = self._shapes[name]
+        return tuple(_list_matrices(stack, name, shape, is_transposed=turns[0]))
+
+    def _list_turns(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
+        """Tell which ways round a stack fits: whether it is transposed."""
+        shape = self._shapes.get(name, ())
+        turns = _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ()
+        return [turn for turn in turns if self._fits(stack, shape, is_transposed=turn)]
+
+    def _list_turns_beside(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
+        """Tell the same of a square stack by the experts' other stack.
+
+        Where that one is transposed, transformers (whose Transpose looks at each shape alone) and
+        vLLM turn the square one differently, and nobody knows.
+        """
+        base = name.removesuffix(stack.ending)
+        others = [other for other in layout.stacks if other.projections != stack.projections]
+        beside = [self._list_turns(layout, other, base + other.ending) for other in others]
+        return [False] if [False] in beside else []
+
+    def _fits(self, stack: Stack, shape: tuple[int, ...], *, is_transposed: bool) -> bool:
+        outputs, inputs = _orient(shape, is_transposed=is_transposed)
+        hidden = outputs if stack.projections == ("down_proj",) else inputs
+        return hidden == self._hidden_size and outputs % len(stack.projections) == 0
+
+
+_ORIENTATIONS: Mapping[Order, tuple[bool, ...]] = {
+    Order.OUT_IN: (False,),
+    Order.IN_OUT: (True,),
+    Order.EITHER: (False, True),
+}
+
+
+def _orient(shape: tuple[int, ...], *, is_transposed: bool) -> tuple[int, int]:
+    _, first, second = shape
+    return (second, first) if is_transposed else (first, second)
+
+
+def _list_matrices(
+    stack: Stack, name: str, shape: tuple[int, ...], *, is_transposed: bool
+) -> Iterator[ExpertMatrix]:
+    outputs, inputs = _orient(shape, is_transposed=is_transposed)
+    rows = outputs // len(stack.projections)
+    base = name.removesuffix(stack.ending) + stack.base
+    for expert in range(shape[0]):
+        for number, projection in enumerate(stack.projections):
+            yield ExpertMatrix(
+                module=f"{base}.{expert}.{projection}",
+                shape=(rows, inputs),
+                place=Place(
+                    tensor=name, expert=expert, first=number * rows, is_transposed=is_transposed
+                ),
+            )
+
+
+def _find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
+    """Find the layout of the first model type that has one, and the hidden size beside it."""
+    for inner in _list_configs(config):
+        kind = inner.get("model_type")
+        if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:
+            return kind, EXPERT_LAYOUTS[kind], inner["hidden_size"]
+    return "", None, None
+
+
+def _list_types(config: Mapping[str, object]) -> set[object]:
+    return {inner.get("model_type") for inner in _list_configs(config)}
+
+
+def _list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """List a config and the configs inside it, the outer ones first."""
+    yield config
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _list_configs(value)
