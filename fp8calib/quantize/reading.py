@@ -15,8 +15,8 @@ from fp8calib.verify.quantizer import Dynamic
 
 BLOCK_BYTES = 1 << 20
 """Of a weight, read at once."""
-_PIECE_ROWS = 8 * BLOCK
-"""Of a weight that lies [in, out], read at once: 2 KiB of bfloat16 for each input."""
+_PIECE_ROWS = 16 * BLOCK
+"""Of a weight that lies [in, out], read at once: 4 KiB of bfloat16 for each input."""
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _REDUCTIONS: Mapping[Dynamic, Callable[[torch.Tensor], torch.Tensor]] = {
     Dynamic.TENSOR: tensor_amax,

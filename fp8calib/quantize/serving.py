@@ -124,6 +124,7 @@ _EXPERT_RULES = (
     ),
 )
 """What holds where experts are quantized."""
+_TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 def list_limitations(plan: QuantizePlan, geometry: ModelGeometry | None) -> list[Limitation]:
@@ -143,6 +144,7 @@ def list_limitations(plan: QuantizePlan, geometry: ModelGeometry | None) -> list
     ]
     found += _list_fused_faults(plan)
     found += _list_expert_faults(plan)
+    found += _list_turned_faults(plan)
     if geometry is not None and form == "compressed-tensors":
         found += _list_kv_limitations(geometry)
     return found
@@ -198,6 +200,20 @@ def _list_expert_faults(plan: QuantizePlan) -> Iterator[Limitation]:
                 source=rule.source,
                 is_blocking=rule.is_blocking,
             )
+
+
+def _list_turned_faults(plan: QuantizePlan) -> Iterator[Limitation]:
+    """Tell of weights whose rows an engine puts in another order, which blocks do not survive."""
+    queries = [each for each in plan.selection.taken if each.module.endswith(_TURNED)]
+    is_llama4 = plan.config.get("model_type") in ("llama4", "llama4_text")
+    if plan.settings.scheme.name == "fp8-block" and is_llama4 and queries:
+        yield Limitation(
+            engine=VLLM,
+            why=f"it reorders the rows of q and k, which cut across blocks ({queries[0].module}); "
+            "--ignore '*.self_attn.[qkv]_proj' leaves them as they are",
+            source="vLLM 0.32.0 models/llama4.py (permute_qk_weight_for_rotary)",
+            is_blocking=True,
+        )
 
 
 def _is_torn(matrix: Matrix) -> bool:
