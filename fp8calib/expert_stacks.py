@@ -40,6 +40,8 @@ class ExpertLayout:
     order: Order
     source: str
     """The file of transformers 5.23 that says so."""
+    is_split_in_transformers: bool
+    """transformers loads quantized experts with a tensor each too; else it leaves them out."""
 
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -58,13 +60,21 @@ _GRANITE = (
 )
 
 
-def _plain(file: str) -> ExpertLayout:
-    return ExpertLayout(stacks=_PARAMETERS, order=Order.OUT_IN, source=f"models/{file}")
+def _plain(file: str, *, is_split: bool = True) -> ExpertLayout:
+    return ExpertLayout(
+        stacks=_PARAMETERS,
+        order=Order.OUT_IN,
+        source=f"models/{file}",
+        is_split_in_transformers=is_split,
+    )
 
 
 def _granite(file: str) -> ExpertLayout:
     return ExpertLayout(
-        stacks=(*_GRANITE, *_PARAMETERS), order=Order.OUT_IN, source=f"models/{file}"
+        stacks=(*_GRANITE, *_PARAMETERS),
+        order=Order.OUT_IN,
+        source=f"models/{file}",
+        is_split_in_transformers=False,
     )
 
 
@@ -72,24 +82,28 @@ _QWEN3_VL = ExpertLayout(
     stacks=_PARAMETERS,
     order=Order.EITHER,
     source="conversion_mapping.py (Transpose with check_dims)",
+    is_split_in_transformers=False,
 )
 _LLAMA4 = ExpertLayout(
     stacks=_PARAMETERS,
     order=Order.IN_OUT,
     source="models/llama4/modeling_llama4.py (Llama4TextExperts)",
+    is_split_in_transformers=True,
 )
 _ARIA_LAYOUT = ExpertLayout(
     stacks=(*_ARIA, *_PARAMETERS),
     order=Order.IN_OUT,
     source="models/aria/modeling_aria.py (AriaExperts)",
+    is_split_in_transformers=False,
 )
+_GEMMA4 = _plain("gemma4/modeling_gemma4.py", is_split=False)
 EXPERT_LAYOUTS: Mapping[str, ExpertLayout] = {
     "aria": _ARIA_LAYOUT,
     "aria_text": _ARIA_LAYOUT,
     "deepseek_v3": _plain("deepseek_v3/modeling_deepseek_v3.py"),
     "ernie4_5_moe": _plain("ernie4_5_moe/modeling_ernie4_5_moe.py"),
-    "gemma4": _plain("gemma4/modeling_gemma4.py"),
-    "gemma4_text": _plain("gemma4/modeling_gemma4.py"),
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
     "glm4_moe": _plain("glm4_moe/modeling_glm4_moe.py"),
     "glm4_moe_lite": _plain("glm4_moe_lite/modeling_glm4_moe_lite.py"),
     "granitemoe": _granite("granitemoe/modeling_granitemoe.py"),

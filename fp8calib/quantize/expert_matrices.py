@@ -45,7 +45,7 @@ class ExpertStacks:
 
     def __init__(self, config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
-        self._type, self._layout, self._hidden_size = _find_layout(config)
+        self._type, self._layout, self._hidden_size = find_layout(config)
         self._unserved = next(
             (why for kind, why in UNSERVED_STACKS.items() if kind in _list_types(config)), None
         )
@@ -126,8 +126,8 @@ def _list_matrices(
             )
 
 
-def _find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
-    """Find the layout of the first model type that has one, and the hidden size beside it."""
+def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
+    """Find the first model type of a config that has a layout, that, and the hidden size."""
     for inner in _list_configs(config):
         kind = inner.get("model_type")
         if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:

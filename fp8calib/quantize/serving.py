@@ -12,6 +12,7 @@ from fp8calib.dialects.engines import ServingCommand, limitations
 from fp8calib.fp8 import E4M3FN
 from fp8calib.geometry import ModelGeometry
 from fp8calib.quantize.cast import BLOCK
+from fp8calib.quantize.expert_matrices import find_layout
 from fp8calib.quantize.plan import QuantizePlan
 from fp8calib.quantize.selection import Matrix
 
@@ -144,6 +145,7 @@ def list_limitations(plan: QuantizePlan, geometry: ModelGeometry | None) -> list
     ]
     found += _list_fused_faults(plan)
     found += _list_expert_faults(plan)
+    found += _list_stack_faults(plan)
     found += _list_turned_faults(plan)
     if geometry is not None and form == "compressed-tensors":
         found += _list_kv_limitations(geometry)
@@ -200,6 +202,20 @@ def _list_expert_faults(plan: QuantizePlan) -> Iterator[Limitation]:
                 source=rule.source,
                 is_blocking=rule.is_blocking,
             )
+
+
+def _list_stack_faults(plan: QuantizePlan) -> Iterator[Limitation]:
+    """Tell who knows a model's experts as a stack alone."""
+    kind, layout, _ = find_layout(plan.config)
+    experts = [each for each in plan.selection.taken if each.place is not None]
+    if experts and layout is not None and not layout.is_split_in_transformers:
+        yield Limitation(
+            engine=TRANSFORMERS,
+            why=f"it looks for {kind}'s experts in one tensor and reports {experts[0].module} and "
+            "all others UNEXPECTED: its experts are random numbers",
+            source="transformers 5.23, tried",
+            is_blocking=True,
+        )
 
 
 def _list_turned_faults(plan: QuantizePlan) -> Iterator[Limitation]:

@@ -35,7 +35,7 @@ CASES = [
     *((family, "fp8-block") for family in ("gemma4_text", "granitemoe", "llama4_text")),
 ]
 IGNORED = {("llama4_text", "fp8-block"): ("*.self_attn.[qkv]_proj",)}
-"""Its q and k are turned at load, which blocks of scales cannot be (`fp8calib.quantize.serving`)."""
+"""Its q and k are turned at load, which blocks cannot be (`fp8calib.quantize.serving`)."""
 Case = tuple[str, str]
 
 

@@ -136,3 +136,34 @@ def test_the_cache_is_sized_from_the_config(
     config: dict[str, object], expected: tuple[int, int] | None
 ) -> None:
     assert estimate_kv_bytes(config) == expected
+
+
+def list_blocked(run: Run) -> dict[str, str]:
+    return {i.engine: i.why for i in list_limitations(run.plan, None) if i.is_blocking}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_left_out"),
+    [("qwen3_vl_moe_text", True), ("gemma4_text", True), ("qwen3_5_moe_text", False)],
+)
+def test_transformers_leaves_out_experts_that_it_knows_as_a_stack(
+    tmp_path: Path, model_type: str, is_left_out: bool
+) -> None:
+    """As `test_transformers.py` sees it."""
+    stack = torch.stack([random(256, 200, seed=seed) for seed in range(2)])
+    tensors = {f"{LAYER}.experts.gate_up_proj": stack}
+    found = run(save(tmp_path / "m", tensors, model_type=model_type), tmp_path / "o", "fp8-dynamic")
+    why = list_blocked(found).get("transformers", "")
+    assert ("its experts are random numbers" in why) is is_left_out
+    assert (f"{LAYER}.experts.0.gate_proj" in why) is is_left_out
+
+
+def test_vllm_takes_no_blocks_of_llama_4s_queries_and_keys(tmp_path: Path) -> None:
+    source = save(tmp_path / "m", whole_blocks(), model_type="llama4_text")
+    for scheme, ignored, is_blocked in (
+        ("fp8-block", (), True),
+        ("fp8-block", ("*.self_attn.[qkv]_proj",), False),
+        ("fp8-dynamic", (), False),
+    ):
+        found = run(source, tmp_path / f"{scheme}{len(ignored)}", scheme, ignore=ignored)
+        assert ("reorders the rows of q and k" in list_blocked(found).get("vLLM", "")) is is_blocked

@@ -16,6 +16,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.expert_stacks import EXPERT_LAYOUTS
 from fp8calib.fp8 import E4M3FN
 from fp8calib.quantize.calibrated import find_input_scales
 from fp8calib.quantize.plan import NO_SCALES, Scales
@@ -27,6 +28,7 @@ from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.schemes import SCHEMES
 from tests import zoo
 from tests.quantize.by_hand import run
+from tests.quantize.stacked import STACKED
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.verify.by_hand import Subject, emulate, make_batch, opened, padding_mask
 
@@ -195,3 +197,17 @@ def test_blocks_of_the_older_form_are_read_by_transformers(tmp_path: Path) -> No
             scale = original[place].abs().max() / 448
             expected = (original[place] / scale).to(torch.float8_e4m3fn).float() * scale
             torch.testing.assert_close(found[place].float(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("family", sorted(STACKED))
+def test_transformers_loads_experts_apart_where_the_table_says_so(
+    family: str, tmp_path: Path
+) -> None:
+    """Otherwise it reports every stack missing, which `list_limitations` tells."""
+    kind = STACKED[family]
+    source = kind.save(kind.build(family), tmp_path / "m")
+    out = run(source, tmp_path / "fp8", "fp8-dynamic").out
+    loader = AutoModelForCausalLM if kind.vision is None else AutoModelForImageTextToText
+    _, report = loader.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    missing = [name for name in report["missing_keys"] if "experts" in name.split(".")]
+    assert (missing == []) is EXPERT_LAYOUTS[family].is_split_in_transformers
