@@ -193,7 +193,7 @@ class _Inputs:
         raise ExportError(
             f"the stats hold no input of {matrix.module}",
             hint="calibrate with --recipe w8a8-static; what the model's class leaves out (extra "
-            f"prediction layers) stays unquantized with --ignore {matrix.module}",
+            f"prediction layers) stays unquantized with --ignore {matrix.source}",
         )
 
     def _of_linear(self, linear: Linear) -> torch.Tensor:

@@ -24,6 +24,7 @@ from fp8calib.quantize.shard_layout import (
     Codes,
     Constant,
     Copied,
+    Cut,
     OutputTensor,
     ShardLayout,
     WeightScale,
@@ -170,15 +171,20 @@ def _make_tag(
 def _lay_out_shards(
     checkpoint: Checkpoint, settings: Settings, selection: Selection, scales: Scales, tag: str
 ) -> Iterable[ShardLayout]:
-    taken: dict[str, list[Matrix]] = defaultdict(list)
-    for matrix in selection.taken:
-        taken[matrix.source].append(matrix)
+    taken, apart = _by_source(selection.taken), _by_source(selection.apart)
     by_file: dict[str, list[OutputTensor]] = defaultdict(list)
     for name in checkpoint.tensors:
         file = checkpoint.file_of(name).name
         if name in taken:
             for matrix in taken[name]:
                 by_file[file] += _quantized_tensors(matrix, settings, scales)
+        elif name in apart:
+            by_file[file] += [
+                OutputTensor(
+                    name=matrix.tensor, dtype=matrix.dtype, shape=matrix.shape, content=Cut(matrix)
+                )
+                for matrix in apart[name]
+            ]
         else:
             entry = checkpoint.tensors[name]
             by_file[file].append(
@@ -192,6 +198,14 @@ def _lay_out_shards(
     for path in checkpoint.weight_files:
         name = path.name if checkpoint.is_sharded else SINGLE_FILE_NAME
         yield lay_out(name, by_file[path.name], metadata={_TAG_KEY: tag, **measured})
+
+
+def _by_source(matrices: Iterable[Matrix]) -> dict[str, list[Matrix]]:
+    """List the matrices that are read from each tensor."""
+    found: dict[str, list[Matrix]] = defaultdict(list)
+    for matrix in matrices:
+        found[matrix.source].append(matrix)
+    return found
 
 
 def _quantized_tensors(

@@ -80,6 +80,9 @@ class Selection:
 
     taken: tuple[Matrix, ...]
     left: tuple[Left, ...]
+    apart: tuple[Matrix, ...] = ()
+    """Experts that are not quantized, but get a tensor each, as those of other layers do: vLLM
+    0.32.0 looks for all of a model's in stacks or for none (`models/llama4.py`)."""
 
     def split_groups(self) -> Iterator[str]:
         """Name the fused groups of which only a part is quantized."""
@@ -118,6 +121,7 @@ def select(
     )
     taken: list[Matrix] = []
     left: list[Left] = []
+    apart: list[Matrix] = []
     for name, entry in checkpoint.tensors.items():
         if len(entry.shape) < 2 or 0 in entry.shape:
             continue
@@ -127,6 +131,7 @@ def select(
         reason = reason or _explain_leaving_experts(name, inside, ignored)
         if reason is not None:
             left.append(_leave(name, entry, reason, inside))
+            apart += _take_experts(inside, entry.dtype)
         elif inside:
             taken += _take_experts(inside, entry.dtype)
         elif _is_stacked(name, entry):
@@ -137,7 +142,10 @@ def select(
         else:
             left.append(_leave(name, entry, Reason("not a 2-D *.weight"), ()))
     _check_taken(checkpoint, config, taken)
-    return Selection(taken=tuple(taken), left=tuple(left))
+    has_experts = any(matrix.place is not None for matrix in taken)
+    return Selection(
+        taken=tuple(taken), left=tuple(left), apart=tuple(apart) if has_experts else ()
+    )
 
 
 def _take_experts(inside: Collection[ExpertMatrix], dtype: str) -> Iterator[Matrix]:

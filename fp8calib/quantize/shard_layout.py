@@ -20,6 +20,13 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A matrix of a stack as it is, [out, in]."""
+
+    matrix: Matrix
+
+
+@dataclass(frozen=True, slots=True)
 class Codes:
     """The codes of a quantized weight."""
 
@@ -40,7 +47,7 @@ class Constant:
     value: torch.Tensor
 
 
-Content = Copied | Codes | WeightScale | Constant
+Content = Copied | Cut | Codes | WeightScale | Constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

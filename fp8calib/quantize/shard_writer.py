@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.fp8 import E4M3FN
 from fp8calib.quantize.cast import encode_blocks, encode_rows
 from fp8calib.quantize.reading import BLOCK_BYTES, WeightReader, reduce_rows, split_rows
@@ -20,6 +21,7 @@ from fp8calib.quantize.shard_layout import (
     Codes,
     Constant,
     Copied,
+    Cut,
     OutputTensor,
     ShardLayout,
     WeightScale,
@@ -99,6 +101,8 @@ class ShardWriter:
                 self._put_scale(tensor, content.value)
             elif isinstance(content, Copied):
                 yield self._start_copy(tensor, content.tensor)
+            elif isinstance(content, Cut):
+                yield self._start_cut(tensor, content.matrix)
             elif isinstance(content, Codes):
                 yield self._start_codes(tensor, content.matrix)
 
@@ -115,6 +119,14 @@ class ShardWriter:
         ]
         return _Started(tasks, lambda _: None, tensor.size_bytes)
 
+    def _start_cut(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
+        def copy(rows: range) -> None:
+            values = self._reader.read(matrix, rows).to(TORCH_DTYPES[tensor.dtype])
+            self._put_rows(tensor, rows, values)
+
+        tasks = [self._reader.pool.submit(copy, rows) for rows in split_rows(matrix)]
+        return _Started(tasks, lambda _: None, tensor.size_bytes)
+
     def _start_codes(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         if self._covers is Dynamic.TENSOR:
             return self._start_per_tensor(tensor, matrix)
@@ -125,7 +137,7 @@ class ShardWriter:
 
         def quantize(rows: range) -> None:
             values = self._reader.read(matrix, rows)
-            self._put_codes(tensor, rows, encode_rows(values, scale.to(values.device)))
+            self._put_rows(tensor, rows, encode_rows(values, scale.to(values.device)))
 
         self._note(dead)
         self._put_scale(self._places[matrix.module], scale)
@@ -141,9 +153,9 @@ class ShardWriter:
             amax = reduce_rows(matrix, rows, values, covers)
             scale = scale_of(amax, E4M3FN)
             if covers is Dynamic.BLOCK:
-                self._put_codes(tensor, rows, encode_blocks(values, scale))
+                self._put_rows(tensor, rows, encode_blocks(values, scale))
             else:
-                self._put_codes(tensor, rows, encode_rows(values, scale.unsqueeze(1)))
+                self._put_rows(tensor, rows, encode_rows(values, scale.unsqueeze(1)))
             return amax.cpu()
 
         def finish(parts: list[torch.Tensor]) -> None:
@@ -154,9 +166,10 @@ class ShardWriter:
         tasks = [self._reader.pool.submit(quantize, rows) for rows in split_rows(matrix)]
         return _Started(tasks, finish, tensor.size_bytes)
 
-    def _put_codes(self, tensor: OutputTensor, rows: range, codes: torch.Tensor) -> None:
-        start = self._shard.starts[tensor.name] + rows.start * tensor.shape[1]
-        self._put(start, codes.view(torch.uint8).cpu().numpy().data)
+    def _put_rows(self, tensor: OutputTensor, rows: range, values: torch.Tensor) -> None:
+        row_bytes = tensor.size_bytes // tensor.shape[0]
+        start = self._shard.starts[tensor.name] + rows.start * row_bytes
+        self._put(start, values.contiguous().view(torch.uint8).cpu().numpy().data)
 
     def _put_scale(self, tensor: OutputTensor, scale: torch.Tensor) -> None:
         self._put(self._shard.starts[tensor.name], scale.to(torch.float32).numpy().tobytes())

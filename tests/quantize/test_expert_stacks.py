@@ -310,6 +310,25 @@ def test_a_stack_left_alone_is_named_expert_by_expert(
         assert torch.equal(found.tensors()[name], tensors[name])
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_of_one_layer_left_alone_get_a_tensor_each_as_the_others_do(
+    tmp_path: Path, is_turned: bool
+) -> None:
+    """Llama 4's loader in vLLM takes stacks of all layers or of none."""
+    tensors, matrices = make_stacks(is_turned=is_turned)
+    other = {name.replace("layers.0", "layers.1"): value + 1 for name, value in tensors.items()}
+    save(tmp_path / "m", {**tensors, **other}, model_type="qwen3_vl_moe_text")
+    found = run(tmp_path / "m", tmp_path / "fp8", "fp8-dynamic", ignore=("*.0.mlp.experts",))
+    written = found.tensors()
+    assert not any(name.endswith("experts.gate_up_proj") for name in written)
+    assert set(matrices) < set(found.config()["ignore"])
+    for module, matrix in matrices.items():
+        assert torch.equal(written[f"{module}.weight"], matrix)
+        assert f"{module}.weight_scale" not in written
+        beside = module.replace("layers.0", "layers.1")
+        assert written[f"{beside}.weight"].dtype is torch.float8_e4m3fn
+
+
 def test_a_part_of_a_stack_cannot_be_left_alone(tmp_path: Path) -> None:
     tensors, _ = make_stacks(is_turned=False)
     save(tmp_path / "m", tensors, model_type="qwen3_5_moe_text")
