@@ -44,8 +44,8 @@ def show_scales(path: Path, *, as_json: bool) -> None:
 
 def _rows(path: Path) -> Iterator[Row]:
     if path.is_dir() and (ranks := _list_rank_files(path)):
-        for file in ranks:
-            yield from ((f"{file.name}.{name}", values) for name, values in _rows(file))
+        for each in ranks:
+            yield from ((f"{each.name}.{name}", values) for name, values in _rows(each))
     elif path.is_dir():
         with Checkpoint.open(path) as checkpoint:
             yield from _tensor_rows(checkpoint)
