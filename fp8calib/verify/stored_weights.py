@@ -71,7 +71,7 @@ def find_clipped(
     """Find what an FP8 checkpoint has clipped: beyond its reach, and stored as its largest code.
 
     Args:
-        exact: the unquantized weight.
+        exact: the unquantized weight, which may have been rounded to its dtype from a finer one.
         found: what the checkpoint has for it; a shared scale may have moved it by half a step.
         reach: the largest magnitude each element could have in the checkpoint.
         fmt: the format.
@@ -79,7 +79,8 @@ def find_clipped(
     Returns:
         As `Fake.scaled`: beyond `fmt.max` where it clips, zero elsewhere; None where nothing does.
     """
-    beyond = exact.abs().float() > reach
+    rounding = 1 + torch.finfo(exact.dtype).eps / 2
+    beyond = exact.abs().float() > reach * rounding
     if not bool(beyond.any()):
         return None
     at_the_end = 1 - 2.0 ** -(fmt.mantissa_bits + 1) - _SLACK

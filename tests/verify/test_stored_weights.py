@@ -209,3 +209,14 @@ def test_the_scales_of_a_scheme_are_told(
         assert scales.per == per
         assert scales.smallest == pytest.approx(float(expected.min()), rel=1e-6)
         assert scales.largest == pytest.approx(float(expected.max()), rel=1e-6)
+
+
+def test_rounding_to_the_dtype_computed_in_is_no_clipping() -> None:
+    """1.005 is the largest of an fp32 weight, and so its reach; in bfloat16 it is 1.0078125."""
+    exact = torch.tensor([1.005, -1.005, 0.5], dtype=torch.bfloat16)
+    assert exact.tolist() == [1.0078125, -1.0078125, 0.5]
+    reach = torch.full((3,), 1.005)
+    assert find_clipped(exact, torch.tensor([1.005, -1.005, 0.5]), reach, E4M3FN) is None
+    clipped = find_clipped(exact, torch.tensor([0.9, -0.5, 0.5]), torch.full((3,), 0.9), E4M3FN)
+    assert clipped is not None
+    assert clipped.bool().tolist() == [True, False, False]
