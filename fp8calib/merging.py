@@ -66,6 +66,11 @@ def _part_of(name: str, stats: CalibrationStats) -> StatsPart:
             f"{name} is whole: there is nothing to merge it with",
             hint="leave it out; parts are written by `fp8calib calibrate --shard I/N`",
         )
+    if stats.part.is_checkpoint:
+        raise UsageError(
+            f"{name} was kept by a run that was interrupted: it is no finished part",
+            hint="end that run first: repeat its command with --resume",
+        )
     return stats.part
 
 

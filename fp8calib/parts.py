@@ -17,6 +17,8 @@ class StatsPart(BaseModel):
     """Decides, with the data plan, what micro-batches hold."""
     sequences: tuple[tuple[int, int], ...]
     """Those that were run: global indices of the first and of the one after the last, sorted."""
+    is_checkpoint: bool = False
+    """Kept by a run for the one that goes on after it; weights may be missing."""
 
     @property
     def num_sequences(self) -> int:

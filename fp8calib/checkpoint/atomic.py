@@ -72,8 +72,11 @@ class OutputFolder:
         except OSError as error:
             raise explain_os_error(error, self.path) from error
         finally:
-            shutil.rmtree(self._staging, ignore_errors=True)
-            _remove_empty([*self._made_parents, self._aside])
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        shutil.rmtree(self._staging, ignore_errors=True)
+        _remove_empty([*self._made_parents, self._aside])
 
     def _make_staging(self, parent: Path) -> Path:
         staging = parent / _name_temporary(self._target)

@@ -1,7 +1,8 @@
 """An output folder that takes long to fill: what an interrupted run had done is kept for the next.
 
-A run works in `DIR.partial`. Success renames it to `DIR`; an error removes it; only an
-interruption, or the death of the process, leaves it. Two runs never work in one folder at a time.
+A run works in `DIR.partial`. Success renames it to `DIR`; an error removes it, unless it hinders
+that renaming; an interruption, or the death of the process, leaves it. Two runs never work in one
+folder at a time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
-from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.atomic import OutputFolder, write_file_atomic
 from fp8calib.checkpoint.folder_lock import FolderLock
-from fp8calib.errors import UsageError
+from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 
 MARK_NAME = "fp8calib-partial.json"
 """A JSON object by which a later run knows the folder: `tag`, and what the run itself notes.
@@ -61,6 +62,7 @@ class PartialFolder(OutputFolder):
         self._tag = tag
         self._resume = resume
         self._lock: FolderLock | None = None
+        self._is_complete = False
 
     def share(self) -> None:
         """Let other processes of this run work in the temporary folder too."""
@@ -76,16 +78,24 @@ class PartialFolder(OutputFolder):
 
     def _make_staging(self, parent: Path) -> Path:
         staging = self._name_staging(parent)
-        if staging.exists():
+        try:
+            if staging.exists():
+                self._hold(staging)
+                self._check_old(staging)
+                if not self._resume:
+                    shutil.rmtree(staging)
+            staging.mkdir(exist_ok=True)
             self._hold(staging)
-            self._check_old(staging)
-            if not self._resume:
-                shutil.rmtree(staging)
-        staging.mkdir(exist_ok=True)
-        self._hold(staging)
-        mark = staging / MARK_NAME
-        if not mark.exists():
-            mark.write_text(json.dumps({"tag": self._tag}), encoding="utf-8")
+            mark = staging / MARK_NAME
+            if not mark.exists() or _read_tag(mark) is None:
+                write_file_atomic(mark, json.dumps({"tag": self._tag}).encode())
+        except (FileNotFoundError, ExportError) as error:
+            if staging.exists():
+                raise
+            raise UsageError(
+                f"{staging}: another run was at work there, and has just come to its end",
+                hint="run the command again",
+            ) from error
         return staging
 
     def _hold(self, staging: Path) -> None:
@@ -108,7 +118,7 @@ class PartialFolder(OutputFolder):
                 f"{staging}: holds what no interrupted run left there",
                 hint="move it away, or name another output folder",
             )
-        if self._resume and mark.is_file() and _read_tag(mark) != self._tag:
+        if self._resume and mark.is_file() and _read_tag(mark) not in (None, self._tag):
             raise UsageError(
                 f"{staging}: the interrupted run had another model or other options",
                 hint="leave out --resume to start anew, or repeat its options",
@@ -131,11 +141,30 @@ class PartialFolder(OutputFolder):
         try:
             if isinstance(exc, self._kept_after):
                 return
-            if exc is None:
-                (self._staging / MARK_NAME).unlink(missing_ok=True)
             super().__exit__(exc_type, exc, traceback)
         finally:
             self._let_go()
+
+    def _commit(self) -> None:
+        """Rename it, the mark still in it: without one, nobody could go on after this moment."""
+        self._is_complete = True
+        try:
+            super()._commit()
+        except Fp8CalibError as error:
+            where = f"everything waits in {self._staging}: mend that, then use --resume"
+            error.hint = f"{error.hint}; {where}" if error.hint else where
+            raise
+        self._is_complete = False
+        forget_mark(self._target)
+
+    def _clean_up(self) -> None:
+        if not self._is_complete:
+            super()._clean_up()
+
+
+def forget_mark(folder: Path) -> None:
+    """Remove the mark from a finished folder whose run was killed at the very end."""
+    (folder / MARK_NAME).unlink(missing_ok=True)
 
 
 def _read_tag(mark: Path) -> str | None:

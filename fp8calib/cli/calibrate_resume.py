@@ -13,16 +13,20 @@ from typing import Any
 from fp8calib.calibrate import describe_run, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
-from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder
+from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder, forget_mark
 from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job
 from fp8calib.cli.console import say, warn
-from fp8calib.errors import DataError
+from fp8calib.errors import DataError, ExportError
 from fp8calib.merging import explain_other_run
 from fp8calib.run.crew import Crew, RankLostError
 from fp8calib.run.journal import NOTHING, Done, Journal, is_checkpoint
-from fp8calib.stats import StatsHeader, load_stats
+from fp8calib.stats import CalibrationStats, StatsHeader, load_stats
 
 _TAG = "fp8calib calibrate"
+
+
+class UnwrittenError(ExportError):
+    """Nothing of the output could be written; what the run has kept stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,8 @@ class WorkFolder:
 
     path: Path
     journal: Journal
+    report: Mapping[str, Any] | None = None
+    """Of an earlier run that had written everything here, and only could not put it in place."""
 
 
 def check_output_of(job: Job) -> None:
@@ -59,22 +65,33 @@ def find_finished(job: Job, header: StatsHeader) -> Mapping[str, Any] | None:
     """
     if not _looks_finished(job):
         return None
-    found: Mapping[str, Any] = json.loads((job.out / REPORT_NAME).read_bytes())
-    if _is_of_run(job, header):
-        return found
-    check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
-    return None
+    found = _read_finished(job, header, job.out)
+    if found is None:
+        check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
+    else:
+        forget_mark(job.out)
+    return found
 
 
 def _looks_finished(job: Job) -> bool:
-    return job.settings.resume and all((job.out / name).exists() for name in job.owned)
+    return job.settings.resume and _has_all(job, job.out)
 
 
-def _is_of_run(job: Job, header: StatsHeader) -> bool:
+def _has_all(job: Job, folder: Path) -> bool:
+    return all((folder / name).exists() for name in job.owned)
+
+
+def _read_finished(job: Job, header: StatsHeader, folder: Path) -> Mapping[str, Any] | None:
+    """Read the report of a folder where this run had come to its end; None where it had not."""
     try:
-        stats = load_stats(job.out / STATS_NAME, takes_part=True)
-    except DataError:
-        return False
+        stats = load_stats(folder / STATS_NAME, takes_part=True)
+        report: Mapping[str, Any] = json.loads((folder / REPORT_NAME).read_bytes())
+    except (DataError, ValueError):
+        return None
+    return report if _is_of_run(job, header, stats) else None
+
+
+def _is_of_run(job: Job, header: StatsHeader, stats: CalibrationStats) -> bool:
     shard = job.settings.shard
     cut = None if shard is None else (shard.index, shard.count)
     found = None if stats.part is None else (stats.part.index, stats.part.count)
@@ -85,9 +102,9 @@ def _is_of_run(job: Job, header: StatsHeader) -> bool:
 def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[WorkFolder]:
     """Open the folder of a run; it becomes the output in the end.
 
-    An interruption, and the death of another process, leave it for --resume; any other error
-    removes it. Of several processes the first one does all of this, the others keep their
-    checkpoints in its folder.
+    An interruption, the death of another process, and a disk that takes no output leave it for
+    --resume; any other error removes it. Of several processes the first one does all of this, the
+    others keep their checkpoints in its folder.
 
     Raises:
         UsageError: the folder is in use, or what is to be gone on with is of another calibration.
@@ -106,11 +123,14 @@ def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[Wo
         force=job.settings.force,
         inputs=[job.source.folder],
         check_resumed=lambda staging: _open_journal(job, header, staging).load(),
-        kept_after=(KeyboardInterrupt, RankLostError),
+        kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
     )
     with folder as staging:
-        remove_outputs(staging)
         journal = _open_journal(job, header, staging)
+        if crew is None and (report := _find_complete(job, header, staging)) is not None:
+            yield WorkFolder(path=staging, journal=journal, report=report)
+            return
+        remove_outputs(staging)
         if job.settings.resume:
             journal.load()
             say(_describe_start(journal, header))
@@ -119,6 +139,14 @@ def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[Wo
             crew.share(lambda: {"folder": str(staging), **journal.done.to_json()})
         yield WorkFolder(path=staging, journal=journal)
         journal.remove()
+
+
+def _find_complete(job: Job, header: StatsHeader, staging: Path) -> Mapping[str, Any] | None:
+    if not job.settings.resume or not _has_all(job, staging):
+        return None
+    if any(map(is_checkpoint, staging.iterdir())):
+        return None
+    return _read_finished(job, header, staging)
 
 
 def _join(job: Job, header: StatsHeader, crew: Crew) -> WorkFolder:

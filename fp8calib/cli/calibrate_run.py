@@ -30,6 +30,7 @@ from fp8calib.cli.calibrate_report import (
     show_report,
 )
 from fp8calib.cli.calibrate_resume import (
+    UnwrittenError,
     WorkFolder,
     check_output_of,
     describe_job,
@@ -49,7 +50,7 @@ from fp8calib.dialects.registry import (
     check_source,
     write_formats,
 )
-from fp8calib.errors import ExportError, UsageError
+from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.fp8 import FORMATS
 from fp8calib.launch import find_place
 from fp8calib.machine_memory import PeakMemory
@@ -93,10 +94,15 @@ def run_calibrate(settings: Settings) -> None:
         for text in describe_mode(mode):
             say(text)
         with Bar() as bar, work_folder(job, header, crew) as work:
-            stats, measured = _run(job, mode, work, crew, bar)
-            if not place.is_first:
-                return
-            report = _write(job, stats, measured, work.path, bar)
+            finished = work.report
+            if finished is None:
+                stats, measured = _run(job, mode, work, crew, bar)
+                if not place.is_first:
+                    return
+                report = _write(job, stats, measured, work.path, bar)
+        if finished is not None:
+            _show_finished(job, finished)
+            return
     if settings.as_json:
         print_json(report)
     show_report(job, stats, report)
@@ -245,10 +251,17 @@ def _write(
     except ExportError as error:
         failed = error
     remove_outputs(folder)
-    with OutputFolder(
-        job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
-    ) as kept:
-        save_stats(stats, kept / STATS_NAME)
+    try:
+        with OutputFolder(
+            job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
+        ) as kept:
+            save_stats(stats, kept / STATS_NAME)
+    except Fp8CalibError as error:
+        raise UnwrittenError(
+            error.message,
+            hint=f"what the run has kept stays in {folder}: once that is mended, --resume goes on "
+            "from it",
+        ) from error
     raise ExportError(
         failed.message,
         hint=f"the statistics are kept: `fp8calib export {job.out / STATS_NAME}` makes scales "

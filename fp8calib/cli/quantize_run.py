@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.checkpoint.partial import forget_mark
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantize_report import Outcome, build_report, show_report
@@ -131,6 +132,7 @@ def _write(
     settings: QuantizeSettings, checkpoint: Checkpoint, plan: QuantizePlan, device: torch.device
 ) -> Written:
     if settings.resume and is_finished(settings.out, plan):
+        forget_mark(settings.out)
         say(f"{settings.out} is finished already")
         return Written(files=list_files(settings.out), dead=(), resumed=())
     inputs = [] if settings.stats is None else [settings.stats]

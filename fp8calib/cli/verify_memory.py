@@ -154,7 +154,12 @@ def _describe(
         work=work,
         itemsize=itemsize,
         extra={},
-        logits_bytes=scoring_bytes(device, vocab_size, itemsize),
+        logits_bytes=scoring_bytes(
+            device,
+            vocab_size,
+            itemsize,
+            num_tokens=max(batch.input_ids.numel() for batch in found),
+        ),
     )
 
 

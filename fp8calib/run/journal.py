@@ -184,6 +184,7 @@ class Journal:
             count=self._shard.count,
             batch_size=self._batch_size,
             sequences=sequences,
+            is_checkpoint=True,
         )
         return CalibrationStats(
             header=self.header, sites=sites, text_hashes=self._text_hashes, part=part

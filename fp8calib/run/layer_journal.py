@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-from fp8calib.checkpoint.atomic import format_size
+from fp8calib.checkpoint.atomic import format_size, write_file_atomic
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import sequences_of
 from fp8calib.errors import ExportError
@@ -24,6 +26,7 @@ from fp8calib.stats import SiteStats
 _INTERVAL_PER_COST = 20.0
 _SHORTEST_INTERVAL_S = 2.0
 _LAYER_NAME = "layer.json"
+_DIGEST = "blake2b"
 
 
 class LayerJournal:
@@ -47,18 +50,19 @@ class LayerJournal:
         if not found:
             return 0
         folder = found[-1]
-        known = json.loads((folder / _LAYER_NAME).read_bytes())
-        if [tuple(pair) for pair in known["sequences"]] != self._sequences:
-            return 0  # shared out among another number of processes
         try:
+            known = json.loads((folder / _LAYER_NAME).read_bytes())
+            if [tuple(pair) for pair in known["sequences"]] != self._sequences:
+                return 0  # shared out among another number of processes
             sites = self._journal.load_file(folder / STATS_NAME).sites
-            for number in range(len(self._sequences)):
-                store.put(number, torch.load(folder / _name_state(number), weights_only=True))
-        except Exception as error:  # noqa: BLE001 -- a torn pickle raises anything
+            for number, digest in zip(range(len(self._sequences)), known["digests"], strict=True):
+                store.put(number, _load_state(folder / _name_state(number), digest))
+            layer = int(known["layer"])
+        except Exception as error:  # noqa: BLE001 -- a torn file raises anything
             self._journal.warn(f"{folder.name} cannot be read, beginning anew: {error}")
             return 0
         self.sites = sites
-        return int(known["layer"]) + 1
+        return layer + 1
 
     def note(self, layer: int, store: StateStore, sites: Mapping[Site, SiteStats]) -> None:
         """Keep the state after a layer, where the last that was kept is long enough ago."""
@@ -85,17 +89,40 @@ class LayerJournal:
         if shutil.disk_usage(new.parent).free < needed:
             raise ExportError(f"{new.parent}: {format_size(needed)} are needed on its disk")
         new.mkdir()
-        for number in range(len(self._sequences)):
-            torch.save(_detached(store.get(number, torch.device("cpu"))), new / _name_state(number))
+        digests = [
+            _save_state(
+                _detached(store.get(number, torch.device("cpu"))), new / _name_state(number)
+            )
+            for number in range(len(self._sequences))
+        ]
         self._journal.save_file(new / STATS_NAME, merge_sites([self.sites, sites]))
-        told = {"layer": layer, "sequences": self._sequences}
-        (new / _LAYER_NAME).write_text(json.dumps(told), encoding="utf-8")
+        told = {"layer": layer, "sequences": self._sequences, "digests": digests}
+        write_file_atomic(new / _LAYER_NAME, json.dumps(told).encode())
         kept = self._stem.with_name(f"{self._stem.name}-{layer:05}")
         shutil.rmtree(kept, ignore_errors=True)  # there only where it was of no use
         new.rename(kept)
         for folder in self._stem.parent.glob(f"{self._stem.name}-*"):
             if folder != kept:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save_state(state: object, path: Path) -> str:
+    """Write a state to the disk itself, and give its digest."""
+    with path.open("w+b") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+        file.seek(0)
+        return hashlib.file_digest(file, _DIGEST).hexdigest()
+
+
+def _load_state(path: Path, digest: str) -> object:
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, _DIGEST).hexdigest() != digest:
+            msg = f"{path.name} is not what was written"
+            raise ValueError(msg)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
 
 
 def _name_state(number: int) -> str:

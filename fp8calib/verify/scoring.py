@@ -92,9 +92,17 @@ def _tokens_at_once(device: torch.device, vocab_size: int, itemsize: int) -> int
     return max(size // (vocab_size * itemsize), 16)
 
 
-def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int) -> int:
-    """Tell what logits take at most: blocks of two models, a product's own room, reductions."""
-    block = _tokens_at_once(device, vocab_size, itemsize) * vocab_size * itemsize
+def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_tokens: int) -> int:
+    """Tell what logits take at most: blocks of two models, a product's own room, reductions.
+
+    Args:
+        device: where they are computed.
+        vocab_size: how large a row of logits is.
+        itemsize: bytes of one of them.
+        num_tokens: of the largest batch.
+    """
+    rows = min(_tokens_at_once(device, vocab_size, itemsize), num_tokens)
+    block = rows * vocab_size * itemsize
     return (2 + _PRODUCT_BLOCKS) * block + _REDUCTIONS * _REDUCED_AT_ONCE * 4
 
 
