@@ -162,6 +162,8 @@ def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
     first, second = make_parts()
     with pytest.raises(UsageError, match="do not hold all 2 sequences"):
         merge_parts([first, ("unfinished", with_part(second[1], sequences=()))])
+    with pytest.raises(UsageError, match="kept was kept by a run that was interrupted"):
+        merge_parts([first, ("kept", with_part(second[1], is_checkpoint=True))])
 
 
 def test_the_whole_is_no_part() -> None:

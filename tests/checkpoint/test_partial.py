@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from fp8calib.checkpoint import folder_lock
-from fp8calib.checkpoint.folder_lock import shared_lock
-from fp8calib.checkpoint.partial import PartialFolder
+from fp8calib.checkpoint.folder_lock import FolderLock, shared_lock
+from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder, forget_mark
 from fp8calib.errors import UsageError
 
 
@@ -92,4 +96,82 @@ def test_processes_of_one_run_hold_a_folder_together(tmp_path: Path) -> None:
 
 def test_where_there_is_no_folder_nothing_is_held(tmp_path: Path) -> None:
     with shared_lock(tmp_path / "elsewhere"):
+        pass
+
+
+def test_what_cannot_be_put_in_place_waits_for_resume(tmp_path: Path) -> None:
+    """Somebody puts a file where the output goes, while the run works."""
+    out = tmp_path / "out"
+
+    def write_while_another_does() -> None:
+        with folder_of(out) as staging:
+            (staging / "file").write_text("hours")
+            out.mkdir()
+            (out / "precious").touch()
+
+    with pytest.raises(UsageError, match="does not write") as refused:
+        write_while_another_does()
+    assert f"everything waits in {tmp_path / 'out.partial'}" in refused.value.hint
+    (out / "precious").unlink()
+    with folder_of(out, resume=True) as staging:
+        assert (staging / "file").read_text() == "hours"
+    assert [path.name for path in out.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def finish_and_die(path: Path, moment: str) -> None:
+    """Write a folder, and die where it is put in place."""
+    with patch(moment, lambda *_: kill()), folder_of(path) as staging:
+        (staging / "file").write_text("hours")
+
+
+@pytest.mark.parametrize(
+    "moment", ["pathlib.Path.rename", "fp8calib.checkpoint.partial.forget_mark"]
+)
+def test_a_run_killed_at_its_very_end_can_be_gone_on_with(tmp_path: Path, moment: str) -> None:
+    """Before the folder has its name, or before it has lost its mark."""
+    out = tmp_path / "out"
+    with folder_of(tmp_path / "warm") as staging:  # what is imported late, is now
+        (staging / "file").touch()
+    context = multiprocessing.get_context("fork")
+    other = context.Process(target=finish_and_die, args=(out, moment))
+    other.start()
+    other.join()
+    assert other.exitcode == -signal.SIGKILL
+    if moment.endswith("rename"):
+        with folder_of(out, resume=True) as staging:
+            assert (staging / "file").read_text() == "hours"
+    else:
+        forget_mark(out)
+    assert [path.name for path in out.iterdir()] == ["file"]
+
+
+def test_a_mark_that_was_never_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / MARK_NAME).touch()
+    with folder_of(tmp_path / "out", resume=True) as staging:
+        assert json.loads((staging / MARK_NAME).read_bytes()) == {"tag": "test"}
+        (staging / "file").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+
+
+def test_a_run_that_waited_for_one_that_has_ended_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = tmp_path / "out.partial"
+    staging.mkdir()
+
+    def end_the_other(_lock: FolderLock) -> None:
+        staging.rmdir()
+
+    monkeypatch.setattr(FolderLock, "take", end_the_other)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    with (
+        pytest.raises(UsageError, match="has just come to its end"),
+        folder_of(tmp_path / "out", resume=True),
+    ):
         pass

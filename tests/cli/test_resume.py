@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fp8calib.cli import calibrate_run
+from fp8calib.errors import ExportError
+
 from .conftest import QUICK, write_rows
 from .program import fail, run, snapshot, succeed
 from .test_process import HELD, start
@@ -118,3 +121,44 @@ def test_a_folder_that_no_run_left_is_not_touched(model: Path, data: Path, tmp_p
     for resume in ((), ("--resume",)):
         assert "holds what no interrupted run left there" in fail(2, *command, *resume)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+
+
+def test_a_run_that_could_not_put_its_output_in_place_is_not_repeated(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    command = ("calibrate", model, "--data", data, *QUICK, "--out", out)
+    show, seen = calibrate_run.build_report, []
+
+    def build(*arguments: object, **options: object) -> object:
+        out.mkdir(exist_ok=True)
+        (out / "precious").touch()
+        seen.append(1)
+        return show(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(calibrate_run, "build_report", build)
+    assert "everything waits in" in fail(2, *command)
+    (out / "precious").unlink()
+    outcome = succeed(*command, "--resume", "--json")
+    assert "is finished already" in outcome.err
+    assert len(seen) == 1
+    assert {path.name for path in out.iterdir()} == set(outcome.json["files"]) - {
+        name for name in outcome.json["files"] if "/" in name
+    } | {"kv-overlay"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_disk_that_takes_no_output_leaves_what_was_kept(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+
+    def refuse(*_: object) -> None:
+        raise ExportError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(calibrate_run, "save_stats", refuse)
+        assert "the disk is full" in fail(7, *command)
+    assert (tmp_path / "out.partial").is_dir()
+    succeed(*command, "--resume")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

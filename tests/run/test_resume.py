@@ -204,6 +204,44 @@ def test_a_streamed_run_goes_on_after_its_last_layer(
     assert 10**9 - progress.left == 1 + num_batches
 
 
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a bit of a state": ("state-000002.pt", flip_a_bit),
+    "a state": ("state-000002.pt", Path.unlink),
+    "all of the layer's file": ("layer.json", lambda path: path.write_bytes(b"")),
+    "the layer's file": ("layer.json", Path.unlink),
+    "digests": ("layer.json", lambda path: path.write_text('{"layer": 0, "sequences": []}')),
+}
+
+
+@pytest.mark.parametrize("lost", DAMAGES)
+def test_a_damaged_state_of_a_layer_is_not_gone_on_with(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0)
+    zoo.save("llama", tmp_path / "model")
+    kept = tmp_path / "kept"
+    name, damage = DAMAGES[lost]
+    told: list[str] = []
+    with opened(tmp_path / "model", streamed=True) as subject:
+        whole = as_bytes(subject.calibrate(), tmp_path)
+        subject.calibrate(keep_in(kept, subject))
+        damage(next(kept.iterdir()) / name)
+        portion = keep_in(kept, subject)
+        assert portion.journal is not None
+        monkeypatch.setattr(portion.journal, "warn", told.append)
+        progress = Stopping(10**9, kill)
+        assert as_bytes(subject.calibrate(portion, progress=progress), tmp_path) == whole
+    assert 10**9 - progress.left == 1 + 2 * 8  # from the first layer on
+    assert all("beginning anew" in text for text in told)
+    assert len(told) == (lost != "digests")  # those are of no batches
+
+
 def test_layers_of_other_batches_are_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
