@@ -162,12 +162,14 @@ def is_stats_file(path: Path) -> bool:
 
 
 def load_stats(path: Path, *, takes_part: bool = False) -> CalibrationStats:
-    """Read a stats file.
+    """Read a stats file, or the one in the folder that `path` is.
 
     Raises:
         UsageError: there is no such file, or it holds a part and `takes_part` is false.
         DataError: the file is damaged, or holds no statistics of this tool.
     """
+    if path.is_dir():
+        path = path / "stats.safetensors"
     if not path.is_file():
         raise UsageError(f"no stats file at {path}", hint="calibrate writes stats.safetensors")
     try:

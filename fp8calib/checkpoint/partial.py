@@ -63,6 +63,8 @@ class PartialFolder(OutputFolder):
         self._resume = resume
         self._lock: FolderLock | None = None
         self._is_complete = False
+        self.discarded = False
+        """Whether something that an interrupted run had kept was removed to begin anew."""
 
     def share(self) -> None:
         """Let other processes of this run work in the temporary folder too."""
@@ -83,6 +85,7 @@ class PartialFolder(OutputFolder):
                 self._hold(staging)
                 self._check_old(staging)
                 if not self._resume:
+                    self.discarded = any(path.name != MARK_NAME for path in staging.iterdir())
                     shutil.rmtree(staging)
             staging.mkdir(exist_ok=True)
             self._hold(staging)

@@ -126,6 +126,11 @@ def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[Wo
         kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
     )
     with folder as staging:
+        if folder.discarded:
+            warn(
+                f"{staging}: what an interrupted run had kept there was discarded; --resume would "
+                "have gone on from it"
+            )
         journal = _open_journal(job, header, staging)
         if crew is None and (report := _find_complete(job, header, staging)) is not None:
             yield WorkFolder(path=staging, journal=journal, report=report)

@@ -155,7 +155,8 @@ def _opened(settings: Settings) -> Iterator[Job]:
             dtype=dtype,
             dtype_why=why,
         )
-        check_output_of(job)
+        if not settings.dry_run:
+            check_output_of(job)
         check_replaced(recipe.formats, out, checkpoint)
         check_replaced_checkpoint(job)
         if refusal := explain_refusal(job):

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME
 from fp8calib.cli.check_geometry import is_known, read_geometry
 from fp8calib.cli.check_named_geometry import read_named_geometry
 from fp8calib.cli.check_show import show_report
 from fp8calib.cli.opening import quiet_libraries
 from fp8calib.dialects.check_engines import ENGINES, check_file, check_folder
-from fp8calib.dialects.check_files import ScaleFolder, open_folder
+from fp8calib.dialects.check_files import CONFIG_NAME, ScaleFolder, open_folder
 from fp8calib.dialects.check_report import CheckReport
 from fp8calib.dialects.check_unknown import amend_for_unknown
 from fp8calib.errors import UsageError, VerificationError, shorten
@@ -59,6 +60,8 @@ def choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
 def _check(settings: CheckSettings) -> CheckReport:
     path = _fetch(settings.path)
     is_folder = _is_folder(path)
+    if is_folder:
+        _refuse_folder_of_forms(path)
     model = _open_model(settings, path, is_folder=is_folder)
     is_foreign = "auto_map" in model.config and not is_known(model.config)
     geometry = read_named_geometry(model) if is_foreign else read_geometry(model.path, model.config)
@@ -93,6 +96,20 @@ def _is_folder(path: Path) -> bool:
         hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
         raise UsageError(f"{path}: neither", hint=hint)
     return False
+
+
+def _refuse_folder_of_forms(path: Path) -> None:
+    """Refuse what calibrate writes as a whole: engines load one of the forms in it."""
+    names = {CONFIG_NAME, STATS_NAME, REPORT_NAME}
+    if {name for name in names if (path / name).exists()} != names - {CONFIG_NAME}:
+        return
+    forms = sorted(config.parent for config in path.glob(f"*/{CONFIG_NAME}"))
+    raise UsageError(
+        f"{path}: what calibrate wrote, and no checkpoint itself",
+        hint=f"name what an engine loads, such as {forms[0]}"
+        if forms
+        else "name what an engine loads: `fp8calib export` makes it of the statistics",
+    )
 
 
 def _open_model(settings: CheckSettings, path: Path, *, is_folder: bool) -> ScaleFolder:

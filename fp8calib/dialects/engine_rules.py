@@ -148,7 +148,7 @@ RULES = (
         OVERLAYS,
         lambda case: not _is_fnuz(case),
         "on AMD gfx94x (MI300) these scales are not doubled, so values above 240/448 of the "
-        "calibrated range clip; write --fp8-dtype e4m3fnuz for it",
+        "calibrated range clip; `calibrate --fp8-dtype e4m3fnuz` writes a kv-overlay for it",
         "vLLM 0.32.0 CompressedTensorsKVCacheMethod overrides the doubling of BaseKVCacheMethod",
     ),
     _limited(

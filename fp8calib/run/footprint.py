@@ -18,7 +18,7 @@ from fp8calib.geometry import Attention, Layer, Linear, ModelGeometry
 from fp8calib.model.weights import WeightSource
 from fp8calib.run.streamed_weights import ModelPart, PartedWeights
 
-SLACK_BYTES = 64 * 2**20
+SLACK_BYTES = 96 * 2**20
 """What the formula does not know: arenas of the allocator, threads, code that is loaded late."""
 _FLOAT32_BYTES = 4
 _LIVE_COPIES = 4

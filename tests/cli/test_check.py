@@ -404,3 +404,13 @@ def test_every_scale_that_is_not_used_has_a_mend_that_is_printed(
     for verdict in verdicts:
         assert verdict["mend"], verdict["why"]
         assert f"mend: {verdict['mend']}" in shown.out
+
+
+def test_the_folder_that_calibrate_writes_is_told_from_a_checkpoint(
+    calibrated: tuple[Path, Outcome], model: Path
+) -> None:
+    out = calibrated[0]
+    for more in ((), ("--model", model)):
+        text = fail(2, "check", out, *more)
+        assert "what calibrate wrote, and no checkpoint itself" in text
+        assert f"such as {out / 'kv-overlay'}" in text

@@ -219,3 +219,11 @@ def test_show_refuses_what_holds_no_scales(model: Path, tmp_path: Path) -> None:
     assert "torn.json" in fail(5, "show", tmp_path / "torn.json")
     assert "torn.safetensors" in fail(4, "show", tmp_path / "torn.safetensors")
     assert "nowhere" in fail(2, "show", tmp_path / "nowhere")
+
+
+def test_the_folder_of_the_statistics_will_do(
+    calibrated: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    for name, source in (("a", calibrated[0]), ("b", calibrated[0] / "stats.safetensors")):
+        succeed("export", source, "--format", "kv-scales", "--out", tmp_path / name)
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")

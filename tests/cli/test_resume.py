@@ -162,3 +162,16 @@ def test_a_disk_that_takes_no_output_leaves_what_was_kept(
     assert (tmp_path / "out.partial").is_dir()
     succeed(*command, "--resume")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_that_begins_anew_says_what_it_discards(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "fp8calib-partial.json").write_text('{"tag": "fp8calib calibrate"}')
+    (partial / "checkpoint-00000000.safetensors").write_bytes(b"hours")
+    outcome = succeed(*command)
+    assert "what an interrupted run had kept there was discarded" in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
