@@ -12,9 +12,11 @@ import torch
 
 from fp8calib.data.plan import Batch
 
-_BYTES_AT_ONCE = 2**25
+_BYTES_AT_ONCE = 3 * 2**23
 """Of one block of logits on a CPU; a product of fewer rows takes up to twice the time for each."""
 _BYTES_AT_ONCE_GPU = 2**29
+_CANDIDATES_AT_ONCE = 2
+"""Whose logits are reduced beside the reference's: the one that was asked about, and scale 1.0."""
 _PRODUCT_BLOCKS = 3
 """Blocks of logits that the product itself was seen to take on a CPU, for the moment."""
 _REDUCED_AT_ONCE = 2**19
@@ -93,7 +95,7 @@ def _tokens_at_once(device: torch.device, vocab_size: int, itemsize: int) -> int
 
 
 def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_tokens: int) -> int:
-    """Tell what logits take at most: blocks of two models, a product's own room, reductions.
+    """Tell what logits take at most: blocks of some models, a product's own room, reductions.
 
     Args:
         device: where they are computed.
@@ -103,7 +105,7 @@ def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_t
     """
     rows = min(_tokens_at_once(device, vocab_size, itemsize), num_tokens)
     block = rows * vocab_size * itemsize
-    return (2 + _PRODUCT_BLOCKS) * block + _REDUCTIONS * _REDUCED_AT_ONCE * 4
+    return (1 + _CANDIDATES_AT_ONCE + _PRODUCT_BLOCKS) * block + _REDUCTIONS * _REDUCED_AT_ONCE * 4
 
 
 def _score_block(
@@ -111,17 +113,18 @@ def _score_block(
 ) -> list[TokenScores]:
     """Compute the logits of a block at once, and reduce them a few rows at a time.
 
-    Those of two models at most are there together, however many candidates there are.
+    Those of few models are there together, however many candidates there are.
     """
-    reference = logits(hidden[0])
-    rows = _rows_at_once(reference)
-    references = torch.split(reference, rows)
-    wanted = torch.split(targets.to(reference.device).unsqueeze(1), rows)
-    first = [_score_reference(*piece) for piece in zip(references, wanted, strict=True)]
-    scores = [join_scores(first)]
-    for states in hidden[1:]:
-        pieces = zip(references, torch.split(logits(states), rows), wanted, strict=True)
-        scores.append(join_scores([_score_candidate(*piece) for piece in pieces]))
+    first, others = logits(hidden[0]), hidden[1:]
+    rows = _rows_at_once(first)
+    wanted = torch.split(targets.to(first.device).unsqueeze(1), rows)
+    scores: list[TokenScores] = []
+    for start in range(0, max(len(others), 1), _CANDIDATES_AT_ONCE):
+        found = [first, *map(logits, others[start : start + _CANDIDATES_AT_ONCE])]
+        pieces = zip(*(torch.split(each, rows) for each in found), strict=True)
+        parts = [_score_rows(piece, row) for piece, row in zip(pieces, wanted, strict=True)]
+        joined = [join_scores(each) for each in zip(*parts, strict=True)]
+        scores += joined[min(start, 1) :]  # the reference once
     return scores
 
 
@@ -132,30 +135,31 @@ def _rows_at_once(logits: torch.Tensor) -> int:
     return max(_REDUCED_AT_ONCE // logits.shape[1], 4)
 
 
-def _score_reference(logits: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Reduce logits [N, V]; targets are [N, 1]."""
-    return TokenScores(
-        logprobs=_log_softmax(logits).gather(1, targets).squeeze(1).cpu(),
-        klds=torch.zeros(len(targets)),
-        agrees=torch.ones(len(targets), dtype=torch.bool),
-    )
-
-
-def _score_candidate(
-    reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
-) -> TokenScores:
-    """Reduce logits [N, V] beside the reference's."""
-    expected, candidate = _log_softmax(reference), _log_softmax(logits)
-    logprobs = candidate.gather(1, targets).squeeze(1)
-    # Half the time of another argmax; a tie for the first place agrees.
-    agrees = candidate.gather(1, _argmax(expected)).squeeze(1) == candidate.amax(-1)
-    difference = torch.sub(expected, candidate, out=candidate)
-    klds = difference.mul_(torch.softmax(reference, -1, dtype=torch.float32)).sum(-1)
-    return TokenScores(logprobs=logprobs.cpu(), klds=klds.clamp_(min=0).cpu(), agrees=agrees.cpu())
-
-
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logits, -1, dtype=torch.float32)
+def _score_rows(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[TokenScores]:
+    """Reduce the logits [N, V] of the reference and of each candidate; targets are [N, 1]."""
+    reference = torch.log_softmax(logits[0], -1, dtype=torch.float32)
+    scores = [
+        TokenScores(
+            logprobs=reference.gather(1, targets).squeeze(1).cpu(),
+            klds=torch.zeros(len(targets)),
+            agrees=torch.ones(len(targets), dtype=torch.bool),
+        )
+    ]
+    if len(logits) == 1:
+        return scores
+    probabilities = torch.softmax(logits[0], -1, dtype=torch.float32)
+    best = _argmax(reference)
+    for found in logits[1:]:
+        candidate = torch.log_softmax(found, -1, dtype=torch.float32)
+        logprobs = candidate.gather(1, targets).squeeze(1)
+        # Half the time of another argmax; a tie for the first place agrees.
+        agrees = candidate.gather(1, best).squeeze(1) == candidate.amax(-1)
+        difference = torch.sub(reference, candidate, out=candidate)
+        klds = difference.mul_(probabilities).sum(-1)
+        scores.append(
+            TokenScores(logprobs=logprobs.cpu(), klds=klds.clamp_(min=0).cpu(), agrees=agrees.cpu())
+        )
+    return scores
 
 
 def _argmax(x: torch.Tensor) -> torch.Tensor:
