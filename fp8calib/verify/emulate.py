@@ -145,16 +145,18 @@ class EmulatingTaps:
         for seen, version, used, quantized, damage in self._inputs:
             if seen is x and version == x._version and used.is_same(quantizer):
                 return quantized, damage
-        fake = quantizer.fake(x)
-        before, after = self._counted(x, tokens), fake.map(lambda t: self._counted(t, tokens))
+        rows = x.reshape(-1, x.shape[-1])
+        before, after = rows, (fake := quantizer.fake(rows))
+        if self._kept is not None:
+            before = self._counted(rows, tokens)
+            after = fake.map(lambda t: self._counted(t, tokens))
         damage = measure_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
-        quantized = fake.values.to(x.dtype)
+        quantized = fake.values.to(x.dtype).reshape(x.shape)
         self._inputs.append((x, x._version, quantizer, quantized, damage))
         del self._inputs[:-_REMEMBERED_INPUTS]
         return quantized, damage
 
-    def _counted(self, x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+    def _counted(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         if self._kept is not None and tokens is not None:
             rows = rows[torch.isin(tokens, self._kept.to(rows.device))]
         elif self._kept is not None and int(self._kept[-1]) < len(rows):

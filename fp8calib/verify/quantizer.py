@@ -42,9 +42,11 @@ class Fake(NamedTuple):
     scaled: torch.Tensor | None
     """x / scale before saturation, fp32, the shape of `values`; None: it is known that nothing is
     beyond the format's largest value."""
+    amax: torch.Tensor | None = None
+    """Largest magnitude of x, fp32, where it was needed."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Fake:
-        """Change both."""
+        """Change both, for some of the elements."""
         return Fake(change(self.values), None if self.scaled is None else change(self.scaled))
 
 
@@ -95,9 +97,16 @@ class Quantizer:
         """Quantize and dequantize in fp32, and keep what saturation was applied to."""
         scale = self.scale_for(x)
         scaled = self.divide(x, scale)
-        before = None if _is_within(scaled, self.fmt.max * _AT_THE_EDGE) else scaled.clone()
+        limit = self.fmt.max * _AT_THE_EDGE
+        amax = None
+        if scale.numel() == 1 and x.numel():  # the largest magnitude stays the largest
+            amax = _tensor_amax(x)
+            largest = self.divide(amax.to(x.dtype), scale)
+        else:
+            largest = scaled
+        before = None if _is_within(largest, limit) else scaled.clone()
         values = round_to_format_(scaled, self.fmt, self.rounding, saturate=before is not None)
-        return Fake(values.mul_(scale), before)
+        return Fake(values.mul_(scale), before, amax)
 
     def scale_for(self, x: torch.Tensor) -> torch.Tensor:
         """Give the scale of each element: fp32, broadcasts to `x`."""
@@ -189,7 +198,7 @@ def measure_damage(
         _count_beyond(fake.scaled, limit, x.device),
         _count_flushed(exact, fake.values, flush_stride),
         torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
-        _tensor_amax(x).double(),
+        (_tensor_amax(x) if fake.amax is None else fake.amax).double(),
     )
     return torch.stack(sums)
 

@@ -16,7 +16,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.geometry import Linear, ModelGeometry
 from fp8calib.scales import scale_of
 from fp8calib.sites import Role, Site
-from fp8calib.verify.quantizer import Dynamic, Fake, Quantizer, measure_damage
+from fp8calib.verify.quantizer import Dynamic, Quantizer, measure_damage
 from fp8calib.verify.scale_range import Per, ScaleRange, per_of_weight
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
@@ -117,12 +117,13 @@ class Requantized:
         return replace(self.quantizer, scale=scale_of(amax, self.quantizer.fmt))
 
     def _apply_one(self, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-        values, scaled = quantizer.fake(weight)
+        fake = quantizer.fake(weight)
+        values = fake.values
         if self.through_float16:
             values = quantizer.fake(values.half()).values
         if self.again is not None:
             values = self.again.fake(values).values
-        damage = measure_damage(weight, Fake(values, scaled), quantizer.fmt)
+        damage = measure_damage(weight, fake._replace(values=values), quantizer.fmt)
         weight.copy_(values)
         return damage
 
