@@ -66,6 +66,7 @@ from fp8calib.model.prepared import Prepared, prepare
 from fp8calib.model.weights import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.run.crew import Crew, open_crew
+from fp8calib.run.journal import is_checkpoint
 from fp8calib.run.portion import Portion
 from fp8calib.stats import CalibrationStats, StatsHeader, save_stats
 
@@ -258,6 +259,8 @@ def _write(
         ) as kept:
             save_stats(stats, kept / STATS_NAME)
     except Fp8CalibError as error:
+        if not any(map(is_checkpoint, folder.iterdir())):
+            raise
         raise UnwrittenError(
             error.message,
             hint=f"what the run has kept stays in {folder}: once that is mended, --resume goes on "

@@ -159,8 +159,11 @@ def test_a_disk_that_takes_no_output_leaves_what_was_kept(
     with monkeypatch.context() as patched:
         patched.setattr(calibrate_run, "save_stats", refuse)
         assert "the disk is full" in fail(7, *command)
-    assert (tmp_path / "out.partial").is_dir()
-    succeed(*command, "--resume")
+        assert not list(tmp_path.iterdir())  # nothing was kept of so short a run
+        patched.setattr("fp8calib.run.journal.LONGEST_INTERVAL_S", 0.0)
+        assert "--resume goes on from it" in fail(7, *command)
+    assert list((tmp_path / "out.partial").glob("checkpoint-*"))
+    assert succeed(*command, "--resume", "--json").json["resumed_sequences"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
