@@ -12,7 +12,7 @@ import torch
 
 from fp8calib.data.plan import Batch
 
-_BYTES_AT_ONCE = 3 * 2**23
+_BYTES_AT_ONCE = 3 * 2**22
 """Of one block of logits on a CPU; a product of fewer rows takes up to twice the time for each."""
 _BYTES_AT_ONCE_GPU = 2**29
 _CANDIDATES_AT_ONCE = 2
