@@ -13,6 +13,7 @@ from tests import zoo
 
 from .conftest import QUICK, save_tokenizer
 from .program import fail, snapshot, succeed
+from .test_process import PROGRAM, start
 
 GIB = 2**30
 TABLE_BYTES = 2 * 250_000 * 64 * 4
@@ -114,11 +115,18 @@ def _candidates(wide: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
 
 def smallest_cap(*command: object) -> str:
     """Ask with a cap that is too small for one that is not."""
-    found = re.search(
-        r"the smallest --memory that works is (\S+);", fail(2, *command, "--memory", 0.01)
-    )
+    code, _, err = run_apart(*command, "--memory", 0.01)
+    assert code == 2, err
+    found = re.search(r"the smallest --memory that works is (\S+);", err)
     assert found is not None
     return found.group(1)
+
+
+def run_apart(*command: object) -> tuple[int, str, str]:
+    """Run in a process of its own: what others of these tests have left in memory counts too."""
+    process = start(*PROGRAM, *command)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
 
 
 def test_a_streamed_verification_gives_the_same_numbers(
@@ -128,9 +136,11 @@ def test_a_streamed_verification_gives_the_same_numbers(
     command = ("verify", wide, "--data", data, *QUICK, *scales, "--sensitivity")
     whole = succeed(*command, "--dump", tmp_path / "whole", "--json")
     cap = smallest_cap(*command)
-    streamed = succeed(*command, "--dump", tmp_path / "streamed", "--memory", cap, "--json")
+    streamed = ("--dump", tmp_path / "streamed", "--memory", cap, "--json")
+    code, out, err = run_apart(*command, *streamed)
+    assert code == 0, err
     assert (tmp_path / "streamed").read_bytes() == (tmp_path / "whole").read_bytes()
-    first, second = whole.json, streamed.json
+    first, second = whole.json, json.loads(out)
     assert not first["memory"]["streamed"]
     assert second["memory"]["streamed"]
     assert second["memory"]["peak_measured_bytes"] <= float(cap) * GIB
@@ -142,7 +152,9 @@ def test_a_streamed_verification_gives_the_same_numbers(
 
 def test_a_dry_run_of_verify_shows_the_plan_alone(wide: Path, data: Path) -> None:
     command = ("verify", wide, "--data", data, *QUICK)
-    plan = succeed(*command, "--memory", smallest_cap(*command), "--dry-run", "--json").json["plan"]
+    code, out, err = run_apart(*command, "--memory", smallest_cap(*command), "--dry-run", "--json")
+    assert code == 0, err
+    plan = json.loads(out)["plan"]
     assert plan["streamed"]
     assert plan["candidates"] == ["scale-1.0"]
     assert plan["expected_s"] > 0
