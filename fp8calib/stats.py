@@ -23,6 +23,8 @@ from fp8calib.measured import MeasuredOn
 from fp8calib.parts import StatsPart
 from fp8calib.sites import Site
 
+STATS_NAME = "stats.safetensors"
+"""What commands call the file in a folder of theirs."""
 METADATA_KEY = "fp8calib"
 PART_KEY = "fp8calib.part"
 """Stands only in files that hold a part of the statistics."""
@@ -169,7 +171,7 @@ def load_stats(path: Path, *, takes_part: bool = False) -> CalibrationStats:
         DataError: the file is damaged, or holds no statistics of this tool.
     """
     if path.is_dir():
-        path = path / "stats.safetensors"
+        path = path / STATS_NAME
     if not path.is_file():
         raise UsageError(f"no stats file at {path}", hint="calibrate writes stats.safetensors")
     try:

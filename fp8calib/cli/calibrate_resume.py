@@ -14,13 +14,13 @@ from fp8calib.calibrate import describe_run, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
 from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder, forget_mark
-from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job
+from fp8calib.cli.calibrate_job import REPORT_NAME, Job
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import DataError, ExportError
 from fp8calib.merging import explain_other_run
 from fp8calib.run.crew import Crew, RankLostError
 from fp8calib.run.journal import NOTHING, Done, Journal, is_checkpoint
-from fp8calib.stats import CalibrationStats, StatsHeader, load_stats
+from fp8calib.stats import STATS_NAME, CalibrationStats, StatsHeader, load_stats
 
 _TAG = "fp8calib calibrate"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.calibrate import calibrate
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME, Job, Settings
+from fp8calib.cli.calibrate_job import REPORT_NAME, Job, Settings
 from fp8calib.cli.calibrate_memory import Mode, choose_mode, describe_mode
 from fp8calib.cli.calibrate_quantize import (
     check_replaced_checkpoint,
@@ -68,7 +68,7 @@ from fp8calib.recipe import Recipe
 from fp8calib.run.crew import Crew, open_crew
 from fp8calib.run.journal import is_checkpoint
 from fp8calib.run.portion import Portion
-from fp8calib.stats import CalibrationStats, StatsHeader, save_stats
+from fp8calib.stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8calib.cli.calibrate_job import STATS_NAME, Job
+from fp8calib.cli.calibrate_job import Job
 from fp8calib.data.shares import share_out
 from fp8calib.errors import UsageError
 from fp8calib.recipe import Recipe
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats import STATS_NAME, CalibrationStats
 
 
 def leave_out_formats(recipe: Recipe) -> Recipe:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.cli.calibrate_job import REPORT_NAME, STATS_NAME
+from fp8calib.cli.calibrate_job import REPORT_NAME
 from fp8calib.cli.check_geometry import is_known, read_geometry
 from fp8calib.cli.check_named_geometry import read_named_geometry
 from fp8calib.cli.check_show import show_report
@@ -18,6 +18,7 @@ from fp8calib.dialects.check_report import CheckReport
 from fp8calib.dialects.check_unknown import amend_for_unknown
 from fp8calib.errors import UsageError, VerificationError, shorten
 from fp8calib.model.load import find_folder
+from fp8calib.stats import STATS_NAME
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
 """ORG/NAME; a name alone is taken for a path that is not there."""
@@ -100,8 +101,8 @@ def _is_folder(path: Path) -> bool:
 
 def _refuse_folder_of_forms(path: Path) -> None:
     """Refuse what calibrate writes as a whole: engines load one of the forms in it."""
-    names = {CONFIG_NAME, STATS_NAME, REPORT_NAME}
-    if {name for name in names if (path / name).exists()} != names - {CONFIG_NAME}:
+    is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
+    if not is_written or (path / CONFIG_NAME).exists():
         return
     forms = sorted(config.parent for config in path.glob(f"*/{CONFIG_NAME}"))
     raise UsageError(

@@ -9,9 +9,7 @@ from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.cli.console import print_json, print_text
 from fp8calib.errors import UsageError
 from fp8calib.merging import merge_parts
-from fp8calib.stats import is_stats_file, load_stats, save_stats
-
-_STATS_NAME = "stats.safetensors"
+from fp8calib.stats import STATS_NAME, is_stats_file, load_stats, save_stats
 
 
 def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
@@ -22,7 +20,7 @@ def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
         DataError: a file is damaged.
         ExportError: the file cannot be written.
     """
-    files = [path / _STATS_NAME if path.is_dir() else path for path in paths]
+    files = [path / STATS_NAME if path.is_dir() else path for path in paths]
     _check_output(out, files)
     merged = merge_parts([(str(path), load_stats(path, takes_part=True)) for path in files])
     save_stats(merged, out)

@@ -28,7 +28,7 @@ def show_command(
     from fp8calib.cli.show_scales import show_scales  # noqa: PLC0415
     from fp8calib.cli.show_stats import show_stats  # noqa: PLC0415
     from fp8calib.errors import UsageError, shorten  # noqa: PLC0415
-    from fp8calib.stats import is_stats_file, load_stats  # noqa: PLC0415
+    from fp8calib.stats import STATS_NAME, is_stats_file, load_stats  # noqa: PLC0415
 
     try:
         if not path.exists():
@@ -37,7 +37,7 @@ def show_command(
         raise UsageError(f"{shorten(str(path))}: cannot be looked at") from error
     if path.is_dir():
         refuse_links_out(path)
-        path = stats if (stats := path / "stats.safetensors").is_file() else path
+        path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
         show_stats(load_stats(path, takes_part=True), as_json=as_json)
     else:

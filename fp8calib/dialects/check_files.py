@@ -219,9 +219,11 @@ class Scene:
         self.folder = folder
         self.geometry = geometry
         self.files = tuple(files)
-        held = [each for file in files for each in folder.scales.get(file, {}).values()]
-        drafted = [each for each in held if _is_of_draft_layer(geometry, each.name)]
-        self.scales = {each.name: each for each in held if each not in drafted}
+        held = {name: each for file in files for name, each in folder.scales.get(file, {}).items()}
+        drafted = [each for name, each in held.items() if _is_of_draft_layer(geometry, name)]
+        for each in drafted:
+            del held[each.name]
+        self.scales = held
         self.problems: list[str] = []
         if drafted:
             self.problems.append(
@@ -262,7 +264,7 @@ class Scene:
 
 
 def _is_of_draft_layer(geometry: ModelGeometry, name: str) -> bool:
-    parsed = parse_name(name)
+    parsed = parse_name(name) if geometry.num_draft_layers else None
     return parsed is not None and is_of_draft_layer(geometry, parsed.path)
 
 

@@ -21,13 +21,19 @@ from fp8calib.merging import explain_other_run, merge_sites
 from fp8calib.observe.recorder import Recorder
 from fp8calib.parts import StatsPart, join_ranges
 from fp8calib.sites import Role, Site
-from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader, load_stats, save_stats
+from fp8calib.stats import (
+    STATS_NAME,
+    CalibrationStats,
+    SiteStats,
+    StatsHeader,
+    load_stats,
+    save_stats,
+)
 
 LONGEST_INTERVAL_S = 10.0
 """Nothing older than this is lost, but for the batch that is running."""
 _SHORTEST_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 50.0
-STATS_NAME = "stats.safetensors"
 _PREFIX = "checkpoint-"
 _WORTH_KEEPING_S = 1.0
 

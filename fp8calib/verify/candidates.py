@@ -25,7 +25,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.rules import AMAX, Rule
 from fp8calib.scales import ScaleTable, compute_kv_scales
-from fp8calib.stats import CalibrationStats, is_stats_file, load_stats
+from fp8calib.stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table, takes_latents_unscaled
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
@@ -33,7 +33,6 @@ from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.schemes import Scheme
 from fp8calib.verify.uncovered import missed_by_scheme, outside_of_layers
 
-STATS_NAME = "stats.safetensors"
 _SAMPLE_BYTES = 4096
 _SAMPLED_ROWS = 16
 

@@ -147,7 +147,7 @@ class Comparison:
         running: _Running,
         names: Sequence[str],
     ) -> None:
-        if len(group) > 1:
+        if len(group) > 1:  # the scores of a batch alone leave no holes worth the time
             return_freed_memory()
         with open_head(self._model) as head:
             for index, batch in enumerate(group):
