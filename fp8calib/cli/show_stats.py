@@ -11,7 +11,7 @@ from fp8calib.cli.console import print_json, print_table, print_text
 from fp8calib.fp8 import E4M3FN
 from fp8calib.geometry import Layer, Linear
 from fp8calib.positions import range_starts
-from fp8calib.saturation import compute_position_reach, compute_saturation
+from fp8calib.saturation import PositionReach, compute_position_reach, compute_saturation
 from fp8calib.scales import scale_of
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats
@@ -60,10 +60,12 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
             }
         )
         return
-    _print_header(stats)
+    reach = compute_position_reach(stats)
+    _print_header(stats, reach)
     print_table("K, V and q", _KV_COLUMNS, [_cells(row) for row in layers])
     print_table("linears", _LINEAR_COLUMNS, [_cells(row) for row in linears])
-    _print_positions(stats)
+    if reach is not None:
+        _print_positions(stats, reach)
     for name, counts in _experts(stats).items():
         unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
         print_text(
@@ -74,7 +76,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
         print_text(f"not observed: {item.site}: {item.why}")
 
 
-def _print_header(stats: CalibrationStats) -> None:
+def _print_header(stats: CalibrationStats, reach: PositionReach | None) -> None:
     header = stats.header
     geometry = header.geometry
     print_text(
@@ -93,15 +95,12 @@ def _print_header(stats: CalibrationStats) -> None:
         )
     if (saturation := compute_saturation(stats)) is not None:
         print_text(saturation.describe())
-    if (reach := compute_position_reach(stats)) is not None:
+    if reach is not None:
         print_text(reach.describe())
 
 
-def _print_positions(stats: CalibrationStats) -> None:
-    """Print K, V and q by range of positions, where there is more than one to compare."""
-    reach = compute_position_reach(stats)
-    if reach is None:
-        return
+def _print_positions(stats: CalibrationStats, reach: PositionReach) -> None:
+    """Print K, V and q by range of positions."""
     starts = (0, *reach.below)
     rows = [
         {"site": str(site), **dict(zip(starts, found.positions.tolist(), strict=False))}
