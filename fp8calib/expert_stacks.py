@@ -6,7 +6,7 @@ one tensor each, `X.experts.E.gate_proj.weight`, `up_proj` and `down_proj`, all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -136,3 +136,25 @@ UNSERVED_STACKS: Mapping[str, str] = {
 def find_stack(layout: ExpertLayout, name: str) -> Stack | None:
     """Find the kind of stack that a tensor is by its name; None when it is none."""
     return next((stack for stack in layout.stacks if name.endswith(stack.ending)), None)
+
+
+def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
+    """Find the first model type of a config that has a layout, that, and the hidden size."""
+    for inner in _list_configs(config):
+        kind = inner.get("model_type")
+        if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:
+            return kind, EXPERT_LAYOUTS[kind], inner["hidden_size"]
+    return "", None, None
+
+
+def list_types(config: Mapping[str, object]) -> set[object]:
+    """Give every `model_type` of a config and the configs inside it."""
+    return {inner.get("model_type") for inner in _list_configs(config)}
+
+
+def _list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """List a config and the configs inside it, the outer ones first."""
+    yield config
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _list_configs(value)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from typer.exceptions import Abort, Exit, TyperException
 from typer.main import get_command
@@ -19,6 +17,7 @@ from typer.main import get_command
 from fp8calib.cli.app import app
 from fp8calib.cli.arguments import spread_formats
 from fp8calib.cli.console import be_silent, drop_stdout, say, show_error
+from fp8calib.cli.interruption import listen
 from fp8calib.errors import Fp8CalibError, UsageError, fit_line
 from fp8calib.launch import Place, find_place
 
@@ -52,7 +51,7 @@ _RESUMABLE = frozenset({"calibrate", "quantize"})
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and leave with its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    listen()
     _replace_closed_streams()
     try:
         place = find_place(os.environ)
@@ -85,11 +84,6 @@ def _wait_for_first(place: Place) -> None:
         time.sleep(_FIRST_TELLS_S)
         be_silent(False)
         say(f"rank {place.rank} of {place.size}:")
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    """Leave on SIGTERM as on Ctrl-C, so that nothing temporary stays behind."""
-    raise KeyboardInterrupt
 
 
 def main_inner(arguments: Sequence[str]) -> int:

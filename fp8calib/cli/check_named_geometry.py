@@ -35,7 +35,7 @@ def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
     Raises:
         ModelError: config and names do not tell them.
     """
-    names = {name for held in folder.tensor_names.values() for name in held}
+    names = {name for held in folder.tensors.values() for name in held}
     weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
     names |= weight_map.keys() if isinstance(weight_map, dict) else set()
     modules = _find_modules(names)

@@ -17,6 +17,8 @@ def show_report(report: CheckReport, path: str, *, as_json: bool) -> None:
         print_table(
             f"{name}: {_sum_up(engine)}", ["layers", "", "what", "value", "why"], _rows(engine)
         )
+        if engine.weights is not None:
+            print_text(f"  weights {engine.weights.status}: {engine.weights.why}")
         for mend in _list_mends(engine):
             print_text(f"  mend: {mend}")
         for problem in engine.problems:
@@ -65,5 +67,6 @@ def _spell_values(values: list[float | None]) -> str:
 
 
 def _list_mends(engine: EngineReport) -> list[str]:
-    verdicts = (verdict for layer in engine.layers for verdict in (layer.k, layer.v))
+    verdicts = [verdict for layer in engine.layers for verdict in (layer.k, layer.v)]
+    verdicts += [engine.weights] if engine.weights is not None else []
     return list(dict.fromkeys(verdict.mend for verdict in verdicts if verdict.mend))

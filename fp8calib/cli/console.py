@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fp8calib.cli.interruption import raise_again
 from fp8calib.errors import ExportError
 
 
@@ -184,6 +185,7 @@ class Bar:
         self._task = self._progress.add_task(name, total=total, unit=unit)
 
     def advance(self, steps: int) -> None:
-        """Go on by `steps`."""
+        """Go on by `steps`, unless the work was interrupted and nobody heard it."""
+        raise_again()
         if self._task is not None:
             self._progress.advance(self._task, steps)

@@ -35,11 +35,12 @@ from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
 from fp8calib.provenance import fingerprint_model
 from fp8calib.rules import Rule, parse_rule
+from fp8calib.sites import Role
 from fp8calib.verify.candidates import Opened, Target, find_candidate, open_candidate
 from fp8calib.verify.gates import load_gate
 from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.report import SCALE_ONE, Verdict, VerifyReport
-from fp8calib.verify.schemes import find_scheme
+from fp8calib.verify.schemes import Scheme, find_scheme
 from fp8calib.verify.task_files import open_tasks, require_harness
 from fp8calib.verify.tasks import run_tasks
 from fp8calib.verify.verify import Question, Subject, Verified, verify
@@ -202,7 +203,9 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             warnings=(),
         )
         build_question(job, skeleton)  # what cannot be emulated is said before weights are loaded
-        yield replace(job, warnings=tuple(_overlaps(job.plan, opened)))
+        yield replace(
+            job, warnings=(*_overlaps(job.plan, opened), *_kv_left_out(choices.scheme, opened))
+        )
 
 
 def _plan(settings: VerifySettings, source: ModelSource) -> DataPlan:
@@ -239,6 +242,16 @@ def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
             yield (
                 f"{candidate.name}: {about} of this text was calibrated on: the figures flatter "
                 "these scales"
+            )
+
+
+def _kv_left_out(scheme: Scheme | None, opened: tuple[Opened, ...]) -> Iterator[str]:
+    for candidate in opened if scheme is not None else ():
+        sites = () if candidate.stats is None else candidate.stats.sites
+        if any(site.role is Role.K for site in sites):
+            yield (
+                f"{candidate.name}: --scheme quantizes weights and inputs alone; without it, its "
+                "scales of the KV cache are verified"
             )
 
 

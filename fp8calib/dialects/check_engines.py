@@ -20,6 +20,7 @@ from fp8calib.dialects.check_sglang_json import check_sglang_json
 from fp8calib.dialects.check_tgi import check_tgi
 from fp8calib.dialects.check_transformers import check_transformers
 from fp8calib.dialects.check_vllm import check_vllm
+from fp8calib.dialects.check_weights import WeightCheck
 from fp8calib.errors import UsageError
 from fp8calib.geometry import ModelGeometry
 from fp8calib.tensor_parallel import check_heads
@@ -43,13 +44,14 @@ _NO_LONE_FILE = "no engine reads a file of scales that lies outside the model's 
 def check_folder(
     folder: ScaleFolder, geometry: ModelGeometry, engines: Sequence[str], tp: int
 ) -> CheckReport:
-    """Say what each engine does with the scales of a checkpoint folder."""
+    """Say what each engine does with the scales, and the FP8 weights, of a checkpoint folder."""
     misfit = _find_misfit(geometry, tp)
+    weights = WeightCheck(folder, geometry, tp)
     return CheckReport(
         engines={
             name: report_refusal(geometry, misfit)
             if misfit is not None and name in _SPLITTING
-            else ENGINES[name](folder, geometry, tp)
+            else weights.amend(name, ENGINES[name](folder, geometry, tp))
             for name in engines
         }
     )

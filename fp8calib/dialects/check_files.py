@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from fp8calib.checkpoint.discovery import INDEX_NAME
-from fp8calib.checkpoint.header import PACKED_BITS
+from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.check_report import Refusal, Status, Verdict
@@ -59,8 +59,8 @@ class ScaleFolder:
     config: Mapping[str, object]
     modelopt: object = None
     """What `hf_quant_config.json` holds; None where there is none."""
-    tensor_names: Mapping[str, Collection[str]]
-    """The names of all tensors of every `*.safetensors` file that can be read."""
+    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    """By file that can be read, and name: dtype and shape, no data."""
     scales: Mapping[str, Mapping[str, HeldScale]]
     """By file and name."""
     faults: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class ScaleFolder:
     @property
     def files(self) -> list[str]:
         """All `*.safetensors` files, readable or not, in order."""
-        return sorted({*self.tensor_names, *self.faults})
+        return sorted({*self.tensors, *self.faults})
 
 
 def load_lenient(path: Path) -> object:
@@ -99,7 +99,7 @@ def open_folder(path: Path) -> ScaleFolder:
     """
     files = _list_files(path)
     config = _load_config(path / CONFIG_NAME)
-    names: dict[str, Collection[str]] = {}
+    tensors: dict[str, Mapping[str, TensorEntry]] = {}
     scales: dict[str, dict[str, HeldScale]] = {}
     faults: dict[str, str] = {}
     recorded: dict[str, str] = {}
@@ -107,7 +107,7 @@ def open_folder(path: Path) -> ScaleFolder:
         try:
             with TensorFile(path / file) as opened:
                 scales[file] = _read_scales(opened)
-                names[file] = opened.tensors.keys()
+                tensors[file] = opened.tensors
                 recorded[file] = opened.header.metadata.get(DTYPE_KEY, "")
         except ModelError as error:
             faults[file] = error.message
@@ -116,7 +116,7 @@ def open_folder(path: Path) -> ScaleFolder:
         path=path,
         config=config,
         modelopt=_load_or_none(path / MODELOPT_CONFIG_NAME),
-        tensor_names=names,
+        tensors=tensors,
         scales=scales,
         faults=faults,
         has_index=has_index,

@@ -59,11 +59,14 @@ class EngineReport(_Frozen):
     layers: tuple[LayerVerdict, ...]
     problems: tuple[str, ...] = ()
     """What the engine swallows or what holds under a condition; it does not count against it."""
+    weights: Verdict | None = None
+    """What becomes of weights that the engine does not compute with as the file means them."""
 
     @property
     def ok(self) -> bool:
-        """Whether every layer gets the scales the file means."""
-        return bool(self.layers) and all(layer.ok for layer in self.layers)
+        """Whether every layer gets the scales the file means, and the weights are read right."""
+        is_served = bool(self.layers) and all(layer.ok for layer in self.layers)
+        return is_served and self.weights is None
 
 
 class CheckReport(_Frozen):

@@ -73,7 +73,7 @@ _E5M2 = "TGI ignores scales with an fp8_e5m2 cache"
 def _refuse_doubled(folder: ScaleFolder, files: list[str]) -> None:
     held: dict[str, str] = {}
     for file in files:
-        for name in folder.tensor_names[file]:
+        for name in folder.tensors[file]:
             if name in held:
                 why = f"{shorten(name)} stands in {held[name]} and in {file}: RuntimeError"
                 raise Refusal(why, mend="TGI opens every file, index or not: remove one of them")

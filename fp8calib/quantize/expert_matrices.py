@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8calib.expert_stacks import (
-    EXPERT_LAYOUTS,
     UNSERVED_STACKS,
     ExpertLayout,
     Order,
     Stack,
+    find_layout,
     find_stack,
+    list_types,
 )
 
 _STACK_AXES = 3
@@ -47,7 +48,7 @@ class ExpertStacks:
         self._shapes = shapes
         self._type, self._layout, self._hidden_size = find_layout(config)
         self._unserved = next(
-            (why for kind, why in UNSERVED_STACKS.items() if kind in _list_types(config)), None
+            (why for kind, why in UNSERVED_STACKS.items() if kind in list_types(config)), None
         )
 
     def explain_unknown(self) -> str:
@@ -124,24 +125,3 @@ def _list_matrices(
                     tensor=name, expert=expert, first=number * rows, is_transposed=is_transposed
                 ),
             )
-
-
-def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
-    """Find the first model type of a config that has a layout, that, and the hidden size."""
-    for inner in _list_configs(config):
-        kind = inner.get("model_type")
-        if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:
-            return kind, EXPERT_LAYOUTS[kind], inner["hidden_size"]
-    return "", None, None
-
-
-def _list_types(config: Mapping[str, object]) -> set[object]:
-    return {inner.get("model_type") for inner in _list_configs(config)}
-
-
-def _list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """List a config and the configs inside it, the outer ones first."""
-    yield config
-    for value in config.values():
-        if isinstance(value, Mapping):
-            yield from _list_configs(value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.dialects.fp8_weights import FUSED_NAME
+from fp8calib.dialects.fp8_serving import name_fused_group
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.expert_matrices import ExpertMatrix, ExpertStacks, Place
 from fp8calib.quantize.ignoring import Reason, find_default, match_patterns
@@ -56,8 +56,7 @@ class Matrix:
     @property
     def fused_group(self) -> str:
         """Name what engines load it into, together with others."""
-        parent, _, projection = self.module.rpartition(".")
-        return f"{parent}.{FUSED_NAME.get(projection, projection)}"
+        return name_fused_group(self.module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +83,9 @@ class Selection:
     """Experts that are not quantized, but get a tensor each, as those of other layers do: vLLM
     0.32.0 looks for all of a model's in stacks or for none (`models/llama4.py`)."""
 
-    def split_groups(self) -> Iterator[str]:
-        """Name the fused groups of which only a part is quantized."""
-        groups = {matrix.fused_group for matrix in self.taken}
-        for item in self.left:
-            for module in (item.module, *item.experts):
-                group = Matrix(module=module, shape=(0, 0), dtype="").fused_group
-                if group in groups:
-                    yield group
+    def list_left_linears(self) -> list[str]:
+        """List the paths of what is not quantized, stacked experts one by one too."""
+        return [module for item in self.left for module in (item.module, *item.experts)]
 
 
 def select(

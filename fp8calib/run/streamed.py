@@ -15,6 +15,7 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.geometry import Layer, ModelGeometry
 from fp8calib.model.topology import text_decoder
 from fp8calib.model.weights import WeightSource
+from fp8calib.observe.freed_memory import keep_freed_memory
 from fp8calib.run.streamed_model import (
     EmbeddingRows,
     compute_buffers,
@@ -158,6 +159,7 @@ def open_streamed(
     Raises:
         ModelError: a weight is missing or has another shape, or the model cannot be streamed.
     """
+    keep_freed_memory()
     dtype, device = streaming.dtype, streaming.device
     parted = PartedWeights(model, weights, checkpoint, dtype=dtype, device=device)
     stored = frozenset(made for group in weights.parameters.values() for made in group)

@@ -12,8 +12,9 @@ import torch
 
 from fp8calib.data.plan import Batch
 
-_BYTES_AT_ONCE = 3 * 2**22
-"""Of one block of logits on a CPU; a product of fewer rows takes up to twice the time for each."""
+_BYTES_AT_ONCE = {2: 3 * 2**22, 4: 9 * 2**22}
+"""Of one block of logits on a CPU, by the bytes of one; a product of fewer rows takes up to twice
+the time for each, and in fp32 it takes more rows until that is over."""
 _BYTES_AT_ONCE_GPU = 2**29
 _CANDIDATES_AT_ONCE = 2
 """Whose logits are reduced beside the reference's: the one that was asked about, and scale 1.0."""
@@ -90,7 +91,7 @@ def _predicting_tokens(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tokens_at_once(device: torch.device, vocab_size: int, itemsize: int) -> int:
-    size = _BYTES_AT_ONCE if device.type == "cpu" else _BYTES_AT_ONCE_GPU
+    size = _BYTES_AT_ONCE[itemsize] if device.type == "cpu" else _BYTES_AT_ONCE_GPU
     return max(size // (vocab_size * itemsize), 16)
 
 

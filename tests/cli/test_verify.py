@@ -184,6 +184,7 @@ def test_every_scheme_quantizes_weights(
     assert sum(row["role"] == "weight" for row in rows) == 2 * 7
     assert any(row["role"] == "input" for row in rows) == (scheme != "w8a16")
     assert report["candidates"][0]["gate"] == "w8a8"
+    assert any("--scheme quantizes weights and inputs alone" in t for t in report["warnings"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.dialects.fp8_serving import list_split_groups
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.quantize.selection import Selection, select
@@ -279,4 +280,6 @@ def test_numbers_smaller_than_a_byte_are_quantized_already(
 
 def test_groups_of_which_a_part_is_left_are_known(tmp_path: Path) -> None:
     found = pick(tmp_path / "a", make_tensors(), "*.k_proj", "*.o_proj")
-    assert set(found.split_groups()) == {f"{LAYER}.self_attn.q_proj+k_proj+v_proj"}
+    taken = [matrix.module for matrix in found.taken]
+    split = list_split_groups(taken, found.list_left_linears())
+    assert split == [f"{LAYER}.self_attn.q_proj+k_proj+v_proj"]

@@ -19,8 +19,8 @@ SERVED_BY = {
     ("compressed-tensors", "fp8-block"): {"vLLM", "SGLang"},
     ("autofp8", "fp8-static"): {"vLLM", "SGLang", "TGI"},
     ("autofp8", "fp8-block"): {"vLLM", "SGLang", "TGI"},
-    ("modelopt", "fp8-static"): {"vLLM", "SGLang"},
-    ("modelopt", "fp8-dynamic"): {"vLLM"},
+    ("modelopt", "fp8-static"): {"vLLM", "SGLang", "TGI"},
+    ("modelopt", "fp8-dynamic"): {"vLLM", "TGI"},
 }
 
 

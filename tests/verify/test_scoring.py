@@ -171,7 +171,7 @@ def test_where_blocks_end_makes_no_difference(tokens_at_once: int) -> None:
     """35 tokens are scored: in one block, in several, and with one left over."""
     batch = BATCHES[0]
     whole = score(batch)
-    with patch.object(scoring, "_BYTES_AT_ONCE", tokens_at_once * 128 * 4):
+    with patch.dict(scoring._BYTES_AT_ONCE, {4: tokens_at_once * 128 * 4}):
         parts = score(batch)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
@@ -188,7 +188,7 @@ def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None
         )
         table = make_unscaled_table(subject.geometry, E4M3FN)
         emulation = Emulation(quantizers=emulate_kv(table, PLAIN))
-        with patch.object(scoring, "_BYTES_AT_ONCE", 16 * 128 * 4):
+        with patch.dict(scoring._BYTES_AT_ONCE, {4: 16 * 128 * 4}):
             compare(subject, {"one": emulation, "two": emulation})
         spy.remove()
     assert max(rows) == 16

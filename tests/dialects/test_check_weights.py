@@ -1,0 +1,205 @@
+"""What `check` says of FP8 weights beside their KV scales, by engine, form and number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.cli.check_geometry import read_geometry
+from fp8calib.dialects.check_engines import ENGINES, check_folder
+from fp8calib.dialects.check_files import open_folder
+from fp8calib.dialects.check_report import EngineReport
+from fp8calib.quantize.calibrated import find_scales
+from fp8calib.quantize.forms import FORMS
+from fp8calib.quantize.plan import Settings
+from fp8calib.verify.schemes import find_scheme
+from tests import zoo
+from tests.architectures import families
+from tests.architectures.families import FAMILIES
+from tests.quantize.by_hand import run
+from tests.truth.test_statistics import draw, make_plan, run_calibration
+
+WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 128}
+"""A llama of 4 query heads and 2 KV heads, all of whose linears fill blocks of 128."""
+PAIRS = [(form.name, scheme) for form in FORMS.values() for scheme in form.schemes]
+
+
+def make(
+    folder: Path, form: str, scheme: str, family: str = "llama", ignore: str = "", **sizes: int
+) -> Path:
+    """Quantize a tiny model with KV scales."""
+    if family in zoo.ZOO:
+        zoo.save(family, folder / "model", **sizes)
+    else:
+        families.save(family, FAMILIES[family], folder / "model")
+    stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
+    settings = Settings(scheme=find_scheme(scheme), form=FORMS[form])
+    with Checkpoint.open(folder / "model") as checkpoint:
+        scales = find_scales(stats, checkpoint, settings).scales
+    ignored = (ignore,) if ignore else ()
+    return run(folder / "model", folder / "out", scheme, form, scales=scales, ignore=ignored).out
+
+
+def ask(folder: Path, engine: str, tp: int = 1) -> EngineReport:
+    opened = open_folder(folder)
+    geometry = read_geometry(folder, opened.config)
+    return check_folder(opened, geometry, [engine], tp).engines[engine]
+
+
+def explain_refusal(report: EngineReport) -> str:
+    """Give why an engine does not start; empty where it does."""
+    whys = {layer.k.why for layer in report.layers if layer.k.status == "refused"}
+    assert len(whys) <= 1
+    return next(iter(whys), "")
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
+def test_whole_blocks_and_whole_groups_are_served(tmp_path: Path, form: str, scheme: str) -> None:
+    folder = make(tmp_path, form, scheme, **WHOLE)
+    refused = {engine for engine in ENGINES if explain_refusal(ask(folder, engine))}
+    assert refused == {
+        ("compressed-tensors", "fp8-block"): {"tgi"},
+        ("modelopt", "fp8-dynamic"): {"sglang"},
+    }.get((form, scheme), set())
+    assert ask(folder, "vllm").ok
+    misread = ask(folder, "transformers").weights
+    is_read = form == "compressed-tensors" or (form, scheme) == ("autofp8", "fp8-block")
+    assert (misread is None) is is_read
+
+
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
+def test_a_group_that_is_quantized_in_part_is_refused(
+    tmp_path: Path, form: str, scheme: str
+) -> None:
+    folder = make(tmp_path, form, scheme, ignore="model.layers.1.self_attn.k_proj", **WHOLE)
+    for engine in ("vllm", "sglang"):
+        if (engine, form, scheme) != ("sglang", "modelopt", "fp8-dynamic"):
+            why = explain_refusal(ask(folder, engine))
+            assert why.startswith("model.layers.1.self_attn.q_proj+k_proj+v_proj is loaded")
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
+@pytest.mark.parametrize(
+    ("sizes", "engines"),
+    [
+        ({"intermediate_size": 192}, {"vllm", "sglang"}),
+        ({"head_dim": 48}, {"vllm", "sglang"}),
+        ({"head_dim": 32, "num_key_value_heads": 4}, set()),
+        ({"hidden_size": 192}, set()),
+    ],
+)
+def test_blocks_that_do_not_fill_a_part(
+    tmp_path: Path, form: str, sizes: dict[str, int], engines: set[str]
+) -> None:
+    folder = make(tmp_path, form, "fp8-block", **{**WHOLE, **sizes})
+    found = {engine for engine in ("vllm", "sglang") if explain_refusal(ask(folder, engine))}
+    assert found == engines
+
+
+def test_sglang_wants_the_last_part_of_autofp8_whole_too(tmp_path: Path) -> None:
+    """Its `fp8.py` looks at every part; `fp8_utils.py`, for compressed-tensors, at all but it."""
+    for form, engines in (("compressed-tensors", set()), ("autofp8", {"sglang"})):
+        folder = make(tmp_path / form, form, "fp8-block", **WHOLE)
+        tensors = load_file(folder / "model.safetensors")
+        for layer in (0, 1):
+            name = f"model.layers.{layer}.self_attn.v_proj.weight"
+            tensors[name] = tensors[name][:100].contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        found = {engine for engine in ("vllm", "sglang") if explain_refusal(ask(folder, engine))}
+        assert found == engines
+
+
+@pytest.mark.parametrize(
+    ("tp", "sizes", "part"),
+    [
+        (1, {}, ""),
+        (2, {"hidden_size": 512, "head_dim": 128, "intermediate_size": 512}, ""),
+        (2, {"head_dim": 128, "intermediate_size": 384}, "mlp.gate_proj has 192 outputs"),
+        (2, {"head_dim": 64, "intermediate_size": 512}, "self_attn.k_proj has 64 outputs"),
+        (4, {"head_dim": 128, "intermediate_size": 512}, ""),
+        (4, {"head_dim": 128, "intermediate_size": 256}, "mlp.gate_proj has 64 outputs"),
+    ],
+)
+def test_ranks_have_to_fill_blocks_too(
+    tmp_path: Path, tp: int, sizes: dict[str, int], part: str
+) -> None:
+    """By hand: 4 query heads, 2 KV heads, which 4 ranks hold twice."""
+    folder = make(tmp_path, "autofp8", "fp8-block", **{**WHOLE, **sizes})
+    for engine in ("vllm", "sglang"):
+        why = explain_refusal(ask(folder, engine, tp))
+        assert bool(why) is bool(part)
+        assert part in why
+    assert not explain_refusal(ask(folder, "tgi", tp))
+
+
+def test_the_inputs_of_a_row_are_cut_for_ranks(tmp_path: Path) -> None:
+    folder = make(tmp_path, "autofp8", "fp8-block", "opt", hidden_size=256, ffn_dim=384)
+    assert not explain_refusal(ask(folder, "vllm"))
+    why = explain_refusal(ask(folder, "vllm", 2))
+    assert "fc1 has 192 outputs on each of 2 ranks" in why
+
+
+def test_projections_stored_as_one_are_looked_at_by_part(tmp_path: Path) -> None:
+    """phi3 stores gate above up: the blocks of one weight, but engines count per projection."""
+    for size, is_refused in ((256, False), (192, True)):
+        sizes = {**WHOLE, "intermediate_size": size}
+        del sizes["head_dim"]
+        folder = make(tmp_path / str(size), "autofp8", "fp8-block", "phi3", **sizes)
+        why = explain_refusal(ask(folder, "vllm"))
+        assert ("gate_proj has 192 outputs, no multiple" in why) is is_refused
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_have_rules_of_their_own(tmp_path: Path, family: str) -> None:
+    name = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
+    only = make(tmp_path / "w", "compressed-tensors", "w8a16", family, **sizes)
+    assert "whose inputs are not quantized" in explain_refusal(ask(only, "vllm"))
+    blocks = make(tmp_path / "b", "autofp8", "fp8-block", family, **sizes, **{name: 256})
+    assert explain_refusal(ask(blocks, "vllm")) == ""
+    assert explain_refusal(ask(blocks, "vllm", 2))
+    odd = make(tmp_path / "o", "autofp8", "fp8-block", family, **sizes, **{name: 160})
+    assert "has 160 outputs, no multiple of 128" in explain_refusal(ask(odd, "vllm"))
+
+
+def test_a_config_that_contradicts_the_weights_is_told(tmp_path: Path) -> None:
+    folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)
+    change_config(folder, config_groups={})
+    report = ask(folder, "vllm")
+    assert any("what engines make of its FP8 weights is not checked" in p for p in report.problems)
+
+
+def test_weights_that_are_misread_are_not_ok(tmp_path: Path) -> None:
+    """In transformers, which serves this model's KV scales well."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "granitemoe")
+    report = ask(folder, "transformers")
+    assert all(layer.ok for layer in report.layers)
+    assert report.weights is not None
+    assert report.weights.status == "misread"
+    assert "random numbers" in report.weights.why
+    assert not report.ok
+
+
+def test_an_unquantized_model_has_no_faults(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors |= {
+        f"model.layers.{i}.self_attn.{role}_scale": torch.ones(1) for i in (0, 1) for role in "kv"
+    }
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    for engine in ENGINES:
+        report = ask(tmp_path / "model", engine)
+        assert report.weights is None
+        assert not any("weights" in problem for problem in report.problems)
