@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.dialects.block_cuts import list_rank_faults
 from fp8calib.dialects.check_files import ScaleFolder
 from fp8calib.dialects.check_report import EngineReport, Refusal, Status, Verdict, report_refusal
 from fp8calib.dialects.engine_rules import SGLANG, TGI, TRANSFORMERS, VLLM
 from fp8calib.dialects.fp8_activations import ActivationKind, Scheme
 from fp8calib.dialects.fp8_schemes import load_finder
-from fp8calib.dialects.fp8_serving import (
+from fp8calib.dialects.fp8_serving import list_weight_faults
+from fp8calib.dialects.fp8_weights import WEIGHT_FORMATS, Granularity
+from fp8calib.dialects.served_weights import (
     Effect,
     QuantizedLinear,
     QuantizedWeights,
     WeightFault,
-    list_rank_faults,
-    list_weight_faults,
 )
-from fp8calib.dialects.fp8_weights import WEIGHT_FORMATS, Granularity
 from fp8calib.errors import VerificationError, shorten
 from fp8calib.geometry import ModelGeometry
 

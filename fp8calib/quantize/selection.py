@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.dialects.fp8_serving import name_fused_group
+from fp8calib.dialects.served_weights import name_fused_group
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.expert_matrices import ExpertMatrix, ExpertStacks, Place
 from fp8calib.quantize.ignoring import Reason, find_default, match_patterns

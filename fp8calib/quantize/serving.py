@@ -8,12 +8,8 @@ from pathlib import Path
 
 from fp8calib.dialects.engine_rules import SGLANG, TGI, TRANSFORMERS, VLLM, Limitation
 from fp8calib.dialects.engines import ServingCommand, limitations
-from fp8calib.dialects.fp8_serving import (
-    Effect,
-    QuantizedLinear,
-    QuantizedWeights,
-    list_weight_faults,
-)
+from fp8calib.dialects.fp8_serving import list_weight_faults
+from fp8calib.dialects.served_weights import Effect, QuantizedLinear, QuantizedWeights
 from fp8calib.fp8 import E4M3FN
 from fp8calib.geometry import ModelGeometry
 from fp8calib.quantize.cast import BLOCK

@@ -108,6 +108,21 @@ def test_blocks_that_do_not_fill_a_part(
     assert found == engines
 
 
+def test_vllms_fp8_method_copies_scales_where_it_does_not_check(tmp_path: Path) -> None:
+    """250 rows have two blocks, 500 have four: every scale has a place, but not its own.
+
+    Row 250 is in the second block of the joined weight, and its scale in the third.
+    """
+    for form, status in (("autofp8", "misread"), ("compressed-tensors", "refused")):
+        sizes = {**WHOLE, "intermediate_size": 250}
+        report = ask(make(tmp_path / form, form, "fp8-block", **sizes), "vllm")
+        verdict = report.layers[0].k if status == "refused" else report.weights
+        assert verdict is not None
+        assert verdict.status == status
+        assert "mlp.gate_proj has 250 outputs" in verdict.why
+        assert not report.ok
+
+
 def test_sglang_wants_the_last_part_of_autofp8_whole_too(tmp_path: Path) -> None:
     """Its `fp8.py` looks at every part; `fp8_utils.py`, for compressed-tensors, at all but it."""
     for form, engines in (("compressed-tensors", set()), ("autofp8", {"sglang"})):
@@ -126,10 +141,10 @@ def test_sglang_wants_the_last_part_of_autofp8_whole_too(tmp_path: Path) -> None
     [
         (1, {}, ""),
         (2, {"hidden_size": 512, "head_dim": 128, "intermediate_size": 512}, ""),
-        (2, {"head_dim": 128, "intermediate_size": 384}, "mlp.gate_proj has 192 outputs"),
+        (2, {"head_dim": 128, "intermediate_size": 384}, "mlp.down_proj has 192 inputs"),
         (2, {"head_dim": 64, "intermediate_size": 512}, "self_attn.k_proj has 64 outputs"),
         (4, {"head_dim": 128, "intermediate_size": 512}, ""),
-        (4, {"head_dim": 128, "intermediate_size": 256}, "mlp.gate_proj has 64 outputs"),
+        (4, {"head_dim": 128, "intermediate_size": 256}, "mlp.down_proj has 64 inputs"),
     ],
 )
 def test_ranks_have_to_fill_blocks_too(

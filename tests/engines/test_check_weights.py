@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.dialects.fp8_serving import (
-    QuantizedLinear,
-    QuantizedWeights,
-    list_rank_faults,
-    list_weight_faults,
-)
+from fp8calib.dialects.block_cuts import list_rank_faults
+from fp8calib.dialects.fp8_serving import list_weight_faults
+from fp8calib.dialects.served_weights import QuantizedLinear, QuantizedWeights
 from fp8calib.geometry import Layer, Linear, ModelGeometry, Part
 from tests.dialects.test_check_weights import PAIRS, WHOLE, ask, explain_refusal, make
 
@@ -31,7 +28,12 @@ CASES = [
     *(
         ("llama", form, "fp8-block", "", {**WHOLE, **sizes})
         for form in ("compressed-tensors", "autofp8")
-        for sizes in ({"intermediate_size": 192}, {"head_dim": 32}, {"hidden_size": 192})
+        for sizes in (
+            {"intermediate_size": 192},
+            {"intermediate_size": 250},
+            {"head_dim": 32},
+            {"hidden_size": 192},
+        )
     ),
 ]
 """Family, form, scheme, what is ignored, and sizes."""

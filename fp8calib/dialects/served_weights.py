@@ -1,0 +1,79 @@
+"""What of a checkpoint is FP8, as far as it decides who can load it, and what is said of that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fp8calib.dialects.fp8_weights import FUSED_NAME
+
+
+class Effect(StrEnum):
+    """What a rule means for who serves the checkpoint."""
+
+    REFUSED = "refused"
+    """The engine does not start."""
+    MISREAD = "misread"
+    """It starts, and its answers are wrong."""
+    CONDITION = "condition"
+    """It serves the checkpoint, under a condition or in another way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFault:
+    """What an engine makes of FP8 weights that is not what they mean."""
+
+    engine: str
+    effect: Effect
+    why: str
+    source: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedLinear:
+    """A linear with an FP8 weight."""
+
+    module: str
+    shape: tuple[int, int]
+    """[out, in]."""
+    scheme: str
+    """`fp8-static`, `fp8-dynamic`, `w8a16` or `fp8-block`."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, where scales are of blocks."""
+
+    @property
+    def fused_group(self) -> str:
+        """Name what engines load it into, together with others."""
+        return name_fused_group(self.module)
+
+    @property
+    def is_expert(self) -> bool:
+        """Tell whether it is one of many that a router chooses from."""
+        return ".experts." in self.module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeights:
+    """The linears of a checkpoint, as far as engines' loading depends on them."""
+
+    form: str
+    """`compressed-tensors`, `autofp8` (`quant_method: fp8`), `modelopt`, or another method."""
+    config: Mapping[str, object]
+    """The model's config.json."""
+    linears: tuple[QuantizedLinear, ...]
+    left: Collection[str]
+    """Paths of the linears that are not FP8."""
+
+
+def name_fused_group(module: str) -> str:
+    """Name what engines load a linear into, together with others."""
+    parent, _, projection = module.rpartition(".")
+    return f"{parent}.{FUSED_NAME.get(projection, projection)}"
+
+
+def list_split_groups(taken: Collection[str], left: Collection[str]) -> list[str]:
+    """List the fused groups of which only a part is quantized, by paths of linears."""
+    groups = {name_fused_group(module) for module in taken}
+    return sorted({name_fused_group(module) for module in left} & groups)
