@@ -1,4 +1,4 @@
-"""What `check` says of FP8 weights is what vLLM does: it loads them, or does not start."""
+"""What `check` says of FP8 weights is what vLLM's loader does: right, wrong, or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from fp8calib.dialects.block_cuts import list_rank_faults
 from fp8calib.dialects.fp8_serving import list_weight_faults
@@ -15,38 +17,103 @@ from fp8calib.dialects.served_weights import QuantizedLinear, QuantizedWeights
 from fp8calib.geometry import Layer, Linear, ModelGeometry, Part
 from tests.dialects.test_check_weights import PAIRS, WHOLE, ask, explain_refusal, make
 
-from .vllm_job import PYTHON, VllmServer
+from .test_vllm_fp8_weights import Tensors, spread_blocks
+from .vllm_job import PYTHON, load_or_refuse
 
 K_PROJ = "model.layers.1.self_attn.k_proj"
 SMALL = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
-CASES = [
-    *(("llama", form, scheme, "", WHOLE) for form, scheme in PAIRS),
-    *(("llama", form, scheme, K_PROJ, WHOLE) for form, scheme in PAIRS),
-    *(("mixtral", form, scheme, "", {**SMALL, "intermediate_size": 128}) for form, scheme in PAIRS),
-    ("mixtral", "autofp8", "fp8-block", "", {**SMALL, "intermediate_size": 160}),
-    ("qwen3_moe", "compressed-tensors", "fp8-block", "", {**SMALL, "moe_intermediate_size": 160}),
+BLOCK_FORMS = ("compressed-tensors", "autofp8")
+Sizes = tuple[tuple[str, int], ...]
+Case = tuple[str, str, str, str, Sizes]
+"""Family, form, scheme, what is ignored, and other sizes than whole blocks."""
+CASES: list[Case] = [
+    *(("llama", form, scheme, "", ()) for form, scheme in PAIRS),
+    *(("llama", form, scheme, K_PROJ, ()) for form, scheme in PAIRS),
+    *(("mixtral", form, scheme, "", (("intermediate_size", 128),)) for form, scheme in PAIRS),
+    *(("mixtral", form, "fp8-block", "", (("intermediate_size", 160),)) for form in BLOCK_FORMS),
     *(
-        ("llama", form, "fp8-block", "", {**WHOLE, **sizes})
-        for form in ("compressed-tensors", "autofp8")
-        for sizes in (
-            {"intermediate_size": 192},
-            {"intermediate_size": 250},
-            {"head_dim": 32},
-            {"hidden_size": 192},
+        ("qwen3_moe", form, "fp8-block", "", (("moe_intermediate_size", 160),))
+        for form in BLOCK_FORMS
+    ),
+    *(
+        ("llama", form, "fp8-block", "", ((name, size),))
+        for form in BLOCK_FORMS
+        for name, size in (
+            ("intermediate_size", 130),
+            ("intermediate_size", 192),
+            ("intermediate_size", 250),
+            ("intermediate_size", 300),
+            ("head_dim", 16),
+            ("head_dim", 32),
+            ("head_dim", 48),
+            ("head_dim", 56),
+            ("hidden_size", 192),
         )
     ),
 ]
-"""Family, form, scheme, what is ignored, and sizes."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
-def test_vllm_starts_where_check_says_it_does(
-    tmp_path: Path, vllm: VllmServer, case: tuple[str, str, str, str, dict[str, int]]
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
+    outs = {}
+    for number, case in enumerate(CASES):
+        family, form, scheme, ignore, sizes = case
+        plain = WHOLE if family == "llama" else SMALL
+        folder = tmp_path_factory.mktemp(f"case{number}")
+        outs[case] = make(folder, form, scheme, family, ignore, **{**plain, **dict(sizes)})
+    return outs
+
+
+@pytest.fixture(scope="module")
+def loaded(written: dict[Case, Path]) -> dict[Case, Tensors | str]:
+    return load_or_refuse(written)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_loads_what_check_says_it_does(
+    written: dict[Case, Path], loaded: dict[Case, Tensors | str], case: Case
 ) -> None:
-    family, form, scheme, ignore, sizes = case
-    folder = make(tmp_path / "case", form, scheme, family, ignore, **sizes)
-    answer = vllm(folder, kv_cache_dtype="auto", dtype="bfloat16")
-    assert bool(answer.error) == bool(explain_refusal(ask(folder, "vllm"))), answer.error
+    report, answer = ask(written[case], "vllm"), loaded[case]
+    assert isinstance(answer, str) == bool(explain_refusal(report)), answer
+    if isinstance(answer, str) or case[0] != "llama" or case[2] != "fp8-block":
+        return
+    is_right = all(
+        torch.equal(spread(answer, f"{path}.{fused}"), join(written[case], path, parts))
+        for path, fused, parts in FUSED
+    )
+    assert is_right is (report.weights is None)
+
+
+FUSED = [
+    (f"model.layers.{layer}.{block}", fused, parts)
+    for layer in (0, 1)
+    for block, fused, parts in (
+        ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
+    )
+]
+
+
+def spread(tensors: Tensors, name: str) -> torch.Tensor:
+    """Give every element of a joined weight its scale, as vLLM's kernels find it."""
+    scale = next(
+        tensors[f"loaded.{name}.{suffix}"]
+        for suffix in ("weight_scale_inv", "weight_scale")
+        if f"loaded.{name}.{suffix}" in tensors
+    )
+    return spread_blocks(scale, tensors[f"loaded.{name}.weight"].shape)
+
+
+def join(folder: Path, path: str, parts: tuple[str, ...]) -> torch.Tensor:
+    """Give every element of the stored weights its scale, and join them."""
+    stored = load_file(folder / "model.safetensors")
+    found = []
+    for part in parts:
+        weight = stored[f"{path}.{part}.weight"]
+        scale = stored.get(f"{path}.{part}.weight_scale_inv")
+        scale = stored[f"{path}.{part}.weight_scale"] if scale is None else scale
+        found.append(spread_blocks(scale, weight.shape))
+    return torch.cat(found)
 
 
 QUESTION = """

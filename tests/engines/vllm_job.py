@@ -99,6 +99,16 @@ class VllmServer:
 
 def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch.Tensor]]:
     """Let vLLM load FP8 checkpoints, and give the parameters it holds (`vllm_weights.py`)."""
+    found = load_or_refuse(checkpoints)
+    errors = {case: answer for case, answer in found.items() if isinstance(answer, str)}
+    assert not errors
+    return {case: answer for case, answer in found.items() if not isinstance(answer, str)}
+
+
+def load_or_refuse(
+    checkpoints: Mapping[Case, Path],
+) -> dict[Case, dict[str, torch.Tensor] | str]:
+    """Do the same, and give the error of those that vLLM refuses."""
     results = {case: path.with_suffix(".loaded") for case, path in checkpoints.items()}
     pairs = [path for case in checkpoints for path in (checkpoints[case], results[case])]
     done = subprocess.run(
@@ -110,4 +120,7 @@ def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {case: load_file(path) for case, path in results.items()}
+    return {
+        case: load_file(path) if path.exists() else path.with_suffix(".refused").read_text()
+        for case, path in results.items()
+    }

@@ -3,7 +3,7 @@
 Runs in vLLM's own environment. For every MODEL, a RESULT: a safetensors file of all parameters,
 `loaded.X` as the loader left them and `ready.X` as vLLM has prepared them for its kernels. It ends
 there, and no kernel is looked for: the CPU build has none for FP8 matrices without AMX. Models with
-experts have no `ready.X`.
+experts have no `ready.X`. Of a model that is refused there is the error instead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+REFUSED = ".refused"
+"""Suffix of what is written in place of RESULT where vLLM does not load MODEL."""
 KERNELS = ("init_fp8_linear_kernel", "init_wfp8_a16_linear_kernel")
 MODULES = (fp8, modelopt, compressed_tensors_w8a8_fp8, compressed_tensors_w8a16_fp8)
 
@@ -62,7 +64,10 @@ def main() -> None:
     w8a8_utils.ops.scaled_fp8_quant = scaled_fp8_quant
     paths = list(map(Path, sys.argv[1:]))
     for model, result in zip(paths[::2], paths[1::2], strict=True):
-        save_file(load(model), result)
+        try:
+            save_file(load(model), result)
+        except Exception as error:  # noqa: BLE001 -- whatever the engine says is the answer
+            result.with_suffix(REFUSED).write_text(f"{type(error).__name__}: {error}")
 
 
 def load(model: Path) -> dict[str, torch.Tensor]:
