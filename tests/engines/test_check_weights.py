@@ -66,7 +66,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
 
 @pytest.fixture(scope="module")
 def loaded(written: dict[Case, Path]) -> dict[Case, Tensors | str]:
-    return load_or_refuse(written)
+    """Let vLLM load them: each family in a process of its own, whose groups of ranks differ."""
+    found: dict[Case, Tensors | str] = {}
+    for family in dict.fromkeys(case[0] for case in CASES):
+        found |= load_or_refuse({case: out for case, out in written.items() if case[0] == family})
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
