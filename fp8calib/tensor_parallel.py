@@ -40,6 +40,14 @@ def check_heads(geometry: ModelGeometry, tp: int) -> None:
 
 
 def check_linears(geometry: ModelGeometry, tp: int) -> None:
+    """Refuse what `check_cuts` does, and a degree that cuts the stored blocks of experts."""
+    check_cuts(geometry, tp)
+    for _, linear in geometry.linears():
+        if linear.num_experts and linear.section != "other" and linear.shard != "replicated":
+            _check_blocks(linear, tp)
+
+
+def check_cuts(geometry: ModelGeometry, tp: int) -> None:
     """Refuse a degree that does not cut every attention and MLP weight into equal parts."""
     for layer, linear in geometry.linears():
         if linear.section == "other" or linear.shard == "replicated":
@@ -49,8 +57,6 @@ def check_linears(geometry: ModelGeometry, tp: int) -> None:
         elif linear.section == "mlp":
             for part in linear.parts:
                 _check_divides(tp, part.count, f"{linear.module} (layer {layer.index})")
-        if linear.num_experts:
-            _check_blocks(linear, tp)
 
 
 def owned_rows(linear: Linear, part: Part, tp: int, rank: int) -> list[int]:

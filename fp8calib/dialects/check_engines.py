@@ -23,7 +23,7 @@ from fp8calib.dialects.check_vllm import check_vllm
 from fp8calib.dialects.check_weights import WeightCheck
 from fp8calib.errors import UsageError
 from fp8calib.geometry import ModelGeometry
-from fp8calib.tensor_parallel import check_heads
+from fp8calib.tensor_parallel import check_cuts, check_heads
 
 ENGINES: Mapping[str, Callable[[ScaleFolder, ModelGeometry, int], EngineReport]] = {
     "vllm": check_vllm,
@@ -90,9 +90,10 @@ def check_file(
 
 
 def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
-    """Say why engines do not start with so many ranks; None where the heads can be shared."""
+    """Say why engines do not start with so many ranks; None where all can be shared out."""
     try:
         check_heads(geometry, tp)
+        check_cuts(geometry, tp)
     except UsageError as error:
         return Refusal(f"{error.message}: the engine does not start", mend=error.hint)
     return None

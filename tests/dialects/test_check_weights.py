@@ -218,3 +218,13 @@ def test_an_unquantized_model_has_no_faults(tmp_path: Path) -> None:
         report = ask(tmp_path / "model", engine)
         assert report.weights is None
         assert not any("weights" in problem for problem in report.problems)
+
+
+def test_ranks_have_to_share_out_every_weight(tmp_path: Path) -> None:
+    """250 channels between 4 ranks; transformers has none."""
+    sizes = {**WHOLE, "intermediate_size": 250}
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **sizes)
+    for engine in ("vllm", "sglang", "tgi"):
+        assert not explain_refusal(ask(folder, engine, 2))
+        assert "does not divide the 250 channels" in explain_refusal(ask(folder, engine, 4))
+    assert not explain_refusal(ask(folder, "transformers", 4))
