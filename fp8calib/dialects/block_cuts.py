@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
@@ -29,6 +29,8 @@ _SOURCES = {
     "(validate_fp8_block_shape)",
     SGLANG: "SGLang 0.5.23 layers/quantization/fp8_utils.py, fp8.py (validate_fp8_block_shape)",
 }
+_SOURCE_FINER = "vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)"
+_MIN_FINER_BLOCK = 32
 _FORMS = ("compressed-tensors", "autofp8", "quark")
 """Whose block scales both engines load as described here."""
 _SGLANG_JOINED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
@@ -78,11 +80,10 @@ def list_joined_faults(weights: QuantizedWeights) -> list[WeightFault]:
     """List what loses blocks on one rank because it is loaded into one weight with others."""
     if weights.form not in _FORMS:
         return []
-    expert = next((each for each in weights.linears if _is_torn_expert(each)), None)
-    if expert is not None and expert.block is not None:
-        why = f"{expert.module} has {expert.shape[0]} outputs, no multiple of {expert.block[0]}"
-        return list(_refuse(f"{why}: ValueError", _MEND))
-    return list(_judge(_join_by_name(weights.linears), weights.form))
+    return [
+        *_judge_experts(weights, 1, _MEND),
+        *_judge(_join_by_name(weights.linears), weights.form),
+    ]
 
 
 def list_rank_faults(
@@ -96,13 +97,13 @@ def list_rank_faults(
         return []
     blocks = {each.module: each.block for each in weights.linears if each.block is not None}
     found = list(_find_linears(blocks, geometry))
-    if tp > 1:
-        if why := next(filter(None, (_explain_cut(*each, tp) for each in found)), ""):
-            return list(_refuse(why, _MEND_RANKS))
-        if why := next(_explain_cut_experts(weights.linears, tp), ""):
-            return list(_refuse(why, _MEND_EXPERTS))
+    if tp > 1 and (why := next(filter(None, (_explain_cut(*each, tp) for each in found)), "")):
+        return list(_refuse(why, _MEND_RANKS))
     joined = _join_on_ranks(found, tp)
-    return list(_judge((each for each in joined if tp > 1 or each.is_stored_joined), weights.form))
+    return [
+        *(_judge_experts(weights, tp, _MEND_EXPERTS) if tp > 1 else ()),
+        *_judge((each for each in joined if tp > 1 or each.is_stored_joined), weights.form),
+    ]
 
 
 def _refuse(why: str, mend: str) -> Iterator[WeightFault]:
@@ -181,14 +182,56 @@ def _copy_scales(joined: _Joined) -> Effect | None:
     return Effect.MISREAD if is_misread else None
 
 
-def _is_torn_expert(linear: QuantizedLinear) -> bool:
-    """Tell whether a projection of an expert ends inside a block: their stacks go on."""
-    return (
-        linear.is_expert
-        and linear.block is not None
-        and len(_list_parts(linear.fused_group)) > 1
-        and linear.shape[0] % linear.block[0] != 0
-    )
+def _judge_experts(weights: QuantizedWeights, tp: int, mend: str) -> Iterator[WeightFault]:
+    """Judge the first projection of an expert that ends inside a block, alone or on a rank.
+
+    The scales of all experts of a layer are one tensor, in which every part fills its blocks.
+    """
+    torn = ((each, _explain_torn_expert(each, tp)) for each in weights.linears)
+    expert, why = next((found for found in torn if found[1]), (None, ""))
+    if expert is None:
+        return
+    finer = _find_finer_block(expert, tp) if weights.form == "autofp8" else 0
+    for fault in _refuse(f"{why}: ValueError", mend):
+        if fault.engine == VLLM and finer:
+            yield replace(
+                fault,
+                effect=Effect.CONDITION,
+                why=f"{why}: it repeats the scales for blocks of {finer}, which only its Triton "
+                "kernels take, on GPUs",
+                source=_SOURCE_FINER,
+            )
+        else:
+            yield fault
+
+
+def _explain_torn_expert(linear: QuantizedLinear, tp: int) -> str:
+    """Say where a projection of an expert ends inside a block; empty if it does not."""
+    if linear.block is None or not linear.is_expert:
+        return ""
+    is_row = linear.module.endswith(_ROW_EXPERTS)
+    if tp == 1 and (is_row or len(_list_parts(linear.fused_group)) == 1):
+        return ""
+    size, length = linear.shape[int(is_row)], linear.block[int(is_row)]
+    if size % (tp * length) == 0:
+        return ""
+    side = "inputs" if is_row else "outputs"
+    where = f" on each of {tp} ranks" if tp > 1 else ""
+    return f"{linear.module} has {size / tp:g} {side}{where}, no multiple of {length}"
+
+
+def _find_finer_block(linear: QuantizedLinear, tp: int) -> int:
+    """Find the smaller blocks that vLLM's `fp8` method repeats an expert's scales for; 0 if none.
+
+    As vLLM 0.32.0 does it: a size of at least 32 that divides the blocks, both sides of the
+    weight, and what a rank has of the side that is cut.
+    """
+    is_row = linear.module.endswith(_ROW_EXPERTS)
+    cut, whole = linear.shape[int(is_row)], linear.shape[int(not is_row)]
+    if linear.block is None or cut % tp:
+        return 0
+    size = math.gcd(*linear.block, cut // tp, whole)
+    return size if size >= _MIN_FINER_BLOCK else 0
 
 
 def _join_by_name(linears: Collection[QuantizedLinear]) -> Iterator[_Joined]:
@@ -237,21 +280,6 @@ def _explain_cut(linear: Linear, block: tuple[int, int], tp: int) -> str:
         return ""
     what = f"{linear.module} has {size} {side} on each of {tp} ranks"
     return f"{what}, no multiple of {length}: ValueError"
-
-
-def _explain_cut_experts(linears: Collection[QuantizedLinear], tp: int) -> Iterator[str]:
-    """Say which experts do not fill their blocks on a rank, by their outputs or inputs."""
-    for each in linears:
-        if each.block is None or not each.is_expert:
-            continue
-        is_row = each.module.endswith(_ROW_EXPERTS)
-        size, length = each.shape[int(is_row)], each.block[int(is_row)]
-        if size % (tp * length):
-            side = "inputs" if is_row else "outputs"
-            yield (
-                f"{each.module} has {size / tp:g} {side} on each of {tp} ranks, no multiple of "
-                f"{length}: ValueError"
-            )
 
 
 def _join_on_ranks(found: Collection[tuple[Linear, tuple[int, int]]], tp: int) -> Iterator[_Joined]:

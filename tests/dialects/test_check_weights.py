@@ -185,8 +185,35 @@ def test_experts_have_rules_of_their_own(tmp_path: Path, family: str) -> None:
     blocks = make(tmp_path / "b", "autofp8", "fp8-block", family, **sizes, **{name: 256})
     assert explain_refusal(ask(blocks, "vllm")) == ""
     assert explain_refusal(ask(blocks, "vllm", 2))
-    odd = make(tmp_path / "o", "autofp8", "fp8-block", family, **sizes, **{name: 160})
-    assert "has 160 outputs, no multiple of 128" in explain_refusal(ask(odd, "vllm"))
+    for form in ("autofp8", "compressed-tensors"):
+        odd = make(tmp_path / f"o-{form}", form, "fp8-block", family, **sizes, **{name: 160})
+        assert "has 160 outputs, no multiple of 128" in explain_refusal(ask(odd, "sglang"))
+        assert bool(explain_refusal(ask(odd, "vllm"))) is (form == "compressed-tensors")
+
+
+@pytest.mark.parametrize(
+    ("tp", "size", "finer"),
+    [(1, 160, 32), (2, 384, 64), (4, 384, 32), (1, 144, 0), (4, 320, 0), (4, 512, 0)],
+)
+def test_vllms_fp8_method_repeats_the_scales_of_experts(
+    tmp_path: Path, tp: int, size: int, finer: int
+) -> None:
+    """By hand: 4 x 128 fills blocks; 144 and 320 / 4 = 80 share 16 with 128, under its 32."""
+    sizes = {
+        "hidden_size": 256,
+        "head_dim": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 128,
+        "moe_intermediate_size": size,
+    }
+    folder = make(tmp_path, "autofp8", "fp8-block", "qwen3_moe", **sizes)
+    report = ask(folder, "vllm", tp)
+    assert any(f"for blocks of {finer}, which" in problem for problem in report.problems) is (
+        finer > 0
+    )
+    assert bool(explain_refusal(report)) is (finer == 0 and size != 512)
+    assert bool(explain_refusal(ask(folder, "sglang", tp))) is (size != 512)
 
 
 def test_a_config_that_contradicts_the_weights_is_told(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ CASES: list[Case] = [
     *(("llama", form, scheme, "", ()) for form, scheme in PAIRS),
     *(("llama", form, scheme, K_PROJ, ()) for form, scheme in PAIRS),
     *(("mixtral", form, scheme, "", (("intermediate_size", 128),)) for form, scheme in PAIRS),
-    *(("mixtral", form, "fp8-block", "", (("intermediate_size", 160),)) for form in BLOCK_FORMS),
+    *(("mixtral", form, "fp8-block", "", (("intermediate_size", 144),)) for form in BLOCK_FORMS),
     *(
-        ("qwen3_moe", form, "fp8-block", "", (("moe_intermediate_size", 160),))
+        ("qwen3_moe", form, "fp8-block", "", (("moe_intermediate_size", 144),))
         for form in BLOCK_FORMS
     ),
     *(
@@ -195,3 +195,45 @@ def list_refusals(shard: str, rows: list[int], columns: int, tp: int) -> list[st
     weights = QuantizedWeights(form="compressed-tensors", config={}, linears=(quantized,), left=())
     faults = [*list_weight_faults(weights), *list_rank_faults(weights, geometry, tp)]
     return [fault.why for fault in faults if fault.engine == "vLLM"]
+
+
+FINER = """
+import json, sys
+from types import SimpleNamespace
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import refine_fp8_moe_block_shape
+answers = []
+for tp, rank, hidden in json.load(sys.stdin):
+    sizes = SimpleNamespace(tp_size=tp, intermediate_size_per_partition=rank, hidden_dim=hidden)
+    answers.append(refine_fp8_moe_block_shape(sizes, [128, 128]))
+json.dump(answers, sys.stdout)
+"""
+
+
+def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
+    """All sizes, on 1, 2 and 4 ranks."""
+    cases = [
+        (tp, rank, hidden)
+        for tp in (1, 2, 4)
+        for rank in (48, 64, 80, 96, 128, 160, 192, 256)
+        for hidden in (64, 128, 208)
+    ]
+    done = subprocess.run(
+        [PYTHON, "-c", FINER], input=json.dumps(cases), capture_output=True, text=True, check=True
+    )
+    for case, expected in zip(cases, json.loads(done.stdout), strict=True):
+        tp, rank, hidden = case
+        linear = QuantizedLinear(
+            module="model.layers.0.mlp.experts.0.gate_proj",
+            shape=(rank * tp, hidden),
+            scheme="fp8-block",
+            block=(128, 128),
+        )
+        weights = QuantizedWeights(form="autofp8", config={}, linears=(linear,), left=())
+        geometry = ModelGeometry(
+            architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=()
+        )
+        listed = list_rank_faults if tp > 1 else lambda held, *_: list_weight_faults(held)
+        faults = [each for each in listed(weights, geometry, tp) if each.engine == "vLLM"]
+        finer = [f"for blocks of {expected[0]}," in each.why for each in faults if expected]
+        assert finer == ([True] if expected else []), case
+        assert bool(faults) is (rank % 128 != 0), case
