@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.block_cuts import list_rank_faults
 from fp8calib.dialects.check_files import ScaleFolder
 from fp8calib.dialects.check_report import EngineReport, Refusal, Status, Verdict, report_refusal
 from fp8calib.dialects.engine_rules import SGLANG, TGI, TRANSFORMERS, VLLM
-from fp8calib.dialects.fp8_activations import ActivationKind, Scheme
+from fp8calib.dialects.fp8_activations import (
+    ActivationKind,
+    ContradictionError,
+    FindScheme,
+    Scheme,
+)
 from fp8calib.dialects.fp8_schemes import load_finder
-from fp8calib.dialects.fp8_serving import list_weight_faults
+from fp8calib.dialects.fp8_serving import FINEGRAINED, list_weight_faults
 from fp8calib.dialects.fp8_weights import WEIGHT_FORMATS, Granularity
 from fp8calib.dialects.served_weights import (
     Effect,
@@ -19,13 +24,13 @@ from fp8calib.dialects.served_weights import (
     QuantizedWeights,
     WeightFault,
 )
+from fp8calib.dialects.weight_scales import list_scale_faults
 from fp8calib.errors import VerificationError, shorten
 from fp8calib.geometry import ModelGeometry
 
 _NAMES = {"vllm": VLLM, "sglang": SGLANG, "tgi": TGI, "transformers": TRANSFORMERS}
 _SUFFIX = ".weight"
 _FLOATS = ("BF16", "F16", "F32")
-_METHODS = {"fp8": "autofp8"}
 _UNREAD = "what engines make of its FP8 weights is not checked"
 
 
@@ -36,14 +41,27 @@ class WeightCheck:
         self._geometry = geometry
         self._problem = ""
         self._faults: list[WeightFault] = []
+        tensors = _list_tensors(folder)
+        matrices = _list_matrices(tensors)
+        stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
+        if not stored:
+            return
         try:
-            weights = _describe(folder)
+            method, find_scheme = load_finder(folder.path, folder.config)
+            self._faults += _list_contradictions(method, find_scheme, stored, geometry)
+            schemes = {module: find_scheme(module) for module in stored}
         except VerificationError as error:
             self._problem = f"{_UNREAD}: {error.message}"
             return
-        if weights.linears:
-            self._faults += list_weight_faults(weights)
-            self._faults += list_rank_faults(weights, geometry, tp)
+        weights = QuantizedWeights(
+            form=_name_form(method, schemes, tensors),
+            config=folder.config,
+            linears=tuple(_describe(each, stored[each], schemes[each]) for each in stored),
+            left=[name for name, entry in matrices.items() if entry.dtype in _FLOATS],
+        )
+        self._faults += list_scale_faults(schemes, tensors)
+        self._faults += list_weight_faults(weights)
+        self._faults += list_rank_faults(weights, geometry, tp)
 
     def amend(self, engine: str, report: EngineReport) -> EngineReport:
         """Add what an engine makes of the weights to what it makes of the KV scales.
@@ -71,45 +89,75 @@ def _misread(fault: WeightFault) -> Verdict:
     return Verdict(status=Status.MISREAD, why=fault.why, mend=fault.mend)
 
 
-def _describe(folder: ScaleFolder) -> QuantizedWeights:
-    """Tell what of a folder is quantized, and how; without FP8 weights there are no linears.
+def _list_tensors(folder: ScaleFolder) -> dict[str, TensorEntry]:
+    """List the tensors of the files that the index names, else of all.
 
-    Raises:
-        VerificationError: its config does not say, or contradicts the weights.
+    Some folders hold the same weights once more, under other names, in files that it leaves out.
     """
-    matrices = {
-        name.removesuffix(_SUFFIX): entry
-        for held in folder.tensors.values()
+    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
+    listed = weight_map.values() if isinstance(weight_map, dict) else folder.tensors
+    named = {file for file in listed if isinstance(file, str)}
+    return {
+        name: entry
+        for file, held in folder.tensors.items()
+        if file in named
         for name, entry in held.items()
+    }
+
+
+def _name_form(
+    method: str, schemes: Mapping[str, Scheme], tensors: Mapping[str, TensorEntry]
+) -> str:
+    """Name the form; `finegrained` is one scale per tensor under transformers' own names."""
+    if method != "fp8":
+        return method
+    is_own = any(
+        f"{module}.weight_scale_inv" in tensors and scheme.granularity is Granularity.TENSOR
+        for module, scheme in schemes.items()
+    )
+    return FINEGRAINED if is_own else "autofp8"
+
+
+def _list_matrices(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """List the weights of linears, by path of the linear."""
+    return {
+        name.removesuffix(_SUFFIX): entry
+        for name, entry in tensors.items()
         if name.endswith(_SUFFIX) and len(entry.shape) == 2
     }
-    stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
-    form, linears = _find_linears(folder, stored) if stored else ("", ())
-    return QuantizedWeights(
-        form=form,
-        config=folder.config,
-        linears=linears,
-        left=[name for name, entry in matrices.items() if entry.dtype in _FLOATS],
-    )
 
 
-def _find_linears(
-    folder: ScaleFolder, stored: Mapping[str, TensorEntry]
-) -> tuple[str, tuple[QuantizedLinear, ...]]:
-    method, find_scheme = load_finder(folder.path, folder.config)
-    linears = []
-    for module, entry in stored.items():
-        scheme = find_scheme(module)
-        rows, columns = entry.shape
-        linears.append(
-            QuantizedLinear(
-                module=shorten(module),
-                shape=(rows, columns),
-                scheme=_name_scheme(scheme),
-                block=scheme.block if scheme.granularity is Granularity.BLOCK else None,
+def _list_contradictions(
+    method: str, find_scheme: FindScheme, stored: Collection[str], geometry: ModelGeometry
+) -> Iterator[WeightFault]:
+    """Give the first FP8 weight of a decoder layer that compressed-tensors' config leaves out."""
+    if method != "compressed-tensors":
+        return
+    for _, linear in geometry.linears():
+        module = (linear.checkpoint_name or "").removesuffix(_SUFFIX)
+        if module not in stored:
+            continue
+        try:
+            find_scheme(module)
+        except ContradictionError as error:
+            yield WeightFault(
+                engine=VLLM,
+                effect=Effect.REFUSED,
+                why=f"{error.message}: no parameter has a place for its scale (ValueError)",
+                source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried",
+                mend="take the config that the weights were quantized with",
             )
-        )
-    return _METHODS.get(method, method), tuple(linears)
+            return
+
+
+def _describe(module: str, entry: TensorEntry, scheme: Scheme) -> QuantizedLinear:
+    rows, columns = entry.shape
+    return QuantizedLinear(
+        module=shorten(module),
+        shape=(rows, columns),
+        scheme=_name_scheme(scheme),
+        block=scheme.block if scheme.granularity is Granularity.BLOCK else None,
+    )
 
 
 def _name_scheme(scheme: Scheme) -> str:

@@ -69,10 +69,14 @@ class Arguments:
     block: tuple[int, int] | None
 
 
-def contradiction(path: Path, fault: str) -> VerificationError:
+class ContradictionError(VerificationError):
+    """Config and tensors do not fit."""
+
+
+def contradiction(path: Path, fault: str) -> ContradictionError:
     """Say that config and tensors do not fit."""
     hint = "the config is of another checkpoint, or was edited; engines misread such a pair"
-    return refusal(path, fault, hint=hint)
+    return ContradictionError(refusal(path, fault).message, hint=hint)
 
 
 def matches_expression(path: Path, module: str, expression: str) -> bool:

@@ -110,6 +110,9 @@ _EXPERT_RULES = (
     ),
 )
 """What holds where experts are quantized."""
+FINEGRAINED = "finegrained"
+"""The form of `quant_method: fp8` with one scale per tensor under the names of transformers:
+`weight_scale_inv` and `activation_scale`."""
 _TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -124,6 +127,7 @@ def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
         ),
         *_list_stack_faults(weights),
         *_list_turned_faults(weights),
+        *_list_named_faults(weights),
     ]
 
 
@@ -184,4 +188,17 @@ def _list_turned_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
             why=f"it reorders the rows of q and k, which cut across blocks ({query.module}); "
             "--ignore '*.self_attn.[qkv]_proj' leaves them as they are",
             source="vLLM 0.32.0 models/llama4.py (permute_qk_weight_for_rotary)",
+        )
+
+
+def _list_named_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
+    """Tell of names that vLLM translates in one model alone."""
+    if weights.form == FINEGRAINED and weights.config.get("model_type") != "mistral3":
+        yield WeightFault(
+            engine=VLLM,
+            effect=Effect.REFUSED,
+            why="scales per tensor are called weight_scale and input_scale there, and here "
+            "weight_scale_inv and activation_scale (ValueError)",
+            source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried; models/mistral3.py",
+            mend="rename the scales: the numbers are the same",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,11 +217,100 @@ def test_vllms_fp8_method_repeats_the_scales_of_experts(
     assert bool(explain_refusal(ask(folder, "sglang", tp))) is (size != 512)
 
 
-def test_a_config_that_contradicts_the_weights_is_told(tmp_path: Path) -> None:
+def test_a_config_that_is_not_read_is_told(tmp_path: Path) -> None:
     folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)
-    change_config(folder, config_groups={})
+    change_config(folder, transform_config={"a": 1})
     report = ask(folder, "vllm")
     assert any("what engines make of its FP8 weights is not checked" in p for p in report.problems)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"config_groups": {}}, "no group of the config's"),
+        ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "mlp.down_proj' out"),
+        ({"ignore": ["re:.*"]}, "'re:.*' out"),
+    ],
+)
+def test_vllm_has_no_place_for_the_scales_of_what_the_config_leaves_out(
+    tmp_path: Path, changes: dict[str, object], why: str
+) -> None:
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **WHOLE)
+    change_config(folder, **changes)
+    assert why in explain_refusal(ask(folder, "vllm"))
+    for engine in ("sglang", "transformers"):
+        assert any("is not checked" in problem for problem in ask(folder, engine).problems)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt"])
+@pytest.mark.parametrize("scale", ["weight_scale", "input_scale"])
+def test_a_weight_without_its_scale_is_misread(tmp_path: Path, form: str, scale: str) -> None:
+    folder = make(tmp_path, form, "fp8-static", **WHOLE)
+    name = f"model.layers.1.mlp.down_proj.{scale}"
+    assert ask(folder, "vllm").weights is None
+    change_tensors(folder, lambda tensors: tensors.pop(name) and None)
+    for engine in ("vllm", "sglang", "transformers"):
+        report = ask(folder, engine)
+        assert not report.ok
+        assert report.weights is not None
+        if engine != "transformers" or form == "compressed-tensors":
+            assert name in report.weights.why
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape"), [("fp8-static", (256, 1)), ("fp8-dynamic", ()), ("fp8-dynamic", (2, 2))]
+)
+def test_a_scale_of_another_granularity_is_refused(
+    tmp_path: Path, scheme: str, shape: tuple[int, ...]
+) -> None:
+    folder = make(tmp_path, "compressed-tensors", scheme, **WHOLE)
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(shape)}))
+    for engine in ("vllm", "sglang"):
+        why = explain_refusal(ask(folder, engine))
+        assert why.startswith(f"{name} has shape {list(shape)}, which is per")
+
+
+def test_one_number_is_spread_over_the_rows_of_an_expert(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "qwen3_moe", **sizes)
+    name = "model.layers.1.mlp.experts.0.down_proj.weight_scale"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(1)}))
+    assert not explain_refusal(ask(folder, "vllm"))
+
+
+def test_files_that_the_index_leaves_out_are_not_judged(tmp_path: Path) -> None:
+    """Mistral's folders hold the weights twice, once with `qscale_weight` beside them."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)
+    again = {"layers.0.attention.wq.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
+    save_file(again, folder / "consolidated.safetensors", metadata={"format": "pt"})
+    named = "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / named)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / named), named)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for engine in ("vllm", "sglang"):
+        assert ask(folder, engine).ok
+
+
+def test_scales_per_tensor_under_transformers_own_names(tmp_path: Path) -> None:
+    """Transformers 5.23 loads such weights right, and vLLM 0.32.0 those of Mistral 3 alone."""
+    folder = make(tmp_path, "autofp8", "fp8-static", **WHOLE)
+    assert ask(folder, "transformers").weights is not None
+    tensors = {
+        name.replace(".weight_scale", ".weight_scale_inv").replace(
+            ".input_scale", ".activation_scale"
+        ): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert ask(folder, "transformers").weights is None
+    assert "called weight_scale and input_scale there" in explain_refusal(ask(folder, "vllm"))
 
 
 def test_weights_that_are_misread_are_not_ok(tmp_path: Path) -> None:
