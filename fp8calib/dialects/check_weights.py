@@ -58,6 +58,7 @@ class WeightCheck:
             config=folder.config,
             linears=tuple(_describe(each, stored[each], schemes[each]) for each in stored),
             left=[name for name, entry in matrices.items() if entry.dtype in _FLOATS],
+            is_mixed=_is_mixed(folder),
         )
         self._faults += list_scale_faults(schemes, tensors)
         self._faults += list_weight_faults(weights)
@@ -116,6 +117,17 @@ def _name_form(
         for module, scheme in schemes.items()
     )
     return FINEGRAINED if is_own else "autofp8"
+
+
+def _is_mixed(folder: ScaleFolder) -> bool:
+    """Tell whether one of ModelOpt's two configs has an algorithm for every layer."""
+    for config in (folder.config.get("quantization_config"), folder.modelopt):
+        outer = config if isinstance(config, dict) else {}
+        inner = outer.get("quantization")
+        fields = inner if isinstance(inner, dict) else outer
+        if fields.get("quant_algo") == "MIXED_PRECISION":
+            return True
+    return False
 
 
 def _list_matrices(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -28,6 +28,8 @@ class _Rule:
     effect: Effect
     why: str
     source: str
+    not_mixed: tuple[str, ...] = ()
+    """The schemes that it does not hold for under ModelOpt's MIXED_PRECISION."""
 
 
 _ALL = ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block")
@@ -63,6 +65,7 @@ _RULES = (
         effect=Effect.REFUSED,
         why="of ModelOpt's FP8 it takes the per-tensor form alone",
         source="SGLang 0.5.23 srt/layers/quantization/modelopt_quant.py (ModelOptFp8Config)",
+        not_mixed=("fp8-block",),
     ),
     _Rule(
         engine=TRANSFORMERS,
@@ -107,6 +110,7 @@ _EXPERT_RULES = (
         effect=Effect.REFUSED,
         why="of ModelOpt's FP8 experts it takes the per-tensor form alone",
         source="vLLM 0.32.0 quantization/modelopt.py (ModelOptFp8MoEMethod)",
+        not_mixed=("fp8-block",),
     ),
 )
 """What holds where experts are quantized."""
@@ -119,12 +123,10 @@ _TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
     """List what engines make of FP8 weights on one rank, as far as it is not what they mean."""
     return [
-        *_apply(_RULES, weights.form, weights.linears, is_named=False),
+        *_apply(_RULES, weights, weights.linears, is_named=False),
         *_list_fused_faults(weights),
         *list_joined_faults(weights),
-        *_apply(
-            _EXPERT_RULES, weights.form, [e for e in weights.linears if e.is_expert], is_named=True
-        ),
+        *_apply(_EXPERT_RULES, weights, [e for e in weights.linears if e.is_expert], is_named=True),
         *_list_stack_faults(weights),
         *_list_turned_faults(weights),
         *_list_named_faults(weights),
@@ -132,14 +134,20 @@ def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
 
 
 def _apply(
-    rules: Collection[_Rule], form: str, linears: Collection[QuantizedLinear], *, is_named: bool
+    rules: Collection[_Rule],
+    weights: QuantizedWeights,
+    linears: Collection[QuantizedLinear],
+    *,
+    is_named: bool,
 ) -> Iterator[WeightFault]:
     examples: dict[str, str] = {}
     for each in linears:
         examples.setdefault(each.scheme, each.module)
     for rule in rules:
-        example = next((examples[name] for name in rule.schemes if name in examples), None)
-        if rule.form == form and example is not None:
+        excepted = rule.not_mixed if weights.is_mixed else ()
+        schemes = (name for name in rule.schemes if name not in excepted)
+        example = next((examples[name] for name in schemes if name in examples), None)
+        if rule.form == weights.form and example is not None:
             yield WeightFault(
                 engine=rule.engine,
                 effect=rule.effect,

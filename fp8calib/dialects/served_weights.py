@@ -65,6 +65,8 @@ class QuantizedWeights:
     linears: tuple[QuantizedLinear, ...]
     left: Collection[str]
     """Paths of the linears that are not FP8."""
+    is_mixed: bool = False
+    """It is ModelOpt's MIXED_PRECISION, for which engines have a method of its own."""
 
 
 def name_fused_group(module: str) -> str:

@@ -313,6 +313,24 @@ def test_scales_per_tensor_under_transformers_own_names(tmp_path: Path) -> None:
     assert "called weight_scale and input_scale there" in explain_refusal(ask(folder, "vllm"))
 
 
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "MIXED_PRECISION"])
+def test_blocks_of_modelopt_are_served_in_a_mixed_precision(tmp_path: Path, algorithm: str) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128, "moe_intermediate_size": 128}
+    folder = make(tmp_path, "autofp8", "fp8-block", "qwen3_moe", **sizes)
+    tensors = load_file(folder / "model.safetensors")
+    layers = {
+        name.removesuffix(".weight_scale_inv"): {"quant_algo": "FP8_PB_WO", "group_size": 128}
+        for name in tensors
+        if name.endswith(".weight_scale_inv")
+    }
+    renamed = {name.replace("scale_inv", "scale"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quant_method="modelopt", quant_algo=algorithm, quantized_layers=layers)
+    for engine in ("vllm", "sglang"):
+        why = explain_refusal(ask(folder, engine))
+        assert ("takes the per-tensor form alone" in why) is (algorithm == "FP8_PB_WO")
+
+
 def test_weights_that_are_misread_are_not_ok(tmp_path: Path) -> None:
     """In transformers, which serves this model's KV scales well."""
     folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "granitemoe")
