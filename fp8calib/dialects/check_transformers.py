@@ -64,7 +64,8 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
         scene.problems.append(
             f"{SINGLE_FILE_NAME} goes before {INDEX_NAME}, which is not looked at"
         )
-    if quantization and geometry.model_type in TRANSFORMERS_REBUILT_TYPES:
+    is_rebuilt = geometry.model_type in TRANSFORMERS_REBUILT_TYPES
+    if quantization and is_rebuilt and _has_stacked_experts(folder):
         scene.problems.append(REBUILT)
     layers = [
         _judge(scene, layer.index, attention, scheme) for layer, attention in geometry.attentions()
@@ -72,6 +73,12 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     note_unread(scene, "reported as unexpected")
     report = EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(scene.problems)))
     return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ, _E5M2)
+
+
+def _has_stacked_experts(folder: ScaleFolder) -> bool:
+    """Tell whether the experts of a layer are one tensor: one for each is what is made anew."""
+    names = (name for held in folder.tensors.values() for name in held)
+    return any(name.endswith(".experts.gate_up_proj") for name in names)
 
 
 _FNUZ = "compressed-tensors quantizes to e4m3fn, for which it is twice too large"

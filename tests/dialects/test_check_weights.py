@@ -342,6 +342,14 @@ def test_weights_that_are_misread_are_not_ok(tmp_path: Path) -> None:
     assert not report.ok
 
 
+def test_single_experts_of_llama4_are_loaded_in_transformers(tmp_path: Path) -> None:
+    """As transformers 5.23 does: it makes the experts anew one by one, and finds all of them."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "llama4_text")
+    report = ask(folder, "transformers")
+    assert report.ok
+    assert not any("made anew" in problem for problem in report.problems)
+
+
 def test_an_unquantized_model_has_no_faults(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
