@@ -42,6 +42,8 @@ class WeightCheck:
         self._problem = ""
         self._faults: list[WeightFault] = []
         tensors = _list_tensors(folder)
+        if (stack := _find_stack(tensors)) is not None:
+            self._problem = f"{_UNREAD}, where they are one tensor for many experts ({stack})"
         matrices = _list_matrices(tensors)
         stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
         if not stored:
@@ -128,6 +130,17 @@ def _is_mixed(folder: ScaleFolder) -> bool:
         if fields.get("quant_algo") == "MIXED_PRECISION":
             return True
     return False
+
+
+def _find_stack(tensors: Mapping[str, TensorEntry]) -> str | None:
+    """Find an FP8 tensor of all experts of a layer, and shorten its name."""
+    named = (
+        name
+        for name, entry in tensors.items()
+        if entry.dtype in WEIGHT_FORMATS and len(entry.shape) == 3 and "experts" in name
+    )
+    stack = next(named, None)
+    return None if stack is None else shorten(stack)
 
 
 def _list_matrices(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -331,6 +331,21 @@ def test_blocks_of_modelopt_are_served_in_a_mixed_precision(tmp_path: Path, algo
         assert ("takes the per-tensor form alone" in why) is (algorithm == "FP8_PB_WO")
 
 
+def test_stacks_of_experts_are_told_to_be_unchecked(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
+    folder = make(tmp_path, "autofp8", "fp8-block", "qwen3_moe", moe_intermediate_size=128, **sizes)
+    assert not any("not checked" in problem for problem in ask(folder, "vllm").problems)
+    stack = {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 256, 256)}
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update(
+            {name: tensor.to(torch.float8_e4m3fn) for name, tensor in stack.items()}
+        ),
+    )
+    told = f"not checked, where they are one tensor for many experts ({next(iter(stack))})"
+    assert any(told in problem for problem in ask(folder, "vllm").problems)
+
+
 def test_weights_that_are_misread_are_not_ok(tmp_path: Path) -> None:
     """In transformers, which serves this model's KV scales well."""
     folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "granitemoe")
