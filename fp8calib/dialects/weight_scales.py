@@ -14,6 +14,7 @@ from fp8calib.dialects.fp8_activations import ActivationKind, Scheme
 from fp8calib.dialects.fp8_weights import (
     Companions,
     Granularity,
+    is_companion,
     list_scale_shapes,
     name_companions,
 )
@@ -43,7 +44,12 @@ def list_scale_faults(
         tensors: all of the checkpoint's, by name.
     """
     names = {module: name_companions(f"{module}.weight") for module in schemes}
-    missing = (_explain_missing(names[each], schemes[each], tensors) for each in schemes)
+    strange = _list_strange(tensors)
+    missing = (
+        _explain_missing(names[each], schemes[each], tensors)
+        for each in schemes
+        if each not in strange
+    )
     if why := next(filter(None, missing), ""):
         for engine, source in _MAKERS.items():
             yield WeightFault(
@@ -63,6 +69,16 @@ def list_scale_faults(
                 source=source,
                 mend=_MEND_SHAPE,
             )
+
+
+def _list_strange(tensors: Mapping[str, TensorEntry]) -> set[str]:
+    """List the modules with a scale in a spelling of a model's own, such as `scale`."""
+    parts = (name.rpartition(".") for name in tensors)
+    return {
+        module
+        for module, _, suffix in parts
+        if "scale" in suffix and not is_companion(f"{module}.{suffix}")
+    }
 
 
 def _explain_missing(names: Companions, scheme: Scheme, tensors: Mapping[str, TensorEntry]) -> str:

@@ -263,6 +263,16 @@ def test_a_weight_without_its_scale_is_misread(tmp_path: Path, form: str, scale:
             assert name in report.weights.why
 
 
+def test_a_scale_in_a_models_own_spelling_is_not_missed(tmp_path: Path) -> None:
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **WHOLE)
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update({name.replace("weight_scale", "scale"): tensors.pop(name)}),
+    )
+    assert ask(folder, "vllm").weights is None
+
+
 @pytest.mark.parametrize(
     ("scheme", "shape"), [("fp8-static", (256, 1)), ("fp8-dynamic", ()), ("fp8-dynamic", (2, 2))]
 )
