@@ -15,7 +15,15 @@ from fp8calib.dialects.block_cuts import list_rank_faults
 from fp8calib.dialects.fp8_serving import list_weight_faults
 from fp8calib.dialects.served_weights import QuantizedLinear, QuantizedWeights
 from fp8calib.geometry import Layer, Linear, ModelGeometry, Part
-from tests.dialects.test_check_weights import PAIRS, WHOLE, ask, explain_refusal, make
+from tests.dialects.test_check_weights import (
+    PAIRS,
+    WHOLE,
+    ask,
+    change_config,
+    change_tensors,
+    explain_refusal,
+    make,
+)
 
 from .test_vllm_fp8_weights import Tensors, spread_blocks
 from .vllm_job import PYTHON, load_or_refuse
@@ -118,6 +126,27 @@ def join(folder: Path, path: str, parts: tuple[str, ...]) -> torch.Tensor:
         scale = stored[f"{path}.{part}.weight_scale"] if scale is None else scale
         found.append(spread_blocks(scale, weight.shape))
     return torch.cat(found)
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+EDITS: dict[str, tuple[dict[str, object], dict[str, torch.Tensor]]] = {
+    "whole": ({}, {}),
+    "ignored": ({"ignore": ["lm_head", DOWN]}, {}),
+    "no groups": ({"config_groups": {}}, {}),
+    "one number": ({}, {f"{DOWN}.weight_scale": torch.ones(())}),
+}
+"""What is changed in the quantization config, and in the tensors."""
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_vllm_stops_at_configs_that_the_scales_do_not_fit(tmp_path: Path, edit: str) -> None:
+    changes, tensors = EDITS[edit]
+    folder = make(tmp_path / "case", "compressed-tensors", "fp8-dynamic", **WHOLE)
+    change_config(folder, **changes)
+    change_tensors(folder, lambda held: held.update(tensors))
+    answer = load_or_refuse({edit: folder})[edit]
+    assert isinstance(answer, str) is (edit != "whole")
+    assert bool(explain_refusal(ask(folder, "vllm"))) is (edit != "whole")
 
 
 QUESTION = """
