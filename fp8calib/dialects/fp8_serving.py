@@ -15,6 +15,7 @@ from fp8calib.dialects.served_weights import (
     QuantizedLinear,
     QuantizedWeights,
     WeightFault,
+    list_split_experts,
     list_split_groups,
 )
 from fp8calib.expert_stacks import find_layout
@@ -125,6 +126,7 @@ def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
     return [
         *_apply(_RULES, weights, weights.linears, is_named=False),
         *_list_fused_faults(weights),
+        *_list_split_expert_faults(weights),
         *list_joined_faults(weights),
         *_apply(_EXPERT_RULES, weights, [e for e in weights.linears if e.is_expert], is_named=True),
         *_list_stack_faults(weights),
@@ -167,6 +169,31 @@ def _list_fused_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
                 why=f"{group} is loaded into one weight, and only a part of it is quantized",
                 source="vLLM 0.32.0 quantization/utils/quant_utils.py (is_layer_skipped)",
                 mend="quantize all of it, or nothing of it",
+            )
+
+
+def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
+    """Tell who takes the experts of a layer for quantized all alike."""
+    taken = [each.module for each in weights.linears]
+    split = {
+        VLLM: list_split_experts(taken, weights.left),
+        SGLANG: list_split_experts(taken, weights.left),
+        TRANSFORMERS: list_split_experts(taken, weights.left, by_projection=True),
+    }
+    sources = {
+        VLLM: "vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
+        SGLANG: "SGLang 0.5.23 compressed_tensors/compressed_tensors.py (get_moe_scheme)",
+        TRANSFORMERS: "transformers 5.23, tried",
+    }
+    for engine, groups in split.items():
+        if groups:
+            yield WeightFault(
+                engine=engine,
+                effect=Effect.MISREAD,
+                why="it joins the experts of a layer, and only a part of them is quantized "
+                f"({groups[0]}): it stops, or its answers are wrong",
+                source=sources[engine],
+                mend="quantize all of them, or none",
             )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8calib.dialects.fp8_weights import FUSED_NAME
+
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
 
 
 class Effect(StrEnum):
@@ -79,3 +82,20 @@ def list_split_groups(taken: Collection[str], left: Collection[str]) -> list[str
     """List the fused groups of which only a part is quantized, by paths of linears."""
     groups = {name_fused_group(module) for module in taken}
     return sorted({name_fused_group(module) for module in left} & groups)
+
+
+def list_split_experts(
+    taken: Collection[str], left: Collection[str], *, by_projection: bool = False
+) -> list[str]:
+    """List the layers' experts of which only a part is quantized, by paths of linears.
+
+    Args:
+        taken: what is quantized.
+        left: what is not.
+        by_projection: ask of each projection alone, over all experts.
+    """
+    sides = [
+        {found.expand(r"\1.*.\2") if by_projection else found[1] for found in matches if found}
+        for matches in (map(_EXPERT.fullmatch, modules) for modules in (taken, left))
+    ]
+    return sorted(sides[0] & sides[1])

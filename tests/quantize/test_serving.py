@@ -114,6 +114,38 @@ def test_experts_are_refused_in_more_forms_than_other_linears(
     assert all(f"({LAYER}.mlp.experts.0." in why for why in whys)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "misled"),
+    [
+        ("*.experts.1", {"vLLM", "SGLang", "transformers"}),
+        ("*.experts.0", {"vLLM", "SGLang", "transformers"}),
+        ("*.experts.*.down_proj", {"vLLM", "SGLang"}),
+        (f"{LAYER}.mlp.experts", set()),
+    ],
+)
+def test_experts_of_a_layer_quantized_in_part_are_told(
+    tmp_path: Path, pattern: str, misled: set[str]
+) -> None:
+    """A projection of all experts is one tensor in transformers; servers join projections too."""
+    tensors = whole_blocks() | {
+        f"model.layers.{layer}.mlp.experts.{number}.{name}_proj.weight": random(
+            128, 128, seed=number
+        )
+        for layer in (0, 1)
+        for number in (0, 1)
+        for name in ("gate", "up", "down")
+    }
+    plan = make(tmp_path, "compressed-tensors", "fp8-dynamic", tensors, pattern).plan
+    found = [item for item in list_limitations(plan, None) if "joins the experts" in item.why]
+    assert {item.engine for item in found} == misled
+    assert all(item.is_blocking for item in found)
+    assert {item.engine for item in list_commands(plan, tmp_path, None)} == {
+        "vLLM",
+        "SGLang",
+        "TGI",
+    } - misled
+
+
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
 
 
