@@ -187,12 +187,13 @@ def _list_left(left: Sequence[Left], *, by_tree: bool = False) -> list[str]:
     Args:
         left: all that is not quantized.
         by_tree: name towers and projectors by an expression for all that is in them, which holds
-            wherever an engine hangs them.
+            wherever an engine hangs them, without a quantifier behind a bracket, which `check`
+            would not try.
     """
     names = [HEAD]
     for item in left:
         if by_tree and item.tree:
-            names.append(f"re:(.*[.])?{re.escape(item.tree)}([.].*)?$")
+            names.append(f"re:(.*[.]|){re.escape(item.tree)}([.].*|)$")
         elif item.is_linear:
             names.append(item.module)
         names += item.experts
