@@ -143,8 +143,11 @@ def _make_autofp8_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> 
         "ignored_layers": names,
     }
     if scheme.weights is Dynamic.BLOCK:
-        # transformers reads the second name of the list, vLLM either
-        config |= {"weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": names}
+        # transformers reads the second name of the list, and takes ends; vLLM reads either
+        config |= {
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": [*names, *_list_ends(left)],
+        }
     if has_kv:
         config["kv_cache_scheme"] = "static"
     return config
@@ -186,18 +189,29 @@ def _list_left(left: Sequence[Left], *, by_tree: bool = False) -> list[str]:
 
     Args:
         left: all that is not quantized.
-        by_tree: name towers and projectors by an expression for all that is in them, which holds
-            wherever an engine hangs them, without a quantifier behind a bracket, which `check`
-            would not try.
+        by_tree: name towers and projectors by an expression for all that is in them, and what is
+            in the layers of a part by one for the end of its path. These hold wherever an engine
+            hangs them, and have no quantifier behind a bracket, which `check` would not try.
     """
     names = [HEAD]
     for item in left:
         if by_tree and item.tree:
-            names.append(f"re:(.*[.]|){re.escape(item.tree)}([.].*|)$")
-        elif item.is_linear:
-            names.append(item.module)
-        names += item.experts
+            names.append(_express_end(item.tree))
+            continue
+        names += item.linears
+        if by_tree:
+            names += map(_express_end, item.ends)
     return list(dict.fromkeys(names))
+
+
+def _express_end(end: str) -> str:
+    """Write an expression for the modules whose path ends so, and all that is in them."""
+    return f"re:(.*[.]|){re.escape(end)}([.].*|)$"
+
+
+def _list_ends(left: Sequence[Left]) -> list[str]:
+    """Name the same by the ends of their paths, where engines may begin these otherwise."""
+    return list(dict.fromkeys(end for item in left for end in item.ends))
 
 
 FORMS: Mapping[str, Form] = {

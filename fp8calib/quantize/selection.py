@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.reader import Checkpoint
@@ -21,8 +21,13 @@ _CONV1D_TYPES = frozenset(
 """Model types whose linears are transformers' Conv1D, [in, out] on disk."""
 _SMALLEST_MATRIX = 16
 """What has a shorter side in its last two axes is a kernel of a convolution."""
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 HEAD = "lm_head"
+_PARTIAL_CONFIGS = frozenset(
+    {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
+)
+"""Where one stands, a text model is a part of the whole, and engines hang it elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,14 @@ class Left:
     """The part of its path that names the tower or projector it is in."""
     experts: tuple[str, ...] = ()
     """What engines call the linears inside, where it is a stack of experts."""
+    ends: tuple[str, ...] = ()
+    """How the paths of its linears end, or of a module that holds them: from the numbered layers
+    on, where engines may begin them otherwise and nothing that is quantized ends so."""
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """List the paths of its linears."""
+        return (self.module, *self.experts) if self.is_linear else self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +151,36 @@ def select(
     _check_taken(checkpoint, config, taken)
     has_experts = any(matrix.place is not None for matrix in taken)
     return Selection(
-        taken=tuple(taken), left=tuple(left), apart=tuple(apart) if has_experts else ()
+        taken=tuple(taken),
+        left=tuple(_find_ends(config, left, taken)),
+        apart=tuple(apart) if has_experts else (),
     )
+
+
+def _find_ends(
+    config: Mapping[str, object], left: Collection[Left], taken: Collection[Matrix]
+) -> Iterator[Left]:
+    """Add how paths end, where the text model is a part of the whole."""
+    if _PARTIAL_CONFIGS.isdisjoint(config):
+        yield from left
+        return
+    quantized = {end for matrix in taken for end in _list_ends(matrix.module)}
+    for item in left:
+        found = (_list_ends(path, only_outermost=True) for path in item.linears)
+        own = (next((end for end in ends if end not in quantized), None) for ends in found)
+        yield replace(item, ends=tuple(dict.fromkeys(end for end in own if end is not None)))
+
+
+def _list_ends(module: str, *, only_outermost: bool = False) -> Iterator[str]:
+    """Give the ends of a path that begin with a numbered layer, of an expert all experts' first."""
+    parts = module.split(".")
+    places = [place for place, part in enumerate(parts) if place and part.isdecimal()]
+    for place in places[: 1 if only_outermost else None]:
+        end = ".".join(parts[place - 1 :])
+        found = _EXPERT.match(end)
+        if found is not None:
+            yield found.group(1)
+        yield end
 
 
 def _take_experts(inside: Collection[ExpertMatrix], dtype: str) -> Iterator[Matrix]:

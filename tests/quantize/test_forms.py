@@ -207,6 +207,34 @@ def test_towers_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> Non
     assert tower in listed
 
 
+def test_linears_of_a_part_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> None:
+    """Where the whole has several parts, engines begin a path otherwise than the checkpoint."""
+    own = f"language_model.{LAYER}"
+    tensors = {
+        f"{own}.{name}.weight": random(16, 16, seed=0)
+        for name in ("mlp.up_proj", "mlp.down_proj", "mlp.experts.0.w1", "mlp.experts.1.w1")
+    }
+    tensors["head.layers.0.mlp.up_proj.weight"] = random(16, 16, seed=0)
+    tensors["draft.layers.0.mlp.up_proj.weight"] = random(16, 16, seed=0)
+    patterns = (f"{own}.mlp.*", "head")
+    source = save(tmp_path / "source", tensors, text_config={"model_type": "llama"})
+    found = run(source, tmp_path / "a", "w8a16", ignore=patterns)
+    names = {"mlp.down_proj", "mlp.experts.0.w1", "mlp.experts.1.w1"}
+    for name in names:
+        hung = f"model.language_model.layers.0.{name}"
+        assert any(matches_target(pattern, hung) for pattern in found.config()["ignore"]), name
+    taken = "draft.layers.0.mlp.up_proj"
+    assert taken in {matrix.module for matrix in found.plan.selection.taken}
+    assert not any(matches_target(pattern, taken) for pattern in found.config()["ignore"])
+    assert len([each for each in found.config()["ignore"] if "experts" in each]) == 3
+    blocks = run(source, tmp_path / "b", "fp8-block", "autofp8", ignore=patterns).config()
+    assert blocks["modules_to_not_convert"] == [
+        *blocks["ignored_layers"],
+        "layers.0.mlp.down_proj",
+        "layers.0.mlp.experts",
+    ]
+
+
 def test_side_files_come_along_and_other_weights_do_not(tmp_path: Path) -> None:
     source = save(tmp_path / "source", make_tensors())
     kept = (
