@@ -24,6 +24,13 @@ _SMALLEST_MATRIX = 16
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 HEAD = "lm_head"
+_HEADS: Mapping[object, str] = {
+    "biogpt": "output_projection",
+    "gpt_neox_japanese": "embed_out",
+}
+"""Model types whose output head has another name, which no tensor tells where it is tied."""
+_RENAMED: Mapping[object, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}
+"""What transformers 5.23 calls linears that are left by default (`conversion_mapping.py`)."""
 _PARTIAL_CONFIGS = frozenset(
     {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
 )
@@ -121,7 +128,7 @@ def select(
     split = {name: stacks.split(name) for name in checkpoint.tensors}
     experts = [matrix.module for inside in split.values() for matrix in inside]
     modules = [name.removesuffix(_SUFFIX) for name in checkpoint.tensors]
-    tied = [HEAD] if config.get("tie_word_embeddings", True) else []
+    tied = _list_tied_heads(checkpoint, config)
     ignored = match_patterns(ignore, [*modules, *experts, *tied])
     vocab_sizes = frozenset(
         size for size in _find_values(config, "vocab_size") if isinstance(size, int)
@@ -148,6 +155,9 @@ def select(
             taken.append(Matrix(module=module, shape=(rows, columns), dtype=entry.dtype))
         else:
             left.append(_leave(name, entry, Reason("not a 2-D *.weight"), ()))
+    left += (
+        Left(module=head, why="a tied output head", is_linear=True) for head in tied if head != HEAD
+    )
     _check_taken(checkpoint, config, taken)
     has_experts = any(matrix.place is not None for matrix in taken)
     return Selection(
@@ -157,16 +167,25 @@ def select(
     )
 
 
+def _list_tied_heads(checkpoint: Checkpoint, config: Mapping[str, object]) -> list[str]:
+    """Name the output head that shares the embedding's tensor, and so has none of its own."""
+    heads = dict.fromkeys((HEAD, _HEADS.get(config.get("model_type"), HEAD)))
+    is_tied = config.get("tie_word_embeddings", True)
+    return [head for head in heads if is_tied and f"{head}{_SUFFIX}" not in checkpoint]
+
+
 def _find_ends(
     config: Mapping[str, object], left: Collection[Left], taken: Collection[Matrix]
 ) -> Iterator[Left]:
-    """Add how paths end, where the text model is a part of the whole."""
-    if _PARTIAL_CONFIGS.isdisjoint(config):
+    """Add how paths end, where the text model is a part of the whole or has other names there."""
+    old, new = _RENAMED.get(config.get("model_type"), ("", ""))
+    if not old and _PARTIAL_CONFIGS.isdisjoint(config):
         yield from left
         return
     quantized = {end for matrix in taken for end in _list_ends(matrix.module)}
     for item in left:
-        found = (_list_ends(path, only_outermost=True) for path in item.linears)
+        paths = (path.replace(old, new) for path in item.linears)
+        found = (_list_ends(path, only_outermost=True) for path in paths)
         own = (next((end for end in ends if end not in quantized), None) for ends in found)
         yield replace(item, ends=tuple(dict.fromkeys(end for end in own if end is not None)))
 

@@ -27,6 +27,7 @@ from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.schemes import SCHEMES
 from tests import zoo
+from tests.architectures import families
 from tests.quantize.by_hand import run
 from tests.quantize.stacked import STACKED
 from tests.truth.test_statistics import draw, make_plan, run_calibration
@@ -140,6 +141,20 @@ def test_experts_are_loaded_with_their_scales(family: str, tmp_path: Path) -> No
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=name)
         compared += original.dim() == 3
     assert compared >= 2
+
+
+@pytest.mark.parametrize("family", ["biogpt", "phimoe"])
+def test_linears_that_transformers_calls_otherwise_stay_as_they_are(
+    family: str, tmp_path: Path
+) -> None:
+    """A tied head that no tensor tells of; routers with another name on disk."""
+    families.save(family, families.FAMILIES[family], tmp_path / "model")
+    out = run(tmp_path / "model", tmp_path / "out", "w8a16")
+    _, report = AutoModelForCausalLM.from_pretrained(
+        out.out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
 
 
 def test_the_towers_of_a_vision_language_model_stay_as_they_are(tmp_path: Path) -> None:
