@@ -147,9 +147,10 @@ def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None,
     return "", None, None
 
 
-def list_types(config: Mapping[str, object]) -> set[object]:
+def list_types(config: Mapping[str, object]) -> set[str]:
     """Give every `model_type` of a config and the configs inside it."""
-    return {inner.get("model_type") for inner in _list_configs(config)}
+    types = (inner.get("model_type") for inner in _list_configs(config))
+    return {kind for kind in types if isinstance(kind, str)}
 
 
 def _list_configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:

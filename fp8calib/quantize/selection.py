@@ -24,12 +24,12 @@ _SMALLEST_MATRIX = 16
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 HEAD = "lm_head"
-_HEADS: Mapping[object, str] = {
+_HEADS: Mapping[str, str] = {
     "biogpt": "output_projection",
     "gpt_neox_japanese": "embed_out",
 }
 """Model types whose output head has another name, which no tensor tells where it is tied."""
-_RENAMED: Mapping[object, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}
+_RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}
 """What transformers 5.23 calls linears that are left by default (`conversion_mapping.py`)."""
 _PARTIAL_CONFIGS = frozenset(
     {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
@@ -169,7 +169,7 @@ def select(
 
 def _list_tied_heads(checkpoint: Checkpoint, config: Mapping[str, object]) -> list[str]:
     """Name the output head that shares the embedding's tensor, and so has none of its own."""
-    heads = dict.fromkeys((HEAD, _HEADS.get(config.get("model_type"), HEAD)))
+    heads = dict.fromkeys((HEAD, _HEADS.get(str(config.get("model_type")), HEAD)))
     is_tied = config.get("tie_word_embeddings", True)
     return [head for head in heads if is_tied and f"{head}{_SUFFIX}" not in checkpoint]
 
@@ -178,7 +178,7 @@ def _find_ends(
     config: Mapping[str, object], left: Collection[Left], taken: Collection[Matrix]
 ) -> Iterator[Left]:
     """Add how paths end, where the text model is a part of the whole or has other names there."""
-    old, new = _RENAMED.get(config.get("model_type"), ("", ""))
+    old, new = _RENAMED.get(str(config.get("model_type")), ("", ""))
     if not old and _PARTIAL_CONFIGS.isdisjoint(config):
         yield from left
         return

@@ -283,3 +283,12 @@ def test_groups_of_which_a_part_is_left_are_known(tmp_path: Path) -> None:
     taken = [matrix.module for matrix in found.taken]
     split = list_split_groups(taken, found.list_left_linears())
     assert split == [f"{LAYER}.self_attn.q_proj+k_proj+v_proj"]
+
+
+@pytest.mark.parametrize("kind", [["llama"], {"a": "b"}, None, 3])
+def test_a_model_type_that_is_no_name_hinders_nothing(tmp_path: Path, kind: object) -> None:
+    tensors = {f"{LAYER}.mlp.up_proj.weight": random(16, 16, seed=0)}
+    save(tmp_path, tensors, model_type=kind)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        found = select(checkpoint, checkpoint.load_config(), ignore=())
+    assert [matrix.module for matrix in found.taken] == [f"{LAYER}.mlp.up_proj"]
