@@ -31,6 +31,9 @@ _HEADS: Mapping[str, str] = {
 """Model types whose output head has another name, which no tensor tells where it is tied."""
 _RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}
 """What transformers 5.23 calls linears that are left by default (`conversion_mapping.py`)."""
+_MAMBA_SIGNS = ("x_proj", "dt_proj")
+_MAMBA = Reason("a projection of a first-generation Mamba mixer, which engines keep unquantized")
+"""vLLM 0.32.0 makes these without a quantization config (`layers/mamba/mamba_mixer.py`)."""
 _PARTIAL_CONFIGS = frozenset(
     {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
 )
@@ -133,6 +136,7 @@ def select(
     vocab_sizes = frozenset(
         size for size in _find_values(config, "vocab_size") if isinstance(size, int)
     )
+    mixers = _find_mamba_mixers(checkpoint)
     taken: list[Matrix] = []
     left: list[Left] = []
     apart: list[Matrix] = []
@@ -143,6 +147,8 @@ def select(
         inside = split[name]
         reason = _explain_leaving(module, entry, ignored, vocab_sizes)
         reason = reason or _explain_leaving_experts(name, inside, ignored)
+        if reason is None and module.rpartition(".")[0] in mixers and _is_linear(name, entry):
+            reason = _MAMBA
         if reason is not None:
             left.append(_leave(name, entry, reason, inside))
             apart += _take_experts(inside, entry.dtype)
@@ -231,6 +237,19 @@ def _explain_leaving(
     if entry.dtype not in _FLOATS:
         return Reason(f"stored in {entry.dtype}")
     return find_default(module, rows=entry.shape[0], vocab_sizes=vocab_sizes)
+
+
+def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
+    """Find the modules that have the projections of a Mamba mixer of the first generation."""
+    found = (
+        {
+            name.removesuffix(f".{sign}{_SUFFIX}")
+            for name in checkpoint.tensors
+            if name.endswith(f".{sign}{_SUFFIX}")
+        }
+        for sign in _MAMBA_SIGNS
+    )
+    return frozenset.intersection(*map(frozenset, found))
 
 
 def _explain_leaving_experts(

@@ -292,3 +292,20 @@ def test_a_model_type_that_is_no_name_hinders_nothing(tmp_path: Path, kind: obje
     with Checkpoint.open(tmp_path) as checkpoint:
         found = select(checkpoint, checkpoint.load_config(), ignore=())
     assert [matrix.module for matrix in found.taken] == [f"{LAYER}.mlp.up_proj"]
+
+
+def test_mixers_of_the_first_mamba_are_left_as_engines_leave_them(tmp_path: Path) -> None:
+    """Those of the second have no x_proj, and are quantized."""
+    tensors = {
+        f"model.layers.{layer}.mamba.{name}.weight": random(16, 16, seed=0)
+        for layer, names in enumerate((("x_proj", "dt_proj", "in_proj", "out_proj"), ("in_proj",)))
+        for name in names
+    }
+    save(tmp_path, tensors)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        found = select(checkpoint, checkpoint.load_config(), ignore=())
+    assert [matrix.module for matrix in found.taken] == ["model.layers.1.mamba.in_proj"]
+    assert {item.module for item in found.left} == {
+        f"model.layers.0.mamba.{name}" for name in ("x_proj", "dt_proj", "in_proj", "out_proj")
+    }
+    assert all("Mamba" in item.why for item in found.left)
