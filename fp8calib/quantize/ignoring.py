@@ -15,6 +15,7 @@ _PROJECTOR = "a projector between modalities"
 _TREES = frozenset({_TOWER, _PROJECTOR})
 _MODALITY = "vision|visual|image|img|audio|speech|video"
 
+_KEPT = "a linear that engines keep unquantized"
 _PARTS = (
     ("an output head", r"lm_head|head|shared_head|embed_out|output_layer|score|classifier"),
     ("an embedding", r".*embed.*|wte|wpe|relative_attention_bias"),
@@ -24,7 +25,7 @@ _PARTS = (
     (_PROJECTOR, r".*projector.*|connector|(.+_)?aligner|resampler|merger"),
     # vLLM 0.32.0 makes these without a quantization config, whatever the checkpoint's
     # (`models/deepseek_mtp.py`, `models/deepseek_v2.py`).
-    ("a linear that engines keep unquantized", r"eh_proj|weights_proj"),
+    (_KEPT, r"eh_proj|weights_proj"),
 )
 """Why a module is left, and the parts of a path that say so."""
 _OUTER_PARTS = (
@@ -32,6 +33,9 @@ _OUTER_PARTS = (
     (_PROJECTOR, r"mlp1"),
 )
 """The same before the first number of a path: inside layers these names mean something else."""
+_INDEXER_KEY = ".indexer.wk"
+"""The end of a path; engines join it with `weights_proj`, and vLLM 0.32.0 fails on a scale that is
+one for all its rows (`models/deepseek_v2.py`, `_try_load_fp8_indexer_wk`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Rea
             for part in where:
                 if re.fullmatch(expression, part):
                     return Reason(why, tree=part if why in _TREES else "")
+    if module.endswith(_INDEXER_KEY):
+        return Reason(_KEPT)
     if outer == parts and rows in vocab_sizes:
         return Reason("an embedding or an output head: it has a row per word")
     return None

@@ -76,6 +76,7 @@ LEFT = {
     "model.connector.modality_projection.proj": "a projector between modalities",
     "mlp1.1": "a projector between modalities",
     "model.layers.61.eh_proj": "a linear that engines keep unquantized",
+    "model.layers.0.self_attn.indexer.wk": "a linear that engines keep unquantized",
 }
 
 
