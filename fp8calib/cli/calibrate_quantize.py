@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fp8calib.cli.quantize_report import Outcome, build_report
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.fp8 import E4M3FN
-from fp8calib.quantize.calibrated import Choice, find_scales
+from fp8calib.quantize.calibrated import Choice, find_scales, list_unmeasured
 from fp8calib.quantize.forms import find_form
 from fp8calib.quantize.plan import Settings, make_plan
 from fp8calib.quantize.quantize import quantize
@@ -107,6 +108,10 @@ def _quantize(
     started = time.monotonic()
     found = find_scheme(scheme)
     settings = Settings(scheme=found, form=find_form(_FORM, found))
+    if found.has_static_inputs:
+        selection = select(job.checkpoint, job.checkpoint.load_config(), ignore=())
+        unmeasured = list_unmeasured(stats, selection.taken)
+        settings = replace(settings, ignore=tuple(unmeasured))
     choice = Choice(rule=job.recipe.scales.rule, fallback=job.recipe.scales.fallback)
     calibrated = find_scales(stats, job.checkpoint, settings, choice)
     plan = make_plan(job.checkpoint, settings, scales=calibrated.scales)
@@ -121,6 +126,9 @@ def _quantize(
         source_bytes=job.checkpoint.total_size_bytes,
         duration_s=time.monotonic() - started,
         stats=stats,
-        notes=(),  # those of the scales are told already
+        notes=tuple(  # those of the scales are told already
+            f"{module}: left unquantized, because inputs are measured in the decoder layers alone"
+            for module in settings.ignore
+        ),
     )
     return build_report(outcome)

@@ -21,6 +21,7 @@ from fp8calib.fp8 import E4M3FN
 from fp8calib.geometry import Layer, Linear
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import Form
+from fp8calib.quantize.ignoring import list_paths
 from fp8calib.quantize.plan import NO_SCALES, Scales, Settings
 from fp8calib.quantize.selection import Matrix, select
 from fp8calib.rules import AMAX, Rule, find_reach
@@ -144,7 +145,7 @@ def find_input_scales(
     Raises:
         ExportError: the statistics hold nothing for a linear.
     """
-    inputs = _Inputs(stats, choice)
+    inputs = _Inputs(stats, taken, choice)
     found = {matrix.module: inputs.find(matrix) for matrix in taken}
     if shares_scales:
         groups = {matrix.module: _name_input_group(matrix) for matrix in taken}
@@ -157,13 +158,36 @@ def find_input_scales(
     )
 
 
+def list_unmeasured(stats: CalibrationStats, taken: Collection[Matrix]) -> list[str]:
+    """List the modules, outermost first, whose linears lie outside the decoder layers.
+
+    Calibration measures the inputs of those inside alone.
+    """
+    layers = {place for layer in stats.geometry.layers for place in _find_places(layer)}
+    measured = {linear.checkpoint_name for _, linear in stats.geometry.linears()}
+    outside = {
+        matrix.module
+        for matrix in taken
+        if matrix.tensor not in measured and layers.isdisjoint(list_paths(matrix.module))
+    }
+    modules = [matrix.module for matrix in taken]
+    inside = {path for name in modules if name not in outside for path in list_paths(name)}
+    outermost = (
+        next((path for path in list_paths(name) if path not in inside), name)
+        for name in modules
+        if name in outside
+    )
+    return list(dict.fromkeys(outermost))
+
+
 class _Inputs:
     """The scales of inputs, found by the names of weights in the checkpoint."""
 
-    def __init__(self, stats: CalibrationStats, choice: Choice) -> None:
+    def __init__(self, stats: CalibrationStats, taken: Collection[Matrix], choice: Choice) -> None:
         self.table = compute_linear_scales(
             stats, E4M3FN, rule=choice.rule, fallback=choice.fallback
         )
+        self._taken = taken
         self._rule = choice.rule
         self._stats = stats
         self._linears = {
@@ -192,9 +216,14 @@ class _Inputs:
                 return self._of_expert(experts, int(found.group(2)))
         raise ExportError(
             f"the stats hold no input of {matrix.module}",
-            hint="calibrate with --recipe w8a8-static; what the model's class leaves out (extra "
-            f"prediction layers) stays unquantized with --ignore {matrix.source}",
+            hint="calibrate with --recipe w8a8-static; what lies outside the layers it measures "
+            f"stays unquantized with {self._list_options(matrix)}",
         )
+
+    def _list_options(self, matrix: Matrix) -> str:
+        """Spell the options that leave out what is not measured."""
+        names = list_unmeasured(self._stats, self._taken) or [matrix.source]
+        return " ".join(f"--ignore {name}" for name in names)
 
     def _of_linear(self, linear: Linear) -> torch.Tensor:
         if linear.section == "other":

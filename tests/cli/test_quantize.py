@@ -268,3 +268,19 @@ def test_calibrate_goes_on_where_weights_cannot_be_quantized(tmp_path: Path) -> 
     assert any("fp8-static is not written" in text for text in outcome.json["warnings"])
     assert not (tmp_path / "out" / "fp8-static").exists()
     assert (tmp_path / "out" / "rfc.tp1.json").is_file()
+
+
+def test_calibrate_leaves_what_it_does_not_measure_and_says_so(tmp_path: Path) -> None:
+    """Gemma 3n has linears outside its layers."""
+    zoo.save("gemma3n_text", tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": [*range(3, 40)]}) + "\n" for _ in range(4)))
+    command = ("calibrate", tmp_path / "model", "--data", rows, *CALIBRATE, "--format", "rfc")
+    report = succeed(*command, "--out", tmp_path / "out", "--json").json
+    told = [text for text in report["warnings"] if "inputs are measured" in text]
+    names = {text.split(": ")[1] for text in told}
+    assert {"model.altup_projections", "model.per_layer_model_projection"} <= names
+    options = [option for name in names for option in ("--ignore", name)]
+    again = ("--scheme", "fp8-static", "--stats", tmp_path / "out" / "stats.safetensors")
+    succeed("quantize", tmp_path / "model", *again, *options, "--out", tmp_path / "again")
+    assert snapshot(tmp_path / "out" / "fp8-static") == snapshot(tmp_path / "again")

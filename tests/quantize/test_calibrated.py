@@ -11,7 +11,12 @@ import pytest
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import ExportError
-from fp8calib.quantize.calibrated import check_same_model, find_input_scales, find_kv_scales
+from fp8calib.quantize.calibrated import (
+    check_same_model,
+    find_input_scales,
+    find_kv_scales,
+    list_unmeasured,
+)
 from fp8calib.quantize.forms import FORMS
 from fp8calib.quantize.plan import Scales
 from fp8calib.quantize.selection import Matrix, select
@@ -79,10 +84,14 @@ def test_experts_on_disk_have_the_inputs_of_stacked_ones(
 def test_a_linear_that_was_not_observed_is_an_error(tmp_path: Path) -> None:
     """Extra prediction layers, for example, are not part of the live model."""
     _, stats, _ = calibrated("llama", tmp_path / "model")
-    taken = [*pick(tmp_path / "model"), Matrix(module="mtp.fc", shape=(4, 4), dtype="F32")]
+    taken = [
+        *pick(tmp_path / "model"),
+        *(Matrix(module=m, shape=(4, 4), dtype="F32") for m in ("mtp.fc", "mtp.up", "model.side")),
+    ]
+    assert list_unmeasured(stats, taken) == ["mtp", "model.side"]
     with pytest.raises(ExportError, match=r"no input of mtp\.fc") as raised:
         find_input_scales(stats, taken, shares_scales=True)
-    assert "--ignore mtp.fc" in raised.value.hint
+    assert raised.value.hint.endswith("with --ignore mtp --ignore model.side")
 
 
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
