@@ -118,6 +118,39 @@ _EXPERT_RULES = (
 FINEGRAINED = "finegrained"
 """The form of `quant_method: fp8` with one scale per tensor under the names of transformers:
 `weight_scale_inv` and `activation_scale`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """Linears that an engine makes without a quantization config, whatever the checkpoint's."""
+
+    engine: str
+    model_type: str
+    endings: tuple[str, ...]
+    """Of their paths."""
+    effect: Effect
+    why: str
+    source: str
+
+
+_KEPT = (
+    _Kept(
+        engine=SGLANG,
+        model_type="olmo",
+        endings=tuple(f".self_attn.{name}_proj" for name in "qkvo"),
+        effect=Effect.REFUSED,
+        why="it has no place for their scales, and stops",
+        source="SGLang 0.5.23 srt/models/olmo.py (OlmoAttention, load_weights)",
+    ),
+    _Kept(
+        engine=SGLANG,
+        model_type="step3p5",
+        endings=(".self_attn.g_proj",),
+        effect=Effect.MISREAD,
+        why="it leaves their scales out without an error, and its answers are wrong",
+        source="SGLang 0.5.23 srt/models/step3p5.py (g_proj, load_weights)",
+    ),
+)
 _TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -132,6 +165,7 @@ def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
         *_list_stack_faults(weights),
         *_list_turned_faults(weights),
         *_list_named_faults(weights),
+        *_list_kept_faults(weights),
     ]
 
 
@@ -237,3 +271,19 @@ def _list_named_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
             source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried; models/mistral3.py",
             mend="rename the scales: the numbers are the same",
         )
+
+
+def _list_kept_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
+    """Tell of linears that an engine cannot have in FP8."""
+    for rule in _KEPT:
+        if weights.config.get("model_type") != rule.model_type:
+            continue
+        found = (each.module for each in weights.linears if each.module.endswith(rule.endings))
+        if (example := next(found, None)) is not None:
+            options = " ".join(f"--ignore '*{ending}'" for ending in rule.endings)
+            yield WeightFault(
+                engine=rule.engine,
+                effect=rule.effect,
+                why=f"{rule.model_type}: {rule.why} ({example}); {options} leaves them as they are",
+                source=rule.source,
+            )

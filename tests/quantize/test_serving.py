@@ -146,6 +146,25 @@ def test_experts_of_a_layer_quantized_in_part_are_told(
     } - misled
 
 
+def test_linears_that_sglang_knows_no_fp8_for_are_told(tmp_path: Path) -> None:
+    source = save(
+        tmp_path / "source",
+        {
+            f"{LAYER}.{name}.weight": random(128, 128, seed=0)
+            for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
+        },
+        model_type="olmo",
+    )
+    told = run(source, tmp_path / "a", "fp8-dynamic").plan
+    (fault,) = (item for item in list_limitations(told, None) if item.is_blocking)
+    assert fault.engine == "SGLang"
+    assert f"olmo: it has no place for their scales, and stops ({LAYER}.self_attn." in fault.why
+    options = tuple(f"*.self_attn.{name}_proj" for name in "qo")
+    assert all(f"--ignore '{option}'" in fault.why for option in options)
+    left = run(source, tmp_path / "b", "fp8-dynamic", ignore=options).plan
+    assert not any(item.is_blocking for item in list_limitations(left, None))
+
+
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
 
 
