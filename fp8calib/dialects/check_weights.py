@@ -31,6 +31,9 @@ from fp8calib.geometry import ModelGeometry
 _NAMES = {"vllm": VLLM, "sglang": SGLANG, "tgi": TGI, "transformers": TRANSFORMERS}
 _SUFFIX = ".weight"
 _FLOATS = ("BF16", "F16", "F32")
+_TRIED_METHODS = ("compressed-tensors", "fp8")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linears of decoder layers that vLLM makes by the config, in all of its models."""
 _UNREAD = "what engines make of its FP8 weights is not checked"
 
 
@@ -52,6 +55,8 @@ class WeightCheck:
             method, find_scheme = load_finder(folder.path, folder.config)
             self._faults += _list_contradictions(method, find_scheme, stored, geometry)
             schemes = {module: find_scheme(module) for module in stored}
+            left = {name for name, entry in matrices.items() if entry.dtype in _FLOATS}
+            self._faults += _list_forgotten(method, find_scheme, left, folder, geometry)
         except VerificationError as error:
             self._problem = f"{_UNREAD}: {error.message}"
             return
@@ -59,7 +64,7 @@ class WeightCheck:
             form=_name_form(method, schemes, tensors),
             config=folder.config,
             linears=tuple(_describe(each, stored[each], schemes[each]) for each in stored),
-            left=[name for name, entry in matrices.items() if entry.dtype in _FLOATS],
+            left=left,
             is_mixed=_is_mixed(folder),
         )
         self._faults += list_scale_faults(schemes, tensors)
@@ -173,6 +178,45 @@ def _list_contradictions(
                 mend="take the config that the weights were quantized with",
             )
             return
+
+
+def _list_forgotten(
+    method: str,
+    find_scheme: FindScheme,
+    left: Collection[str],
+    folder: ScaleFolder,
+    geometry: ModelGeometry,
+) -> Iterator[WeightFault]:
+    """Give the first linear of a decoder layer that is not FP8, though the config calls it so.
+
+    Where the config leaves any linear of its name out, it may mean this one by another path.
+    """
+    spelled = " ".join(_list_texts(folder.config.get("quantization_config")))
+    for _, linear in geometry.linears() if method in _TRIED_METHODS else ():
+        module = (linear.checkpoint_name or "").removesuffix(_SUFFIX)
+        name = module.rpartition(".")[2]
+        if module not in left or name not in _PROJECTIONS or name in spelled:
+            continue
+        try:
+            find_scheme(module)
+        except ContradictionError:
+            continue
+        yield WeightFault(
+            engine=VLLM,
+            effect=Effect.MISREAD,
+            why=f"{module} is not FP8, and the config calls it so: it is cast without a scale",
+            source="vLLM 0.32.0 model_executor/parameter.py, tried",
+            mend="leave it out in the config, or quantize it",
+        )
+        return
+
+
+def _list_texts(config: object) -> Iterator[str]:
+    """List the texts in a config's lists, at any depth."""
+    if isinstance(config, list):
+        yield from (item for item in config if isinstance(item, str))
+    for value in config.values() if isinstance(config, Mapping) else ():
+        yield from _list_texts(value)
 
 
 def _describe(module: str, entry: TensorEntry, scheme: Scheme) -> QuantizedLinear:

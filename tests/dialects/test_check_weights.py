@@ -396,3 +396,41 @@ def test_ranks_have_to_share_out_every_weight(tmp_path: Path) -> None:
         assert not explain_refusal(ask(folder, engine, 2))
         assert "does not divide the 250 channels" in explain_refusal(ask(folder, engine, 4))
     assert not explain_refusal(ask(folder, "transformers", 4))
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def forget(folder: Path) -> None:
+    """Store a linear as the model has it, and say nothing of that in the config."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{DOWN}.")]:
+            shape = tensors.pop(name).shape
+            if name.endswith(".weight"):
+                tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+
+    change_tensors(folder, change)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
+def test_a_linear_that_the_config_takes_for_fp8_is_misread(tmp_path: Path, form: str) -> None:
+    folder = make(tmp_path, form, "fp8-static", **WHOLE)
+    forget(folder)
+    verdict = ask(folder, "vllm").weights
+    assert verdict is not None
+    assert verdict.why.startswith(f"{DOWN} is not FP8")
+
+
+@pytest.mark.parametrize(
+    ("form", "key"), [("compressed-tensors", "ignore"), ("autofp8", "ignored_layers")]
+)
+@pytest.mark.parametrize("name", [DOWN, f"language_model.{DOWN}"])
+def test_a_linear_that_the_config_leaves_out_is_not(
+    tmp_path: Path, form: str, key: str, name: str
+) -> None:
+    """By whatever path: engines have their own."""
+    folder = make(tmp_path, form, "fp8-static", **WHOLE)
+    forget(folder)
+    change_config(folder, **{key: ["lm_head", name]})
+    assert ask(folder, "vllm").weights is None

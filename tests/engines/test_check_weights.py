@@ -22,6 +22,7 @@ from tests.dialects.test_check_weights import (
     change_config,
     change_tensors,
     explain_refusal,
+    forget,
     make,
 )
 
@@ -266,3 +267,17 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
         finer = [f"for blocks of {expected[0]}," in each.why for each in faults if expected]
         assert finer == ([True] if expected else []), case
         assert bool(faults) is (rank % 128 != 0), case
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
+def test_vllm_casts_a_linear_that_the_config_takes_for_fp8(tmp_path: Path, form: str) -> None:
+    folder = make(
+        tmp_path / "case", form, "fp8-dynamic" if form[0] == "c" else "fp8-static", **WHOLE
+    )
+    forget(folder)
+    assert ask(folder, "vllm").weights is not None
+    answer = load_or_refuse({form: folder})[form]
+    assert not isinstance(answer, str), answer
+    weight = answer["loaded.model.layers.1.mlp.down_proj.weight"]
+    assert weight.dtype is torch.float8_e4m3fn
+    assert bool((weight.float() == 1).all())
