@@ -6,6 +6,7 @@ be there: of safetensors files only the headers and the scales themselves are re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,8 +124,18 @@ def read_scales(
         table=table,
         has_weights=reading.has_weights,
         files=reading.files,
-        notes=reading.notes,
+        notes=(*reading.notes, *_explain_expanded(reading, geometry)),
     )
+
+
+def _explain_expanded(reading: Reading, geometry: ModelGeometry) -> Iterator[str]:
+    """Tell of scales that ModelOpt itself measured on the arguments of latent attention."""
+    is_foreign = reading.dialect == "modelopt" and reading.measured_on is None
+    if is_foreign and geometry.has_latent_attention:
+        yield (
+            "ModelOpt measures K and V of latent attention expanded to heads; where an engine "
+            "caches the latents instead, calibrate them"
+        )
 
 
 def check_same_model(name: str, measured: MeasuredOn | None, fingerprint: str) -> None:

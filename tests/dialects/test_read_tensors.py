@@ -234,6 +234,15 @@ def test_latent_attention_has_one_head_under_both_names(tmp_path: Path) -> None:
     assert list(_values(found).values()) == [[[0.5]], [[0.5]]]
 
 
+@pytest.mark.parametrize(("inner", "is_told"), [("{}_proj.", True), ("", False)])
+def test_scales_of_expanded_heads_are_told(tmp_path: Path, inner: str, is_told: bool) -> None:
+    """ModelOpt's own names say where it measured."""
+    names = [f"{inner.format(role)}{role}_scale" for role in "kv"]
+    tensors = {PREFIX.format(0) + name: torch.tensor(0.5) for name in names}
+    found = read_scales(_save(tmp_path / "a", tensors), latent_stats().geometry)
+    assert any("expanded to heads" in note for note in found.notes) is is_told
+
+
 @pytest.mark.parametrize(
     ("shape", "shown"),
     [
