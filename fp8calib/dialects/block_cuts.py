@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 
@@ -20,6 +20,7 @@ from fp8calib.dialects.served_weights import (
     QuantizedWeights,
     WeightFault,
     name_fused_group,
+    tell_each,
 )
 from fp8calib.geometry import Linear, ModelGeometry, Part
 from fp8calib.tensor_parallel import rank_range
@@ -44,9 +45,9 @@ _MEND_EXPERTS = f"serve it with expert parallelism or fewer ranks, or {_MEND}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
-    """A projection that is loaded into one weight with others."""
+    """A projection that is loaded into one weight with others; equal to those of its sizes."""
 
-    module: str
+    module: str = field(compare=False)
     stored: int
     """Its outputs in the checkpoint."""
     rows: int
@@ -98,17 +99,12 @@ def list_rank_faults(
     blocks = {each.module: each.block for each in weights.linears if each.block is not None}
     found = list(_find_linears(blocks, geometry))
     if tp > 1 and (why := next(filter(None, (_explain_cut(*each, tp) for each in found)), "")):
-        return list(_refuse(why, _MEND_RANKS))
+        return list(tell_each(_SOURCES, Effect.REFUSED, why, _MEND_RANKS))
     joined = _join_on_ranks(found, tp)
     return [
         *(_judge_experts(weights, tp, _MEND_EXPERTS) if tp > 1 else ()),
         *_judge((each for each in joined if tp > 1 or each.is_stored_joined), weights.form),
     ]
-
-
-def _refuse(why: str, mend: str) -> Iterator[WeightFault]:
-    for engine, source in _SOURCES.items():
-        yield WeightFault(engine=engine, effect=Effect.REFUSED, why=why, source=source, mend=mend)
 
 
 def _judge(joined: Iterable[_Joined], form: str) -> Iterator[WeightFault]:
@@ -147,6 +143,8 @@ def _judge_one(engine: str, joined: _Joined, form: str) -> WeightFault | None:
 @cache
 def _copy_scales(joined: _Joined) -> Effect | None:
     """Replay which scales vLLM's `fp8` method copies where, where it has not checked the sizes.
+
+    Layers of the same sizes fare alike, and are replayed once.
 
     Returns:
         REFUSED where a slice lies outside of a tensor, MISREAD where a row gets another one's
@@ -192,7 +190,7 @@ def _judge_experts(weights: QuantizedWeights, tp: int, mend: str) -> Iterator[We
     if expert is None:
         return
     finer = _find_finer_block(expert, tp) if weights.form == "autofp8" else 0
-    for fault in _refuse(f"{why}: ValueError", mend):
+    for fault in tell_each(_SOURCES, Effect.REFUSED, f"{why}: ValueError", mend):
         if fault.engine == VLLM and finer:
             yield replace(
                 fault,

@@ -209,9 +209,10 @@ def _list_fused_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
 def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
     """Tell who takes the experts of a layer for quantized all alike."""
     taken = [each.module for each in weights.linears]
+    layers = list_split_experts(taken, weights.left)
     split = {
-        VLLM: list_split_experts(taken, weights.left),
-        SGLANG: list_split_experts(taken, weights.left),
+        VLLM: layers,
+        SGLANG: layers,
         TRANSFORMERS: list_split_experts(taken, weights.left, by_projection=True),
     }
     sources = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -70,6 +70,14 @@ class QuantizedWeights:
     """Paths of the linears that are not FP8."""
     is_mixed: bool = False
     """It is ModelOpt's MIXED_PRECISION, for which engines have a method of its own."""
+
+
+def tell_each(
+    sources: Mapping[str, str], effect: Effect, why: str, mend: str
+) -> Iterator[WeightFault]:
+    """Say the same of several engines, each with the file of its own that says so."""
+    for engine, source in sources.items():
+        yield WeightFault(engine=engine, effect=effect, why=why, source=source, mend=mend)
 
 
 def name_fused_group(module: str) -> str:

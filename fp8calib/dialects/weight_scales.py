@@ -18,7 +18,7 @@ from fp8calib.dialects.fp8_weights import (
     list_scale_shapes,
     name_companions,
 )
-from fp8calib.dialects.served_weights import Effect, WeightFault
+from fp8calib.dialects.served_weights import Effect, WeightFault, tell_each
 from fp8calib.errors import shorten
 
 _MAKERS = {
@@ -51,24 +51,11 @@ def list_scale_faults(
         if each not in strange
     )
     if why := next(filter(None, missing), ""):
-        for engine, source in _MAKERS.items():
-            yield WeightFault(
-                engine=engine,
-                effect=Effect.MISREAD,
-                why=f"{why}: it serves with what its memory held",
-                source=source,
-                mend=_MEND_MISSING,
-            )
+        held = f"{why}: it serves with what its memory held"
+        yield from tell_each(_MAKERS, Effect.MISREAD, held, _MEND_MISSING)
     misfits = (_explain_misfit(names[each], schemes[each], tensors) for each in schemes)
     if why := next(filter(None, misfits), ""):
-        for engine, source in _LOADERS.items():
-            yield WeightFault(
-                engine=engine,
-                effect=Effect.REFUSED,
-                why=f"{why} (AssertionError)",
-                source=source,
-                mend=_MEND_SHAPE,
-            )
+        yield from tell_each(_LOADERS, Effect.REFUSED, f"{why} (AssertionError)", _MEND_SHAPE)
 
 
 def _list_strange(tensors: Mapping[str, TensorEntry]) -> set[str]:
