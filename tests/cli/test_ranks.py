@@ -48,17 +48,19 @@ def start(place: dict[str, object], *command: object) -> subprocess.Popen[str]:
 
 
 def start_ranks(
-    count: int, *arguments: object, last: tuple[str, ...] = PROGRAM
+    count: int,
+    *arguments: object,
+    program: tuple[str, ...] = PROGRAM,
+    last: tuple[str, ...] | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start the processes of a run one by one, as any starter would."""
+    """Start the processes of a run one by one, as any starter would; the last may be special."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    programs = [PROGRAM] * (count - 1) + [last]
+    programs = [program] * (count - 1) + [last or program]
     return [
-        start({**shared, "RANK": rank}, *program[1:], *arguments)
-        for rank, program in enumerate(programs)
+        start({**shared, "RANK": rank}, *each[1:], *arguments) for rank, each in enumerate(programs)
     ]
 
 

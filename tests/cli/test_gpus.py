@@ -1,0 +1,224 @@
+"""The program on GPUs: real ones where the machine has them, else pretended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.integrations import accelerate as placing
+
+from fp8calib.cli import calibrate_memory, verify_memory
+from fp8calib.quantize import shard_writer
+from fp8calib.quantize.cast import encode_rows
+from tests import zoo
+from tests.pretended_gpus import pretended_gpus
+
+from .program import Outcome, fail, snapshot, succeed
+from .test_ranks import finish, make_rows, start_ranks
+
+HAS_GPU = torch.cuda.is_available()
+FAMILIES = ("llama", "mixtral", "deepseek_v3", "gemma3n_text", "qwen3_next")
+SIZE = ("--samples", 8, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
+SCHEMES = ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block")
+PRETENDING = (sys.executable, "-m", "tests.cli.pretending")
+
+pytestmark = pytest.mark.skipif(
+    not HAS_GPU and shutil.which("g++") is None, reason="pretended GPUs are compiled by g++"
+)
+
+
+@pytest.fixture(name="rows", scope="module")
+def _rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", 8)
+
+
+@pytest.fixture(name="calibrated", scope="module", params=FAMILIES)
+def _calibrated(
+    request: pytest.FixtureRequest, rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Give a folder of a model and of what its calibration on the CPU wrote."""
+    folder = tmp_path_factory.mktemp(request.param)
+    zoo.save(request.param, folder / "model", max_shard_size="100KB")
+    succeed(*calibration(folder, rows), "--device", "cpu", "--out", folder / "cpu")
+    return folder
+
+
+def calibration(folder: Path, rows: Path) -> tuple[object, ...]:
+    recipe = ("--recipe", "w8a8-static", "--format", "kv-scales")
+    return ("calibrate", folder / "model", "--data", rows, *SIZE, *recipe)
+
+
+def outside_the_layers(model: Path) -> tuple[str, ...]:
+    """Leave out what gemma3n has beside its layers, where inputs are not measured."""
+    if json.loads((model / "config.json").read_text())["model_type"] != "gemma3n_text":
+        return ()
+    names = ("altup_projections", "altup_unembed_projections", "per_layer_model_projection")
+    return tuple(part for name in names for part in ("--ignore", f"model.{name}*"))
+
+
+def gpus(count: int = 1) -> AbstractContextManager[None]:
+    return nullcontext() if HAS_GPU else pretended_gpus(count)
+
+
+@contextmanager
+def streamed() -> Iterator[None]:
+    """Let no model fit whole."""
+    with (
+        mock.patch.object(calibrate_memory, "plan_whole", return_value=None),
+        mock.patch.object(verify_memory, "plan_whole", return_value=None),
+    ):
+        yield
+
+
+def require_same_statistics(first: Path, second: Path) -> None:
+    """Compare amaxes; another order of summation moves a value across the edge of a bin."""
+    one, two = (load_file(folder / "stats.safetensors") for folder in (first, second))
+    assert one.keys() == two.keys()
+    amaxes = [name for name in one if name.endswith("amax")]
+    assert amaxes
+    for name in amaxes:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-5)
+
+
+def require_same_figures(first: Outcome, second: Outcome) -> None:
+    names = ("kld_mean", "ppl_ratio", "top1_agreement")
+    for here, there in zip(first.json["candidates"], second.json["candidates"], strict=True):
+        assert {name: there[name] for name in names} == pytest.approx(
+            {name: here[name] for name in names}, rel=0.05
+        )
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+def test_pretended_gpus_refuse_what_gpus_refuse() -> None:
+    host = torch.arange(6.0).view(2, 3)
+    with pretended_gpus(2):
+        first, second = host.cuda(), host.to("cuda:1")
+        assert (first.device, second.device) == (torch.device("cuda:0"), torch.device("cuda:1"))
+        assert (first @ first.T).cpu().tolist() == (host @ host.T).tolist()
+        for other in (second, host):
+            with pytest.raises(RuntimeError, match="on one device"):
+                first + other
+        with pytest.raises(RuntimeError, match="numpy"):
+            first.numpy()
+        first[0] += 1
+        assert first.sum().item() == 18
+        assert host.sum() == 15
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("mode", ["whole", "streamed"])
+def test_statistics_of_a_gpu_are_those_of_the_cpu(
+    calibrated: Path, rows: Path, mode: str, tmp_path: Path
+) -> None:
+    with gpus(), streamed() if mode == "streamed" else nullcontext():
+        done = succeed(
+            *calibration(calibrated, rows), "--device", "cuda", "--out", tmp_path / "out", "--json"
+        )
+    assert done.json["memory"]["streamed"] is (mode == "streamed")
+    assert done.json["memory"]["device_peak_bytes"] > 0
+    require_same_statistics(calibrated / "cpu", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("mode", "of"),
+    [
+        ("whole", "stats.safetensors"),
+        ("whole", "fp8-dynamic"),
+        ("streamed", "stats.safetensors"),
+        ("streamed", "fp8-static"),
+    ],
+)
+def test_figures_of_a_gpu_are_those_of_the_cpu(
+    calibrated: Path, rows: Path, mode: str, of: str
+) -> None:
+    what = ("--scheme", of) if of == "fp8-dynamic" else ("--scales", calibrated / "cpu" / of)
+    command = ("verify", calibrated / "model", "--data", rows, *SIZE, *what, "--json")
+    cpu = succeed(*command, "--device", "cpu")
+    with gpus(), streamed() if mode == "streamed" else nullcontext():
+        gpu = succeed(*command, "--device", "cuda")
+    require_same_figures(cpu, gpu)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="accelerate spreads no model that fits one real GPU")
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
+def test_a_model_spread_over_gpus_gives_the_same(family: str, rows: Path, tmp_path: Path) -> None:
+    model = zoo.save(family, tmp_path / "model", num_hidden_layers=4)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    seen: list[dict[str, object]] = []
+    infer = placing.infer_auto_device_map
+
+    def spy(*args: object, **kwargs: object) -> dict[str, object]:
+        seen.append(infer(*args, **kwargs))
+        return seen[-1]
+
+    spread = ("--device-map", "auto")
+    succeed(*calibration(tmp_path, rows), "--device", "cpu", "--out", tmp_path / "cpu")
+    verification = ("verify", tmp_path / "model", "--data", rows, *SIZE, "--json")
+    verification = (*verification, "--scales", tmp_path / "cpu" / "fp8-static")
+    with (
+        mock.patch("tests.pretended_gpus._infer_device_map", spy),
+        pretended_gpus(2, room_bytes=weights * 3 // 4),
+    ):
+        succeed(*calibration(tmp_path, rows), *spread, "--out", tmp_path / "out")
+        spread_figures = succeed(*verification, *spread)
+    assert [set(device_map.values()) for device_map in seen] == [{0, 1}] * 2
+    require_same_statistics(tmp_path / "cpu", tmp_path / "out")
+    require_same_figures(succeed(*verification, "--device", "cpu"), spread_figures)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bytes_of_a_gpu_are_those_of_the_cpu(calibrated: Path, scheme: str, tmp_path: Path) -> None:
+    stats = calibrated / "cpu" / "stats.safetensors"
+    command = ("quantize", calibrated / "model", "--scheme", scheme)
+    if scheme == "fp8-static":
+        outside = outside_the_layers(calibrated / "model")
+        command = (*command, "--stats", stats, *outside)
+    succeed(*command, "--out", tmp_path / "cpu")
+    with gpus(), mock.patch.object(shard_writer, "encode_rows", wraps=encode_rows) as encode:
+        succeed(*command, "--device", "cuda", "--out", tmp_path / "gpu")
+    assert {call.args[0].device.type for call in encode.call_args_list} == {"cuda"}
+    assert snapshot(tmp_path / "gpu") == snapshot(tmp_path / "cpu")
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the pretended ranks would find the real GPU")
+def test_ranks_with_a_gpu_each_write_the_file_of_one(rows: Path, tmp_path: Path) -> None:
+    zoo.save("mixtral", tmp_path / "model")
+    command = (*calibration(tmp_path, rows), "--device", "cuda", "--json")
+    with pretended_gpus(1):
+        succeed(*command, "--out", tmp_path / "one")
+    ranks = start_ranks(2, *command, "--out", tmp_path / "two", program=PRETENDING)
+    for rank, process in enumerate(ranks):
+        code, out, err = finish(process)
+        assert code == 0, err
+        assert f"on cuda:{rank}" in err or rank
+        if not rank:
+            assert json.loads(out)["ranks"] == 2
+    one, two = (tmp_path / name / "stats.safetensors" for name in ("one", "two"))
+    assert two.read_bytes() == one.read_bytes()
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there may be a GPU for each")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--device", "cuda"), "2 processes were started on a machine with 1 GPUs"),
+        (("--device-map", "auto"), "--device-map spreads the model over the GPUs"),
+    ],
+)
+def test_ranks_without_a_gpu_each_are_refused(
+    rows: Path, options: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pretended_gpus(1):
+        told = fail(2, *calibration(tmp_path, rows), *options, "--out", tmp_path / "out")
+    assert why in told

@@ -1,0 +1,196 @@
+"""GPUs that are not there: tensors that say `cuda:N`, and are computed by the CPU.
+
+What a GPU refuses is refused: tensors of two devices in one operation, and the device's memory
+read as the host's. So a test sees where every tensor lies. Kernels and speed are the CPU's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations import accelerate as placing
+
+ROOM_BYTES = 64 << 30
+_CPU = torch.device("cpu")
+_TAKE_BOTH = {torch.ops.aten.copy_, torch.ops.aten.to, torch.ops.aten._to_copy}
+_GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+"""
+_run_thread = threading.Thread.run
+_infer_device_map = placing.infer_auto_device_map
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU; `held` has its numbers."""
+
+    held: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor, device: torch.device) -> OnGpu:  # noqa: D102
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=device,
+        )
+        made.held = held
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnGpu({self.held!r}, device={self.device})"
+
+    def tolist(self) -> Any:
+        """Copy to the host, which torch refuses for a subclass."""
+        return self.held.tolist()
+
+    def data_ptr(self) -> int:
+        """Tell tensors apart, as accelerate does to find tied weights."""
+        return self.held.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+class _Pretending(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+@contextmanager
+def pretended_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None]:
+    """Let torch and accelerate find GPUs.
+
+    Args:
+        count: how many.
+        room_bytes: how much of a model accelerate puts on each, when it spreads one.
+    """
+    _set_guard()
+    properties = SimpleNamespace(total_memory=ROOM_BYTES, major=9, minor=0)
+    as_gpus = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: count,
+        "current_device": lambda: 0,
+        "set_device": lambda _device: None,
+        "synchronize": lambda _device=None: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda _device=None: (ROOM_BYTES, ROOM_BYTES),
+        "memory_allocated": lambda _device=None: 0,
+        "memory_reserved": lambda _device=None: 0,
+        "get_device_properties": lambda _device=None: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+    }
+    room = {**dict.fromkeys(range(count), room_bytes), "cpu": 0}
+    future = torch.__future__
+    before = (future.get_overwrite_module_params_on_conversion(), torch._C._only_lift_cpu_tensors())
+    future.set_overwrite_module_params_on_conversion(True)
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with (
+            mock.patch.multiple(torch.cuda, **as_gpus),
+            mock.patch.object(placing, "get_max_memory", return_value=room),
+            mock.patch.object(placing, "infer_auto_device_map", _infer),
+            mock.patch.object(threading.Thread, "run", _run),
+            _Pretending(),
+        ):
+            yield
+    finally:
+        future.set_overwrite_module_params_on_conversion(before[0])
+        torch._C._set_only_lift_cpu_tensors(before[1])
+
+
+def _infer(*args: Any, **kwargs: Any) -> dict[str, int | str]:
+    """Say `cuda:0` where accelerate says 0, which is no device to a CPU build of torch."""
+    found = _infer_device_map(*args, **kwargs)
+    return {name: f"cuda:{at}" if isinstance(at, int) else at for name, at in found.items()}
+
+
+def _run(thread: threading.Thread) -> None:
+    """Run a thread, which has torch's modes to itself."""
+    with _Pretending():
+        _run_thread(thread)
+
+
+@cache
+def _set_guard() -> None:
+    """Give a CPU build of torch what it calls to change to a GPU: a guard that does nothing."""
+    torch_folder = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(_GUARD)
+        places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", *places, str(source), "-lc10"]
+        subprocess.run([*command, "-o", str(library)], check=True)
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Compute an operation by the CPU, and say that what it gives is where a GPU would leave it."""
+    unpinned = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    flat, spec = pytree.tree_flatten((args, unpinned))
+    home = _find_home(func, flat)
+    here = [_bring(leaf) for leaf in flat]
+    args, kwargs = pytree.tree_unflatten(here, spec)
+    if func is torch.ops.aten.histc.default:  # the CPU's counts no integers
+        found = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    else:
+        found = func(*args, **kwargs)
+    known = {id(leaf.held): leaf for leaf in flat if isinstance(leaf, OnGpu)}
+    given = {id(leaf) for leaf in here}
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        if home.type != "cuda":
+            return tensor.clone() if id(tensor) in known else tensor
+        if (same := known.get(id(tensor))) is not None and same.device == home:
+            return same
+        return OnGpu(tensor.clone() if id(tensor) in given else tensor, home)
+
+    return pytree.tree_map_only(torch.Tensor, place, found)
+
+
+def _bring(leaf: Any) -> Any:
+    if isinstance(leaf, OnGpu):
+        return leaf.held
+    return _CPU if isinstance(leaf, torch.device) and leaf.type == "cuda" else leaf
+
+
+def _find_home(func: Any, flat: list[Any]) -> torch.device:
+    """Find the device of what an operation gives.
+
+    Raises:
+        RuntimeError: its tensors are of several devices.
+    """
+    for leaf in flat:
+        if isinstance(leaf, torch.device):
+            return torch.device("cuda", leaf.index or 0) if leaf.type == "cuda" else leaf
+    tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    if func.overloadpacket in _TAKE_BOTH:
+        return tensors[0].device
+    homes = {each.device for each in tensors if each.ndim or each.device.type != "cpu"}
+    if len(homes) > 1:
+        named = ", ".join(sorted(map(str, homes)))
+        raise RuntimeError(f"{func}: all tensors have to be on one device, not on {named}")
+    return homes.pop() if homes else _CPU
