@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,8 +17,7 @@ from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
 from fp8calib.cli import calibrate_memory, verify_memory
-from fp8calib.quantize import shard_writer
-from fp8calib.quantize.cast import encode_rows
+from fp8calib.quantize.shard_writer import ShardWriter
 from tests import zoo
 from tests.pretended_gpus import pretended_gpus
 
@@ -182,9 +182,16 @@ def test_bytes_of_a_gpu_are_those_of_the_cpu(calibrated: Path, scheme: str, tmp_
         outside = outside_the_layers(calibrated / "model")
         command = (*command, "--stats", stats, *outside)
     succeed(*command, "--out", tmp_path / "cpu")
-    with gpus(), mock.patch.object(shard_writer, "encode_rows", wraps=encode_rows) as encode:
+    devices = set()
+    put_rows = ShardWriter._put_rows
+
+    def spy(self: ShardWriter, tensor: Any, rows: range, values: torch.Tensor) -> None:
+        devices.add(values.device.type)
+        put_rows(self, tensor, rows, values)
+
+    with gpus(), mock.patch.object(ShardWriter, "_put_rows", spy):
         succeed(*command, "--device", "cuda", "--out", tmp_path / "gpu")
-    assert {call.args[0].device.type for call in encode.call_args_list} == {"cuda"}
+    assert devices == {"cuda"}
     assert snapshot(tmp_path / "gpu") == snapshot(tmp_path / "cpu")
 
 
