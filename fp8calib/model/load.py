@@ -260,6 +260,7 @@ def load_model(
     """Load the weights and put the model into evaluation mode.
 
     Raises:
+        CalibrationError: out of memory, on the device or, spread over all, on the machine.
         ModelError: a weight is missing or has another shape, or transformers refuses.
     """
     placement = device_map if device_map is not None else (None if device == "cpu" else device)
@@ -280,6 +281,11 @@ def load_model(
             hint="use --device-map auto, --dtype bfloat16, or --device cpu",
         ) from error
     except Exception as error:
+        if device_map is not None and "offload_folder" in str(error):
+            raise CalibrationError(
+                f"{source.folder}: the model fits neither the GPUs nor this machine's memory",
+                hint="leave --device-map out: it is then streamed layer by layer",
+            ) from error
         raise ModelError(
             f"{source.folder}: transformers cannot load the model: {_first_line(error)}"
         ) from error

@@ -226,7 +226,7 @@ def _require_in_memory(
         if values[parameter.name].is_meta:
             raise VerificationError(
                 f"{parameter.name} is offloaded, and cannot be replaced by its FP8 form",
-                hint="verify where the whole model fits into memory",
+                hint="leave --device-map out: what does not fit is then streamed layer by layer",
             )
 
 

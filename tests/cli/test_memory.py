@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from transformers.integrations import accelerate as placing
 
 from fp8calib.machine_memory import anonymous_bytes
 from tests import zoo
@@ -91,6 +93,26 @@ def test_a_cap_under_two_layers_names_the_smallest_that_works(
 def test_what_is_streamed_is_not_spread(wide: Path, data: Path) -> None:
     text = fail(2, "calibrate", wide, "--data", data, "--memory", 9, "--device-map", "auto")
     assert "--device-map" in text
+
+
+@pytest.mark.parametrize(
+    ("family", "code", "command", "why"),
+    [
+        ("mixtral", 6, ("calibrate",), "fits neither the GPUs nor this machine's memory"),
+        ("llama", 8, ("verify", "--scheme", "fp8-dynamic"), "is offloaded"),
+    ],
+)
+def test_a_model_that_cannot_be_spread_is_to_be_streamed(
+    family: str, code: int, command: tuple[str, ...], why: str, data: Path, tmp_path: Path
+) -> None:
+    model = zoo.save(family, tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    room = sum(parameter.nbytes for parameter in model.parameters()) // 2
+    arguments = (tmp_path / "model", "--data", data, *QUICK, "--device-map", "auto")
+    with mock.patch.object(placing, "get_max_memory", return_value={"cpu": room}):
+        told = fail(code, *command, *arguments)
+    assert why in told
+    assert "leave --device-map out" in told
 
 
 def test_an_amount_that_is_none_is_refused(wide: Path, data: Path) -> None:
