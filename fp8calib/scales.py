@@ -208,7 +208,9 @@ def compute_linear_scales(
 
 def scale_of(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Turn magnitudes into scales: amax / fmt.max in fp32, at least 2**-126."""
-    return (amax.to(torch.float32) / fmt.max).clamp(min=SMALLEST_SCALE)
+    # By a tensor of its device: by a number, CUDA would multiply with the reciprocal, 1 ulp off.
+    most = amax.new_full((), fmt.max, dtype=torch.float32)
+    return (amax.to(torch.float32) / most).clamp(min=SMALLEST_SCALE)
 
 
 def _producer(geometry: ModelGeometry, attention: Attention) -> Attention:

@@ -26,6 +26,7 @@ from transformers.integrations import accelerate as placing
 ROOM_BYTES = 64 << 30
 _CPU = torch.device("cpu")
 _TAKE_BOTH = {torch.ops.aten.copy_, torch.ops.aten.to, torch.ops.aten._to_copy}
+_DIVIDED = {torch.ops.aten.div.Tensor: torch.mul, torch.ops.aten.div_.Tensor: torch.Tensor.mul_}
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
@@ -154,8 +155,8 @@ def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     home = _find_home(func, flat)
     here = [_bring(leaf) for leaf in flat]
     args, kwargs = pytree.tree_unflatten(here, spec)
-    if func is torch.ops.aten.histc.default:  # the CPU's counts no integers
-        found = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    if home.type == "cuda":
+        found = _compute_as_cuda(func, flat, args, kwargs)
     else:
         found = func(*args, **kwargs)
     known = {id(leaf.held): leaf for leaf in flat if isinstance(leaf, OnGpu)}
@@ -169,6 +170,17 @@ def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return OnGpu(tensor.clone() if id(tensor) in given else tensor, home)
 
     return pytree.tree_map_only(torch.Tensor, place, found)
+
+
+def _compute_as_cuda(func: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
+    """Compute what CUDA computes otherwise."""
+    if func is torch.ops.aten.histc.default:  # the CPU's counts no integers
+        return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    divided = _DIVIDED.get(func)
+    if divided is not None and args[0].is_floating_point() and not isinstance(flat[1], OnGpu):
+        # By a number of the host's: times its reciprocal (ATen's BinaryDivTrueKernel.cu).
+        return divided(args[0], torch.tensor(float(args[1])).reciprocal())
+    return func(*args, **kwargs)
 
 
 def _bring(leaf: Any) -> Any:

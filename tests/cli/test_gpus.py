@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
 from fp8calib.cli import calibrate_memory, verify_memory
+from fp8calib.fp8 import FORMATS
 from fp8calib.quantize.shard_writer import ShardWriter
+from fp8calib.scales import scale_of
 from tests import zoo
 from tests.pretended_gpus import pretended_gpus
 
@@ -112,6 +115,16 @@ def test_pretended_gpus_refuse_what_gpus_refuse() -> None:
         assert first.sum().item() == 18
         assert host.sum() == 15
     assert not torch.cuda.is_available()
+
+
+def test_scales_of_a_gpu_are_those_of_the_cpu() -> None:
+    """CUDA divides by a number of the host's as it multiplies: by 448, half of all is 1 ulp off."""
+    amax = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    for fmt in FORMATS.values():
+        expected = amax.numpy() / np.float32(fmt.max)
+        with gpus():
+            found = scale_of(amax.to("cuda"), fmt).cpu()
+        assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("mode", ["whole", "streamed"])
