@@ -25,6 +25,7 @@ FLOORS = {
         "tensor_parallel",
         "provenance",
         "checkpoint",
+        "devices",
         "fp8_cast",
         "geometry",
         "histogram",

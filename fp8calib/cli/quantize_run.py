@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from fp8calib.checkpoint.partial import forget_mark
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantize_report import Outcome, build_report, show_report
+from fp8calib.devices import find_device
 from fp8calib.errors import UsageError
 from fp8calib.quantize.calibrated import Calibrated, check_same_model, find_scales
 from fp8calib.quantize.dequantized import DequantizedCheckpoint
@@ -57,7 +57,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
         ExportError: the statistics do not fit, or the disk cannot hold the output.
     """
     asked = _resolve(settings)
-    device = _choose_device(settings.device)
+    device = torch.device("cpu" if settings.device == "auto" else find_device(settings.device))
     stats = None if settings.stats is None else load_stats(settings.stats)
     reader = DequantizedCheckpoint if settings.dequantize else Checkpoint
     with reader.open(_find_folder(settings), require_config=True) as checkpoint:
@@ -103,20 +103,6 @@ def _find_folder(settings: QuantizeSettings) -> Path:
     from fp8calib.model.load import find_folder  # noqa: PLC0415
 
     return find_folder(settings.model, settings.revision)
-
-
-def _choose_device(name: str) -> torch.device:
-    if name in {"auto", "cpu"}:
-        return torch.device("cpu")
-    found = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if found is None:
-        raise UsageError(f"--device {name}: not auto, cpu, cuda or cuda:N")
-    count, index = torch.cuda.device_count(), int(found.group(1) or 0)
-    if index >= count:
-        raise UsageError(
-            f"--device {name}: this machine has {count} CUDA devices", hint="use --device cpu"
-        )
-    return torch.device("cuda", index)
 
 
 def _find_scales(

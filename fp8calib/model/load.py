@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.errors import CalibrationError, ModelError, UsageError
+from fp8calib.devices import find_device
+from fp8calib.errors import CalibrationError, ModelError
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
@@ -322,21 +323,10 @@ def mismatch_error(
 
 
 def choose_device(device: str) -> str:
-    """Turn `auto` into a device, and check that the named one exists."""
+    """Turn `auto` into the first GPU or the CPU, and check that a named device exists."""
     if device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        return device
-    match = re.fullmatch(r"cuda(?::(\d+))?", device)
-    if match is None:
-        raise UsageError(f"--device {device}: not auto, cpu, cuda or cuda:N")
-    count = torch.cuda.device_count()
-    index = int(match.group(1) or 0)
-    if index >= count:
-        raise UsageError(
-            f"--device {device}: this machine has {count} CUDA devices", hint="use --device cpu"
-        )
-    return f"cuda:{index}"
+    return find_device(device)
 
 
 def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
