@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.aria import modeling_aria
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
@@ -63,6 +64,8 @@ def opened(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Opened]:
     """Write a tiny model of every family, and open it as `verify` does."""
+    if request.param.startswith("aria") and hasattr(modeling_aria, "AriaGroupedExpertsGemm"):
+        pytest.skip("transformers 5.17 keeps aria's experts in modules of their own")
     family = STACKED[request.param]
     folder = tmp_path_factory.mktemp(request.param) / request.param
     family.save(family.build(request.param), folder)
