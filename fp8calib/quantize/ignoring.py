@@ -70,15 +70,15 @@ def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Rea
 
 
 def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[str, str]:
-    """Find the modules that patterns name, themselves or by a module that holds them.
+    """Find the linears that patterns name, themselves or by a module that holds them.
 
     Args:
         patterns: a path, a glob, or `re:` and an expression for a whole path. All spell a module,
             or a tensor (`X.weight`).
-        modules: paths in the checkpoint.
+        modules: paths of the linears in the checkpoint.
 
     Returns:
-        The pattern by the module that it names.
+        The pattern by the linear that it names.
 
     Raises:
         UsageError: a pattern names no module, or is no regular expression.
@@ -90,8 +90,9 @@ def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[
         if not named:
             example = next(iter(modules), "")
             raise UsageError(
-                f"--ignore {pattern}: matches no module of the model",
-                hint=f"modules look like {example}; globs and re: expressions match whole paths",
+                f"--ignore {pattern}: matches no module of the model that is or holds a linear",
+                hint=f"linears look like {example}; globs and re: expressions match whole paths; "
+                "biases, norms and convolutions are never quantized",
             )
         matched |= {
             module: pattern

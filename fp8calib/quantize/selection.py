@@ -124,15 +124,19 @@ def select(
         ignore: the user's patterns (`match_patterns`).
 
     Raises:
-        UsageError: a pattern names nothing.
+        UsageError: a pattern names no linear.
         ModelError: nothing is left to quantize, or a weight's layout is not known.
     """
     stacks = ExpertStacks(config, {n: entry.shape for n, entry in checkpoint.tensors.items()})
     split = {name: stacks.split(name) for name in checkpoint.tensors}
     experts = [matrix.module for inside in split.values() for matrix in inside]
-    modules = [name.removesuffix(_SUFFIX) for name in checkpoint.tensors]
+    matrices = (
+        name.removesuffix(_SUFFIX)
+        for name, entry in checkpoint.tensors.items()
+        if split[name] or _is_linear(name, entry) or _is_stacked(name, entry)
+    )
     tied = _list_tied_heads(checkpoint, config)
-    ignored = match_patterns(ignore, [*modules, *experts, *tied])
+    ignored = match_patterns(ignore, [*matrices, *experts, *tied])
     vocab_sizes = frozenset(
         size for size in _find_values(config, "vocab_size") if isinstance(size, int)
     )

@@ -145,6 +145,19 @@ def test_a_pattern_that_names_nothing_is_an_error(tmp_path: Path, pattern: str) 
         pick(tmp_path, make_tensors(), pattern)
 
 
+@pytest.mark.parametrize(
+    "pattern", [f"{LAYER}.mlp.down_proj.bias", "*.bias", "re:.*norm", f"{LAYER}.mixer.conv1d"]
+)
+def test_a_pattern_that_names_no_linear_is_an_error(tmp_path: Path, pattern: str) -> None:
+    """It would leave nothing out that is not left anyway."""
+    others = {
+        f"{LAYER}.mlp.down_proj.bias": random(1, 48, seed=1)[0],
+        f"{LAYER}.mixer.conv1d.weight": random(32, 4, seed=2)[:, None],
+    }
+    with pytest.raises(UsageError, match="matches no module"):
+        pick(tmp_path, {**make_tensors(), **others}, pattern)
+
+
 def test_an_expression_that_is_none_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no regular expression"):
         pick(tmp_path, make_tensors(), "re:(")
