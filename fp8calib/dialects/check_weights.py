@@ -34,6 +34,8 @@ _FLOATS = ("BF16", "F16", "F32")
 _TRIED_METHODS = ("compressed-tensors", "fp8")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linears of decoder layers that vLLM makes by the config, in all of its models."""
+_ALIAS = "FP8_BLOCK_SCALES"
+"""ModelOpt's older name of FP8_PB_WO, which vLLM 0.32.0 takes for experts alone (`modelopt.py`)."""
 _UNREAD = "what engines make of its FP8 weights is not checked"
 
 
@@ -59,6 +61,9 @@ class WeightCheck:
             self._faults += _list_forgotten(method, find_scheme, left, folder, geometry)
         except VerificationError as error:
             self._problem = f"{_UNREAD}: {error.message}"
+            return
+        if _names_alias(folder):
+            self._problem = f"{_UNREAD}: engines take {_ALIAS} for a part of the linears alone"
             return
         weights = QuantizedWeights(
             form=_name_form(method, schemes, tensors),
@@ -135,6 +140,11 @@ def _is_mixed(folder: ScaleFolder) -> bool:
         if fields.get("quant_algo") == "MIXED_PRECISION":
             return True
     return False
+
+
+def _names_alias(folder: ScaleFolder) -> bool:
+    configs = (folder.config.get("quantization_config"), folder.modelopt)
+    return any(_ALIAS in str(config).upper() for config in configs)
 
 
 def _find_stack(tensors: Mapping[str, TensorEntry]) -> str | None:

@@ -136,6 +136,10 @@ def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
     )
 
 
+_MODELOPT_BLOCKS = (
+    Arguments(strategy="block", dynamic=False, group_size=None, block=BLOCK),
+    Arguments(strategy="group", dynamic=True, group_size=GROUP_SIZE, block=None),
+)
 _MODELOPT_ALGORITHMS: Mapping[str, tuple[Arguments, Arguments]] = {
     "FP8": (
         Arguments(strategy="tensor", dynamic=False, group_size=None, block=None),
@@ -145,13 +149,12 @@ _MODELOPT_ALGORITHMS: Mapping[str, tuple[Arguments, Arguments]] = {
         Arguments(strategy="channel", dynamic=False, group_size=None, block=None),
         Arguments(strategy="token", dynamic=True, group_size=None, block=None),
     ),
-    "FP8_PB_WO": (
-        Arguments(strategy="block", dynamic=False, group_size=None, block=BLOCK),
-        Arguments(strategy="group", dynamic=True, group_size=GROUP_SIZE, block=None),
-    ),
+    "FP8_PB_WO": _MODELOPT_BLOCKS,
+    "FP8_BLOCK_SCALES": _MODELOPT_BLOCKS,
 }
 """Weights and inputs of each algorithm. `FP8_PB_WO` was made for weights alone; engines quantize
-its inputs by groups of 128 (vLLM 0.32.0 `modelopt.py:resolve`)."""
+its inputs by groups of 128 (vLLM 0.32.0 `modelopt.py:resolve`). `FP8_BLOCK_SCALES` is another name
+of the same (vLLM 0.32.0 and SGLang 0.5.23 take it in a mixed precision)."""
 
 
 def _make_modelopt_finder(path: Path, config: Fields) -> FindScheme:

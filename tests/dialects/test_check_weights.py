@@ -341,6 +341,16 @@ def test_blocks_of_modelopt_are_served_in_a_mixed_precision(tmp_path: Path, algo
         assert ("takes the per-tensor form alone" in why) is (algorithm == "FP8_PB_WO")
 
 
+def test_the_older_name_of_blocks_is_told_to_be_unchecked(tmp_path: Path) -> None:
+    """For experts alone vLLM knows it: it leaves other linears as if they were unquantized."""
+    folder = make(tmp_path, "autofp8", "fp8-block", "llama")
+    layers = {"model": {"quant_algo": "FP8_BLOCK_SCALES"}}
+    algorithm = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    change_config(folder, quant_method="modelopt", **algorithm)
+    report = ask(folder, "vllm")
+    assert any("not checked: engines take FP8_BLOCK_SCALES" in text for text in report.problems)
+
+
 def test_stacks_of_experts_are_told_to_be_unchecked(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
     folder = make(tmp_path, "autofp8", "fp8-block", "qwen3_moe", moe_intermediate_size=128, **sizes)
