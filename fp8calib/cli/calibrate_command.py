@@ -92,16 +92,17 @@ def calibrate_command(
         from fp8calib.cli.options import override_recipe  # noqa: PLC0415
         from fp8calib.data.shares import parse_share  # noqa: PLC0415
 
+    asked_of_data = {
+        "sources": data,
+        "samples": samples,
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "pack": False if no_pack else None,
+        "seed": seed,
+    }
     resolved = override_recipe(
         recipe,
-        data={
-            "sources": data,
-            "samples": samples,
-            "seq_len": seq_len,
-            "batch_size": batch_size,
-            "pack": False if no_pack else None,
-            "seed": seed,
-        },
+        data=asked_of_data,
         scales={"rule": rule, "fallback": fallback, "fp8_dtype": fp8_dtype},
         top={
             "formats": split_names(formats),
@@ -109,6 +110,8 @@ def calibrate_command(
             "query_scale": query_scale or None,
         },
     )
+    if not resolved.observe.needs_forward and any(v is not None for v in asked_of_data.values()):
+        warn(f"recipe {resolved.name} runs no data: --data and what goes with it change nothing")
     if shard is not None:
         if formats:
             warn("--format: a shard writes no scales; `fp8calib export` does, after the merge")
