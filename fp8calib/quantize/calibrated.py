@@ -8,6 +8,7 @@ most linears, the name of the tensor they were read from, and the rest of a laye
 from __future__ import annotations
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)")
+_STACK = re.compile(r"(.*\.experts)\.\d+\.\w+")
+_NUMBER = re.compile(r"\.\d+\.")
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of what every other family spells out."""
 
@@ -208,22 +211,42 @@ class _Inputs:
         linear = self._linears.get(matrix.tensor)
         if linear is not None:
             return self._of_linear(linear)
-        found = _EXPERT.fullmatch(matrix.module)
+        found = self._find_expert(matrix)
         if found is not None:
-            projection = _PROJECTIONS.get(found.group(3), found.group(3))
-            experts = self._experts.get((matrix.layer, projection))
-            if experts is not None and int(found.group(2)) < experts.num_experts:
-                return self._of_expert(experts, int(found.group(2)))
+            return self._of_expert(*found)
         raise ExportError(
-            f"the stats hold no input of {matrix.module}",
-            hint="calibrate with --recipe w8a8-static; what lies outside the layers it measures "
-            f"stays unquantized with {self._list_options(matrix)}",
+            f"the stats hold no input of {matrix.module}", hint=self._explain_missing(matrix)
         )
 
-    def _list_options(self, matrix: Matrix) -> str:
-        """Spell the options that leave out what is not measured."""
-        names = list_unmeasured(self._stats, self._taken) or [matrix.source]
-        return " ".join(f"--ignore {name}" for name in names)
+    def _find_expert(self, matrix: Matrix) -> tuple[Linear, int] | None:
+        """Find the experts and the number of the one that a matrix belongs to."""
+        found = _EXPERT.fullmatch(matrix.module)
+        if found is None:
+            return None
+        projection = _PROJECTIONS.get(found.group(3), found.group(3))
+        experts, number = self._experts.get((matrix.layer, projection)), int(found.group(2))
+        return (experts, number) if experts and number < experts.num_experts else None
+
+    def _explain_missing(self, matrix: Matrix) -> str:
+        """Say what to use instead, with the options that leave out all that is not measured."""
+        names = list_unmeasured(self._stats, self._taken)
+        if any(name in names for name in list_paths(matrix.module)):
+            return (
+                "calibrate with --recipe w8a8-static; what lies outside the layers it measures "
+                f"stays unquantized with {_spell_options(names)}"
+            )
+        missing = (
+            each.module
+            for each in self._taken
+            if each.tensor not in self._linears and self._find_expert(each) is None
+        )
+        places = (_STACK.sub(r"\1", module) for module in missing)
+        globs = dict.fromkeys(_NUMBER.sub(".*.", place) for place in places)
+        return (
+            "calibrate cannot measure it in this kind of model: `quantize --scheme fp8-dynamic` "
+            "and fp8-block need no measure, or it stays unquantized with "
+            f"{_spell_options(globs)}"
+        )
 
     def _of_linear(self, linear: Linear) -> torch.Tensor:
         if linear.section == "other":
@@ -245,6 +268,10 @@ class _Inputs:
     def _of_expert(self, linear: Linear, expert: int) -> torch.Tensor:
         site = Site(linear.logical(linear.parts[0], expert), Role.INPUT)
         return self.table.scales[site].values[0]
+
+
+def _spell_options(patterns: Iterable[str]) -> str:
+    return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)
 
 
 def _find_places(layer: Layer) -> Iterator[str]:

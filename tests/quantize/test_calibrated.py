@@ -24,6 +24,7 @@ from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from tests import zoo
 from tests.quantize.by_hand import run
+from tests.quantize.stacked import STACKED
 from tests.truth import brute_force
 from tests.truth.test_ranks import calibrated
 from tests.truth.test_statistics import draw, make_plan, run_calibration
@@ -92,6 +93,23 @@ def test_a_linear_that_was_not_observed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"no input of mtp\.fc") as raised:
         find_input_scales(stats, taken, shares_scales=True)
     assert raised.value.hint.endswith("with --ignore mtp --ignore model.side")
+
+
+def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
+    tmp_path: Path,
+) -> None:
+    """Llama 4's multiply by their weights themselves; one option leaves out those of all layers."""
+    family = STACKED["llama4_text"]
+    family.save(family.build("llama4_text"), tmp_path)
+    _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
+    with pytest.raises(ExportError, match=r"no input of .*experts\.0\.") as raised:
+        find_input_scales(stats, pick(tmp_path), shares_scales=True)
+    assert "--scheme fp8-dynamic" in raised.value.hint
+    (option,) = re.findall(r"--ignore '(.*?)'", raised.value.hint)
+    rest = pick(tmp_path, option)
+    assert not any(".experts." in matrix.module for matrix in rest)
+    assert any(".shared_expert." in matrix.module for matrix in rest)
+    assert len(find_input_scales(stats, rest, shares_scales=True).scales.inputs) == len(rest)
 
 
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
