@@ -198,6 +198,21 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: there is no tensor {name!r}") from None
 
 
+def refuse_doubled(checkpoint: Checkpoint) -> None:
+    """Refuse a tensor that two shards hold: readers differ in which copy they take.
+
+    Raises:
+        ModelError: naming it.
+    """
+    for item in checkpoint.unlisted:
+        if item.name in checkpoint.tensors:
+            raise ModelError(
+                f"{checkpoint.folder}: {item.name} stands in {item.file_name} too, where the index "
+                "does not look for it",
+                hint="remove the copy, or download the checkpoint again",
+            )
+
+
 def _check_index(index: WeightIndex, files: Mapping[str, TensorFile]) -> None:
     for name, file_name in index.weight_map.items():
         if name not in files[file_name].tensors:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.reader import Checkpoint, refuse_doubled
 from fp8calib.devices import find_device
 from fp8calib.errors import CalibrationError, ModelError
 
@@ -73,7 +73,7 @@ def open_source(
     folder = find_folder(model, revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         raw = checkpoint.load_config()
-        _refuse_doubled(checkpoint)
+        refuse_doubled(checkpoint)
     if if_quantized is not None:
         _refuse_quantized(raw, folder, if_quantized)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)
@@ -115,17 +115,6 @@ def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
             f"{model} is no folder here, and fetching it from the hub failed: {_first_line(error)}",
             hint="check the name and the network, or pass a local folder",
         ) from error
-
-
-def _refuse_doubled(checkpoint: Checkpoint) -> None:
-    """Refuse a tensor that two shards hold: readers differ in which copy they take."""
-    for item in checkpoint.unlisted:
-        if item.name in checkpoint.tensors:
-            raise ModelError(
-                f"{checkpoint.folder}: {item.name} stands in {item.file_name} too, where the index "
-                "does not look for it",
-                hint="remove the copy, or download the checkpoint again",
-            )
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.checkpoint.discovery import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.checkpoint.overlay import find_side_files
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.reader import Checkpoint, refuse_doubled
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.dialects.scale_metadata import make_metadata
 from fp8calib.measured import MeasuredOn
@@ -35,6 +35,7 @@ from fp8calib.verify.schemes import Scheme
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
 """What says of the source's weights what is no longer so."""
 _TAG_KEY = "fp8calib.quantize"
+_SHOWN = 5
 _VERSION = 1
 """Of what the same plan makes of the same source; a resumed run must not mix two."""
 
@@ -78,7 +79,7 @@ class QuantizePlan:
     """By name, beside config.json: the index, and what the form has."""
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
-    """Entries of the source that are left out, with the reason."""
+    """Entries of the source, tensors too, that are left out, with the reason."""
     has_kv: bool
     """There are scales of K and V."""
     tag: str
@@ -116,8 +117,10 @@ def make_plan(
 
     Raises:
         UsageError: a pattern of `ignore` names nothing.
-        ModelError: there is nothing to quantize, or a layout is not known.
+        ModelError: there is nothing to quantize, a layout is not known, or two files hold the same
+            tensor.
     """
+    refuse_doubled(checkpoint)
     config = checkpoint.load_config()
     selection = select(checkpoint, config, ignore=settings.ignore)
     tag = _make_tag(checkpoint, config, settings, scales)
@@ -138,7 +141,7 @@ def make_plan(
         side_files={
             name: path for name, path in sides.items() if name not in {*extras, *_OTHER_CONFIGS}
         },
-        skipped=skipped,
+        skipped={**skipped, **_list_unlisted(checkpoint)},
         has_kv=has_kv,
         tag=tag,
     )
@@ -147,6 +150,14 @@ def make_plan(
 def write_json(document: Mapping[str, object]) -> bytes:
     """Write a JSON file's bytes."""
     return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _list_unlisted(checkpoint: Checkpoint) -> dict[str, str]:
+    """List tensors that engines would find in the source's files, which read these whole."""
+    names = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
+    if len(names) > _SHOWN:
+        names[_SHOWN:] = [f"{len(names) - _SHOWN} more tensors"]
+    return dict.fromkeys(names, "the index does not name it")
 
 
 def _make_tag(

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.check_targets import matches_target
 from fp8calib.dialects.fp8_checkpoint import ActivationKind, Fp8Checkpoint
-from fp8calib.errors import UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.plan import Scales
 from tests.quantize.by_hand import LAYER, Run, make_tensors, random, run, save
 
@@ -257,3 +258,27 @@ def test_side_files_come_along_and_other_weights_do_not(tmp_path: Path) -> None:
     config = json.loads((found.out / "config.json").read_text())
     before = json.loads((source / "config.json").read_text())
     assert {key: value for key, value in config.items() if key in before} == before
+
+
+def test_tensors_that_the_index_does_not_name_are_told(tmp_path: Path) -> None:
+    """Engines read shards whole, and would miss them."""
+    source = save(tmp_path / "source", make_tensors(), shards=2)
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = index["weight_map"].pop("model.norm.weight")
+    path.write_text(json.dumps(index))
+    found = run(source, tmp_path / "out", "w8a16")
+    assert "model.norm.weight" not in found.tensors()
+    assert found.plan.skipped == {
+        f"model.norm.weight in {file}": "the index does not name it",
+    }
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    """The index names one of them, and vLLM takes the last."""
+    source = save(tmp_path / "source", make_tensors(), shards=2)
+    first, second = sorted(source.glob("*.safetensors"))
+    doubled = load_file(second) | dict(list(load_file(first).items())[:1])
+    save_file(doubled, second, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"stands in {second.name} too"):
+        run(source, tmp_path / "out", "w8a16")
