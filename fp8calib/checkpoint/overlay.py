@@ -26,6 +26,8 @@ _SINGLE_WEIGHTS_NAME = "model-00001-of-00002.safetensors"
 _SINGLE_SCALES_NAME = "model-00002-of-00002.safetensors"
 _SHARDED_SCALES_STEM = "model-kv-scales"  # TGI skips names with "arguments", "args", "training"
 _TEMPLATES_FOLDER = "additional_chat_templates"
+_MODULES_NAME = "modules.json"
+_ADAPTER_STEMS = ("adapter_config.", "adapter_model.")  # transformers would look for both
 _WEIGHT_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pt", ".pth"}
 )
@@ -138,11 +140,14 @@ def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]
     sides: dict[str, Path] = {}
     skipped: dict[str, str] = {}
     weights = {path.name for path in source.weight_files}
+    modules = _name_modules(source.folder / _MODULES_NAME)
     for path in sorted(source.folder.iterdir()):
         if path.name.startswith(".") or path.name in {CONFIG_NAME, *weights}:
             continue
         if path.name == _TEMPLATES_FOLDER and path.is_dir():
             sides |= {f"{path.name}/{file.name}": file for file in _list_visible_files(path)}
+        elif path.name in modules and path.is_dir():
+            sides |= {f"{path.name}/{file.name}": file for file in _list_module_files(path)}
         elif reason := _explain_skipping(path, is_indexed=source.is_sharded):
             skipped[path.name] = reason
         elif path.name != INDEX_NAME:
@@ -177,6 +182,8 @@ def _explain_skipping(path: Path, *, is_indexed: bool) -> str:
     reason = ""
     if path.name == INDEX_NAME:
         reason = "" if is_indexed else "one weights file goes before it"
+    elif path.name.startswith(_ADAPTER_STEMS):
+        reason = "belongs to an adapter"
     elif path.suffix == ".safetensors":
         reason = "the index does not name it" if is_indexed else "not the weights file"
     elif path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
@@ -197,6 +204,25 @@ def _may_be_large(path: Path) -> bool:
 def _list_visible_files(folder: Path) -> list[Path]:
     files = (path for path in folder.iterdir() if path.is_file())
     return sorted(path for path in files if not path.name.startswith("."))
+
+
+def _name_modules(path: Path) -> frozenset[str]:
+    """Name the folders beside the model that sentence-transformers' list of modules points to."""
+    try:
+        modules = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return frozenset()
+    listed = modules if isinstance(modules, list) else []
+    folders = (module.get("path") for module in listed if isinstance(module, dict))
+    return frozenset(name for name in folders if isinstance(name, str))
+
+
+def _list_module_files(path: Path) -> list[Path]:
+    """List the files of a module: what pools, and the weights of a layer behind the model."""
+    files = _list_visible_files(path)
+    if all(file.suffix != ".safetensors" for file in files):
+        return files
+    return [file for file in files if file.suffix not in _WEIGHT_SUFFIXES]
 
 
 def _refuse_taken_names(source: Checkpoint, scales: Mapping[str, torch.Tensor]) -> None:

@@ -282,3 +282,29 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     save_file(doubled, second, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=rf"stands in {second.name} too"):
         run(source, tmp_path / "out", "w8a16")
+
+
+def test_modules_behind_the_model_come_along(tmp_path: Path) -> None:
+    """Without them vLLM pools as the architecture's default does, and skips the last layer."""
+    source = save(tmp_path / "source", make_tensors())
+    paths = ("", "1_Pooling", "2_Dense", "3_Old", "../above", 4)
+    modules = [{"idx": place, "path": path} for place, path in enumerate(paths)]
+    (source / "modules.json").write_text(json.dumps(modules))
+    kept = {"1_Pooling/config.json", "2_Dense/model.safetensors", "3_Old/pytorch_model.bin"}
+    for name in {*kept, "2_Dense/pytorch_model.bin", "openvino/model.xml", "../above/x"}:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    found = run(source, tmp_path / "out", "w8a16")
+    assert set(found.written.files) == {"config.json", "model.safetensors", "modules.json", *kept}
+    assert found.plan.skipped.keys() == {"openvino"}
+
+
+def test_an_adapter_beside_the_model_stays_behind(tmp_path: Path) -> None:
+    """Of its config alone, transformers makes an error."""
+    source = save(tmp_path / "source", make_tensors())
+    (source / "adapter_config.json").write_text("{}")
+    (source / "adapter_model.safetensors").write_text("")
+    found = run(source, tmp_path / "out", "w8a16")
+    assert found.plan.skipped == dict.fromkeys(
+        ("adapter_config.json", "adapter_model.safetensors"), "belongs to an adapter"
+    )
