@@ -27,7 +27,7 @@ from fp8calib.errors import ModelError
 from fp8calib.fp8 import Fp8Format
 
 _TRTLLM_SCALE = "weights_scaling_factor"
-_SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+_SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})
 _NO_SCALE_HINT = "the weights mean nothing without it; the download or the export is not complete"
 
 

@@ -271,6 +271,17 @@ def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
     assert torch.equal(checkpoint.weight_scale(WEIGHT), stored)
 
 
+def test_scales_may_be_stored_as_powers_of_two(tmp_path: Path) -> None:
+    """So transformers saves them under `scale_fmt: ue8m0`: a byte of exponent, plus 127."""
+    weight, _, _ = _make_blocks()
+    exponents = torch.tensor([[127, 126, 130], [117, 127, 137]], dtype=torch.uint8)
+    tensors = {f"{LINEAR}.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
+    checkpoint = _open(tmp_path, linear(weight=weight) | tensors, FINEGRAINED)
+    found = checkpoint.read(WEIGHT)
+    for row, column, scale in ((0, 0, 1), (0, 128, 0.5), (0, 256, 8), (128, 0, 2**-10)):
+        assert found[row, column] == weight[row, column].float() * scale
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_those_of_the_whole(tmp_path: Path, form: str) -> None:
     config, tensors, expected, _, _ = FORMS[form]
