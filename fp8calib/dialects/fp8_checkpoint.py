@@ -240,7 +240,9 @@ class Fp8Checkpoint:
         if not _is_finite(values):
             hint = "FP8 has codes for NaN, which a quantizer writes where its scale was wrong"
             path = self._checkpoint.file_of(name)
-            raise refusal(path, f"{name} holds NaN or infinity", hint=hint)
+            row, *rest = (~values.isfinite()).nonzero()[0].tolist()
+            fault = f"{name} holds NaN or infinity at {[start + row, *rest]}"
+            raise refusal(path, fault, hint=hint)
         shared = self._shared.get(name)
         if shared is None:
             return values

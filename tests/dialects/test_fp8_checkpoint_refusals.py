@@ -104,7 +104,7 @@ def test_a_scale_lost_in_fp16_says_so(tmp_path: Path) -> None:
 def test_a_code_that_is_no_number_is_refused(tmp_path: Path, dtype: torch.dtype, code: int) -> None:
     tensors = linear(weight=codes([[0x38, code]], dtype), scale=HALF)
     message = _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).message
-    assert message.endswith(f"model.safetensors: {WEIGHT} holds NaN or infinity")
+    assert message.endswith(f"model.safetensors: {WEIGHT} holds NaN or infinity at [0, 1]")
 
 
 def test_a_code_that_is_no_number_is_refused_in_rows_too(tmp_path: Path) -> None:
