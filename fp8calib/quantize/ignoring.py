@@ -13,19 +13,23 @@ from fp8calib.errors import UsageError
 _TOWER = "a vision or audio tower"
 _PROJECTOR = "a projector between modalities"
 _TREES = frozenset({_TOWER, _PROJECTOR})
-_MODALITY = "vision|visual|image|img|audio|speech|video"
+_MODALITY = "vision|visual|image|img|audio|speech|sound|video"
 
 _KEPT = "a linear that engines keep unquantized"
 _PARTS = (
-    ("an output head", r"lm_head|head|shared_head|embed_out|output_layer|score|classifier"),
+    ("an output head", r"head|.+_head|embed_out|output_layer|score|classifier|pooler"),
     ("an embedding", r".*embed.*|wte|wpe|relative_attention_bias"),
     ("a norm", r".*norm.*|ln_.+"),
-    ("a router", r"router|gate|shared_expert_gate"),
+    ("a router", r".*router.*|gate|shared_expert_gate"),
     (_TOWER, rf"(.+_)?({_MODALITY})(_.+)?|vit|vpm|apm"),
-    (_PROJECTOR, r".*projector.*|connector|(.+_)?aligner|resampler|merger"),
+    (
+        _PROJECTOR,
+        r".*projector.*|connector|(.+_)?aligner|(.+_)?resampler|merger|patch_merger|qformer|"
+        r"(language|text|modality)_projection|custom_text_proj",
+    ),
     # vLLM 0.32.0 makes these without a quantization config, whatever the checkpoint's
-    # (`models/deepseek_mtp.py`, `models/deepseek_v2.py`).
-    (_KEPT, r"eh_proj|weights_proj"),
+    # (`models/deepseek_mtp.py`, `ernie_mtp.py`, `deepseek_v2.py`).
+    (_KEPT, r"eh_proj|mtp_linear_proj|weights_proj"),
 )
 """Why a module is left, and the parts of a path that say so."""
 _OUTER_PARTS = (
