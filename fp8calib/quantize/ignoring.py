@@ -10,9 +10,9 @@ from itertools import takewhile
 
 from fp8calib.errors import UsageError
 
-_TOWER = "a vision or audio tower"
+TOWER = "a vision or audio tower"
 _PROJECTOR = "a projector between modalities"
-_TREES = frozenset({_TOWER, _PROJECTOR})
+_TREES = frozenset({TOWER, _PROJECTOR})
 _MODALITY = "vision|visual|image|img|audio|speech|sound|video"
 
 _KEPT = "a linear that engines keep unquantized"
@@ -21,7 +21,7 @@ _PARTS = (
     ("an embedding", r".*embed.*|wte|wpe|relative_attention_bias"),
     ("a norm", r".*norm.*|ln_.+"),
     ("a router", r".*router.*|gate|shared_expert_gate"),
-    (_TOWER, rf"(.+_)?({_MODALITY})(_.+)?|vit|vpm|apm"),
+    (TOWER, rf"(.+_)?({_MODALITY})(_.+)?|vit|vpm|apm"),
     (
         _PROJECTOR,
         r".*projector.*|connector|(.+_)?aligner|(.+_)?resampler|merger|patch_merger|qformer|"

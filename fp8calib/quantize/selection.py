@@ -11,7 +11,7 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.served_weights import name_fused_group
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.expert_matrices import ExpertMatrix, ExpertStacks, Place
-from fp8calib.quantize.ignoring import Reason, find_default, match_patterns
+from fp8calib.quantize.ignoring import TOWER, Reason, find_default, match_patterns
 
 _SUFFIX = ".weight"
 _FLOATS = frozenset({"BF16", "F16", "F32"})
@@ -34,6 +34,10 @@ _RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "
 _MAMBA_SIGNS = ("x_proj", "dt_proj")
 _MAMBA = Reason("a projection of a first-generation Mamba mixer, which engines keep unquantized")
 """vLLM 0.32.0 makes these without a quantization config (`layers/mamba/mamba_mixer.py`)."""
+_TEXT_PART = "language_model."
+_ENCODER = "encoder."
+_ENCODER_TOWER = Reason(TOWER, tree="encoder")
+"""Beside a language model an encoder hears or sees (granite_speech)."""
 _PARTIAL_CONFIGS = frozenset(
     {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
 )
@@ -141,6 +145,7 @@ def select(
         size for size in _find_values(config, "vocab_size") if isinstance(size, int)
     )
     mixers = _find_mamba_mixers(checkpoint)
+    has_text_part = any(name.startswith(_TEXT_PART) for name in checkpoint.tensors)
     taken: list[Matrix] = []
     left: list[Left] = []
     apart: list[Matrix] = []
@@ -153,6 +158,8 @@ def select(
         reason = reason or _explain_leaving_experts(name, inside, ignored)
         if reason is None and module.rpartition(".")[0] in mixers and _is_linear(name, entry):
             reason = _MAMBA
+        if reason is None and has_text_part and module.startswith(_ENCODER):
+            reason = _ENCODER_TOWER
         if reason is not None:
             left.append(_leave(name, entry, reason, inside))
             apart += _take_experts(inside, entry.dtype)

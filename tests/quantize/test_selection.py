@@ -96,6 +96,15 @@ def test_linears_are_taken_and_the_rest_is_left_with_its_reason(tmp_path: Path) 
     assert reasons(found) == LEFT
 
 
+def test_an_encoder_beside_a_language_model_is_a_tower(tmp_path: Path) -> None:
+    """Granite Speech calls its audio tower so; vLLM makes a part of it without quantization."""
+    modules = ("encoder.layers.0.attn.to_q", "language_model.model.layers.0.mlp.up_proj")
+    found = pick(tmp_path, {f"{module}.weight": MATRIX.clone() for module in modules})
+    assert reasons(found) == {modules[0]: "a vision or audio tower"}
+    alone = pick(tmp_path, {f"{modules[0]}.weight": MATRIX.clone()})
+    assert taken(alone) == {modules[0]}
+
+
 def test_outside_the_layers_a_row_per_word_is_no_linear(tmp_path: Path) -> None:
     tensors = {
         "decoder.proj_out.weight": random(160, 8, seed=1),
