@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ _CONV1D_TYPES = frozenset(
 _SMALLEST_MATRIX = 16
 """What has a shorter side in its last two axes is a kernel of a convolution."""
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
+_EXPERTS = re.compile(r"(.+\.experts)\..+")
+_NUMBER = re.compile(r"\.\d+\.")
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 HEAD = "lm_head"
 _HEADS: Mapping[str, str] = {
@@ -291,9 +294,11 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
 
 
 def _unknown_stack(checkpoint: Checkpoint, name: str, entry: TensorEntry, why: str) -> ModelError:
+    pattern = _NUMBER.sub(".*.", _EXPERTS.sub(r"\1", name))
     return ModelError(
         f"{checkpoint.folder}: {name} {list(entry.shape)} holds several matrices, {why}",
-        hint=f"save the model with a tensor per expert, or leave it unquantized: --ignore {name}",
+        hint="save the model with a tensor per expert, or leave those of all layers unquantized: "
+        f"--ignore {shlex.quote(pattern)}",
     )
 
 
