@@ -22,7 +22,10 @@ from fp8calib.devices import find_device
 from fp8calib.errors import CalibrationError, ModelError
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+HUB_FILES = [
+    *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
+    *("LICEN[CS]E*", "NOTICE*", "*.md"),
+]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -84,7 +87,7 @@ def open_source(
     return source
 
 
-def find_folder(model: str, revision: str | None, *, files: Sequence[str] = _HUB_FILES) -> Path:
+def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_FILES) -> Path:
     """Give the folder of a model: the path itself, or where the hub id was fetched to.
 
     Args:

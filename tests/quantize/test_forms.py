@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.check_targets import matches_target
 from fp8calib.dialects.fp8_checkpoint import ActivationKind, Fp8Checkpoint
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.model.load import HUB_FILES
 from fp8calib.quantize.plan import Scales
 from tests.quantize.by_hand import LAYER, Run, make_tensors, random, run, save
 
@@ -282,6 +284,11 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     save_file(doubled, second, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=rf"stands in {second.name} too"):
         run(source, tmp_path / "out", "w8a16")
+
+
+def test_licences_come_along_from_the_hub_too() -> None:
+    names = ["LICENSE", "LICENCE.txt", "NOTICE", "USE_POLICY.md", "pytorch_model.bin", "x.gguf"]
+    assert list(filter_repo_objects(names, allow_patterns=HUB_FILES)) == names[:4]
 
 
 def test_modules_behind_the_model_come_along(tmp_path: Path) -> None:
