@@ -32,6 +32,11 @@ class DequantizedCheckpoint(Checkpoint):
         self, folder: Path, *, files: Mapping[str, TensorFile], index: WeightIndex | None
     ) -> None:
         super().__init__(folder, files=files, index=index)
+        if not any(entry.dtype.startswith("F8_") for entry in self.tensors.values()):
+            raise ModelError(
+                f"--dequantize: {folder} holds no FP8 weights",
+                hint="an unquantized model needs no --dequantize; other codes are not read back",
+            )
         try:
             self._fp8 = Fp8Checkpoint.open(folder, fuse=False)
         except VerificationError as error:
