@@ -51,6 +51,7 @@ def merge_parts(parts: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSta
     found = [(name, stats, _part_of(name, stats)) for name, stats in parts]
     if not found:
         raise UsageError("no parts to merge", hint="name the stats.safetensors of every part")
+    found.sort(key=lambda each: each[2].index)  # names of the data are those of the first part
     first_name, first, first_part = found[0]
     for name, stats, part in found[1:]:
         _check_one_run(first_name, first.header, name, stats.header)
@@ -83,7 +84,10 @@ def _check_one_run(name: str, header: StatsHeader, other_name: str, other: Stats
 
 
 def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
-    """Say in what two runs differ; empty where they are one. What was skipped does not count."""
+    """Say in what two runs differ; empty where they are one.
+
+    What was skipped does not count, nor what the files are called that the same data come from.
+    """
     return "; ".join(_differences(header, other))
 
 
@@ -95,8 +99,6 @@ def _differences(header: StatsHeader, other: StatsHeader) -> Iterator[str]:
         yield "the model's geometry was found otherwise"
     if header.data_fingerprint != other.data_fingerprint:
         yield f"other data ({_spell_data(header)}, and {_spell_data(other)})"
-    elif header.data_sources != other.data_sources:
-        yield f"other names of the data ({_spell_data(header)}, and {_spell_data(other)})"
     if (header.recipe_name, header.recipe_hash) != (other.recipe_name, other.recipe_hash):
         yield f"other recipe ({_spell_recipe(header)}, and {_spell_recipe(other)})"
     if header.compute_dtype != other.compute_dtype:

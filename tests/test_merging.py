@@ -110,10 +110,16 @@ def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_p
     assert "fp8calib merge" in refused.value.hint
 
 
+def test_data_are_the_same_whatever_their_files_are_called() -> None:
+    first, (name, second) = make_parts()
+    renamed = (name, with_header(second, data_sources=("copy.jsonl",)))
+    for parts in permutations([first, renamed]):
+        assert merge_parts(parts).header == first[1].header
+
+
 CHANGED_HEADERS = {
     "other config.json": {"model_fingerprint": "b" * 32 + "a" * 32},
     "other data (8 tokens": {"data_fingerprint": "dd"},
-    "other names of the data": {"data_sources": ("other.jsonl",)},
     "other recipe (kv cc": {"recipe_hash": "ee"},
     "other recipe (kv": {"recipe_name": "mine"},
     "other dtype (float32, and bfloat16)": {"compute_dtype": "bfloat16"},
