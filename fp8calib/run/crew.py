@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.launch import Place
+from fp8calib.run.meeting import POLL_S, START_HINT, meet, open_store, wait_for
 from fp8calib.run.watch import Lost, Watch
 from fp8calib.sites import Site
 from fp8calib.stats import COUNT_FIELDS, TENSOR_FIELDS, SiteStats
 
-_START_TIMEOUT = timedelta(minutes=5)
-_POLL_S = 0.02
+_TIMEOUT = timedelta(minutes=5)
 _ANSWER_S = 20.0
 _NOTICE_S = 2.0
 
@@ -53,7 +52,7 @@ class Crew:
         self.place = place
         self._store = store
         self._watch = watch
-        self._device = device
+        self.device = device
         self._num_shared = 0
 
     def take(self, items: Sequence[Item]) -> Sequence[Item]:
@@ -66,7 +65,7 @@ class Crew:
         with self.in_touch():
             if self.place.is_first:
                 self._store.set(key, json.dumps(make()))
-            self._wait([key])
+            wait_for(self._store, key)
             return json.loads(self._store.get(key))
 
     def gather(self, own: Any) -> list[Any]:
@@ -75,7 +74,7 @@ class Crew:
         keys = [f"{key}/{rank}" for rank in range(self.place.size)]
         with self.in_touch():
             self._store.set(keys[self.place.rank], json.dumps(own))
-            self._wait(keys)
+            wait_for(self._store, *keys)
             return [json.loads(self._store.get(each)) for each in keys]
 
     def reduce(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
@@ -119,13 +118,8 @@ class Crew:
         self._num_shared += 1
         return f"shared/{self._num_shared}"
 
-    def _wait(self, keys: list[str]) -> None:
-        """Wait for keys in the store; an interruption ends it, which waiting in C++ would not."""
-        while not self._store.check(keys):
-            time.sleep(_POLL_S)
-
     def _all_reduce(self, flat: torch.Tensor, operation: Any) -> torch.Tensor:
-        on_device = flat.to(self._device)
+        on_device = flat.to(self.device)
         distributed.all_reduce(on_device, operation)
         return on_device.cpu()
 
@@ -145,13 +139,15 @@ def open_crew(place: Place, device: str) -> Iterator[Crew | None]:
         return
     torch.set_num_threads(choose_threads(place, os.environ))
     target = torch.device(device)
-    store = _meet(place, target)
+    store = PrefixStore("fp8calib", base := open_store(place))
     others = range(1, place.size) if place.is_first else [0]
     watch = Watch(store, place.rank, others)
     watch.start()
     crew = Crew(place, store, watch, target)
     try:
         with crew.in_touch():
+            meet(place, store)
+            _join_group(crew, base)
             yield crew
     except _ToldError as error:
         if place.is_first:
@@ -161,6 +157,8 @@ def open_crew(place: Place, device: str) -> Iterator[Crew | None]:
         raise
     except Fp8CalibError as error:
         watch.tell(error)
+        if place.is_first:
+            time.sleep(_NOTICE_S)  # the store, where the others look once a second, goes with it
         if place.is_first or not _is_answered(store):
             raise
         raise SystemExit(error.exit_code) from None
@@ -177,24 +175,22 @@ def choose_threads(place: Place, environment: Mapping[str, str]) -> int:
     return max(len(os.sched_getaffinity(0)) // place.local_size, 1)
 
 
-def _meet(place: Place, device: torch.device) -> Any:
-    """Open the store that all reach, and torch's process group over it."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def _join_group(crew: Crew, store: Any) -> None:
+    """Open torch's process group over the store."""
+    place = crew.place
     try:
-        store, _, _ = next(rendezvous("env://", timeout=_START_TIMEOUT))
-        distributed.init_process_group(
-            backend,
-            store=PrefixStore("group", store),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=_START_TIMEOUT,
-        )
+        with crew.in_touch():
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if crew.device.type == "cuda" else "gloo",
+                store=PrefixStore("group", store),
+                rank=place.rank,
+                world_size=place.size,
+                timeout=_TIMEOUT,
+            )
     except (RuntimeError, ValueError, OSError) as error:
         raise CalibrationError(
-            f"rank {place.rank} of {place.size} cannot reach the others: {error}",
-            hint="start all processes with torchrun; do not set RANK and WORLD_SIZE by hand",
+            f"rank {place.rank} of {place.size} cannot reach the others: {error}", hint=START_HINT
         ) from error
-    return PrefixStore("fp8calib", store)
 
 
 def _is_answered(store: Any) -> bool:
@@ -207,7 +203,7 @@ def _is_answered(store: Any) -> bool:
                 return True
         except RuntimeError:  # the first process has gone, and the store with it
             return False
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     return False
 
 
@@ -215,7 +211,7 @@ def _find_lost(watch: Watch) -> Lost | None:
     """Find out who is gone, when a connection has broken: the system may need a moment."""
     until = time.monotonic() + _NOTICE_S
     while (lost := watch.lost or watch.look()) is None and time.monotonic() < until:
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     return lost
 
 

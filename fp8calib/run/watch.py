@@ -50,8 +50,8 @@ class Watch:
 
     def start(self) -> None:
         """Tell where this process is, and begin."""
+        self._beat(0)  # whoever is somewhere has a beat
         self._store.set(f"where/{self._rank}", f"{_describe_host()} {os.getpid()}")
-        self._beat(0)
         self._thread.start()
 
     def stop(self) -> None:

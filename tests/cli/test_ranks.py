@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
 
+from fp8calib.run import meeting
 from tests import zoo
 
 from .conftest import write_rows
@@ -47,6 +50,13 @@ def start(place: dict[str, object], *command: object) -> subprocess.Popen[str]:
     )
 
 
+def find_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def start_ranks(
     count: int,
     *arguments: object,
@@ -54,9 +64,7 @@ def start_ranks(
     last: tuple[str, ...] | None = None,
 ) -> list[subprocess.Popen[str]]:
     """Start the processes of a run one by one, as any starter would; the last may be special."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_port()
     shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     programs = [program] * (count - 1) + [last or program]
     return [
@@ -119,6 +127,24 @@ def test_a_process_that_dies_ends_all_and_another_run_goes_on(
     succeed(*command, "--out", tmp_path / "whole")
     found, whole = (tmp_path / name / "stats.safetensors" for name in ("out", "whole"))
     assert found.read_bytes() == whole.read_bytes()
+
+
+def test_a_process_that_dies_before_all_have_met_is_named(mixtral: Path, tmp_path: Path) -> None:
+    """The third one never comes; the second one is killed while it waits for it."""
+    rows = make_rows(tmp_path / "rows.jsonl", 26)
+    command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
+    port = find_port()
+    shared = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, second = (start({**shared, "RANK": rank}, *PROGRAM[1:], *command) for rank in (0, 1))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store.wait(["fp8calib/where/1"])
+    killed = time.monotonic()
+    second.kill()
+    code, _, err = finish(first)
+    finish(second)
+    assert time.monotonic() - killed < meeting.MEETING_S
+    assert code == 6, err
+    assert "error: rank 1 of 3: its process has died\n" in err
 
 
 def test_the_error_of_any_process_is_told_once_by_the_first(tmp_path: Path) -> None:
