@@ -5,8 +5,12 @@ Nothing is imported for it, since every command asks.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from fp8calib.errors import UsageError
 
@@ -54,6 +58,16 @@ def find_place(environment: Mapping[str, str]) -> Place:
             hint="start all processes with torchrun, or unset these variables",
         )
     return place
+
+
+def tell_starter(environment: Mapping[str, str], message: str) -> None:
+    """Leave an error where torchrun's own summary takes it from; nobody else asks for it."""
+    path = environment.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _read(environment: Mapping[str, str], name: str, default: int) -> int:

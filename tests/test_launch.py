@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fp8calib.errors import UsageError
-from fp8calib.launch import ALONE, Place, find_place
+from fp8calib.launch import ALONE, Place, find_place, tell_starter
 
 TORCHRUN = {
     "RANK": "5",
@@ -49,3 +52,14 @@ def test_without_local_variables_all_are_on_one_machine() -> None:
 def test_places_that_cannot_be_are_refused(change: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"cannot be|no number"):
         find_place({**TORCHRUN, **change})
+
+
+def test_the_starter_is_told_of_an_error_where_torchrun_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    tell_starter({"TORCHELASTIC_ERROR_FILE": str(path)}, "error: no such model")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=4, error_file=str(path))
+    summary = ChildFailedError("fp8calib", {0: failure}).format_msg()
+    assert "traceback : error: no such model" in summary
+    tell_starter({"TORCHELASTIC_ERROR_FILE": ""}, "error")
+    tell_starter({}, "error")
+    assert [path] == list(tmp_path.iterdir())

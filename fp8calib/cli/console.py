@@ -26,6 +26,7 @@ from rich.text import Text
 
 from fp8calib.cli.interruption import raise_again
 from fp8calib.errors import ExportError
+from fp8calib.launch import tell_starter
 
 
 class _Console(Console):
@@ -135,7 +136,11 @@ def _is_number(text: str) -> bool:
 
 
 def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: int) -> int:
-    """Print an error on stderr, and as JSON on stdout when asked; give the exit code back."""
+    """Print an error on stderr, and as JSON on stdout when asked; give the exit code back.
+
+    A starter of several processes is told of it as well.
+    """
+    tell_starter(os.environ, f"error: {message}")
     _talk.print(Text(f"error: {message}", style="bold red"))
     if hint:
         _talk.print(Text(f"hint: {hint}"))

@@ -157,8 +157,6 @@ def open_crew(place: Place, device: str) -> Iterator[Crew | None]:
         raise
     except Fp8CalibError as error:
         watch.tell(error)
-        if place.is_first:
-            time.sleep(_NOTICE_S)  # the store, where the others look once a second, goes with it
         if place.is_first or not _is_answered(store):
             raise
         raise SystemExit(error.exit_code) from None
