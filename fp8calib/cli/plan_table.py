@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8calib.cli.console import print_json, print_table
 from fp8calib.run.spelling import spell_duration, spell_size
+
+_TITLES = {
+    "weights_size_bytes": "weights",
+    "out": "output",
+    "streamed": "layer by layer",
+    "why": "because",
+    "read_bytes": "to read",
+    "peak_bytes": "peak memory",
+    "peak_parts": "made up of",
+    "memory_limit_bytes": "memory limit",
+    "device_peak_bytes": "peak memory of the GPU",
+    "scratch_bytes": "scratch disk",
+    "expected_s": "expected time",
+}
+"""Rows that are called otherwise than in JSON."""
+_BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
+"""What stands in brackets in another row."""
 
 
 def show_plan(plan: Mapping[str, Any], title: str, *, as_json: bool) -> None:
     """Print a plan (`{"plan": {...}}`); what it does not know is left out of the table."""
     if as_json:
         print_json(plan)
-        return
-    rows = [[key, _spell(key, value)] for key, value in plan["plan"].items() if value is not None]
-    print_table(title, ["what", "value"], rows)
+    else:
+        print_table(title, ["what", "value"], list(_rows(plan["plan"])))
+
+
+def _rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
+    beside = {row: plan[key] for key, row in _BESIDE.items() if plan.get(key)}
+    for key, value in plan.items():
+        if key in _BESIDE or value is None or value == []:
+            continue
+        text = _spell(key, value)
+        yield [_TITLES.get(key, key), f"{text} ({beside[key]})" if key in beside else text]
 
 
 def _spell(key: str, value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {spell_size(size)}" for name, size in value.items())
+        sizes = (f"{name} {spell_size(size)}" for name, size in value.items())
+        return "{index} of {count}".format_map(value) if key == "shard" else ", ".join(sizes)
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if key.endswith("_bytes") and isinstance(value, int):
-        return spell_size(value)
+        return spell_size(value) if value else "none"
     if key.endswith("_s") and isinstance(value, float):
         return f"about {spell_duration(value)}"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

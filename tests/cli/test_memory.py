@@ -76,7 +76,11 @@ def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) 
     assert plan["layers"] == 2
     assert sum(plan["peak_parts"].values()) == plan["peak_bytes"]
     text = succeed(*command, "--dry-run").out
-    assert "expected_s" in text
+    titles = [line.split("  ")[0].strip() for line in text.splitlines()[2:]]
+    assert titles[-3:] == ["memory limit", "scratch disk", "expected time"]
+    assert not [title for title in titles if "_" in title]
+    assert re.search(r"^dtype +float32 \(as asked\)", text, re.MULTILINE)
+    assert re.search(r"^scratch disk +none", text, re.MULTILINE)
     assert not out.exists()
 
 
