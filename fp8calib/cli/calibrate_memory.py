@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 
 from fp8calib.calibrate import Prepared
 from fp8calib.cli.calibrate_job import Job
-from fp8calib.data.plan import Batch, batches
-from fp8calib.launch import find_place
+from fp8calib.data.plan import Batch
+from fp8calib.data.shares import Share, share_out
+from fp8calib.launch import Place, find_place
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import build_skeleton
 from fp8calib.model.weights import WeightSource
@@ -56,9 +57,9 @@ def choose_mode(job: Job) -> Mode:
     if settings.device_map is not None:
         refuse_device_map(settings.memory)
         return Mode(plan=None, prepared=job.prepared)
-    sharers = find_place(os.environ).local_size
-    limits = find_limits(job.device, settings.memory, sharers=sharers)
-    found = list(batches(job.plan, job.recipe.data.batch_size)) if job.plan else []
+    place = find_place(os.environ)
+    limits = find_limits(job.device, settings.memory, sharers=place.local_size)
+    found = list(_take_batches(job, place))
     subject = _describe(job, job.prepared, found)
     scratch = _nearest_folder(job.out)
     if (whole := plan_whole(subject, limits, scratch)) is not None:
@@ -72,6 +73,14 @@ def choose_mode(job: Job) -> Mode:
         scratch=scratch,
     )
     return _stream(job, prepared, planner, found)
+
+
+def _take_batches(job: Job, place: Place) -> Sequence[Batch]:
+    """Give the batches that this process will run; what is done already is not known here."""
+    if job.plan is None:
+        return []
+    found = share_out(job.plan, job.recipe.data.batch_size, job.settings.shard)
+    return Share(index=place.rank + 1, count=place.size).take(found)
 
 
 def describe_mode(mode: Mode) -> Iterator[str]:
@@ -88,7 +97,7 @@ def _describe(job: Job, prepared: Prepared, found: list[Batch]) -> Streamable:
         geometry=prepared.geometry,
         checkpoint=job.checkpoint,
         weights=prepared.weights,
-        work=Workload.of(found, len(_distinct(job))),
+        work=Workload.of(found, len(_distinct(found))),
         itemsize=DTYPES[job.dtype].itemsize,
         extra={"statistics": statistics},
     )
@@ -140,8 +149,8 @@ def _probe(job: Job, prepared: Prepared, streaming: Streaming, batch: Batch) -> 
         return observer.probe(batch, streaming)
 
 
-def _distinct(job: Job) -> torch.Tensor:
-    used = [torch.zeros(1, dtype=torch.int64), *(job.plan.sequences if job.plan else ())]
+def _distinct(found: Sequence[Batch]) -> torch.Tensor:
+    used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in found)]
     distinct: torch.Tensor = torch.unique(torch.cat(used))
     return distinct
 

@@ -11,7 +11,7 @@ from typing import Any
 from fp8calib.cli.calibrate_experts import count_experts, describe_experts
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.cli.calibrate_memory import Mode
-from fp8calib.cli.calibrate_shard import count_run, describe_next
+from fp8calib.cli.calibrate_shard import count_planned, count_run, describe_next
 from fp8calib.cli.console import list_top_level, print_text, say, warn
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.dialects.registry import FORMATS, Note
@@ -156,8 +156,7 @@ def describe_plan(job: Job, mode: Mode) -> dict[str, Any]:
             "dtype": job.dtype,
             "dtype_why": job.dtype_why,
             "device": job.device,
-            "sequences": len(plan.sequences) if plan else 0,
-            "tokens": plan.num_tokens if plan else 0,
+            **count_planned(job),
             "data": list(plan.sources) if plan else [],
             "out": str(job.out),
             "writes": sorted(job.owned),

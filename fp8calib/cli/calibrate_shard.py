@@ -34,6 +34,17 @@ def check_shard(job: Job) -> None:
     share_out(job.plan, job.recipe.data.batch_size, shard)
 
 
+def count_planned(job: Job) -> Mapping[str, Any]:
+    """Count the tokens and sequences that are to be run, and say of what part they are."""
+    shard = job.settings.shard
+    found = [] if job.plan is None else share_out(job.plan, job.recipe.data.batch_size, shard)
+    return {
+        "sequences": sum(len(batch.lengths) for batch in found),
+        "tokens": sum(batch.num_tokens for batch in found),
+        **({} if shard is None else {"shard": {"index": shard.index, "count": shard.count}}),
+    }
+
+
 def count_run(job: Job, stats: CalibrationStats) -> Mapping[str, Any]:
     """Count the tokens and sequences that were run, and say of what part they are."""
     part = stats.part

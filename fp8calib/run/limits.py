@@ -31,6 +31,8 @@ class Limits:
     """What it holds already."""
     device_bytes: int | None
     """What is free on the GPU; None where the model runs on the CPU."""
+    sharers: int = 1
+    """How many processes write to the same disk, as much as this one each."""
 
 
 def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> Limits:
@@ -39,7 +41,7 @@ def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> L
     Args:
         device: where the model runs.
         memory_gib: --memory, the cap of each process.
-        sharers: how many processes share what the machine has left.
+        sharers: how many processes share what the machine has left, its disk included.
 
     Raises:
         UsageError: --memory is no amount of memory.
@@ -59,6 +61,7 @@ def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> L
         is_given=is_given,
         process_bytes=process,
         device_bytes=device_bytes,
+        sharers=sharers,
     )
 
 

@@ -77,7 +77,7 @@ class StreamPlanner:
         hidden = self._hidden_bytes(probe)
         in_ram = min(hidden, self._limits.host_bytes - peak.total_bytes)
         scratch = hidden - in_ram
-        self._check_disk(scratch)
+        self._check_disk(scratch * self._limits.sharers)
         return RunPlan(
             streams=True,
             why=self._why,

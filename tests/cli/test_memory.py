@@ -84,6 +84,20 @@ def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) 
     assert not out.exists()
 
 
+def test_a_plan_is_of_what_this_process_runs(wide: Path, data: Path, tmp_path: Path) -> None:
+    cap = ("--memory", cap_gib(64 * 2**20 + TABLE_BYTES // 2))
+    command = ("calibrate", wide, "--data", data, *QUICK, "--out", tmp_path / "out", *cap)
+    whole = succeed(*command, "--dry-run", "--json").json["plan"]
+    part = succeed(*command, "--shard", "1/4", "--dry-run", "--json").json["plan"]
+    assert (whole["sequences"], whole["tokens"]) == (4, 64)
+    assert (part["sequences"], part["tokens"]) == (1, 16)
+    assert part["shard"] == {"index": 1, "count": 4}
+    assert whole["peak_parts"]["hidden states"] == 64 * 64 * 4
+    assert part["peak_parts"]["hidden states"] == 16 * 64 * 4
+    text = succeed(*command, "--shard", "1/4", "--dry-run").out
+    assert re.search(r"^shard +1 of 4 ", text, re.MULTILINE)
+
+
 def test_a_cap_under_two_layers_names_the_smallest_that_works(
     wide: Path, data: Path, tmp_path: Path
 ) -> None:
