@@ -46,6 +46,8 @@ class Workload:
     """Weights are replaced and restored layer by layer."""
     changes_inputs: bool = False
     """Inputs of linears are quantized."""
+    is_padded: bool = False
+    """Some micro-batch holds padding."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch], num_distinct: int) -> Self:
@@ -58,6 +60,7 @@ class Workload:
             num_batches=len(batches),
             num_tokens=sum(batch.input_ids.numel() for batch in batches),
             num_distinct=num_distinct,
+            is_padded=any(batch.mask is not None for batch in batches),
         )
 
 
@@ -229,9 +232,19 @@ def _scores_bytes(
         attention.k_head_dim == attention.v_head_dim for _, attention in geometry.attentions()
     )
     if is_fused:
-        return square * (1 + itemsize)
+        return square * (1 + itemsize) if _makes_mask(model, geometry, work) else 0
     num_heads = max((attention.num_heads for _, attention in geometry.attentions()), default=0)
     return square * (1 + itemsize + num_heads * (2 * itemsize + _FLOAT32_BYTES))
+
+
+def _makes_mask(model: PreTrainedModel, geometry: ModelGeometry, work: Workload) -> bool:
+    """Tell whether transformers makes a mask: the kernels know the plain causal one themselves."""
+    config = _text_config(model)
+    windows = [_window(attention) for _, attention in geometry.attentions()]
+    windows.append(getattr(config, "attention_chunk_size", None))
+    is_cut = any(window is not None and window <= work.columns for window in windows)
+    # A config with ALiBi (falcon) always has its mask made, in use or not.
+    return work.is_padded or is_cut or hasattr(config, "alibi")
 
 
 def _text_config(model: PreTrainedModel) -> Any:

@@ -13,7 +13,7 @@ from transformers.integrations import accelerate as placing
 from fp8calib.machine_memory import anonymous_bytes
 from tests import zoo
 
-from .conftest import QUICK, save_tokenizer
+from .conftest import QUICK, save_tokenizer, write_rows
 from .program import fail, snapshot, succeed
 from .test_process import PROGRAM, start
 
@@ -106,6 +106,20 @@ def test_a_cap_under_two_layers_names_the_smallest_that_works(
     found = re.search(r"the smallest --memory that works is (\S+);", text)
     assert found is not None
     succeed(*command, "--out", tmp_path / "out", "--memory", found.group(1))
+
+
+def test_long_sequences_take_no_memory_for_a_mask(tmp_path: Path) -> None:
+    """A mask of 16,384 tokens squared would take 1.3 GB in fp32; the kernel needs none."""
+    zoo.save("llama", tmp_path / "long", max_position_embeddings=16384)
+    save_tokenizer(tmp_path / "long")
+    row = [3 + i * i % 90 for i in range(16384)]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row}])
+    command = ("calibrate", tmp_path / "long", "--data", rows, "--samples", 1, "--seq-len", 16384)
+    out = ("--format", "kv-scales", "--out", tmp_path / "out", "--dtype", "float32", "--json")
+    code, text, err = run_apart(*command, *out, "--memory", 1)
+    assert code == 0, err
+    found = json.loads(text)["memory"]
+    assert found["peak_measured_bytes"] < found["peak_bytes"] < GIB
 
 
 def test_what_is_streamed_is_not_spread(wide: Path, data: Path) -> None:

@@ -121,6 +121,18 @@ def test_what_a_probe_measured_counts_where_it_is_more(subject: Streamable, tmp_
     assert making.plan(large).peak.parts["micro-batch"] == formula + 1
 
 
+def test_a_mask_counts_where_one_is_made(subject: Streamable, tmp_path: Path) -> None:
+    # A token: attention 2 * 32 wide in 4 copies and 2 in fp32, and the hidden state in 4.
+    plain = 40 * (64 * (4 * 4 + 2 * 4) + 32 * 4 * 4)
+    assert planner(subject, limits(2**30), tmp_path).plan().peak.parts["micro-batch"] == plain
+    padded = replace(subject, work=replace(WORK, is_padded=True))
+    found = planner(padded, limits(2**30), tmp_path).plan().peak.parts["micro-batch"]
+    assert found == plain + 2 * 20 * 20 * (1 + 4)
+    subject.model.config.attention_chunk_size = 16
+    found = planner(subject, limits(2**30), tmp_path).plan().peak.parts["micro-batch"]
+    assert found == plain + 2 * 20 * 20 * (1 + 4)
+
+
 def test_hidden_states_take_what_is_left_and_the_rest_waits_on_disk(
     subject: Streamable, tmp_path: Path
 ) -> None:
