@@ -12,6 +12,13 @@ from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.model.topology import text_decoder
 
+_UNTYPED = (
+    "DefaultCPUAllocator",
+    "could not create a primitive",  # oneDNN, in bfloat16: no room for its scratch pad
+    "could not create a memory object",
+    "could not execute a primitive",
+)
+
 
 class OutOfMemoryInForward(CalibrationError):  # noqa: N818 -- a state that smaller batches avoid
     """A batch did not fit into memory."""
@@ -53,7 +60,7 @@ class Decoder:
             raise
         except Exception as error:
             if _is_out_of_memory(error):
-                raise _out_of_memory(batch) from error
+                raise _out_of_memory(batch, error) from error
             raise CalibrationError(
                 f"{type(self._decoder).__name__}: its forward pass failed at sample {batch.first}: "
                 f"{type(error).__name__}: {error}",
@@ -64,16 +71,18 @@ class Decoder:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Tell torch's own error, C++'s, and that of torch's CPU allocator, which has no type."""
+    """Tell torch's own error, C++'s, and those without a type of the CPU's allocator and oneDNN."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _UNTYPED)
 
 
-def _out_of_memory(batch: Batch) -> OutOfMemoryInForward:
+def _out_of_memory(batch: Batch, error: Exception) -> OutOfMemoryInForward:
     rows, columns = batch.input_ids.shape
+    is_known = not str(error).startswith("could not")
     return OutOfMemoryInForward(
-        f"out of memory at sample {batch.first}, with {rows} sequences of {columns} tokens",
+        f"out of memory at sample {batch.first}, with {rows} sequences of {columns} tokens"
+        + ("" if is_known else f" ({error})"),
         hint="use a smaller --batch-size or --seq-len, --device-map auto, or --device cpu",
     )
 

@@ -106,8 +106,11 @@ class WholeRunner:
                 raise
         else:
             return True
+        # The error, and what its frames held, are gone here.
         if self._decoder.device.type == "cuda":
-            torch.cuda.empty_cache()  # the error, and what its frames held, are gone here
+            torch.cuda.empty_cache()
+        else:
+            return_freed_memory()
         return False
 
     def _is_full(self, group: list[Batch]) -> bool:

@@ -27,6 +27,7 @@ ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory."),
     MemoryError("std::bad_alloc"),
     RuntimeError(CPU_MESSAGE),
+    RuntimeError("could not create a primitive"),
 ]
 
 
