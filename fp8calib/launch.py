@@ -15,6 +15,7 @@ from pathlib import Path
 from fp8calib.errors import UsageError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORTS = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,11 @@ def find_place(environment: Mapping[str, str]) -> Place:
     """
     if not all(environment.get(name) for name in _NEEDED):
         return ALONE
-    rank, size = (_read(environment, name, 0) for name in ("RANK", "WORLD_SIZE"))
+    rank, size, port = (
+        _read(environment, name, 0) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
+    if port >= _PORTS:
+        raise UsageError(f"MASTER_PORT={port}: cannot be", hint="start all processes with torchrun")
     place = Place(
         rank=rank,
         size=size,

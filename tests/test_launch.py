@@ -44,6 +44,8 @@ def test_without_local_variables_all_are_on_one_machine() -> None:
         {"RANK": "8"},
         {"RANK": "-1"},
         {"RANK": "x"},
+        {"MASTER_PORT": "x"},
+        {"MASTER_PORT": "65536"},
         {"WORLD_SIZE": "0"},
         {"LOCAL_RANK": "4"},
         {"LOCAL_WORLD_SIZE": "9", "LOCAL_RANK": "0"},
