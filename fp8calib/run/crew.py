@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -120,7 +121,10 @@ class Crew:
 
     def _all_reduce(self, flat: torch.Tensor, operation: Any) -> torch.Tensor:
         on_device = flat.to(self.device)
-        distributed.all_reduce(on_device, operation)
+        work = distributed.all_reduce(on_device, operation, async_op=True)
+        while not work.is_completed():  # waiting in C++ could not be interrupted
+            time.sleep(POLL_S)
+        work.wait()
         return on_device.cpu()
 
 
@@ -141,7 +145,7 @@ def open_crew(place: Place, device: str) -> Iterator[Crew | None]:
     target = torch.device(device)
     store = PrefixStore("fp8calib", base := open_store(place))
     others = range(1, place.size) if place.is_first else [0]
-    watch = Watch(store, place.rank, others)
+    watch = Watch(store, place.rank, others, lambda lost: _give_up(lost, place))
     watch.start()
     crew = Crew(place, store, watch, target)
     try:
@@ -211,6 +215,15 @@ def _find_lost(watch: Watch) -> Lost | None:
     while (lost := watch.lost or watch.look()) is None and time.monotonic() < until:
         time.sleep(POLL_S)
     return lost
+
+
+def _give_up(lost: Lost, place: Place) -> None:
+    """End this process, whose main thread is caught in torch; what all had seen is kept."""
+    error = _explain(lost, place)
+    if place.is_first:
+        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
+        sys.stderr.flush()
+    os._exit(error.exit_code)
 
 
 def _explain(lost: Lost, place: Place) -> Fp8CalibError:

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from fp8calib.errors import Fp8CalibError
 BEAT_S = 1.0
 SILENT_S = 30.0
 """A process that gives no sign of life for so long counts as dead."""
+STUCK_S = 15.0
+"""A main thread that does not react for so long is caught in C++, as a collective of nccl is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +39,22 @@ class Lost:
 
 
 class Watch:
-    """Watches some of the processes of a run while its thread is running."""
+    """Watches some of the processes of a run while its thread is running.
 
-    def __init__(self, store: Any, rank: int, watched: Collection[int]) -> None:
+    Args:
+        store: what all processes reach.
+        rank: of this process.
+        watched: the ranks to look after.
+        give_up: ends this process where the main thread cannot be interrupted.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, watched: Collection[int], give_up: Callable[[Lost], None]
+    ) -> None:
         self._store = store
         self._rank = rank
         self._watched = tuple(watched)
+        self._give_up = give_up
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -87,6 +99,8 @@ class Watch:
                 self.lost = self.look()
             if self.lost is not None and not self._stopped.is_set():
                 _thread.interrupt_main(signal.SIGTERM)
+                if not self._stopped.wait(STUCK_S):
+                    self._give_up(self.lost)
                 return
 
     def _beat(self, number: int) -> None:

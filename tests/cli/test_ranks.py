@@ -147,6 +147,20 @@ def test_a_process_that_dies_before_all_have_met_is_named(mixtral: Path, tmp_pat
     assert "error: rank 1 of 3: its process has died\n" in err
 
 
+def test_a_process_that_is_caught_in_torch_ends_too(mixtral: Path, tmp_path: Path) -> None:
+    rows = make_rows(tmp_path / "rows.jsonl", 26)
+    command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
+    first, second = start_ranks(2, *command, program=(sys.executable, "-m", "tests.cli.stuck"))
+    for process in (first, second):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+    second.kill()
+    code, _, err = finish(first)
+    finish(second)
+    assert code == 6, err
+    assert "error: rank 1 of 2: its process has died\n" in err
+
+
 def test_the_error_of_any_process_is_told_once_by_the_first(tmp_path: Path) -> None:
     """A token whose embedding is NaN stands in the last sequence: rank 1 meets it."""
     zoo.save("llama", tmp_path / "model")

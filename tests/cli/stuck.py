@@ -1,0 +1,25 @@
+"""The program, caught in C++ where processes join their group: nothing in Python reaches it there.
+
+Run it as `python -m tests.cli.stuck` where `python -m fp8calib` is run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from torch import distributed
+
+from fp8calib.cli import main
+from fp8calib.run import watch
+
+
+def sleep_in_c(*_: Any, **__: Any) -> None:
+    print("stuck", flush=True)
+    ctypes.CDLL(None).sleep(600)
+
+
+if __name__ == "__main__":
+    watch.STUCK_S = 1.0
+    distributed.init_process_group = sleep_in_c
+    main()
