@@ -23,7 +23,7 @@ from fp8calib.errors import Fp8CalibError
 BEAT_S = 1.0
 SILENT_S = 30.0
 """A process that gives no sign of life for so long counts as dead."""
-STUCK_S = 15.0
+STUCK_S = 30.0
 """A main thread that does not react for so long is caught in C++, as a collective of nccl is."""
 
 
