@@ -19,6 +19,7 @@ class Deaf:
         for _ in range(1000):
             pass
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 listen()
 with Bar() as bar:
     bar.stage("work", 2)
