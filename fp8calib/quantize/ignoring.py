@@ -92,7 +92,7 @@ def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[
     for pattern in patterns:
         named = {path for path in paths if _matches(pattern, path)}
         if not named:
-            example = next(iter(modules), "")
+            example = _pick_example(modules)
             raise UsageError(
                 f"--ignore {pattern}: matches no module of the model that is or holds a linear",
                 hint=f"linears look like {example}; globs and re: expressions match whole paths; "
@@ -104,6 +104,12 @@ def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[
             if module not in matched and not named.isdisjoint(list_paths(module))
         }
     return matched
+
+
+def _pick_example(modules: Collection[str]) -> str:
+    """Give a linear that is quantized by default, or any where all are left."""
+    quantized = (m for m in modules if find_default(m, rows=0, vocab_sizes=()) is None)
+    return next(quantized, next(iter(modules), ""))
 
 
 def list_paths(module: str) -> Iterator[str]:
