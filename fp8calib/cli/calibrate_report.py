@@ -38,6 +38,8 @@ class Measured:
     """Where batches became smaller because memory did not suffice."""
     resumed: int
     """Sequences that an interrupted run had done."""
+    resumed_tokens: int
+    """Tokens in them: none of `duration_s` went into these."""
     num_ranks: int
 
 
@@ -63,7 +65,7 @@ def build_report(
         "files": list(files),
         **counted,
         "duration_s": measured.duration_s,
-        "tokens_per_s": counted["tokens"] / measured.duration_s,
+        "tokens_per_s": (counted["tokens"] - measured.resumed_tokens) / measured.duration_s,
         "dtype": job.dtype,
         "dtype_why": job.dtype_why,
         "device": measured.device,
@@ -168,8 +170,10 @@ def describe_plan(job: Job, mode: Mode) -> dict[str, Any]:
 def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) -> None:
     """Print the report for people: on stderr when stdout is for JSON."""
     show = say if job.settings.as_json else print_text
+    now = report["sequences"] - report["resumed_sequences"]
+    counted = f"{now} of them now, " if report["resumed_sequences"] else ""
     show(
-        f"{report['tokens']:,} tokens in {report['sequences']} sequences, "
+        f"{report['tokens']:,} tokens in {report['sequences']} sequences, {counted}"
         f"{report['duration_s']:.1f} s ({report['tokens_per_s']:,.0f} tokens/s), "
         f"{report['coverage']['observed']} sites observed"
     )

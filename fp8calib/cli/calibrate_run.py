@@ -66,7 +66,7 @@ from fp8calib.model.prepared import Prepared, prepare
 from fp8calib.model.weights import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.run.crew import Crew, open_crew
-from fp8calib.run.journal import is_checkpoint
+from fp8calib.run.journal import Done, is_checkpoint
 from fp8calib.run.portion import Portion
 from fp8calib.stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
 
@@ -226,9 +226,16 @@ def _run(
         memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
         back_offs=back_offs,
         resumed=work.journal.done.num_sequences,
+        resumed_tokens=_count_tokens(job.plan, work.journal.done),
         num_ranks=1 if crew is None else crew.place.size,
     )
     return stats, measured
+
+
+def _count_tokens(plan: DataPlan | None, done: Done) -> int:
+    if plan is None:
+        return 0
+    return sum(len(each) for first, stop in done.sequences for each in plan.sequences[first:stop])
 
 
 def _load(job: Job, bar: Bar) -> Prepared:

@@ -60,6 +60,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     assert (out / "stats.safetensors").read_bytes() == whole
     assert "sequences were done, going on after them" in outcome.err
     assert 0 < outcome.json["resumed_sequences"] < 40
+    tokens = 64 * (40 - outcome.json["resumed_sequences"])  # not those that the first run saw
+    assert outcome.json["tokens_per_s"] == pytest.approx(tokens / outcome.json["duration_s"])
+    now = f"{40 - outcome.json['resumed_sequences']} of them now"
+    assert f"2,560 tokens in 40 sequences, {now}, " in outcome.err
     assert {path.name for path in out.iterdir()} == set(outcome.json["files"])
     assert not partial.exists()
     before = snapshot(tmp_path)
