@@ -376,7 +376,7 @@ RULES = (
         )
     ),
     *(
-        _blocked(engine, ("vllm-json",), _always, "it reads no JSON of scales", source)
+        _blocked(engine, ("vllm-json", "rfc"), _always, "it reads no JSON of scales", source)
         for engine, source in ((TGI, "TGI db931fc"), (TRANSFORMERS, "transformers 5.23"))
     ),
     *(
@@ -391,8 +391,6 @@ RULES = (
             (VLLM, "vLLM 0.32.0; pull request 11906"),
             (OLD_VLLM, "vLLM quantization/schema.py (QuantParamSchema)"),
             (SGLANG, "SGLang 0.5.23 srt/model_loader/weight_utils.py"),
-            (TGI, "TGI db931fc"),
-            (TRANSFORMERS, "transformers 5.23"),
         )
     ),
 )

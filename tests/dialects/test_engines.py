@@ -67,6 +67,14 @@ def test_the_engines_that_cannot_use_a_file_are_these(
     assert _blocked(geometry, name) == blocked
 
 
+@pytest.mark.parametrize("name", ["rfc", "vllm-json"])
+def test_an_engine_that_reads_no_json_refuses_no_key_of_one(name: str) -> None:
+    whys = {
+        limit.engine: limit.why for limit in limitations(LLAMA, name, E4M3FN) if limit.is_blocking
+    }
+    assert {whys[TGI], whys[TRANSFORMERS]} == {"it reads no JSON of scales"}
+
+
 def test_fnuz_scales_files_are_refused_by_every_engine() -> None:
     assert _blocked(LLAMA, "vllm-json", E4M3FNUZ) == {VLLM, OLD_VLLM, SGLANG, TGI, TRANSFORMERS}
     assert serving_commands(LLAMA, "vllm-json", Path("a"), model="m", fmt=E4M3FNUZ) == []
