@@ -128,8 +128,8 @@ def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[Wo
     with folder as staging:
         if folder.discarded:
             warn(
-                f"{staging}: what an interrupted run had kept there was discarded; --resume would "
-                "have gone on from it"
+                f"{staging}: what an interrupted run had kept there was discarded; the same "
+                "command line with --resume goes on from such"
             )
         journal = _open_journal(job, header, staging)
         if crew is None and (report := _find_complete(job, header, staging)) is not None:

@@ -181,4 +181,5 @@ def test_a_run_that_begins_anew_says_what_it_discards(
     (partial / "checkpoint-00000000.safetensors").write_bytes(b"hours")
     outcome = succeed(*command)
     assert "what an interrupted run had kept there was discarded" in outcome.err
+    assert "the same command line with --resume goes on from such" in outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
