@@ -173,8 +173,7 @@ def _list_contradictions(
     """Give the first FP8 weight of a decoder layer that compressed-tensors' config leaves out."""
     if method != "compressed-tensors":
         return
-    for _, linear in geometry.linears():
-        module = (linear.checkpoint_name or "").removesuffix(_SUFFIX)
+    for module in _list_modules(geometry):
         if module not in stored:
             continue
         try:
@@ -202,8 +201,7 @@ def _list_forgotten(
     Where the config leaves any linear of its name out, it may mean this one by another path.
     """
     spelled = " ".join(_list_texts(folder.config.get("quantization_config")))
-    for _, linear in geometry.linears() if method in _TRIED_METHODS else ():
-        module = (linear.checkpoint_name or "").removesuffix(_SUFFIX)
+    for module in _list_modules(geometry) if method in _TRIED_METHODS else ():
         name = module.rpartition(".")[2]
         if module not in left or name not in _PROJECTIONS or name in spelled:
             continue
@@ -219,6 +217,12 @@ def _list_forgotten(
             mend="leave it out in the config, or quantize it",
         )
         return
+
+
+def _list_modules(geometry: ModelGeometry) -> Iterator[str]:
+    """List the linears of the decoder layers, by their paths in the checkpoint."""
+    for _, linear in geometry.linears():
+        yield (linear.checkpoint_name or "").removesuffix(_SUFFIX)
 
 
 def _list_texts(config: object) -> Iterator[str]:
