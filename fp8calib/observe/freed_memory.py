@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
+import torch
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's `malloc.h`."""
 _KEPT_BYTES = 2**27
@@ -20,6 +22,14 @@ def return_freed_memory() -> None:
     """
     with suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def return_memory_of(device: torch.device) -> None:
+    """Give back what a batch that did not fit had taken, once nothing holds its error any more."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        return_freed_memory()
 
 
 def keep_freed_memory() -> None:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-import torch
-
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.geometry import Linear
 from fp8calib.merging import merge_sites
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
+from fp8calib.observe.freed_memory import return_memory_of
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.seams import tapped
@@ -124,8 +123,7 @@ class LayerObserver:
                 size //= 2
                 if not size:
                     raise
-            if self._streamed.device.type == "cuda":
-                torch.cuda.empty_cache()  # the error, and what its frames held, are gone here
+            return_memory_of(self._streamed.device)
             counted.take_back()
             self.recorder.forget()
             on_back_off(BackOff(first=batches[0].first, batch_size=size))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fp8calib.data.plan import Batch, cut_batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry import ModelGeometry
-from fp8calib.observe.freed_memory import return_freed_memory
+from fp8calib.observe.freed_memory import return_freed_memory, return_memory_of
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.observe.seams import TappedCache, own_attentions
@@ -106,11 +106,7 @@ class WholeRunner:
                 raise
         else:
             return True
-        # The error, and what its frames held, are gone here.
-        if self._decoder.device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            return_freed_memory()
+        return_memory_of(self._decoder.device)
         return False
 
     def _is_full(self, group: list[Batch]) -> bool:
