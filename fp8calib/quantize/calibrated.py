@@ -8,7 +8,6 @@ most linears, the name of the tensor they were read from, and the rest of a laye
 from __future__ import annotations
 
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from fp8calib.fp8 import E4M3FN
 from fp8calib.geometry import Layer, Linear
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import Form
-from fp8calib.quantize.ignoring import list_paths
+from fp8calib.quantize.ignoring import list_paths, span_layers, spell_options
 from fp8calib.quantize.plan import NO_SCALES, Scales, Settings
 from fp8calib.quantize.selection import Matrix, select
 from fp8calib.rules import AMAX, Rule, find_reach
@@ -38,7 +37,6 @@ from fp8calib.stats import CalibrationStats
 
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)")
 _STACK = re.compile(r"(.*\.experts)\.\d+\.\w+")
-_NUMBER = re.compile(r"\.\d+\.")
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of what every other family spells out."""
 
@@ -233,19 +231,18 @@ class _Inputs:
         if any(name in names for name in list_paths(matrix.module)):
             return (
                 "calibrate with --recipe w8a8-static; what lies outside the layers it measures "
-                f"stays unquantized with {_spell_options(names)}"
+                f"stays unquantized with {spell_options(names)}"
             )
         missing = (
             each.module
             for each in self._taken
             if each.tensor not in self._linears and self._find_expert(each) is None
         )
-        places = (_STACK.sub(r"\1", module) for module in missing)
-        globs = dict.fromkeys(_NUMBER.sub(".*.", place) for place in places)
+        globs = dict.fromkeys(span_layers(_STACK.sub(r"\1", module)) for module in missing)
         return (
             "calibrate cannot measure it in this kind of model: `quantize --scheme fp8-dynamic` "
             "and fp8-block need no measure, or it stays unquantized with "
-            f"{_spell_options(globs)}"
+            f"{spell_options(globs)}"
         )
 
     def _of_linear(self, linear: Linear) -> torch.Tensor:
@@ -268,10 +265,6 @@ class _Inputs:
     def _of_expert(self, linear: Linear, expert: int) -> torch.Tensor:
         site = Site(linear.logical(linear.parts[0], expert), Role.INPUT)
         return self.table.scales[site].values[0]
-
-
-def _spell_options(patterns: Iterable[str]) -> str:
-    return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)
 
 
 def _find_places(layer: Layer) -> Iterator[str]:

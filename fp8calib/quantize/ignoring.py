@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+import shlex
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import takewhile
 
 from fp8calib.errors import UsageError
 
+_NUMBER = re.compile(r"\.\d+\.")
 TOWER = "a vision or audio tower"
 _PROJECTOR = "a projector between modalities"
 _TREES = frozenset({TOWER, _PROJECTOR})
@@ -116,6 +118,16 @@ def list_paths(module: str) -> Iterator[str]:
     """Give a module's path and the paths of all that hold it: `a`, `a.b`, `a.b.c`."""
     parts = module.split(".")
     return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+
+
+def span_layers(path: str) -> str:
+    """Give the pattern for a path in all layers."""
+    return _NUMBER.sub(".*.", path)
+
+
+def spell_options(patterns: Iterable[str]) -> str:
+    """Spell patterns as options, for a shell."""
+    return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)
 
 
 def _matches(pattern: str, path: str) -> bool:

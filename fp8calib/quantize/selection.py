@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,14 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.served_weights import name_fused_group
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.expert_matrices import ExpertMatrix, ExpertStacks, Place
-from fp8calib.quantize.ignoring import TOWER, Reason, find_default, match_patterns
+from fp8calib.quantize.ignoring import (
+    TOWER,
+    Reason,
+    find_default,
+    match_patterns,
+    span_layers,
+    spell_options,
+)
 
 _SUFFIX = ".weight"
 _FLOATS = frozenset({"BF16", "F16", "F32"})
@@ -24,7 +30,6 @@ _SMALLEST_MATRIX = 16
 """What has a shorter side in its last two axes is a kernel of a convolution."""
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
 _EXPERTS = re.compile(r"(.+\.experts)\..+")
-_NUMBER = re.compile(r"\.\d+\.")
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 HEAD = "lm_head"
 _HEADS: Mapping[str, str] = {
@@ -294,11 +299,11 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
 
 
 def _unknown_stack(checkpoint: Checkpoint, name: str, entry: TensorEntry, why: str) -> ModelError:
-    pattern = _NUMBER.sub(".*.", _EXPERTS.sub(r"\1", name))
+    pattern = span_layers(_EXPERTS.sub(r"\1", name))
     return ModelError(
         f"{checkpoint.folder}: {name} {list(entry.shape)} holds several matrices, {why}",
         hint="save the model with a tensor per expert, or leave those of all layers unquantized: "
-        f"--ignore {shlex.quote(pattern)}",
+        f"{spell_options([pattern])}",
     )
 
 
