@@ -1,6 +1,6 @@
 """With how many others a process was started: what torchrun and its like put into the environment.
 
-Nothing is imported for it, since every command asks.
+Nothing heavy is imported for it, since every command asks.
 """
 
 from __future__ import annotations
