@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.histogram import LOWEST_OCTAVE
 from fp8calib.histogram_shares import Spread, spread_counts
 

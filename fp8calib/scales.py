@@ -17,7 +17,7 @@ from itertools import product
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry import Attention, Linear, ModelGeometry, Part
 from fp8calib.measured import MeasuredOn
 from fp8calib.rules import AMAX, Reach, Rule, find_reach

@@ -19,7 +19,8 @@ from bench_timing import load_batches, time_rounds
 
 from fp8calib.calibrate import calibrate, prepare
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import load_recipe
@@ -33,7 +34,6 @@ from fp8calib.verify.candidates import (
 )
 from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.report import SCALE_ONE
-from fp8calib.verify.schemes import find_scheme
 from fp8calib.verify.verify import Question, Subject, verify
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.histogram import NUM_BINS, count_bins
 from fp8calib.histogram_shares import clipped_share, expected_sqnr_db, flushed_share
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8 import E4M3FN, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.histogram import count_bins
 from fp8calib.rules import AMAX, KNOWN_RULES, Reach, Rule, RuleKind, find_reach, parse_rule
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.histogram import count_bins
 from fp8calib.rules import AMAX, parse_rule
 from fp8calib.scales import (

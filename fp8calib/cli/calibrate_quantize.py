@@ -17,7 +17,8 @@ from fp8calib.cli.console import Bar
 from fp8calib.cli.quantize_report import Outcome, build_report
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.errors import ExportError, ModelError, UsageError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantize.calibrated import Choice, find_scales, list_unmeasured
 from fp8calib.quantize.forms import find_form
 from fp8calib.quantize.plan import Settings, make_plan
@@ -25,7 +26,6 @@ from fp8calib.quantize.quantize import quantize
 from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.quantize.selection import select
 from fp8calib.stats import CalibrationStats
-from fp8calib.verify.schemes import find_scheme
 
 _FORM = "compressed-tensors"
 

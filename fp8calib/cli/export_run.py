@@ -21,7 +21,7 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.dialects.rfc import name_rank_files
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.fp8 import FORMATS as FP8_FORMATS
+from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
 from fp8calib.measured import explain_difference
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.int4_source import is_int4_source

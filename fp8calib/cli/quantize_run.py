@@ -14,6 +14,7 @@ from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantize_report import Outcome, build_report, show_report
 from fp8calib.devices import find_device
 from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantize.calibrated import Calibrated, check_same_model, find_scales
 from fp8calib.quantize.dequantized import DequantizedCheckpoint
 from fp8calib.quantize.forms import find_form
@@ -26,7 +27,6 @@ from fp8calib.quantize.plan import (
 from fp8calib.quantize.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.stats import CalibrationStats, load_stats
-from fp8calib.verify.schemes import find_scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp8calib.cli.console import print_json, print_table, print_text
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry import Layer, Linear
 from fp8calib.positions import range_starts
 from fp8calib.saturation import PositionReach, compute_position_reach, compute_saturation

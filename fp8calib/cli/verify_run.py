@@ -20,7 +20,8 @@ from fp8calib.cli.verify_questions import build_question
 from fp8calib.cli.verify_show import describe_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import UsageError, VerificationError
-from fp8calib.fp8 import FORMATS
+from fp8calib.fp8.formats import FORMATS
+from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.machine_memory import PeakMemory
 from fp8calib.measured import estimate_overlap
 from fp8calib.model.dtype import choose_dtype, stored_dtype
@@ -40,7 +41,6 @@ from fp8calib.verify.candidates import Opened, Target, find_candidate, open_cand
 from fp8calib.verify.gates import load_gate
 from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.report import SCALE_ONE, Verdict, VerifyReport
-from fp8calib.verify.schemes import Scheme, find_scheme
 from fp8calib.verify.task_files import open_tasks, require_harness
 from fp8calib.verify.tasks import run_tasks
 from fp8calib.verify.verify import Question, Subject, Verified, verify

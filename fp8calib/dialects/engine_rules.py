@@ -17,7 +17,7 @@ from fp8calib.dialects.engine_models import (
     find_sglang_type,
     takes_sglang_json,
 )
-from fp8calib.fp8 import E4M3FN, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry import ModelGeometry
 
 VLLM = "vLLM"

@@ -16,7 +16,7 @@ from fp8calib.dialects.engine_rules import (
     Case,
     Limitation,
 )
-from fp8calib.fp8 import E4M3FN, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry import ModelGeometry
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4}

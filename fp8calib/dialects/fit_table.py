@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.scales import SMALLEST_SCALE, ScaleTable
 from fp8calib.sites import Role, Site

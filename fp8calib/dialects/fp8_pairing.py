@@ -24,7 +24,7 @@ from fp8calib.dialects.fp8_weights import (
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.dialects.read_values import cut_list, reading_errors, refusal
 from fp8calib.errors import ModelError
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 
 _TRTLLM_SCALE = "weights_scaling_factor"
 _SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.dialects.read_json import MEASURED_KEY
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.scales import ScaleTable
 
 NO_CACHE_SCALE = 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8calib.checkpoint.links import refuse_link_out
 from fp8calib.dialects.read_json import find_format, load_object
 from fp8calib.dialects.read_values import reading_errors, refusal
-from fp8calib.fp8 import E4M3FN, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry import ModelGeometry
 
 CONFIG_NAME = "config.json"

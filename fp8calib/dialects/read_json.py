@@ -20,7 +20,7 @@ from fp8calib.dialects.read_values import (
     join_ranks,
     refusal,
 )
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry import ModelGeometry
 from fp8calib.measured import MeasuredOn
 

@@ -27,7 +27,7 @@ from fp8calib.dialects.read_values import (
     refusal,
 )
 from fp8calib.dialects.scale_metadata import find_measurement, find_recorded_format
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.sites import Role, Site
 

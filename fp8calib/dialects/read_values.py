@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.errors import ModelError, VerificationError, shorten
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.measured import MeasuredOn
 from fp8calib.scales import SMALLEST_SCALE

@@ -25,7 +25,7 @@ from fp8calib.dialects.read_values import (
     refusal,
 )
 from fp8calib.errors import UsageError, VerificationError
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry import ModelGeometry
 from fp8calib.measured import MeasuredOn, explain_difference
 from fp8calib.scales import Origin, Scale, ScaleTable

@@ -15,7 +15,7 @@ from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.dialects.tgi import write_tgi_overlay
 from fp8calib.dialects.vllm_json import write_vllm_json
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry import ModelGeometry
 from fp8calib.rules import AMAX, Rule
 from fp8calib.scales import (

@@ -15,7 +15,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.json_scales import name_dtype
 from fp8calib.dialects.read_json import find_format, find_measured_on
 from fp8calib.dialects.read_values import refusal
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.measured import MeasuredOn
 
 DTYPE_KEY = "fp8calib.kv_cache_dtype"

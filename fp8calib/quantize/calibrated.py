@@ -17,7 +17,7 @@ import torch
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.registry import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry import Layer, Linear
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import Form

@@ -19,7 +19,7 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_weights import is_companion
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.errors import ModelError, shorten
-from fp8calib.quantize.cast import SOURCE_DTYPES
+from fp8calib.fp8.encode import SOURCE_DTYPES
 from fp8calib.quantize.quantized_sources import find_sections
 from fp8calib.scales import SMALLEST_SCALE
 

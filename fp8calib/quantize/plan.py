@@ -16,6 +16,7 @@ from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.reader import Checkpoint, refuse_doubled
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.dialects.scale_metadata import make_metadata
+from fp8calib.fp8.schemes import Scheme
 from fp8calib.measured import MeasuredOn
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import MODELOPT_CONFIG_NAME, Form
@@ -30,7 +31,6 @@ from fp8calib.quantize.shard_layout import (
     WeightScale,
     lay_out,
 )
-from fp8calib.verify.schemes import Scheme
 
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
 """What says of the source's weights what is no longer so."""

@@ -14,11 +14,11 @@ import torch
 from fp8calib.checkpoint.atomic import explain_os_error, require_free_space
 from fp8calib.dialects.rfc import name_rank_files
 from fp8calib.dialects.scale_metadata import make_metadata
-from fp8calib.fp8 import E4M3FN, Fp8Format
-from fp8calib.fp8_cast import encode
+from fp8calib.fp8.cast import encode
+from fp8calib.fp8.encode import SOURCE_DTYPES, encode_rows
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry import Linear, Part
 from fp8calib.model.logical_weights import LinearWeight
-from fp8calib.quantize.cast import SOURCE_DTYPES, encode_rows
 from fp8calib.quantize.shard_layout import OutputTensor, ShardLayout, lay_out
 from fp8calib.scales import ScaleTable
 from fp8calib.sites import Role, Site

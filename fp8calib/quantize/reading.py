@@ -9,7 +9,7 @@ import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import ModelError
-from fp8calib.quantize.cast import BLOCK, block_amax, row_amax, tensor_amax
+from fp8calib.fp8.encode import BLOCK, block_amax, row_amax, tensor_amax
 from fp8calib.quantize.selection import Matrix
 from fp8calib.verify.quantizer import Dynamic
 

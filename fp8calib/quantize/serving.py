@@ -10,9 +10,9 @@ from fp8calib.dialects.engine_rules import SGLANG, TGI, TRANSFORMERS, VLLM, Limi
 from fp8calib.dialects.engines import ServingCommand, limitations
 from fp8calib.dialects.fp8_serving import list_weight_faults
 from fp8calib.dialects.served_weights import Effect, QuantizedLinear, QuantizedWeights
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.encode import BLOCK
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry import ModelGeometry
-from fp8calib.quantize.cast import BLOCK
 from fp8calib.quantize.plan import QuantizePlan
 from fp8calib.verify.quantizer import Dynamic
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.fp8 import E4M3FN
-from fp8calib.quantize.cast import encode_blocks, encode_rows
+from fp8calib.fp8.encode import encode_blocks, encode_rows
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.quantize.reading import BLOCK_BYTES, WeightReader, reduce_rows, split_rows
 from fp8calib.quantize.selection import Matrix
 from fp8calib.quantize.shard_layout import (

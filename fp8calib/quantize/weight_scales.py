@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.quantize.plan import QuantizePlan
 from fp8calib.quantize.reading import WeightReader
 from fp8calib.quantize.selection import Matrix

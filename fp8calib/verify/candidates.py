@@ -18,7 +18,8 @@ from fp8calib.dialects.reading import (
     read_scales,
 )
 from fp8calib.errors import ModelError, UsageError, VerificationError
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry import ModelGeometry
 from fp8calib.measured import MeasuredOn, explain_difference
 from fp8calib.model.load import LoadedModel
@@ -30,7 +31,6 @@ from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table, takes_latents_unscaled
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
 from fp8calib.verify.profiles import EngineProfile
-from fp8calib.verify.schemes import Scheme
 from fp8calib.verify.uncovered import missed_by_scheme, outside_of_layers
 
 _SAMPLE_BYTES = 4096

@@ -6,7 +6,7 @@ import torch
 
 from fp8calib.dialects.fit_table import fits_heads
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import E5M2, Fp8Format
+from fp8calib.fp8.formats import E5M2, Fp8Format
 from fp8calib.geometry import Attention, ModelGeometry
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role, Site

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry import ModelGeometry
 from fp8calib.histogram_shares import clipped_share
 from fp8calib.sites import Role, Site

@@ -12,7 +12,8 @@ from fp8calib.dialects.fp8_checkpoint import Activation, ActivationKind, Fp8Chec
 from fp8calib.dialects.fp8_reach import StoredReach
 from fp8calib.dialects.fp8_weights import Granularity
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import Fp8Format
+from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry import Linear, ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
@@ -22,7 +23,6 @@ from fp8calib.stats import CalibrationStats
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Dynamic, Quantizer
 from fp8calib.verify.scale_range import Per, ScaleRange
-from fp8calib.verify.schemes import Scheme
 from fp8calib.verify.stored_weights import Copied, Stored
 from fp8calib.verify.uncovered import is_of_decoder
 from fp8calib.verify.weights import (

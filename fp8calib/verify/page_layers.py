@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
-from fp8calib.fp8 import E4M3FN, FORMATS
+from fp8calib.fp8.formats import E4M3FN, FORMATS
 from fp8calib.verify.page_candidates import Series
 from fp8calib.verify.page_plots import (
     Json,

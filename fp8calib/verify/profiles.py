@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, E5M2
-from fp8calib.fp8_cast import Rounding
+from fp8calib.fp8.cast import Rounding
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

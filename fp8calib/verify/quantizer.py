@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from fp8calib.fp8 import Fp8Format
-from fp8calib.fp8_cast import Rounding, round_to_format_
+from fp8calib.fp8.cast import Rounding, round_to_format_
+from fp8calib.fp8.formats import Fp8Format
 from fp8calib.scales import SMALLEST_SCALE, scale_of
 
 GROUP = 128

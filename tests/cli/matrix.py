@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.reading import read_scales
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales import ScaleTable, compute_kv_scales
 from fp8calib.sites import Role, Site
 from fp8calib.stats import load_stats

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
 from fp8calib.cli import calibrate_memory, verify_memory
-from fp8calib.fp8 import FORMATS
+from fp8calib.fp8.formats import FORMATS
 from fp8calib.quantize.shard_writer import ShardWriter
 from fp8calib.scales import scale_of
 from tests import zoo

@@ -14,7 +14,7 @@ from fp8calib.cli.check_geometry import read_geometry
 from fp8calib.dialects.check_engines import check_folder
 from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.registry import write_table
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role
 from tests.architectures.families import FAMILIES, save

@@ -19,7 +19,7 @@ from fp8calib.dialects.check_report import EngineReport, Status
 from fp8calib.dialects.fit_table import fit_table
 from fp8calib.dialects.reading import read_scales
 from fp8calib.dialects.registry import write_table
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 
 from .check_handmade import FP8, PER_HEAD, PER_TENSOR
 from .foreign import FOLDER, LLAMA_ATTENTION, find_geometry

@@ -11,7 +11,7 @@ from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.check_sglang import has_kv_method, map_name
 from fp8calib.dialects.engine_rules import SGLANG
 from fp8calib.dialects.engines import limitations
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 
 from .check_handmade import (
     FP8,

@@ -16,10 +16,10 @@ from fp8calib.cli.check_geometry import read_geometry
 from fp8calib.dialects.check_engines import ENGINES, check_folder
 from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.check_report import EngineReport
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantize.calibrated import find_scales
 from fp8calib.quantize.forms import FORMS
 from fp8calib.quantize.plan import Settings
-from fp8calib.verify.schemes import find_scheme
 from tests import zoo
 from tests.architectures import families
 from tests.architectures.families import FAMILIES

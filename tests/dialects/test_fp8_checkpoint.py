@@ -18,7 +18,7 @@ from fp8calib.dialects.fp8_checkpoint import (
     Fp8Checkpoint,
     is_fp8_checkpoint,
 )
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
 
 from .fp8_handmade import (
     AUTOFP8_DYNAMIC,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8calib.dialects.names import make_scale_tensors, name_scales
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales import compute_kv_scales
 from fp8calib.sites import Role
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from fp8calib.dialects.reading import FoundScales, has_kv_scales, read_scales
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import E4M3FNUZ
+from fp8calib.fp8.formats import E4M3FNUZ
 
 from .handmade import make_attention, make_geometry, shared_stats
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.observe.reductions import (
+from fp8calib.fp8.amax import (
     block_amax,
     channel_amax,
     expert_counts,

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantize.forms import find_form
 from fp8calib.quantize.plan import NO_SCALES, QuantizePlan, Scales, Settings, make_plan
 from fp8calib.quantize.quantize import Written, quantize
-from fp8calib.verify.schemes import find_scheme
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0"

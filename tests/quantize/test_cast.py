@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.fp8 import E4M3FN
-from fp8calib.fp8_cast import encode as encode_exactly
-from fp8calib.quantize.cast import block_amax, encode_blocks, encode_rows, row_amax, tensor_amax
+from fp8calib.fp8.cast import encode as encode_exactly
+from fp8calib.fp8.encode import block_amax, encode_blocks, encode_rows, row_amax, tensor_amax
+from fp8calib.fp8.formats import E4M3FN
 
 SCALES = (1.0, 0.0137, 3.1e-5, 2.0**-126, 7.5e30)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry import Layer, Linear, ModelGeometry, Part
 from fp8calib.model.logical_weights import LinearWeight
 from fp8calib.quantize.compound_scales import adopt_scales

@@ -17,7 +17,8 @@ from transformers import logging as transformers_logging
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.expert_stacks import EXPERT_LAYOUTS
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.quantize.calibrated import find_input_scales
 from fp8calib.quantize.plan import NO_SCALES, Scales
 from fp8calib.quantize.selection import select
@@ -25,7 +26,6 @@ from fp8calib.stats import CalibrationStats
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import EngineProfile
-from fp8calib.verify.schemes import SCHEMES
 from tests import zoo
 from tests.architectures import families
 from tests.quantize.by_hand import run

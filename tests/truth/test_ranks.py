@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales import compute_kv_scales, compute_linear_scales
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role, Site
 from fp8calib.verify.advice import advise, find_broken

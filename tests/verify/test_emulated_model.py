@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.run.head import open_head
 from fp8calib.sites import Role
 from fp8calib.verify.emulate import Emulation
@@ -17,7 +18,6 @@ from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Quantizer
-from fp8calib.verify.schemes import find_scheme
 from tests import zoo
 from tests.verify.by_hand import Subject, emulate, make_batch, opened, padding_mask
 

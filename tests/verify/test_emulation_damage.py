@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fp8calib.data.plan import Batch
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role, Site
 from fp8calib.verify import emulate as emulate_module
@@ -26,7 +27,6 @@ from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Damage
 from fp8calib.verify.report import LayerResult
 from fp8calib.verify.scale_range import find_ranges
-from fp8calib.verify.schemes import SCHEMES
 from tests import zoo
 from tests.verify.by_hand import (
     HandCache,

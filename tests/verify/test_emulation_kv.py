@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
-from fp8calib.fp8_cast import Rounding
+from fp8calib.fp8.cast import Rounding
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.geometry import Attention
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role, Site

@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES, Scheme
 from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import EngineProfile
-from fp8calib.verify.schemes import SCHEMES, Scheme
 from tests import zoo
 from tests.truth.test_statistics import make_plan, run_calibration
 from tests.verify.by_hand import (

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry import Attention
 from fp8calib.scales import Origin, Scale, ScaleTable
 from fp8calib.sites import Role, Site
@@ -21,7 +22,6 @@ from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import PROFILES, EngineProfile
 from fp8calib.verify.quantizer import Dynamic, Quantizer
-from fp8calib.verify.schemes import SCHEMES
 from tests import zoo
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.verify.by_hand import (

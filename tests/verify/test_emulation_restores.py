@@ -17,7 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, VerificationError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology import find_geometry, text_decoder
 from fp8calib.model.weights import WeightSource
@@ -28,7 +29,6 @@ from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.looking import LookingTaps
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Quantizer
-from fp8calib.verify.schemes import SCHEMES
 from fp8calib.verify.weights import Requantized, WeightParameter
 from tests import zoo
 from tests.verify.by_hand import Subject, emulate, make_batch, opened, plain_forward

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.fp8_cast import Rounding
+from fp8calib.fp8.cast import Rounding
 from fp8calib.verify.profiles import PROFILES, EngineProfile, find_profile
 
 PLAIN = EngineProfile(name="plain", version="none")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.verify.quantizer import Dynamic, Quantizer
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

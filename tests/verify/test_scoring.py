@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.run.head import open_head
 from fp8calib.verify import scoring
 from fp8calib.verify.compare import Compared, Comparison
@@ -23,7 +24,6 @@ from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import EngineProfile
-from fp8calib.verify.schemes import SCHEMES
 from fp8calib.verify.scoring import TokenScores, score_batch
 from tests import zoo
 from tests.architectures import families

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
-from fp8calib.fp8 import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.weights import WeightSource
 from fp8calib.sites import Site
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
 from fp8calib.verify.profiles import PROFILES
 from fp8calib.verify.quantizer import Damage
 from fp8calib.verify.scale_range import ScaleRange
-from fp8calib.verify.schemes import SCHEMES
 from fp8calib.verify.stored_weights import find_clipped
 from fp8calib.verify.weights import WeightChange, changed_weights
 from tests import zoo

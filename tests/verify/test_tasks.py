@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fp8calib.errors import DataError, Fp8CalibError, UsageError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.verify.candidates import Candidate
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table

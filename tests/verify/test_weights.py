@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
 from fp8calib.errors import VerificationError
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.model.weights import WeightSource
 from fp8calib.sites import Role, Site
 from fp8calib.verify.emulate import Emulation

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from fp8calib.fp8 import Fp8Format, Specials
+from fp8calib.fp8.formats import Fp8Format, Specials
 
 
 class Rounding(StrEnum):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import pad
 
-from fp8calib.fp8 import E4M3FN
+from fp8calib.fp8.formats import E4M3FN
 
 BLOCK = 128
 """Rows and columns that share a scale in the block scheme."""
