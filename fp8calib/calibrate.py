@@ -13,6 +13,7 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.shares import Share, sequences_of, share_out
 from fp8calib.errors import CalibrationError
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.coverage import list_skipped
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import Prepared, prepare
@@ -28,7 +29,6 @@ from fp8calib.run.portion import WHOLE, Portion
 from fp8calib.run.streamed import Streaming, open_streamed
 from fp8calib.run.streamed_calibration import LayerObserver
 from fp8calib.run.whole import WholeRunner
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader
 
 __all__ = ["Portion", "Prepared", "Progress", "calibrate", "prepare"]

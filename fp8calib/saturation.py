@@ -9,8 +9,8 @@ from typing import TypedDict
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.positions import range_starts
-from fp8calib.sites import Role, Site
 from fp8calib.stats import NUM_QUARTERS, CalibrationStats, SiteStats
 
 

@@ -18,18 +18,18 @@ import torch
 
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.geometry import Attention, Linear, ModelGeometry, Part
-from fp8calib.measured import MeasuredOn
-from fp8calib.rules import AMAX, Reach, Rule, find_reach
-from fp8calib.sites import Role, Site
-from fp8calib.stats import CalibrationStats, SiteStats
-from fp8calib.tensor_parallel import (
+from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry, Part
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.tensor_parallel import (
     check_heads,
     owned_blocks,
     owned_channels,
     owned_rows,
     rank_range,
 )
+from fp8calib.measured import MeasuredOn
+from fp8calib.rules import AMAX, Reach, Rule, find_reach
+from fp8calib.stats import CalibrationStats, SiteStats
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""

@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import DataError, ModelError, UsageError, shorten
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Site
 from fp8calib.measured import MeasuredOn
 from fp8calib.parts import StatsPart
-from fp8calib.sites import Site
 
 STATS_NAME = "stats.safetensors"
 """What commands call the file in a folder of theirs."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp8calib.geometry import Linear, Part
+from fp8calib.geometry.model_geometry import Linear, Part
+from fp8calib.geometry.sites import Role
 from fp8calib.model.layouts import (
     Heads,
     contiguous_qkv,
@@ -13,7 +14,6 @@ from fp8calib.model.layouts import (
     heads_part,
     rows_part,
 )
-from fp8calib.sites import Role
 from tests.dialects.handmade import make_attention, make_geometry
 
 FOUR_TWO = Heads(num_heads=4, num_kv_heads=2, k_head_dim=2, v_head_dim=2)

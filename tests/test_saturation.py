@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.positions import NUM_RANGES
 from fp8calib.saturation import compute_position_reach, compute_saturation
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats
 from tests.dialects.handmade import make_geometry, make_stats
 

@@ -10,6 +10,7 @@ import torch
 
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.histogram import count_bins
 from fp8calib.rules import AMAX, parse_rule
 from fp8calib.scales import (
@@ -20,7 +21,6 @@ from fp8calib.scales import (
     compute_linear_scales,
     scale_of,
 )
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats
 
 from .dialects.handmade import (

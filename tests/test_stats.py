@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fp8calib.errors import DataError, UsageError
-from fp8calib.sites import Role, Site
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats import (
     CalibrationStats,
     SiteStats,

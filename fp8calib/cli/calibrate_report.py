@@ -17,9 +17,9 @@ from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_c
 from fp8calib.dialects.registry import FORMATS, Note
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
+from fp8calib.geometry.sites import Role
 from fp8calib.run.whole import BackOff
 from fp8calib.saturation import compute_position_reach, compute_saturation
-from fp8calib.sites import Role
 from fp8calib.stats import CalibrationStats
 
 UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13

@@ -13,7 +13,7 @@ from pathlib import Path
 from fp8calib.dialects.check_files import ScaleFolder
 from fp8calib.dialects.read_names import parse_name
 from fp8calib.errors import ModelError, shorten
-from fp8calib.geometry import Attention, Layer, ModelGeometry
+from fp8calib.geometry.model_geometry import Attention, Layer, ModelGeometry
 
 _DRAFTS = ("num_nextn_predict_layers",)
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")

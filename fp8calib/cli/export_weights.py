@@ -10,7 +10,7 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.opening import quiet_libraries
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import FORMATS
-from fp8calib.geometry import find_difference
+from fp8calib.geometry.model_geometry import find_difference
 from fp8calib.measured import explain_difference
 from fp8calib.model.load import LoadedModel, build_skeleton, open_source
 from fp8calib.model.logical_weights import LinearWeight, read_linears

@@ -20,7 +20,8 @@ from fp8calib.dialects.reading import SOURCE_DTYPES, FoundScales, check_same_mod
 from fp8calib.dialects.registry import FORMATS, check_formats, list_owned, write_table
 from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.errors import UsageError
-from fp8calib.geometry import Attention, ModelGeometry
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role
 from fp8calib.measured import MeasuredOn
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import build_skeleton, open_source
@@ -28,7 +29,6 @@ from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
 from fp8calib.provenance import fingerprint_model
 from fp8calib.scales import ScaleTable
-from fp8calib.sites import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

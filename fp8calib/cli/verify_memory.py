@@ -14,6 +14,7 @@ from fp8calib.cli.verify_job import VerifyJob
 from fp8calib.cli.verify_questions import build_question
 from fp8calib.data.plan import Batch, batches
 from fp8calib.errors import UsageError
+from fp8calib.geometry.sites import Role
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model
 from fp8calib.model.weights import WeightSource
@@ -28,7 +29,6 @@ from fp8calib.run.run_plan import (
 )
 from fp8calib.run.stream_planner import StreamPlanner, plan_streamed
 from fp8calib.run.streamed import Streaming
-from fp8calib.sites import Role
 from fp8calib.verify.compare import Comparing
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.scoring import scoring_bytes

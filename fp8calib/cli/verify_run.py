@@ -22,6 +22,7 @@ from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import FORMATS
 from fp8calib.fp8.schemes import Scheme, find_scheme
+from fp8calib.geometry.sites import Role
 from fp8calib.machine_memory import PeakMemory
 from fp8calib.measured import estimate_overlap
 from fp8calib.model.dtype import choose_dtype, stored_dtype
@@ -36,7 +37,6 @@ from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
 from fp8calib.provenance import fingerprint_model
 from fp8calib.rules import Rule, parse_rule
-from fp8calib.sites import Role
 from fp8calib.verify.candidates import Opened, Target, find_candidate, open_candidate
 from fp8calib.verify.gates import load_gate
 from fp8calib.verify.profiles import find_profile

@@ -22,8 +22,8 @@ from fp8calib.dialects.served_weights import (
     name_fused_group,
     tell_each,
 )
-from fp8calib.geometry import Linear, ModelGeometry, Part
-from fp8calib.tensor_parallel import rank_range
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
+from fp8calib.geometry.tensor_parallel import rank_range
 
 _SOURCES = {
     VLLM: "vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py "

@@ -22,8 +22,8 @@ from fp8calib.dialects.check_transformers import check_transformers
 from fp8calib.dialects.check_vllm import check_vllm
 from fp8calib.dialects.check_weights import WeightCheck
 from fp8calib.errors import UsageError
-from fp8calib.geometry import ModelGeometry
-from fp8calib.tensor_parallel import check_cuts, check_heads
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.tensor_parallel import check_cuts, check_heads
 
 ENGINES: Mapping[str, Callable[[ScaleFolder, ModelGeometry, int], EngineReport]] = {
     "vllm": check_vllm,

@@ -17,8 +17,8 @@ from fp8calib.dialects.check_report import Refusal, Status, Verdict
 from fp8calib.dialects.read_names import is_of_draft_layer, is_probability_scale, parse_name
 from fp8calib.dialects.scale_metadata import DTYPE_KEY
 from fp8calib.errors import ModelError, VerificationError, shorten
-from fp8calib.geometry import ModelGeometry
-from fp8calib.sites import Role
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role
 
 CONFIG_NAME = "config.json"
 MODELOPT_CONFIG_NAME = "hf_quant_config.json"

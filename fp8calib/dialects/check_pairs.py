@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fp8calib.dialects.check_files import HeldScale, Scene, Slot
 from fp8calib.dialects.check_report import LayerVerdict, Refusal, Status, Verdict, judge_number
-from fp8calib.sites import Role
+from fp8calib.geometry.sites import Role
 
 _SINGLE = ".kv_scale"
 _BOTH_MEND = "store a k_scale and a v_scale for the layer, both above zero"

@@ -31,8 +31,8 @@ from fp8calib.dialects.engine_models import (
     find_sglang_type,
 )
 from fp8calib.dialects.read_names import Form, parse_name
-from fp8calib.geometry import Attention, ModelGeometry
-from fp8calib.sites import Role
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role
 
 _CONFIG_KEYS = (
     "quantization_config",

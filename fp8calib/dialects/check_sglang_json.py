@@ -23,7 +23,7 @@ from fp8calib.dialects.check_report import (
     report_refusal,
 )
 from fp8calib.dialects.engine_models import find_sglang_type, takes_sglang_json
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 Ranks = dict[int, dict[int, float]]
 

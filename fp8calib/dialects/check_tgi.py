@@ -26,8 +26,8 @@ from fp8calib.dialects.check_targets import matches_target
 from fp8calib.dialects.check_vllm_config import find_quantization
 from fp8calib.dialects.engine_models import TGI_TYPES
 from fp8calib.errors import shorten
-from fp8calib.geometry import Attention, ModelGeometry
-from fp8calib.sites import Role
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role
 
 _SKIPPED_WORDS = ("arguments", "args", "adapter", "training")
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -37,8 +37,8 @@ from fp8calib.dialects.engine_models import (
     TRANSFORMERS_UNEXPECTED_TYPES,
 )
 from fp8calib.dialects.engine_rules import REBUILT
-from fp8calib.geometry import Attention, ModelGeometry
-from fp8calib.sites import Role
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _MEND = "write a kv-overlay: compressed-tensors with kv_cache_scheme, scales of shape [1]"

@@ -26,7 +26,7 @@ from fp8calib.dialects.served_weights import (
 )
 from fp8calib.dialects.weight_scales import list_scale_faults
 from fp8calib.errors import VerificationError, shorten
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 _NAMES = {"vllm": VLLM, "sglang": SGLANG, "tgi": TGI, "transformers": TRANSFORMERS}
 _SUFFIX = ".weight"

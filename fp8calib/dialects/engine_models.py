@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 VLLM_UNRUN_TYPES = ("bamba", "diffllama", "minimax", "mpt", "xglm")
 """Model types that vLLM 0.32 does not start (run); of some an earlier release did."""

@@ -18,7 +18,7 @@ from fp8calib.dialects.engine_models import (
     takes_sglang_json,
 )
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 VLLM = "vLLM"
 OLD_VLLM = "vLLM 0.4-0.6"

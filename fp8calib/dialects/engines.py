@@ -17,7 +17,7 @@ from fp8calib.dialects.engine_rules import (
     Limitation,
 )
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4}
 _SERVED_BYTES = 2

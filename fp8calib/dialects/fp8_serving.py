@@ -18,7 +18,7 @@ from fp8calib.dialects.served_weights import (
     list_split_experts,
     list_split_groups,
 )
-from fp8calib.expert_stacks import find_layout
+from fp8calib.geometry.expert_layouts import find_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.geometry import Attention
+from fp8calib.geometry.model_geometry import Attention
+from fp8calib.geometry.sites import Role
 from fp8calib.scales import ScaleTable
-from fp8calib.sites import Role
 
 
 def name_scales(attention: Attention, role: Role) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from fp8calib.checkpoint.links import refuse_link_out
 from fp8calib.dialects.read_json import find_format, load_object
 from fp8calib.dialects.read_values import reading_errors, refusal
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 CONFIG_NAME = "config.json"
 _MODELOPT_CONFIG_NAME = "hf_quant_config.json"

@@ -21,7 +21,7 @@ from fp8calib.dialects.read_values import (
     refusal,
 )
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.measured import MeasuredOn
 
 MAX_JSON_BYTES = 100_000_000

@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from fp8calib.dialects.read_values import KV_ROLES, cut_list, refusal
-from fp8calib.geometry import Attention, ModelGeometry
-from fp8calib.sites import Role
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role
 
 RANK_FILE_MARK = "kv_cache_scaling_factor"
 """What the scales of TensorRT-LLM and AMMO rank files are called."""

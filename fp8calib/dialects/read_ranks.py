@@ -23,7 +23,7 @@ from fp8calib.dialects.read_values import (
     refusal,
 )
 from fp8calib.errors import shorten
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 _RANK = re.compile(r"rank(\d{1,9})(?!\d)", re.ASCII)
 _LAYER = re.compile(r"\d+", re.ASCII)

@@ -28,8 +28,8 @@ from fp8calib.dialects.read_values import (
 )
 from fp8calib.dialects.scale_metadata import find_measurement, find_recorded_format
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.geometry import Attention, ModelGeometry
-from fp8calib.sites import Role, Site
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
 
 _METHOD_DIALECTS = {
     "compressed-tensors": "compressed-tensors",

@@ -16,7 +16,8 @@ from fp8calib.dialects.tgi import write_tgi_overlay
 from fp8calib.dialects.vllm_json import write_vllm_json
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.tensor_parallel import check_heads, check_linears
 from fp8calib.rules import AMAX, Rule
 from fp8calib.scales import (
     Fallback,
@@ -26,7 +27,6 @@ from fp8calib.scales import (
     compute_linear_scales,
 )
 from fp8calib.stats import CalibrationStats
-from fp8calib.tensor_parallel import check_heads, check_linears
 
 WHY_NOT_OBSERVED = {
     Origin.SHARED: "reads another layer's K and V, so it carries that layer's scale",

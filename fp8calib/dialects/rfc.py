@@ -11,9 +11,9 @@ from fp8calib.dialects.json_scales import (
     save_json,
 )
 from fp8calib.dialects.scale_metadata import Provenance
-from fp8calib.geometry import Layer, Section
+from fp8calib.geometry.model_geometry import Layer, Section
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales import ScaleTable
-from fp8calib.sites import Role, Site
 
 
 def write_rfc(

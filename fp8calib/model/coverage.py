@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.prepared import Prepared
 from fp8calib.model.survey import is_linear
 from fp8calib.model.topology import text_decoder
 from fp8calib.recipe import Recipe
-from fp8calib.sites import Role, Site
 from fp8calib.stats import Skipped
 
 _UNUSED = "in the checkpoint, but no part of the text decoder: neither loaded nor run"

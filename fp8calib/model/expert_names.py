@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from fp8calib.expert_stacks import EXPERT_LAYOUTS, Order
+from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, Order
 
 _EXPERT = r"\.experts\.\d*."
 _STACK_AXES = 3

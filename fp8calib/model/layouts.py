@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8calib.geometry import Part, Shard
+from fp8calib.geometry.model_geometry import Part, Shard
 
 ATTENTION_SHARDS: dict[str, Shard] = {
     "q_proj": "column",

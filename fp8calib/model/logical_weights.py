@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.geometry import Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.model.survey import is_transposed
 from fp8calib.model.weight_stats import expert_parts
 from fp8calib.model.weights import WeightSource

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.survey import Unobserved
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.errors import ModelError
-from fp8calib.geometry import Layer, ModelGeometry
+from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.model.attention_topology import find_mixer
 from fp8calib.model.linear_topology import find_linears
 from fp8calib.model.survey import Survey, Unobserved

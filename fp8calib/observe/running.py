@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fp8calib.geometry.sites import Site
 from fp8calib.positions import NUM_RANGES
-from fp8calib.sites import Site
 from fp8calib.stats import NUM_QUARTERS, SiteStats
 
 

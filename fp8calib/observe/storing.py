@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology import text_decoder
 from fp8calib.observe.seams import Taps, find_attention, own_attentions
 

@@ -18,7 +18,8 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.registry import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.geometry import Layer, Linear
+from fp8calib.geometry.model_geometry import Layer, Linear
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import Form
 from fp8calib.quantize.ignoring import list_paths, span_layers, spell_options
@@ -32,7 +33,6 @@ from fp8calib.scales import (
     compute_linear_scales,
     scale_of,
 )
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)")

@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.geometry import Linear, Part
+from fp8calib.geometry.model_geometry import Linear, Part
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.logical_weights import LinearWeight
 from fp8calib.scales import Origin, Scale, ScaleTable, scale_of
-from fp8calib.sites import Role, Site
-from fp8calib.tensor_parallel import owned_channels, owned_rows
 
 FP8_SCALE = 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fp8calib.expert_stacks import (
+from fp8calib.geometry.expert_layouts import (
     UNSERVED_STACKS,
     ExpertLayout,
     Order,

@@ -17,12 +17,12 @@ from fp8calib.dialects.scale_metadata import make_metadata
 from fp8calib.fp8.cast import encode
 from fp8calib.fp8.encode import SOURCE_DTYPES, encode_rows
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.geometry import Linear, Part
+from fp8calib.geometry.model_geometry import Linear, Part
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.logical_weights import LinearWeight
 from fp8calib.quantize.shard_layout import OutputTensor, ShardLayout, lay_out
 from fp8calib.scales import ScaleTable
-from fp8calib.sites import Role, Site
-from fp8calib.tensor_parallel import owned_channels, owned_rows
 
 _DTYPES = {"e4m3fn": "F8_E4M3", "e4m3fnuz": "F8_E4M3FNUZ", "e5m2": "F8_E5M2"}
 

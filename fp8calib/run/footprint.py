@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
-from fp8calib.geometry import Attention, Layer, Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry
 from fp8calib.model.weights import WeightSource
 from fp8calib.run.streamed_weights import ModelPart, PartedWeights
 

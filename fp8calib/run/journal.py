@@ -17,10 +17,10 @@ import torch
 
 from fp8calib.data.shares import Share
 from fp8calib.errors import DataError, ExportError, UsageError
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.merging import explain_other_run, merge_sites
 from fp8calib.observe.recorder import Recorder
 from fp8calib.parts import StatsPart, join_ranges
-from fp8calib.sites import Role, Site
 from fp8calib.stats import (
     STATS_NAME,
     CalibrationStats,

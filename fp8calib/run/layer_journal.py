@@ -17,10 +17,10 @@ from fp8calib.checkpoint.atomic import format_size, write_file_atomic
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import sequences_of
 from fp8calib.errors import ExportError
+from fp8calib.geometry.sites import Site
 from fp8calib.merging import merge_sites
 from fp8calib.run.journal import Journal
 from fp8calib.run.streamed_store import StateStore
-from fp8calib.sites import Site
 from fp8calib.stats import STATS_NAME, SiteStats
 
 _INTERVAL_PER_COST = 20.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.run.footprint import (

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.geometry import Layer, ModelGeometry
+from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.model.topology import text_decoder
 from fp8calib.model.weights import WeightSource
 from fp8calib.observe.freed_memory import keep_freed_memory

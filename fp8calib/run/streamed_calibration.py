@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch
-from fp8calib.geometry import Linear
+from fp8calib.geometry.model_geometry import Linear
+from fp8calib.geometry.sites import Site
 from fp8calib.merging import merge_sites
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.freed_memory import return_memory_of
@@ -24,7 +25,6 @@ from fp8calib.run.probe import Probe, probe_layer
 from fp8calib.run.streamed import StreamedLayer, StreamedModel, Streaming
 from fp8calib.run.streamed_runner import StreamedRunner
 from fp8calib.run.whole import BackOff, cut_into
-from fp8calib.sites import Site
 from fp8calib.stats import SiteStats
 
 

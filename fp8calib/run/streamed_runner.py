@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
+from fp8calib.geometry.sites import Site
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.observe.seams import TappedCache, own_attentions
@@ -28,7 +29,6 @@ from fp8calib.run.streamed import (
 from fp8calib.run.streamed_steps import LayerState, LayerSteps, open_steps
 from fp8calib.run.streamed_store import StateStore
 from fp8calib.run.whole import GPU_BATCHES_PER_CHECK, nonfinite_error, one_by_one
-from fp8calib.sites import Site
 
 
 class _NonfiniteError(Exception):

@@ -20,7 +20,7 @@ from fp8calib.dialects.reading import (
 from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.measured import MeasuredOn, explain_difference
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource

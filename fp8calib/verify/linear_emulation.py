@@ -14,11 +14,11 @@ from fp8calib.dialects.fp8_weights import Granularity
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
-from fp8calib.geometry import Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.scales import SMALLEST_SCALE, ScaleTable, compute_linear_scales, scale_of
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Dynamic, Quantizer

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from fp8calib.data.plan import Batch
-from fp8calib.geometry import Attention
-from fp8calib.sites import Role, Site
+from fp8calib.geometry.model_geometry import Attention
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.verify.emulate import EmulatingTaps
 from fp8calib.verify.quantizer import Quantizer, add_damage
 

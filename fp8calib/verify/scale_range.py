@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 import torch
 
-from fp8calib.sites import Site
+from fp8calib.geometry.sites import Site
 from fp8calib.verify.quantizer import Dynamic, Quantizer
 
 Per = Literal["tensor", "head", "channel", "block", "token", "group"]

@@ -16,7 +16,8 @@ import torch
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.observe.seams import TappedCache, own_attentions, tapped
@@ -34,7 +35,6 @@ from fp8calib.run.streamed import (
 from fp8calib.run.streamed_model import EmbeddingRows
 from fp8calib.run.streamed_steps import LayerState, LayerSteps, open_steps
 from fp8calib.run.streamed_store import StateStore
-from fp8calib.sites import Role, Site
 from fp8calib.verify.compare import (
     Advance,
     Compared,

@@ -10,9 +10,9 @@ import torch
 
 from fp8calib.calibrate import Progress
 from fp8calib.data.plan import DataPlan, batches
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
-from fp8calib.sites import Site
 from fp8calib.verify.advice import advise
 from fp8calib.verify.candidates import Candidate
 from fp8calib.verify.compare import Compared, Comparing, Comparison

@@ -13,8 +13,8 @@ import pytest
 from safetensors import safe_open
 
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales import ScaleTable, compute_kv_scales, compute_linear_scales
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from tests import zoo
 from tests.truth import brute_force

@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.calibrate import Prepared
 from fp8calib.errors import ModelError
-from fp8calib.sites import Role, Site
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from tests.architectures import families
 from tests.truth import brute_force

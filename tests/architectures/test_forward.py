@@ -13,7 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry import Attention
+from fp8calib.geometry.model_geometry import Attention
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.seams import TappedCache

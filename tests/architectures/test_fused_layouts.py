@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from fp8calib.geometry import Linear
+from fp8calib.geometry.model_geometry import Linear
 from fp8calib.model.topology import find_geometry
 from tests import zoo
 from tests.architectures import families

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.geometry.sites import Role
 from fp8calib.recipe_files import recipe_files
-from fp8calib.sites import Role
 from fp8calib.stats import CalibrationStats, load_stats
 from tests import zoo
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.histogram import count_bins, lower_edge
 from fp8calib.rules import RuleKind
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats, load_stats
 
 from .conftest import ALL_FORMATS, QUICK

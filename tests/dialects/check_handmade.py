@@ -14,7 +14,7 @@ from fp8calib.dialects.check_engines import check_folder
 from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.check_report import EngineReport
 from fp8calib.dialects.kv_overlay import make_quantization_config
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 from .handmade import make_attention, make_geometry
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.cli.check_geometry import read_geometry
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 FOLDER = Path(__file__).parents[1] / "foreign"
 LLAMA_ATTENTION = "model.layers.{}.self_attn"

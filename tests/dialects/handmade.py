@@ -10,8 +10,8 @@ import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
-from fp8calib.geometry import Attention, Layer, Linear, ModelGeometry, Part
-from fp8calib.sites import Role, Site
+from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry, Part
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader
 
 Sites = dict[Site, SiteStats]

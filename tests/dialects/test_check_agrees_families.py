@@ -15,8 +15,8 @@ from fp8calib.dialects.check_engines import check_folder
 from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.registry import write_table
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.sites import Role
 from fp8calib.scales import Origin, Scale, ScaleTable
-from fp8calib.sites import Role
 from tests.architectures.families import FAMILIES, save
 
 pytest.importorskip("compressed_tensors")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp8calib.dialects.check_sglang_json import check_sglang_json
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 from .check_handmade import both, plain_geometry, statuses, values
 from .handmade import hybrid_stats, make_attention, make_geometry

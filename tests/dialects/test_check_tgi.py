@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fp8calib.geometry import Linear, Part
+from fp8calib.geometry.model_geometry import Linear, Part
 
 from .check_handmade import (
     FP8,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 from .check_handmade import (
     FP8,

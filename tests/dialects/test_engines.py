@@ -10,7 +10,7 @@ from fp8calib.dialects.engine_rules import OLD_VLLM, SGLANG, TGI, TRANSFORMERS, 
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.dialects.registry import FORMATS
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
 
 from .handmade import hybrid_stats, latent_stats, make_attention, make_geometry, shared_stats
 

@@ -11,7 +11,7 @@ import torch
 from fp8calib.dialects.fp8_checkpoint import ActivationKind, Fp8Checkpoint
 from fp8calib.dialects.reading import read_scales
 from fp8calib.errors import VerificationError
-from fp8calib.sites import Role
+from fp8calib.geometry.sites import Role
 
 from .foreign import FOLDER, KV_SCALES, NO_KV_SCALES, find_geometry, load_kv_scales, load_tensors
 

@@ -12,9 +12,9 @@ import torch
 from fp8calib.dialects.reading import FoundScales, read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role
 from fp8calib.scales import Origin
-from fp8calib.sites import Role
 
 from .handmade import hybrid_stats, make_attention, make_geometry, shared_stats
 

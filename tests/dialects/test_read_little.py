@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8calib.dialects.reading import read_scales
-from fp8calib.sites import Role
+from fp8calib.geometry.sites import Role
 
 from .check_handmade import plain_geometry
 

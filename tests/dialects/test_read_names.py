@@ -15,8 +15,8 @@ from fp8calib.dialects.read_names import (
     parse_name,
 )
 from fp8calib.errors import VerificationError
-from fp8calib.geometry import ModelGeometry
-from fp8calib.sites import Role
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role
 
 from .handmade import make_attention, make_geometry
 

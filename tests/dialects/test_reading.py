@@ -19,8 +19,8 @@ from fp8calib.dialects.tgi import write_tgi_overlay
 from fp8calib.dialects.vllm_json import write_vllm_json
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.geometry.sites import Role
 from fp8calib.scales import Origin, ScaleTable, compute_kv_scales, compute_linear_scales
-from fp8calib.sites import Role
 from fp8calib.stats import CalibrationStats
 
 from .handmade import (

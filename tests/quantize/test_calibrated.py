@@ -11,6 +11,7 @@ import pytest
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import ExportError
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantize.calibrated import (
     check_same_model,
     find_input_scales,
@@ -20,7 +21,6 @@ from fp8calib.quantize.calibrated import (
 from fp8calib.quantize.forms import FORMS
 from fp8calib.quantize.plan import Scales
 from fp8calib.quantize.selection import Matrix, select
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from tests import zoo
 from tests.quantize.by_hand import run

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.expert_stacks import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.fp8.schemes import find_scheme
+from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.quantize.dequantized import DequantizedCheckpoint
 from fp8calib.quantize.forms import find_form
 from fp8calib.quantize.plan import Scales, Settings, make_plan

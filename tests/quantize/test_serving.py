@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.quantize.kv_size import estimate_kv_bytes
+from fp8calib.geometry.kv_bytes import estimate_kv_bytes
 from fp8calib.quantize.plan import Scales
 from fp8calib.quantize.serving import list_commands, list_limitations
 from tests.quantize.by_hand import LAYER, Run, Tensors, random, run, save

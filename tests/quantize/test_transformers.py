@@ -16,9 +16,9 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from fp8calib.checkpoint.reader import Checkpoint
-from fp8calib.expert_stacks import EXPERT_LAYOUTS
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
 from fp8calib.quantize.calibrated import find_input_scales
 from fp8calib.quantize.plan import NO_SCALES, Scales
 from fp8calib.quantize.selection import select

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from fp8calib.errors import CalibrationError, ModelError
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import open_source
-from fp8calib.sites import Role, Site
 from tests import zoo
 from tests.truth import brute_force
 from tests.truth.test_statistics import draw, make_plan, run_calibration

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.positions import NUM_RANGES, range_starts, split_positions
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from tests import zoo
 from tests.truth import brute_force

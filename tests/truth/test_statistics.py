@@ -15,9 +15,9 @@ from fp8calib.calibrate import Prepared, calibrate, prepare
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.text_hashes import hash_text
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.sites import Role, Site
 from fp8calib.stats import CalibrationStats
 from tests import zoo
 from tests.truth import brute_force

@@ -20,7 +20,7 @@ from torch import nn
 
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.sites import Role, Site
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import EngineProfile

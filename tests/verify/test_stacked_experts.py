@@ -15,11 +15,11 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Site
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.sites import Site
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
 from fp8calib.verify.profiles import PROFILES
 from fp8calib.verify.weights import WeightChange, changed_weights

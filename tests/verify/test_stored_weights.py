@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.geometry.sites import Site
 from fp8calib.model.weights import WeightSource
-from fp8calib.sites import Site
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
 from fp8calib.verify.profiles import PROFILES
 from fp8calib.verify.quantizer import Damage

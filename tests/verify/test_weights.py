@@ -14,8 +14,8 @@ from torch import nn
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.weights import WeightSource
-from fp8calib.sites import Role, Site
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.linear_emulation import emulate_checkpoint
 from fp8calib.verify.profiles import PROFILES, EngineProfile

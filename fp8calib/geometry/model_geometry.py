@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fp8calib.sites import Role, Site
+from fp8calib.geometry.sites import Role, Site
 
 Shard = Literal["column", "row", "replicated"]
 """How tensor parallelism cuts a linear: its outputs, its inputs, or not at all."""
