@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fp8calib.errors import UsageError
-from fp8calib.launch import ALONE, Place, find_place, tell_starter
+from fp8calib.machine.launch import ALONE, Place, find_place, tell_starter
 
 TORCHRUN = {
     "RANK": "5",

@@ -19,7 +19,7 @@ from fp8calib.cli.arguments import spread_formats
 from fp8calib.cli.console import be_silent, drop_stdout, say, show_error
 from fp8calib.cli.interruption import listen
 from fp8calib.errors import Fp8CalibError, UsageError, fit_line
-from fp8calib.launch import Place, find_place
+from fp8calib.machine.launch import Place, find_place
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130

@@ -14,7 +14,7 @@ from fp8calib.calibrate import Prepared
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import Share, share_out
-from fp8calib.launch import Place, find_place
+from fp8calib.machine.launch import Place, find_place
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import build_skeleton
 from fp8calib.model.weights import WeightSource

@@ -8,7 +8,7 @@ import torch
 
 from fp8calib.cli.calibrate_job import Settings
 from fp8calib.errors import UsageError
-from fp8calib.launch import Place
+from fp8calib.machine.launch import Place
 from fp8calib.model.load import choose_device
 from fp8calib.run.crew import Crew
 from fp8calib.run.portion import Portion

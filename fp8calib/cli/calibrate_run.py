@@ -52,8 +52,8 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import FORMATS
-from fp8calib.launch import find_place
-from fp8calib.machine_memory import PeakMemory
+from fp8calib.machine.launch import find_place
+from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
 from fp8calib.model.load import (
     ModelSource,

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from fp8calib.cli.interruption import raise_again
 from fp8calib.errors import ExportError
-from fp8calib.launch import tell_starter
+from fp8calib.machine.launch import tell_starter
 
 
 class _Console(Console):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8calib.cli.console import print_json, print_table
-from fp8calib.run.spelling import spell_duration, spell_size
+from fp8calib.machine.units import spell_duration, spell_size
 
 _TITLES = {
     "weights_size_bytes": "weights",

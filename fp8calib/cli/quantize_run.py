@@ -12,9 +12,9 @@ from fp8calib.checkpoint.partial import forget_mark
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantize_report import Outcome, build_report, show_report
-from fp8calib.devices import find_device
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme
+from fp8calib.machine.devices import find_device
 from fp8calib.quantize.calibrated import Calibrated, check_same_model, find_scales
 from fp8calib.quantize.dequantized import DequantizedCheckpoint
 from fp8calib.quantize.forms import find_form

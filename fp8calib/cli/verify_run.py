@@ -23,7 +23,7 @@ from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import FORMATS
 from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.geometry.sites import Role
-from fp8calib.machine_memory import PeakMemory
+from fp8calib.machine.memory import PeakMemory
 from fp8calib.measured import estimate_overlap
 from fp8calib.model.dtype import choose_dtype, stored_dtype
 from fp8calib.model.load import (

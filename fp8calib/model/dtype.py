@@ -9,7 +9,7 @@ import torch
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import UsageError
-from fp8calib.machine_memory import available_bytes
+from fp8calib.machine.memory import available_bytes
 
 DTYPES = {
     "float32": torch.float32,

@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.reader import Checkpoint, refuse_doubled
-from fp8calib.devices import find_device
 from fp8calib.errors import CalibrationError, ModelError
+from fp8calib.machine.devices import find_device
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 HUB_FILES = [

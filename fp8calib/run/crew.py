@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry.sites import Site
-from fp8calib.launch import Place
+from fp8calib.machine.launch import Place
 from fp8calib.run.meeting import POLL_S, START_HINT, meet, open_store, wait_for
 from fp8calib.run.watch import Lost, Watch
 from fp8calib.stats import COUNT_FIELDS, TENSOR_FIELDS, SiteStats

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.machine_memory import anonymous_bytes, available_bytes
+from fp8calib.machine.memory import anonymous_bytes, available_bytes
 
 _GIB = 2**30
 _OTHERS_SHARE = 0.1

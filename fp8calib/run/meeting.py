@@ -11,7 +11,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from fp8calib.errors import CalibrationError
-from fp8calib.launch import Place
+from fp8calib.machine.launch import Place
 
 MEETING_S = 40.0
 """Who begins so much later than the others counts as dead; no weight is loaded before."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
-from fp8calib.machine_memory import PeakMemory, anonymous_bytes
+from fp8calib.machine.memory import PeakMemory, anonymous_bytes
 from fp8calib.run.footprint import LayerSize
 from fp8calib.run.streamed import StreamedLayer, StreamedModel
 from fp8calib.run.streamed_steps import LayerState

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.machine.units import spell_duration, spell_size
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.run.footprint import (
@@ -20,7 +21,6 @@ from fp8calib.run.footprint import (
     weights_bytes,
 )
 from fp8calib.run.limits import Limits
-from fp8calib.run.spelling import spell_duration, spell_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

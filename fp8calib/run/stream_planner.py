@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.errors import UsageError
+from fp8calib.machine.units import spell_size
 from fp8calib.run.footprint import (
     SLACK_BYTES,
     Footprint,
@@ -24,7 +25,6 @@ from fp8calib.run.footprint import (
 from fp8calib.run.limits import Limits
 from fp8calib.run.probe import Probe, expect_duration
 from fp8calib.run.run_plan import RunPlan, Streamable, list_inside, list_whole
-from fp8calib.run.spelling import spell_size
 from fp8calib.run.streamed import layer_parts, part_around
 from fp8calib.run.streamed_weights import PartedWeights
 

@@ -11,9 +11,9 @@ from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
+from fp8calib.machine.allocator import return_memory_of
 from fp8calib.merging import merge_sites
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
-from fp8calib.observe.freed_memory import return_memory_of
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder
 from fp8calib.observe.seams import tapped

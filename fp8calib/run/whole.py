@@ -14,7 +14,7 @@ from fp8calib.data.plan import Batch, cut_batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.freed_memory import return_freed_memory, return_memory_of
+from fp8calib.machine.allocator import return_freed_memory, return_memory_of
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.observe.seams import TappedCache, own_attentions

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from transformers.integrations import accelerate as placing
 
-from fp8calib.machine_memory import anonymous_bytes
+from fp8calib.machine.memory import anonymous_bytes
 from tests import zoo
 
 from .conftest import QUICK, save_tokenizer, write_rows

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from fp8calib.errors import CalibrationError
-from fp8calib.launch import Place
+from fp8calib.machine.launch import Place
 from fp8calib.run import meeting
 
 
