@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.shares import Share, sequences_of, share_out
 from fp8calib.errors import CalibrationError

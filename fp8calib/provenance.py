@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from fp8calib import __version__
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 
 SAMPLE_BYTES = 4096
 _HISTORY_KEYS = frozenset({"_name_or_path", "transformers_version"})

@@ -15,7 +15,7 @@ import transformers
 from bench_timing import load_batches, time_rounds
 
 from fp8calib.calibrate import Prepared, calibrate, prepare
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, build_plan
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import ModelSource, load_model, open_source

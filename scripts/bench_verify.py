@@ -18,7 +18,7 @@ from bench_pass import Silent, plan_tokens
 from bench_timing import load_batches, time_rounds
 
 from fp8calib.calibrate import calibrate, prepare
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.dtype import stored_dtype

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import fp8calib
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.provenance import fingerprint_model, versions
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.atomic import explain_os_error, require_free_space, write_file_atomic
-from fp8calib.checkpoint.discovery import INDEX_NAME
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.errors import ExportError
 
 CONFIG_NAME = "config.json"

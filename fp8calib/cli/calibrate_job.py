@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.calibrate import Prepared
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.dialects.registry import paths

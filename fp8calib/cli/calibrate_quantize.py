@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fp8calib.checkpoint.discovery import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.checkpoint.overlay import find_side_files
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.cli.console import Bar
 from fp8calib.cli.quantize_report import Outcome, build_report

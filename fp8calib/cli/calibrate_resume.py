@@ -13,7 +13,7 @@ from typing import Any
 from fp8calib.calibrate import describe_run, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
-from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder, forget_mark
+from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forget_mark
 from fp8calib.cli.calibrate_job import REPORT_NAME, Job
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import DataError, ExportError

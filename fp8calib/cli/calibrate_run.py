@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8calib.calibrate import calibrate
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.calibrate_job import REPORT_NAME, Job, Settings
 from fp8calib.cli.calibrate_memory import Mode, choose_mode, describe_mode
 from fp8calib.cli.calibrate_quantize import (

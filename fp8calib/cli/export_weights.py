@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.opening import quiet_libraries
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import FORMATS

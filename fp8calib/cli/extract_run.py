@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.atomic import OutputFolder
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.opening import quiet_libraries
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.partial import forget_mark
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.resumable_folder import forget_mark
 from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantize_report import Outcome, build_report, show_report
 from fp8calib.errors import UsageError

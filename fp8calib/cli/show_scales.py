@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS, load_unique_json
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.console import print_json, print_table
 from fp8calib.dialects.read_npz import list_arrays, read_number

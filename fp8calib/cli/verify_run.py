@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output_files import OutputFiles
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.opening import check_device_map, plan_data, quiet_libraries

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fp8calib.checkpoint.discovery import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
 from fp8calib.dialects.check_files import (
     HeldScale,

@@ -15,8 +15,8 @@ from typing import Self
 
 import torch
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8_activations import Activation, ActivationKind, contradiction
 from fp8calib.dialects.fp8_pairing import is_fp8_checkpoint, pair_tensors

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.checkpoint.discovery import find_weights
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.weight_index import find_weights
 from fp8calib.dialects.fp8_activations import ActivationKind, FindScheme, Scheme, contradiction
 from fp8calib.dialects.fp8_weights import (
     WEIGHT_FORMATS,

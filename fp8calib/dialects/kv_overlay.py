@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import write_overlay
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.dialects.names import make_scale_tensors
 from fp8calib.dialects.scale_metadata import Provenance, make_metadata

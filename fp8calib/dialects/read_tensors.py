@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.discovery import INDEX_NAME, read_index
 from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
 from fp8calib.dialects.read_config import CheckpointConfig
 from fp8calib.dialects.read_names import Form, ScaleName, find_owners, has_kv_form, parse_name
 from fp8calib.dialects.read_values import (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.kv_overlay import STRICT_TYPES, UNLISTED_NAME, write_kv_overlay
 from fp8calib.dialects.kv_scales import write_kv_scales
 from fp8calib.dialects.rfc import write_rfc

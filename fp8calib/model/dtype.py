@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
 from fp8calib.machine.memory import available_bytes
 

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from fp8calib.checkpoint.reader import Checkpoint, refuse_doubled
+from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_doubled
 from fp8calib.errors import CalibrationError, ModelError
 from fp8calib.machine.devices import find_device
 

@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 import torch
 
-from fp8calib.checkpoint.discovery import WeightIndex
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, TensorEntry
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
+from fp8calib.checkpoint.weight_index import WeightIndex
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
 from fp8calib.errors import ModelError, VerificationError
 

@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 import torch
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_weights import is_companion
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.errors import ModelError, shorten

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.discovery import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_doubled
 from fp8calib.checkpoint.overlay import find_side_files
-from fp8calib.checkpoint.reader import Checkpoint, refuse_doubled
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.dialects.scale_metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme

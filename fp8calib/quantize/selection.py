@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.served_weights import name_fused_group
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.expert_matrices import ExpertMatrix, ExpertStacks, Place

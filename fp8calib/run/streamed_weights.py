@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.machine.allocator import return_freed_memory
 from fp8calib.model.load import mismatch_error, missing_error
 from fp8calib.model.weights import TensorSource, WeightSource

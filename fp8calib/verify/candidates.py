@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.links import refuse_links_out
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint, is_fp8_checkpoint
 from fp8calib.dialects.read_values import reading_errors
 from fp8calib.dialects.reading import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.checkpoint.discovery import find_weights, read_index
+from fp8calib.checkpoint.weight_index import find_weights, read_index
 from fp8calib.errors import ModelError
 
 INDEX = "model.safetensors.index.json"

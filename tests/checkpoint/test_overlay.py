@@ -14,8 +14,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import find_side_files, plan_overlay, write_overlay
-from fp8calib.checkpoint.reader import Checkpoint
 from fp8calib.errors import ExportError, ModelError, UsageError
 
 INDEX = "model.safetensors.index.json"

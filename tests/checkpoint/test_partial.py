@@ -16,7 +16,7 @@ import pytest
 
 from fp8calib.checkpoint import folder_lock
 from fp8calib.checkpoint.folder_lock import FolderLock, shared_lock
-from fp8calib.checkpoint.partial import MARK_NAME, PartialFolder, forget_mark
+from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forget_mark
 from fp8calib.errors import UsageError
 
 
@@ -130,7 +130,7 @@ def finish_and_die(path: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", ["pathlib.Path.rename", "fp8calib.checkpoint.partial.forget_mark"]
+    "moment", ["pathlib.Path.rename", "fp8calib.checkpoint.resumable_folder.forget_mark"]
 )
 def test_a_run_killed_at_its_very_end_can_be_gone_on_with(tmp_path: Path, moment: str) -> None:
     """Before the folder has its name, or before it has lost its mark."""

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fp8calib.checkpoint.reader import Checkpoint, UnlistedTensor
+from fp8calib.checkpoint.checkpoint import Checkpoint, UnlistedTensor
 from fp8calib.errors import ModelError
 
 from .handmade import GOLDEN_FILE

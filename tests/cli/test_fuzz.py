@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import DataError, ExportError, ModelError, UsageError, VerificationError
 from fp8calib.provenance import fingerprint_model
 from fp8calib.stats import load_stats

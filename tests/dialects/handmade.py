@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry, Part
 from fp8calib.geometry.sites import Role, Site

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.check_geometry import read_geometry
 from fp8calib.dialects.check_engines import check_folder
 from fp8calib.dialects.check_files import open_folder

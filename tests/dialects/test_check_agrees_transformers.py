@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.check_engines import check_folder
 from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.check_report import EngineReport, Status

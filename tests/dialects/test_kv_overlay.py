@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.kv_overlay import write_kv_overlay
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantize.forms import find_form
 from fp8calib.quantize.plan import NO_SCALES, QuantizePlan, Scales, Settings, make_plan

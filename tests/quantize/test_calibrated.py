@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantize.calibrated import (

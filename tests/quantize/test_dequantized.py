@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantize.dequantized import DequantizedCheckpoint

@@ -13,7 +13,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.quantize.int4_source import Int4Source, ScaleSpread, is_int4_source, unpack
 from tests.int4_by_hand import WEIGHTS, Int4, Tensors, make_section, pack, store, write_section

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantize.forms import find_form

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.served_weights import list_split_groups
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.quantized_sources import check_source

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers import logging as transformers_logging
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.calibrate import Portion, Prepared, calibrate, prepare
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.recipe import Observe, Recipe

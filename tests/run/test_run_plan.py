@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import batches
 from fp8calib.errors import UsageError
 from fp8calib.machine.units import spell_duration, spell_size

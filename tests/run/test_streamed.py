@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.calibrate import calibrate, prepare
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.recipe import Observe, Recipe

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from fp8calib.calibrate import Prepared, calibrate, prepare
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.geometry.sites import Role, Site

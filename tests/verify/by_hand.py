@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from fp8calib.checkpoint.reader import Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology import find_geometry

@@ -11,9 +11,9 @@ from typing import Self
 
 import torch
 
-from fp8calib.checkpoint.discovery import WeightIndex, find_weights
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
 from fp8calib.errors import ModelError
 
 
