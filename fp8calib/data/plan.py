@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8calib.data.mixing import mix_rows
-from fp8calib.data.packing import MIN_TOKENS, PackedRows, encode_rows, keep_rows, pack_rows
-from fp8calib.data.sources import Part, iter_rows
+from fp8calib.data.sources import Part, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes
+from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, encode_rows, keep_rows, pack_rows
 from fp8calib.errors import DataError, UsageError
 
 FEW_TOKENS = 4096

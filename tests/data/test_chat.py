@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8calib.data.chat import render_messages
+from fp8calib.data.tokenize import render_messages
 from fp8calib.errors import DataError
 
 from .tokenizers import BOS_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fp8calib.data.mixing import mix_rows
 from fp8calib.data.rows import Row
+from fp8calib.data.sources import mix_rows
 
 
 def rows(name: str, count: int) -> Iterator[Row]:

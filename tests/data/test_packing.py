@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fp8calib.data.packing import PackedRows, encode_rows, keep_rows, pack_rows
 from fp8calib.data.rows import Row
 from fp8calib.data.text_hashes import TextHashes, hash_text
+from fp8calib.data.tokenize import PackedRows, encode_rows, keep_rows, pack_rows
 from fp8calib.errors import DataError
 
 from .tokenizers import PLAIN_TEMPLATE, make_tokenizer
