@@ -21,15 +21,20 @@ from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
 from fp8calib.observe.seams import tapped
-from fp8calib.parts import StatsPart, join_ranges
-from fp8calib.provenance import fingerprint_model, versions
 from fp8calib.recipe import Recipe
 from fp8calib.run.journal import Journal
 from fp8calib.run.portion import WHOLE, Portion
 from fp8calib.run.streamed import Streaming, open_streamed
 from fp8calib.run.streamed_calibration import LayerObserver
 from fp8calib.run.whole import WholeRunner
-from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader
+from fp8calib.stats.calibration_stats import (
+    CalibrationStats,
+    SiteStats,
+    StatsHeader,
+    StatsPart,
+    join_ranges,
+)
+from fp8calib.stats.fingerprint import fingerprint_model, versions
 
 __all__ = ["Portion", "Prepared", "Progress", "calibrate", "prepare"]
 

@@ -17,8 +17,8 @@ import torch
 
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.histogram import LOWEST_OCTAVE
-from fp8calib.histogram_shares import Spread, spread_counts
+from fp8calib.stats.histogram import LOWEST_OCTAVE
+from fp8calib.stats.histogram_estimates import Spread, spread_counts
 
 MOST_HEADROOM = 1024.0
 """More would leave e4m3fn fewer than five of its fifteen octaves of normal values."""

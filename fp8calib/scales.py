@@ -27,9 +27,9 @@ from fp8calib.geometry.tensor_parallel import (
     owned_rows,
     rank_range,
 )
-from fp8calib.measured import MeasuredOn
 from fp8calib.rules import AMAX, Reach, Rule, find_reach
-from fp8calib.stats import CalibrationStats, SiteStats
+from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.stats.measured_on import MeasuredOn
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""

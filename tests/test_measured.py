@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from fp8calib.measured import SKETCH_SIZE, MeasuredOn, estimate_overlap, explain_difference
+from fp8calib.stats.measured_on import SKETCH_SIZE, MeasuredOn, estimate_overlap, explain_difference
 
 MODEL, DATA = "01" * 32, "ef" * 32
 NUMBERS = [-(2**63), 7, 2**63 - 1]

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.merging import merge_parts, merge_sites
-from fp8calib.parts import StatsPart, join_ranges
-from fp8calib.stats import CalibrationStats, SiteStats, load_stats, save_stats
+from fp8calib.stats.calibration_stats import (
+    CalibrationStats,
+    SiteStats,
+    StatsPart,
+    join_ranges,
+    load_stats,
+    save_stats,
+)
+from fp8calib.stats.merge import merge_parts, merge_sites
 from tests.test_stats import UP, WEIGHT, K, make_stats
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import fp8calib
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.provenance import fingerprint_model, versions
+from fp8calib.stats.fingerprint import fingerprint_model, versions
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
 WEIGHTS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.positions import NUM_RANGES
-from fp8calib.saturation import compute_position_reach, compute_saturation
-from fp8calib.stats import CalibrationStats, SiteStats
+from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.stats.positions import NUM_RANGES
+from fp8calib.stats.saturation import compute_position_reach, compute_saturation
 from tests.dialects.handmade import make_geometry, make_stats
 
 

@@ -11,7 +11,6 @@ import torch
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.histogram import count_bins
 from fp8calib.rules import AMAX, parse_rule
 from fp8calib.scales import (
     Fallback,
@@ -21,7 +20,8 @@ from fp8calib.scales import (
     compute_linear_scales,
     scale_of,
 )
-from fp8calib.stats import CalibrationStats, SiteStats
+from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.stats.histogram import count_bins
 
 from .dialects.handmade import (
     expert_stats,

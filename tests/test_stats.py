@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.errors import DataError, UsageError
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats import (
+from fp8calib.stats.calibration_stats import (
     CalibrationStats,
     SiteStats,
     Skipped,

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from fp8calib.scales import Fallback
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHOWN = 20
 _FALLBACKS: Mapping[Fallback, str] = {

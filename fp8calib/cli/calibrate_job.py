@@ -12,7 +12,7 @@ from fp8calib.data.shares import Share
 from fp8calib.dialects.registry import paths
 from fp8calib.model.load import ModelSource
 from fp8calib.recipe import Recipe
-from fp8calib.stats import STATS_NAME
+from fp8calib.stats.calibration_stats import STATS_NAME
 
 REPORT_NAME = "report.json"
 

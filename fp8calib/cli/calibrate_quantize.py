@@ -25,7 +25,7 @@ from fp8calib.quantize.plan import Settings, make_plan
 from fp8calib.quantize.quantize import quantize
 from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.quantize.selection import select
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 _FORM = "compressed-tensors"
 

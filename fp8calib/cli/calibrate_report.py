@@ -19,8 +19,8 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
 from fp8calib.geometry.sites import Role
 from fp8calib.run.whole import BackOff
-from fp8calib.saturation import compute_position_reach, compute_saturation
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.saturation import compute_position_reach, compute_saturation
 
 UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
 """Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""

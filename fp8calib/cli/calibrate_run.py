@@ -68,7 +68,7 @@ from fp8calib.recipe import Recipe
 from fp8calib.run.crew import Crew, open_crew
 from fp8calib.run.journal import Done, is_checkpoint
 from fp8calib.run.portion import Portion
-from fp8calib.stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from fp8calib.cli.calibrate_job import Job
 from fp8calib.data.shares import share_out
 from fp8calib.errors import UsageError
 from fp8calib.recipe import Recipe
-from fp8calib.stats import STATS_NAME, CalibrationStats
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
 
 
 def leave_out_formats(recipe: Recipe) -> Recipe:

@@ -18,7 +18,7 @@ from fp8calib.dialects.check_report import CheckReport
 from fp8calib.dialects.check_unknown import amend_for_unknown
 from fp8calib.errors import UsageError, VerificationError, shorten
 from fp8calib.model.load import find_folder
-from fp8calib.stats import STATS_NAME
+from fp8calib.stats.calibration_stats import STATS_NAME
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
 """ORG/NAME; a name alone is taken for a path that is not there."""

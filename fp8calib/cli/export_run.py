@@ -22,12 +22,12 @@ from fp8calib.dialects.registry import (
 from fp8calib.dialects.rfc import name_rank_files
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
-from fp8calib.measured import explain_difference
-from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.int4_source import is_int4_source
 from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.recipe import Recipe
-from fp8calib.stats import CalibrationStats, load_stats
+from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import explain_difference
 
 if TYPE_CHECKING:
     from fp8calib.cli.export_weights import RankWeights

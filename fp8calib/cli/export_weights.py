@@ -11,18 +11,18 @@ from fp8calib.cli.opening import quiet_libraries
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import FORMATS
 from fp8calib.geometry.model_geometry import find_difference
-from fp8calib.measured import explain_difference
 from fp8calib.model.load import LoadedModel, build_skeleton, open_source
 from fp8calib.model.logical_weights import LinearWeight, read_linears
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.compound_scales import adopt_scales
 from fp8calib.quantize.int4_source import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.quantize.rank_weights import write_rank_weights
 from fp8calib.recipe import Recipe
 from fp8calib.scales import ScaleTable, compute_linear_scales
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import explain_difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,13 +22,13 @@ from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.measured import MeasuredOn
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.provenance import fingerprint_model
 from fp8calib.scales import ScaleTable
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import MeasuredOn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

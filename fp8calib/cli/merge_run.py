@@ -8,8 +8,8 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.cli.console import print_json, print_text
 from fp8calib.errors import UsageError
-from fp8calib.merging import merge_parts
-from fp8calib.stats import STATS_NAME, is_stats_file, load_stats, save_stats
+from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats, save_stats
+from fp8calib.stats.merge import merge_parts
 
 
 def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from fp8calib.geometry.kv_bytes import estimate_kv_bytes
 from fp8calib.quantize.plan import QuantizePlan
 from fp8calib.quantize.quantize import Written
 from fp8calib.quantize.serving import list_commands, list_limitations
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHOWN = 5
 

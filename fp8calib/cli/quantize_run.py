@@ -26,7 +26,7 @@ from fp8calib.quantize.plan import (
 )
 from fp8calib.quantize.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantize.quantized_sources import check_source
-from fp8calib.stats import CalibrationStats, load_stats
+from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

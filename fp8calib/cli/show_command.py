@@ -28,7 +28,7 @@ def show_command(
     from fp8calib.cli.show_scales import show_scales  # noqa: PLC0415
     from fp8calib.cli.show_stats import show_stats  # noqa: PLC0415
     from fp8calib.errors import UsageError, shorten  # noqa: PLC0415
-    from fp8calib.stats import STATS_NAME, is_stats_file, load_stats  # noqa: PLC0415
+    from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats  # noqa: PLC0415
 
     try:
         if not path.exists():

@@ -9,10 +9,10 @@ from fp8calib.cli.verify_job import VerifyJob
 from fp8calib.dialects.reading import FoundScales
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.geometry.sites import Site
-from fp8calib.histogram import lower_edge
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales import ScaleTable, compute_kv_scales
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.histogram import lower_edge
 from fp8calib.verify.candidates import (
     Candidate,
     Opened,

@@ -24,7 +24,6 @@ from fp8calib.fp8.formats import FORMATS
 from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.measured import estimate_overlap
 from fp8calib.model.dtype import choose_dtype, stored_dtype
 from fp8calib.model.load import (
     ModelSource,
@@ -35,8 +34,9 @@ from fp8calib.model.load import (
 )
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.provenance import fingerprint_model
 from fp8calib.rules import Rule, parse_rule
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import estimate_overlap
 from fp8calib.verify.candidates import Opened, Target, find_candidate, open_candidate
 from fp8calib.verify.gates import load_gate
 from fp8calib.verify.profiles import find_profile

@@ -22,7 +22,7 @@ from fp8calib.dialects.read_values import (
 )
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.measured import MeasuredOn
+from fp8calib.stats.measured_on import MeasuredOn
 
 MAX_JSON_BYTES = 100_000_000
 KV_DTYPES: Mapping[str, Fp8Format] = {f"float8_{fmt.name}": fmt for fmt in (E4M3FN, E4M3FNUZ)}

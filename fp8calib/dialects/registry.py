@@ -26,7 +26,7 @@ from fp8calib.scales import (
     compute_kv_scales,
     compute_linear_scales,
 )
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 WHY_NOT_OBSERVED = {
     Origin.SHARED: "reads another layer's K and V, so it carries that layer's scale",

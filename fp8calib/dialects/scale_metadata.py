@@ -16,7 +16,7 @@ from fp8calib.dialects.json_scales import name_dtype
 from fp8calib.dialects.read_json import find_format, find_measured_on
 from fp8calib.dialects.read_values import refusal
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.measured import MeasuredOn
+from fp8calib.stats.measured_on import MeasuredOn
 
 DTYPE_KEY = "fp8calib.kv_cache_dtype"
 MEASURED_KEY = "fp8calib.measured_on"

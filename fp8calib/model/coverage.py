@@ -13,7 +13,7 @@ from fp8calib.model.prepared import Prepared
 from fp8calib.model.survey import is_linear
 from fp8calib.model.topology import text_decoder
 from fp8calib.recipe import Recipe
-from fp8calib.stats import Skipped
+from fp8calib.stats.calibration_stats import Skipped
 
 _UNUSED = "in the checkpoint, but no part of the text decoder: neither loaded nor run"
 

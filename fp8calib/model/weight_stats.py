@@ -16,7 +16,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.layouts import gate_up_parts, rows_part
 from fp8calib.model.survey import is_transposed
 from fp8calib.model.weights import TensorSource, WeightSource
-from fp8calib.stats import SiteStats
+from fp8calib.stats.calibration_stats import SiteStats
 
 _ROWS_AT_ONCE = 4096
 

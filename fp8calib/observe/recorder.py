@@ -15,10 +15,10 @@ import torch
 from fp8calib.errors import CalibrationError
 from fp8calib.fp8.amax import channel_amax, head_amax, tokens_first
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.histogram import count_bins
 from fp8calib.observe.running import Running, Seen, freeze
-from fp8calib.positions import split_positions
-from fp8calib.stats import SiteStats
+from fp8calib.stats.calibration_stats import SiteStats
+from fp8calib.stats.histogram import count_bins
+from fp8calib.stats.positions import split_positions
 
 HISTOGRAM_SEQUENCES = 8
 """Every how many sequences one enters the histograms; amax and counts always see all of them."""

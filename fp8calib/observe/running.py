@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8calib.geometry.sites import Site
-from fp8calib.positions import NUM_RANGES
-from fp8calib.stats import NUM_QUARTERS, SiteStats
+from fp8calib.stats.calibration_stats import NUM_QUARTERS, SiteStats
+from fp8calib.stats.positions import NUM_RANGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import Form
 from fp8calib.quantize.ignoring import list_paths, span_layers, spell_options
 from fp8calib.quantize.plan import NO_SCALES, Scales, Settings
@@ -33,7 +32,8 @@ from fp8calib.scales import (
     compute_linear_scales,
     scale_of,
 )
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.fingerprint import fingerprint_model
 
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)")
 _STACK = re.compile(r"(.*\.experts)\.\d+\.\w+")

@@ -17,8 +17,6 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.dialects.scale_metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
-from fp8calib.measured import MeasuredOn
-from fp8calib.provenance import fingerprint_model
 from fp8calib.quantize.forms import MODELOPT_CONFIG_NAME, Form
 from fp8calib.quantize.selection import Matrix, Selection, select
 from fp8calib.quantize.shard_layout import (
@@ -31,6 +29,8 @@ from fp8calib.quantize.shard_layout import (
     WeightScale,
     lay_out,
 )
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import MeasuredOn
 
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
 """What says of the source's weights what is no longer so."""

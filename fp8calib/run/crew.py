@@ -25,7 +25,7 @@ from fp8calib.geometry.sites import Site
 from fp8calib.machine.launch import Place
 from fp8calib.run.meeting import POLL_S, START_HINT, meet, open_store, wait_for
 from fp8calib.run.watch import Lost, Watch
-from fp8calib.stats import COUNT_FIELDS, TENSOR_FIELDS, SiteStats
+from fp8calib.stats.calibration_stats import COUNT_FIELDS, TENSOR_FIELDS, SiteStats
 
 _TIMEOUT = timedelta(minutes=5)
 _ANSWER_S = 20.0

@@ -18,17 +18,18 @@ import torch
 from fp8calib.data.shares import Share
 from fp8calib.errors import DataError, ExportError, UsageError
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.merging import explain_other_run, merge_sites
 from fp8calib.observe.recorder import Recorder
-from fp8calib.parts import StatsPart, join_ranges
-from fp8calib.stats import (
+from fp8calib.stats.calibration_stats import (
     STATS_NAME,
     CalibrationStats,
     SiteStats,
     StatsHeader,
+    StatsPart,
+    join_ranges,
     load_stats,
     save_stats,
 )
+from fp8calib.stats.merge import explain_other_run, merge_sites
 
 LONGEST_INTERVAL_S = 10.0
 """Nothing older than this is lost, but for the batch that is running."""

@@ -18,10 +18,10 @@ from fp8calib.data.plan import Batch
 from fp8calib.data.shares import sequences_of
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Site
-from fp8calib.merging import merge_sites
 from fp8calib.run.journal import Journal
 from fp8calib.run.streamed_store import StateStore
-from fp8calib.stats import STATS_NAME, SiteStats
+from fp8calib.stats.calibration_stats import STATS_NAME, SiteStats
+from fp8calib.stats.merge import merge_sites
 
 _INTERVAL_PER_COST = 20.0
 _SHORTEST_INTERVAL_S = 2.0

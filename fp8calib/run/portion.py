@@ -9,11 +9,11 @@ from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.shares import Share, leave_out, share_out
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
-from fp8calib.merging import merge_sites
 from fp8calib.run.crew import Crew
 from fp8calib.run.journal import NOTHING, Done, Journal
 from fp8calib.run.whole import BackOff
-from fp8calib.stats import SiteStats
+from fp8calib.stats.calibration_stats import SiteStats
+from fp8calib.stats.merge import merge_sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
-from fp8calib.merging import merge_sites
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import Recorder
@@ -25,7 +24,8 @@ from fp8calib.run.probe import Probe, probe_layer
 from fp8calib.run.streamed import StreamedLayer, StreamedModel, Streaming
 from fp8calib.run.streamed_runner import StreamedRunner
 from fp8calib.run.whole import BackOff, cut_into
-from fp8calib.stats import SiteStats
+from fp8calib.stats.calibration_stats import SiteStats
+from fp8calib.stats.merge import merge_sites
 
 
 class _Counted:

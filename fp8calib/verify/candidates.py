@@ -21,12 +21,12 @@ from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.measured import MeasuredOn, explain_difference
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.rules import AMAX, Rule
 from fp8calib.scales import ScaleTable, compute_kv_scales
-from fp8calib.stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
+from fp8calib.stats.measured_on import MeasuredOn, explain_difference
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table, takes_latents_unscaled
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme

@@ -10,8 +10,8 @@ import torch
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.histogram_shares import clipped_share
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.histogram_estimates import clipped_share
 from fp8calib.verify.quantizer import Damage
 from fp8calib.verify.report import DiagnosisResult, LayerResult
 from fp8calib.verify.scale_range import ScaleRange

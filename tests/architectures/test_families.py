@@ -12,7 +12,7 @@ import torch
 from fp8calib.calibrate import Prepared
 from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.architectures import families
 from tests.truth import brute_force
 from tests.truth.test_statistics import draw, make_plan, run_calibration

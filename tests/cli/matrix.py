@@ -17,7 +17,7 @@ from fp8calib.dialects.reading import read_scales
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales import ScaleTable, compute_kv_scales
-from fp8calib.stats import load_stats
+from fp8calib.stats.calibration_stats import load_stats
 from tests.dialects.foreign import FOLDER, find_geometry
 
 from .program import run, succeed

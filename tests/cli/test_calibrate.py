@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from fp8calib.geometry.sites import Role
 from fp8calib.recipe_files import recipe_files
-from fp8calib.stats import CalibrationStats, load_stats
+from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests import zoo
 
 from .conftest import ALL_FORMATS, QUICK, save_tokenizer, write_rows

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli import main_inner
-from fp8calib.provenance import fingerprint_model
+from fp8calib.stats.fingerprint import fingerprint_model
 from tests import zoo
 
 from . import quantized_sources as sources

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.histogram import count_bins, lower_edge
 from fp8calib.rules import RuleKind
-from fp8calib.stats import CalibrationStats, load_stats
+from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
+from fp8calib.stats.histogram import count_bins, lower_edge
 
 from .conftest import ALL_FORMATS, QUICK
 from .program import Outcome, snapshot, succeed

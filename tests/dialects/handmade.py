@@ -12,7 +12,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry, Part
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats import CalibrationStats, SiteStats, StatsHeader
+from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats, StatsHeader
 
 Sites = dict[Site, SiteStats]
 

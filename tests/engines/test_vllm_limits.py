@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8calib.dialects.engine_rules import VLLM
 from fp8calib.dialects.engines import limitations
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.stats import load_stats
+from fp8calib.stats.calibration_stats import load_stats
 
 from .exports import Exports, read_scales
 from .vllm_job import VllmServer

@@ -21,7 +21,7 @@ from fp8calib.quantize.calibrated import (
 from fp8calib.quantize.forms import FORMS
 from fp8calib.quantize.plan import Scales
 from fp8calib.quantize.selection import Matrix, select
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.quantize.by_hand import run
 from tests.quantize.stacked import STACKED

@@ -22,7 +22,7 @@ from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
 from fp8calib.quantize.calibrated import find_input_scales
 from fp8calib.quantize.plan import NO_SCALES, Scales
 from fp8calib.quantize.selection import select
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import EngineProfile

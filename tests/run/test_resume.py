@@ -18,7 +18,7 @@ from fp8calib.recipe import Observe, Recipe
 from fp8calib.run import journal as journal_module
 from fp8calib.run import layer_journal
 from fp8calib.run.journal import Journal
-from fp8calib.stats import StatsHeader, load_stats
+from fp8calib.stats.calibration_stats import StatsHeader, load_stats
 from tests import zoo
 from tests.run.running import LENGTHS, RECIPE, Subject, as_bytes, opened, rows_of
 from tests.truth.test_statistics import Silent

@@ -10,8 +10,8 @@ import torch
 from fp8calib.calibrate import Portion
 from fp8calib.data.shares import Share
 from fp8calib.errors import UsageError
-from fp8calib.merging import merge_parts
-from fp8calib.stats import CalibrationStats, load_stats, save_stats
+from fp8calib.stats.calibration_stats import CalibrationStats, load_stats, save_stats
+from fp8calib.stats.merge import merge_parts
 from tests import zoo
 from tests.run.running import as_bytes, opened
 

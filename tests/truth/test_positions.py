@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.positions import NUM_RANGES, range_starts, split_positions
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.positions import NUM_RANGES, range_starts, split_positions
 from tests import zoo
 from tests.truth import brute_force
 from tests.truth.test_statistics import FAMILIES, draw, make_plan, run_calibration
@@ -23,7 +23,7 @@ LENGTHS = {1: [20, 20, 20], 3: [20, 3, 9, 17, 5, 20]}
 
 @pytest.fixture(autouse=True)
 def _short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8calib.positions.FIRST_RANGE", 4)
+    monkeypatch.setattr("fp8calib.stats.positions.FIRST_RANGE", 4)
 
 
 def check(stats: CalibrationStats, site: Site, sequences: Sequence[np.ndarray]) -> None:

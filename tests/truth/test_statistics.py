@@ -18,7 +18,7 @@ from fp8calib.data.text_hashes import hash_text
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.truth import brute_force
 

@@ -16,7 +16,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Scheme
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import EngineProfile

@@ -19,7 +19,7 @@ from fp8calib.model.weights import WeightSource
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.streamed import Streaming
 from fp8calib.scales import compute_kv_scales
-from fp8calib.stats import CalibrationStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verify.compare import Compared, Comparison
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table

@@ -9,9 +9,16 @@ import torch
 
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Site
-from fp8calib.measured import explain_difference
-from fp8calib.parts import StatsPart, join_ranges
-from fp8calib.stats import COUNT_FIELDS, TENSOR_FIELDS, CalibrationStats, SiteStats, StatsHeader
+from fp8calib.stats.calibration_stats import (
+    COUNT_FIELDS,
+    TENSOR_FIELDS,
+    CalibrationStats,
+    SiteStats,
+    StatsHeader,
+    StatsPart,
+    join_ranges,
+)
+from fp8calib.stats.measured_on import explain_difference
 
 _ONE_RUN = "parts come from runs that differ in nothing but --shard"
 

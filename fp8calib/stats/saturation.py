@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.positions import range_starts
-from fp8calib.stats import NUM_QUARTERS, CalibrationStats, SiteStats
+from fp8calib.stats.calibration_stats import NUM_QUARTERS, CalibrationStats, SiteStats
+from fp8calib.stats.positions import range_starts
 
 
 class _Reached(BaseModel):

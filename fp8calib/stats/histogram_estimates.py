@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.histogram import NUM_BINS, lower_edge
+from fp8calib.stats.histogram import NUM_BINS, lower_edge
 
 Doubles = NDArray[np.float64]
 """numpy, as torch starts threads for arrays of some hundred values: 5 ms become 280 when busy."""
