@@ -21,8 +21,8 @@ from pydantic import (
 
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.recipe_files import recipe_files
-from fp8calib.rules import AMAX, KNOWN_RULES, Rule, parse_rule
-from fp8calib.scales import Fallback
+from fp8calib.scales.compute import Fallback
+from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
 
 DEFAULT_RECIPE = "kv"
 

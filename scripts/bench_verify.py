@@ -24,7 +24,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import load_recipe
-from fp8calib.scales import compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.verify.candidates import (
     Candidate,
     Target,

@@ -9,8 +9,8 @@ import pytest
 from fp8calib.errors import RecipeError
 from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_recipe
 from fp8calib.recipe_files import recipe_files
-from fp8calib.rules import AMAX, Rule, RuleKind
-from fp8calib.scales import Fallback
+from fp8calib.scales.compute import Fallback
+from fp8calib.scales.rules import AMAX, Rule, RuleKind
 
 MODULES = ["model.layers.0.self_attn", "model.layers.0.mlp.up_proj", "model.layers.10.self_attn"]
 

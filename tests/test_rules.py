@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.rules import AMAX, KNOWN_RULES, Reach, Rule, RuleKind, find_reach, parse_rule
+from fp8calib.scales.rules import AMAX, KNOWN_RULES, Reach, Rule, RuleKind, find_reach, parse_rule
 from fp8calib.stats.histogram import count_bins
 
 from .test_histogram_shares import FOREIGN, UNIT_BIN, UNIT_BIN_END, draw, make_histogram, noise_of

@@ -11,8 +11,7 @@ import torch
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.rules import AMAX, parse_rule
-from fp8calib.scales import (
+from fp8calib.scales.compute import (
     Fallback,
     Origin,
     ScaleTable,
@@ -20,6 +19,7 @@ from fp8calib.scales import (
     compute_linear_scales,
     scale_of,
 )
+from fp8calib.scales.rules import AMAX, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.stats.histogram import count_bins
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from fp8calib.scales import Fallback
+from fp8calib.scales.compute import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHOWN = 20

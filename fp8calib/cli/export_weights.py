@@ -19,7 +19,7 @@ from fp8calib.quantize.compound_scales import adopt_scales
 from fp8calib.quantize.int4_source import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.quantize.rank_weights import write_rank_weights
 from fp8calib.recipe import Recipe
-from fp8calib.scales import ScaleTable, compute_linear_scales
+from fp8calib.scales.compute import ScaleTable, compute_linear_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.measured_on import explain_difference

@@ -15,7 +15,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.opening import quiet_libraries
 from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
-from fp8calib.dialects.fit_table import explain_fit, explain_joint, fit_table, fits_heads
 from fp8calib.dialects.reading import SOURCE_DTYPES, FoundScales, check_same_model, read_scales
 from fp8calib.dialects.registry import FORMATS, check_formats, list_owned, write_table
 from fp8calib.dialects.scale_metadata import Provenance
@@ -26,7 +25,8 @@ from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.scales import ScaleTable
+from fp8calib.scales.compute import ScaleTable
+from fp8calib.scales.convert import explain_fit, explain_joint, fit_table, fits_heads
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.measured_on import MeasuredOn
 

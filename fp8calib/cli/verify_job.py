@@ -11,7 +11,7 @@ from fp8calib.data.plan import DataPlan
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.model.load import LoadedModel, ModelSource
-from fp8calib.rules import Rule
+from fp8calib.scales.rules import Rule
 from fp8calib.verify.candidates import Opened, Target
 from fp8calib.verify.gates import Gate
 from fp8calib.verify.profiles import EngineProfile

@@ -34,7 +34,7 @@ from fp8calib.model.load import (
 )
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.rules import Rule, parse_rule
+from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.measured_on import estimate_overlap
 from fp8calib.verify.candidates import Opened, Target, find_candidate, open_candidate

@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.dialects.read_json import MEASURED_KEY
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.scales import ScaleTable
+from fp8calib.scales.compute import ScaleTable
 
 NO_CACHE_SCALE = 1.0
 """For layers without K and V: readers want every layer's index, and this scales nothing."""

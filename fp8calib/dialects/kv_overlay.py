@@ -18,7 +18,7 @@ from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.dialects.names import make_scale_tensors
 from fp8calib.dialects.scale_metadata import Provenance, make_metadata
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.scales import ScaleTable
+from fp8calib.scales.compute import ScaleTable
 
 Strategy = Literal["tensor", "attn_head"]
 

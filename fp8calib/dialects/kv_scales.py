@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.dialects.names import make_scale_tensors
 from fp8calib.dialects.scale_metadata import Provenance, make_metadata
-from fp8calib.scales import ScaleTable
+from fp8calib.scales.compute import ScaleTable
 
 
 def write_kv_scales(table: ScaleTable, path: Path, *, provenance: Provenance | None = None) -> None:

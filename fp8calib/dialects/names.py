@@ -6,7 +6,7 @@ import torch
 
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role
-from fp8calib.scales import ScaleTable
+from fp8calib.scales.compute import ScaleTable
 
 
 def name_scales(attention: Attention, role: Role) -> tuple[str, ...]:

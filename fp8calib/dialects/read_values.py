@@ -13,7 +13,7 @@ from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales import SMALLEST_SCALE
+from fp8calib.scales.compute import SMALLEST_SCALE
 from fp8calib.stats.measured_on import MeasuredOn
 
 MAX_LISTED = 8

@@ -28,7 +28,7 @@ from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from fp8calib.stats.calibration_stats import METADATA_KEY
 from fp8calib.stats.measured_on import MeasuredOn, explain_difference
 

@@ -13,7 +13,7 @@ from fp8calib.dialects.json_scales import (
 from fp8calib.dialects.scale_metadata import Provenance
 from fp8calib.geometry.model_geometry import Layer, Section
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales import ScaleTable
+from fp8calib.scales.compute import ScaleTable
 
 
 def write_rfc(

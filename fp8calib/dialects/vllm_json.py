@@ -16,7 +16,7 @@ from fp8calib.dialects.json_scales import (
     save_json,
 )
 from fp8calib.dialects.scale_metadata import Provenance
-from fp8calib.scales import ScaleTable
+from fp8calib.scales.compute import ScaleTable
 
 
 def write_vllm_json(table: ScaleTable, path: Path, *, provenance: Provenance | None = None) -> None:

@@ -24,14 +24,14 @@ from fp8calib.quantize.forms import Form
 from fp8calib.quantize.ignoring import list_paths, span_layers, spell_options
 from fp8calib.quantize.plan import NO_SCALES, Scales, Settings
 from fp8calib.quantize.selection import Matrix, select
-from fp8calib.rules import AMAX, Rule, find_reach
-from fp8calib.scales import (
+from fp8calib.scales.compute import (
     Fallback,
     ScaleTable,
     compute_kv_scales,
     compute_linear_scales,
     scale_of,
 )
+from fp8calib.scales.rules import AMAX, Rule, find_reach
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 

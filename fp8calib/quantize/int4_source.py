@@ -21,7 +21,7 @@ from fp8calib.dialects.read_config import CONFIG_NAME
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.encode import SOURCE_DTYPES
 from fp8calib.quantize.quantized_sources import find_sections
-from fp8calib.scales import SMALLEST_SCALE
+from fp8calib.scales.compute import SMALLEST_SCALE
 
 _PACKED = ".weight_packed"
 _SHAPE = ".weight_shape"

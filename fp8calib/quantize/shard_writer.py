@@ -27,7 +27,7 @@ from fp8calib.quantize.shard_layout import (
     WeightScale,
 )
 from fp8calib.quantize.weight_scales import Dead, WeightScales
-from fp8calib.scales import scale_of
+from fp8calib.scales.compute import scale_of
 from fp8calib.verify.quantizer import Dynamic
 
 _TASKS_AHEAD = 64

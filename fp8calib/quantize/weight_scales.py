@@ -13,7 +13,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.quantize.plan import QuantizePlan
 from fp8calib.quantize.reading import WeightReader
 from fp8calib.quantize.selection import Matrix
-from fp8calib.scales import scale_of
+from fp8calib.scales.compute import scale_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 

@@ -23,8 +23,8 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
-from fp8calib.rules import AMAX, Rule
-from fp8calib.scales import ScaleTable, compute_kv_scales
+from fp8calib.scales.compute import ScaleTable, compute_kv_scales
+from fp8calib.scales.rules import AMAX, Rule
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.stats.measured_on import MeasuredOn, explain_difference
 from fp8calib.verify.emulate import Emulation

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from fp8calib.fp8.cast import Rounding, round_to_format_
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.scales import SMALLEST_SCALE, scale_of
+from fp8calib.scales.compute import SMALLEST_SCALE, scale_of
 
 GROUP = 128
 """Channels that share a scale in the block scheme: 1 x 128 of inputs, 128 x 128 of weights."""

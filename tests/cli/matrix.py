@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from fp8calib.dialects.reading import read_scales
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales import ScaleTable, compute_kv_scales
+from fp8calib.scales.compute import ScaleTable, compute_kv_scales
 from fp8calib.stats.calibration_stats import load_stats
 from tests.dialects.foreign import FOLDER, find_geometry
 

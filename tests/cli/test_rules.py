@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.rules import RuleKind
+from fp8calib.scales.rules import RuleKind
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from fp8calib.stats.histogram import count_bins, lower_edge
 

@@ -16,7 +16,7 @@ from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.registry import write_table
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
-from fp8calib.scales import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from tests.architectures.families import FAMILIES, save
 
 pytest.importorskip("compressed_tensors")

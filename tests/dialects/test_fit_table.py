@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from fp8calib.dialects.fit_table import explain_fit, explain_joint, fit_table, fits_heads
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.convert import explain_fit, explain_joint, fit_table, fits_heads
 
 from .handmade import make_attention, make_geometry
 

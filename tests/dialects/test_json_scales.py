@@ -13,7 +13,7 @@ from fp8calib.dialects.json_scales import save_json
 from fp8calib.dialects.vllm_json import write_vllm_json
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
-from fp8calib.scales import compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import SiteStats
 
 from .handmade import make_attention, make_geometry, make_stats

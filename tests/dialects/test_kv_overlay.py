@@ -15,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.kv_overlay import write_kv_overlay
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
-from fp8calib.scales import compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import SiteStats
 from tests.zoo import save
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8calib.dialects.kv_scales import write_kv_scales
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.scales import compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
 
 from .handmade import MEASURED, make_attention, make_geometry, make_kv_sites, make_stats
 

@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from fp8calib.dialects.reading import has_kv_scales, read_scales
 from fp8calib.errors import VerificationError
-from fp8calib.scales import ScaleTable
+from fp8calib.scales.compute import ScaleTable
 
 from .handmade import make_attention, make_geometry
 

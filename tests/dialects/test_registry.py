@@ -23,8 +23,8 @@ from fp8calib.dialects.registry import (
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.sites import Role
-from fp8calib.rules import AMAX, Rule, parse_rule
-from fp8calib.scales import Fallback
+from fp8calib.scales.compute import Fallback
+from fp8calib.scales.rules import AMAX, Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
 
 from .handmade import (

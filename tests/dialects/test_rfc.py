@@ -11,7 +11,7 @@ import pytest
 from fp8calib.dialects.rfc import write_rfc
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.scales import Fallback, compute_kv_scales, compute_linear_scales
+from fp8calib.scales.compute import Fallback, compute_kv_scales, compute_linear_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 from .handmade import DATA, MODEL, expert_stats, hybrid_stats, linear_stats

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8calib.dialects.fit_table import fit_table
 from fp8calib.dialects.reading import read_scales
 from fp8calib.dialects.registry import FORMATS, write_table
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.convert import fit_table
 
 from .handmade import make_attention, make_geometry, make_stats, save_source
 

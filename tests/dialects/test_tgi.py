@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from fp8calib.dialects.tgi import write_tgi_overlay
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.scales import compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
 
 from .handmade import plain_stats, save_source
 

@@ -9,7 +9,7 @@ import pytest
 
 from fp8calib.dialects.vllm_json import write_vllm_json
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
-from fp8calib.scales import compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 from .handmade import hybrid_stats, latent_stats, plain_stats, shared_stats

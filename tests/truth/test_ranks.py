@@ -13,7 +13,7 @@ from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import check_linears
-from fp8calib.scales import compute_kv_scales, compute_linear_scales
+from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.truth import brute_force

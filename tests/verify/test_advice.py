@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from fp8calib.verify.advice import advise, find_broken
 from fp8calib.verify.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verify.kv_emulation import emulate_kv

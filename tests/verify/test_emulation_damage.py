@@ -16,7 +16,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from fp8calib.verify import emulate as emulate_module
 from fp8calib.verify.emulate import EmulatingTaps, Emulation
 from fp8calib.verify.kv_emulation import emulate_kv

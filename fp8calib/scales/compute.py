@@ -27,7 +27,7 @@ from fp8calib.geometry.tensor_parallel import (
     owned_rows,
     rank_range,
 )
-from fp8calib.rules import AMAX, Reach, Rule, find_reach
+from fp8calib.scales.rules import AMAX, Reach, Rule, find_reach
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.stats.measured_on import MeasuredOn
 

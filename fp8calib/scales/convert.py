@@ -17,7 +17,7 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import check_heads, rank_range
-from fp8calib.scales import SMALLEST_SCALE, ScaleTable
+from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable
 
 _NOT_PER_HEAD = "there is one scale for all heads, and every head gets it: nothing is gained"
 
