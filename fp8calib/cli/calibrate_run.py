@@ -55,13 +55,7 @@ from fp8calib.fp8.formats import FORMATS
 from fp8calib.machine.launch import find_place
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
-from fp8calib.model.load import (
-    ModelSource,
-    build_skeleton,
-    choose_device,
-    load_model,
-    open_source,
-)
+from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load_model, open_source
 from fp8calib.model.prepared import Prepared, prepare
 from fp8calib.model.weights import WeightSource
 from fp8calib.recipe import Recipe

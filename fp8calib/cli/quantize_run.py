@@ -18,12 +18,7 @@ from fp8calib.machine.devices import find_device
 from fp8calib.quantize.calibrated import Calibrated, check_same_model, find_scales
 from fp8calib.quantize.dequantized import DequantizedCheckpoint
 from fp8calib.quantize.forms import find_form
-from fp8calib.quantize.plan import (
-    NO_SCALES,
-    QuantizePlan,
-    Settings,
-    make_plan,
-)
+from fp8calib.quantize.plan import NO_SCALES, QuantizePlan, Settings, make_plan
 from fp8calib.quantize.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats

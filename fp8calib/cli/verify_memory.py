@@ -21,12 +21,7 @@ from fp8calib.model.weights import WeightSource
 from fp8calib.run.footprint import Workload
 from fp8calib.run.limits import find_limits, refuse_device_map
 from fp8calib.run.probe import Probe
-from fp8calib.run.run_plan import (
-    RunPlan,
-    Streamable,
-    describe_run,
-    plan_whole,
-)
+from fp8calib.run.run_plan import RunPlan, Streamable, describe_run, plan_whole
 from fp8calib.run.stream_planner import StreamPlanner, plan_streamed
 from fp8calib.run.streamed import Streaming
 from fp8calib.verify.compare import Comparing

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from fp8calib.dialects.check_report import (
-    CheckReport,
-    EngineReport,
-    LayerVerdict,
-    Status,
-    Verdict,
-)
+from fp8calib.dialects.check_report import CheckReport, EngineReport, LayerVerdict, Status, Verdict
 
 _MEND = "load it in the engine and read the scales in its log, or serve a known architecture"
 

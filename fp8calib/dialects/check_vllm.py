@@ -27,10 +27,7 @@ from fp8calib.dialects.check_report import (
 from fp8calib.dialects.check_targets import matches_target
 from fp8calib.dialects.check_vllm_config import KvMethod, find_kv_method, find_quantization
 from fp8calib.dialects.check_vllm_names import NAMES_MEND, map_name, refuse_unmapped
-from fp8calib.dialects.engine_models import (
-    VLLM_EXPANDED_TYPES,
-    VLLM_UNRUN_TYPES,
-)
+from fp8calib.dialects.engine_models import VLLM_EXPANDED_TYPES, VLLM_UNRUN_TYPES
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 

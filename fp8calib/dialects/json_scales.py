@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.dialects.read_json import MEASURED_KEY
-from fp8calib.fp8.formats import Fp8Format
+from fp8calib.dialects.scale_metadata import JSON_MEASURED_KEY
 from fp8calib.scales.compute import ScaleTable
 
 NO_CACHE_SCALE = 1.0
@@ -22,14 +21,9 @@ def list_kv_scales(table: ScaleTable, rank: int) -> dict[str, float]:
     }
 
 
-def name_dtype(fmt: Fp8Format) -> str:
-    """Name the format as torch does: `float8_e4m3fn`."""
-    return f"float8_{fmt.name}"
-
-
 def describe_measurement(table: ScaleTable) -> dict[str, object]:
     """Say at the top of a document what the scales were measured on; readers pass over the key."""
-    return {} if table.measured_on is None else {MEASURED_KEY: table.measured_on.to_fields()}
+    return {} if table.measured_on is None else {JSON_MEASURED_KEY: table.measured_on.to_fields()}
 
 
 def save_json(path: Path, document: object) -> None:

@@ -20,14 +20,11 @@ from fp8calib.dialects.read_values import (
     join_ranks,
     refusal,
 )
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.dialects.scale_metadata import JSON_MEASURED_KEY, find_format, find_measured_on
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.stats.measured_on import MeasuredOn
 
 MAX_JSON_BYTES = 100_000_000
-KV_DTYPES: Mapping[str, Fp8Format] = {f"float8_{fmt.name}": fmt for fmt in (E4M3FN, E4M3FNUZ)}
-MEASURED_KEY = "_fp8calib"
-"""Model and text that a file of ours names; at the top, where every reader passes over it."""
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANK_KEYS = {
     "vllm-json": re.compile(rf"({_INDEX.pattern})"),
@@ -98,23 +95,6 @@ def load_object(path: Path) -> dict[str, object]:
     return document
 
 
-def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
-    """Find the format that a torch dtype name means."""
-    if not isinstance(dtype, str) or dtype not in KV_DTYPES:
-        known = " or ".join(KV_DTYPES)
-        raise refusal(path, f"{key} is {dtype!a:.60}", hint=f"KV scales are for {known}")
-    return KV_DTYPES[dtype]
-
-
-def find_measured_on(path: Path, key: str, fields: object) -> MeasuredOn:
-    """Read what a file of ours says its scales were measured on."""
-    try:
-        return MeasuredOn.from_fields(fields)
-    except ValueError as error:
-        hint = "it tells which model the scales are of; write the file again"
-        raise refusal(path, f"{key} is damaged: {error}", hint=hint) from error
-
-
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for key, value in pairs:
@@ -125,9 +105,9 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _find_recorded(path: Path, document: Mapping[str, object]) -> MeasuredOn | None:
-    if MEASURED_KEY not in document:
+    if JSON_MEASURED_KEY not in document:
         return None
-    return find_measured_on(path, MEASURED_KEY, document[MEASURED_KEY])
+    return find_measured_on(path, JSON_MEASURED_KEY, document[JSON_MEASURED_KEY])
 
 
 def _find_dialect(path: Path, factors: Mapping[str, object]) -> str:

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.json_scales import name_dtype
-from fp8calib.dialects.read_json import find_format, find_measured_on
 from fp8calib.dialects.read_values import refusal
-from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.stats.measured_on import MeasuredOn
+
+KV_DTYPES: Mapping[str, Fp8Format] = {f"float8_{fmt.name}": fmt for fmt in (E4M3FN, E4M3FNUZ)}
+JSON_MEASURED_KEY = "_fp8calib"
+"""Model and text that a file of ours names; at the top, where every reader passes over it."""
 
 DTYPE_KEY = "fp8calib.kv_cache_dtype"
 MEASURED_KEY = "fp8calib.measured_on"
@@ -96,3 +98,25 @@ def _find_recorded_measurement(file: TensorFile) -> MeasuredOn | None:
     except (ValueError, RecursionError):
         fields = None
     return find_measured_on(file.path, MEASURED_KEY, fields)
+
+
+def name_dtype(fmt: Fp8Format) -> str:
+    """Name the format as torch does: `float8_e4m3fn`."""
+    return f"float8_{fmt.name}"
+
+
+def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
+    """Find the format that a torch dtype name means."""
+    if not isinstance(dtype, str) or dtype not in KV_DTYPES:
+        known = " or ".join(KV_DTYPES)
+        raise refusal(path, f"{key} is {dtype!a:.60}", hint=f"KV scales are for {known}")
+    return KV_DTYPES[dtype]
+
+
+def find_measured_on(path: Path, key: str, fields: object) -> MeasuredOn:
+    """Read what a file of ours says its scales were measured on."""
+    try:
+        return MeasuredOn.from_fields(fields)
+    except ValueError as error:
+        hint = "it tells which model the scales are of; write the file again"
+        raise refusal(path, f"{key} is damaged: {error}", hint=hint) from error

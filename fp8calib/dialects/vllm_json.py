@@ -9,13 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.dialects.json_scales import (
-    describe_measurement,
-    list_kv_scales,
-    name_dtype,
-    save_json,
-)
-from fp8calib.dialects.scale_metadata import Provenance
+from fp8calib.dialects.json_scales import describe_measurement, list_kv_scales, save_json
+from fp8calib.dialects.scale_metadata import Provenance, name_dtype
 from fp8calib.scales.compute import ScaleTable
 
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from fp8calib.errors import UsageError
-from fp8calib.verify.quantizer import Dynamic
+
+
+class Dynamic(StrEnum):
+    """What a scale covers that is computed from the tensor itself."""
+
+    TENSOR = "tensor"
+    TOKEN = "token"  # noqa: S105 -- of text
+    """One row of the last dimension; of a weight: an output channel."""
+    GROUP = "group"
+    """128 channels of a row."""
+    BLOCK = "block"
+    """128 x 128 of the last two dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,10 @@ from fp8calib import __version__
 from fp8calib.dialects.names import name_scales
 from fp8calib.errors import UsageError
 from fp8calib.fp8.encode import BLOCK
-from fp8calib.fp8.schemes import SCHEMES, Scheme
+from fp8calib.fp8.schemes import SCHEMES, Dynamic, Scheme
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role
 from fp8calib.quantize.selection import HEAD, Left
-from fp8calib.verify.quantizer import Dynamic
 
 Shape = tuple[int, ...]
 Config = dict[str, object]

@@ -12,9 +12,9 @@ from fp8calib.dialects.fp8_serving import list_weight_faults
 from fp8calib.dialects.served_weights import Effect, QuantizedLinear, QuantizedWeights
 from fp8calib.fp8.encode import BLOCK
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import Dynamic
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.quantize.plan import QuantizePlan
-from fp8calib.verify.quantizer import Dynamic
 
 _COMMANDS = (
     (VLLM, "vllm serve {target}", " --kv-cache-dtype fp8"),

@@ -15,6 +15,7 @@ import torch
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.fp8.encode import encode_blocks, encode_rows
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import Dynamic
 from fp8calib.quantize.reading import BLOCK_BYTES, WeightReader, reduce_rows, split_rows
 from fp8calib.quantize.selection import Matrix
 from fp8calib.quantize.shard_layout import (
@@ -28,7 +29,6 @@ from fp8calib.quantize.shard_layout import (
 )
 from fp8calib.quantize.weight_scales import Dead, WeightScales
 from fp8calib.scales.compute import scale_of
-from fp8calib.verify.quantizer import Dynamic
 
 _TASKS_AHEAD = 64
 """Blocks that may wait for a thread; none is in memory before its turn."""

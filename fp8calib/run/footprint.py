@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.run.streamed_weights import ModelPart, PartedWeights
+from fp8calib.run.streamed_weights import LayerSize, ModelPart, PartedWeights
 
 SLACK_BYTES = 96 * 2**20
 """What the formula does not know: arenas of the allocator, threads, code that is loaded late."""
@@ -78,18 +78,6 @@ class Footprint:
     def with_part(self, name: str, size_bytes: int) -> Footprint:
         """Add a part, or replace it."""
         return replace(self, parts={**self.parts, name: size_bytes})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSize:
-    """Bytes of one decoder layer's weights."""
-
-    stored: int
-    """In the shards."""
-    placed: int
-    """As the model computes with them."""
-    step: int
-    """What making one parameter (casting, joining of experts) takes for the moment."""
 
 
 def size_part(parted: PartedWeights, part: ModelPart) -> LayerSize:

@@ -15,7 +15,6 @@ from fp8calib.machine.units import spell_size
 from fp8calib.run.footprint import (
     SLACK_BYTES,
     Footprint,
-    LayerSize,
     head_bytes,
     hidden_bytes,
     layer_flops,
@@ -26,7 +25,7 @@ from fp8calib.run.limits import Limits
 from fp8calib.run.probe import Probe, expect_duration
 from fp8calib.run.run_plan import RunPlan, Streamable, list_inside, list_whole
 from fp8calib.run.streamed import layer_parts, part_around
-from fp8calib.run.streamed_weights import PartedWeights
+from fp8calib.run.streamed_weights import LayerSize, PartedWeights
 
 _GIB = 2**30
 _ROUNDED_BYTES = 2**25

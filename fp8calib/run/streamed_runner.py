@@ -19,13 +19,7 @@ from fp8calib.observe.seams import TappedCache, own_attentions
 from fp8calib.run.decoder import Decoder
 from fp8calib.run.layer_journal import LayerJournal
 from fp8calib.run.probe import FirstLayer
-from fp8calib.run.streamed import (
-    StreamedLayer,
-    StreamedModel,
-    Streaming,
-    load_state,
-    open_store,
-)
+from fp8calib.run.streamed import StreamedLayer, StreamedModel, Streaming, load_state, open_store
 from fp8calib.run.streamed_steps import LayerState, LayerSteps, open_steps
 from fp8calib.run.streamed_store import StateStore
 from fp8calib.run.whole import GPU_BATCHES_PER_CHECK, nonfinite_error, one_by_one

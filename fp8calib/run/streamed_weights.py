@@ -298,3 +298,15 @@ def _dtypes_by_name(
         return own if match is None else plan[glob_of[str(match.lastgroup)]]
 
     return find
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSize:
+    """Bytes of one decoder layer's weights."""
+
+    stored: int
+    """In the shards."""
+    placed: int
+    """As the model computes with them."""
+    step: int
+    """What making one parameter (casting, joining of experts) takes for the moment."""

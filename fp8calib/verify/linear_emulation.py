@@ -13,7 +13,7 @@ from fp8calib.dialects.fp8_reach import StoredReach
 from fp8calib.dialects.fp8_weights import Granularity
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.fp8.schemes import Scheme
+from fp8calib.fp8.schemes import Dynamic, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
@@ -21,16 +21,11 @@ from fp8calib.model.weights import WeightSource
 from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable, compute_linear_scales, scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verify.profiles import EngineProfile
-from fp8calib.verify.quantizer import Dynamic, Quantizer
+from fp8calib.verify.quantizer import Quantizer
 from fp8calib.verify.scale_range import Per, ScaleRange
 from fp8calib.verify.stored_weights import Copied, Stored
 from fp8calib.verify.uncovered import is_of_decoder
-from fp8calib.verify.weights import (
-    Requantized,
-    WeightChange,
-    WeightParameter,
-    find_parameters,
-)
+from fp8calib.verify.weights import Requantized, WeightChange, WeightParameter, find_parameters
 
 _PER: Mapping[Granularity, Per] = {
     Granularity.TENSOR: "tensor",

@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from fp8calib.verify.page_markup import Child, element, make_table
-from fp8calib.verify.report import (
-    CandidateResult,
-    RuleResult,
-    TaskResult,
-    Verdict,
-    VerifyReport,
-)
+from fp8calib.verify.report import CandidateResult, RuleResult, TaskResult, Verdict, VerifyReport
 
 _BADGES = {
     Verdict.PASS: "\N{CHECK MARK} pass",

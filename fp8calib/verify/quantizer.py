@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import NamedTuple
 
 import torch
@@ -15,24 +14,13 @@ from torch.nn.functional import pad
 
 from fp8calib.fp8.cast import Rounding, round_to_format_
 from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.schemes import Dynamic
 from fp8calib.scales.compute import SMALLEST_SCALE, scale_of
 
 GROUP = 128
 """Channels that share a scale in the block scheme: 1 x 128 of inputs, 128 x 128 of weights."""
 _AT_THE_EDGE = 1 + 2.0**-20
 """The amax itself over its own scale, both rounded to fp32, may lie this much above fmt.max."""
-
-
-class Dynamic(StrEnum):
-    """What a scale covers that is computed from the tensor itself."""
-
-    TENSOR = "tensor"
-    TOKEN = "token"  # noqa: S105 -- of text
-    """One row of the last dimension; of a weight: an output channel."""
-    GROUP = "group"
-    """128 channels of a row."""
-    BLOCK = "block"
-    """128 x 128 of the last two dimensions."""
 
 
 class Fake(NamedTuple):

@@ -8,8 +8,9 @@ from typing import Literal, Self
 
 import torch
 
+from fp8calib.fp8.schemes import Dynamic
 from fp8calib.geometry.sites import Site
-from fp8calib.verify.quantizer import Dynamic, Quantizer
+from fp8calib.verify.quantizer import Quantizer
 
 Per = Literal["tensor", "head", "channel", "block", "token", "group"]
 _PER: Mapping[Dynamic, Per] = {

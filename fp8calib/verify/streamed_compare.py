@@ -35,13 +35,7 @@ from fp8calib.run.streamed import (
 from fp8calib.run.streamed_model import EmbeddingRows
 from fp8calib.run.streamed_steps import LayerState, LayerSteps, open_steps
 from fp8calib.run.streamed_store import StateStore
-from fp8calib.verify.compare import (
-    Advance,
-    Compared,
-    find_weight_scales,
-    on_cpu,
-    require_finite,
-)
+from fp8calib.verify.compare import Advance, Compared, find_weight_scales, on_cpu, require_finite
 from fp8calib.verify.emulate import EmulatingTaps, Emulation
 from fp8calib.verify.scale_range import ScaleRange
 from fp8calib.verify.scoring import Logits, TokenScores, join_scores, score_batch

@@ -36,12 +36,7 @@ from fp8calib.verify.report import (
 from fp8calib.verify.scale_range import find_ranges
 from fp8calib.verify.scoring import TokenScores
 from fp8calib.verify.sensitivity import SEQUENCES, find_skippable, measure_sensitivity
-from fp8calib.verify.summary import (
-    compute_ppl,
-    divergence_errors,
-    summarize,
-    summarize_positions,
-)
+from fp8calib.verify.summary import compute_ppl, divergence_errors, summarize, summarize_positions
 from fp8calib.verify.weights import Originals
 
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from fp8calib.dialects.fp8_weights import FUSED_NAME
 from fp8calib.errors import VerificationError
+from fp8calib.fp8.schemes import Dynamic
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import scale_of
-from fp8calib.verify.quantizer import Dynamic, Quantizer, measure_damage
+from fp8calib.verify.quantizer import Quantizer, measure_damage
 from fp8calib.verify.scale_range import Per, ScaleRange, per_of_weight
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})

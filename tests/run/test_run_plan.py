@@ -16,11 +16,12 @@ from fp8calib.machine.units import spell_duration, spell_size
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
-from fp8calib.run.footprint import LayerSize, Workload, loading_bytes, peak_of_layers
+from fp8calib.run.footprint import Workload, loading_bytes, peak_of_layers
 from fp8calib.run.limits import Limits, find_limits
 from fp8calib.run.probe import Probe, expect_duration
 from fp8calib.run.run_plan import Streamable, plan_whole
 from fp8calib.run.stream_planner import StreamPlanner, plan_streamed
+from fp8calib.run.streamed_weights import LayerSize
 from tests import zoo
 from tests.truth.test_statistics import draw, make_plan
 

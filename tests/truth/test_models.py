@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    GPT2Model,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Model
 
 from fp8calib.errors import CalibrationError, ModelError
 from fp8calib.geometry.sites import Role, Site

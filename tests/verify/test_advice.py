@@ -17,13 +17,7 @@ from fp8calib.verify.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verify.kv_emulation import emulate_kv
 from fp8calib.verify.layers import PER_HEAD, SCALED, UNSCALED
 from fp8calib.verify.profiles import EngineProfile
-from fp8calib.verify.report import (
-    SCALE_ONE,
-    CandidateResult,
-    LayerResult,
-    Verdict,
-    VerifyReport,
-)
+from fp8calib.verify.report import SCALE_ONE, CandidateResult, LayerResult, Verdict, VerifyReport
 from fp8calib.verify.verify import Question, Subject, verify
 from tests import zoo
 from tests.truth.test_statistics import Silent, draw, make_plan

@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
-from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.fp8.schemes import SCHEMES, Dynamic
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
@@ -21,7 +21,7 @@ from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.profiles import PROFILES, EngineProfile
-from fp8calib.verify.quantizer import Dynamic, Quantizer
+from fp8calib.verify.quantizer import Quantizer
 from tests import zoo
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.verify.by_hand import (
