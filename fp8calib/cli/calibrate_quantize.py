@@ -15,7 +15,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.cli.console import Bar
 from fp8calib.cli.quantize_report import Outcome, build_report
-from fp8calib.dialects.read_config import CONFIG_NAME
+from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
+from fp8calib.dialects.kv.rfc import name_rank_files
 from fp8calib.dialects.registry import (
     FORMATS,
     check_export,
@@ -19,7 +20,6 @@ from fp8calib.dialects.registry import (
     paths,
     write_formats,
 )
-from fp8calib.dialects.rfc import name_rank_files
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
 from fp8calib.quantize.int4_source import is_int4_source

@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS, load_unique_json
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.console import print_json, print_table
-from fp8calib.dialects.read_npz import list_arrays, read_number
+from fp8calib.dialects.kv.rank_files import list_arrays, read_number
 from fp8calib.errors import DataError, UsageError, shorten
 
 _SCALE_SUFFIXES = ("_scale", "_scale_inv", "kv_cache_scaling_factor", ".scale")

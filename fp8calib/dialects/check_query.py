@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8calib.dialects.check_files import HeldScale, Scene
 from fp8calib.dialects.check_vllm_config import KvMethod
-from fp8calib.dialects.read_names import is_probability_scale, parse_name
+from fp8calib.dialects.kv.tensor_names import is_probability_scale, parse_name
 from fp8calib.geometry.sites import Role
 
 

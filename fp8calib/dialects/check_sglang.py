@@ -30,7 +30,7 @@ from fp8calib.dialects.engine_models import (
     SGLANG_STRICT_TYPES,
     find_sglang_type,
 )
-from fp8calib.dialects.read_names import Form, parse_name
+from fp8calib.dialects.kv.tensor_names import Form, parse_name
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 

@@ -9,10 +9,15 @@ from fp8calib.dialects.block_cuts import list_rank_faults
 from fp8calib.dialects.check_files import ScaleFolder
 from fp8calib.dialects.check_report import EngineReport, Refusal, Status, Verdict, report_refusal
 from fp8calib.dialects.engine_rules import SGLANG, TGI, TRANSFORMERS, VLLM
-from fp8calib.dialects.fp8_activations import ActivationKind, ContradictionError, FindScheme, Scheme
-from fp8calib.dialects.fp8_schemes import load_finder
+from fp8calib.dialects.fp8.config_readers import load_finder
+from fp8calib.dialects.fp8.quantization_config import (
+    ActivationKind,
+    ContradictionError,
+    FindScheme,
+    Scheme,
+)
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, Granularity
 from fp8calib.dialects.fp8_serving import FINEGRAINED, list_weight_faults
-from fp8calib.dialects.fp8_weights import WEIGHT_FORMATS, Granularity
 from fp8calib.dialects.served_weights import Effect, QuantizedLinear, QuantizedWeights, WeightFault
 from fp8calib.dialects.weight_scales import list_scale_faults
 from fp8calib.errors import VerificationError, shorten

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 
 
 class StoredReach:

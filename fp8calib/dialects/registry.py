@@ -8,12 +8,12 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
-from fp8calib.dialects.kv_overlay import STRICT_TYPES, UNLISTED_NAME, write_kv_overlay
-from fp8calib.dialects.kv_scales import write_kv_scales
-from fp8calib.dialects.rfc import write_rfc
-from fp8calib.dialects.scale_metadata import Provenance
-from fp8calib.dialects.tgi import write_tgi_overlay
-from fp8calib.dialects.vllm_json import write_vllm_json
+from fp8calib.dialects.kv.json import write_vllm_json
+from fp8calib.dialects.kv.metadata import Provenance
+from fp8calib.dialects.kv.overlay import STRICT_TYPES, UNLISTED_NAME, write_kv_overlay
+from fp8calib.dialects.kv.rfc import write_rfc
+from fp8calib.dialects.kv.tensors import write_kv_scales
+from fp8calib.dialects.kv.tgi import write_tgi_overlay
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fp8calib.dialects.fp8_weights import FUSED_NAME
+from fp8calib.dialects.fp8.weights import FUSED_NAME
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.engine_rules import SGLANG, TRANSFORMERS, VLLM
-from fp8calib.dialects.fp8_activations import ActivationKind, Scheme
-from fp8calib.dialects.fp8_weights import (
+from fp8calib.dialects.fp8.quantization_config import ActivationKind, Scheme
+from fp8calib.dialects.fp8.weights import (
     Companions,
     Granularity,
     is_companion,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8calib import __version__
-from fp8calib.dialects.names import name_scales
+from fp8calib.dialects.kv.tensors import name_scales
 from fp8calib.errors import UsageError
 from fp8calib.fp8.encode import BLOCK
 from fp8calib.fp8.schemes import SCHEMES, Dynamic, Scheme

@@ -14,8 +14,8 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_doubled
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.read_config import CONFIG_NAME
-from fp8calib.dialects.scale_metadata import make_metadata
+from fp8calib.dialects.kv.config import CONFIG_NAME
+from fp8calib.dialects.kv.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.quantize.forms import MODELOPT_CONFIG_NAME, Form
 from fp8calib.quantize.selection import Matrix, Selection, select

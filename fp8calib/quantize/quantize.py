@@ -20,7 +20,7 @@ from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder
-from fp8calib.dialects.read_config import CONFIG_NAME
+from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.quantize.plan import QuantizePlan, write_json
 from fp8calib.quantize.reading import WeightReader
 from fp8calib.quantize.shard_layout import ShardLayout

@@ -9,9 +9,9 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.links import refuse_links_out
-from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint, is_fp8_checkpoint
-from fp8calib.dialects.read_values import reading_errors
-from fp8calib.dialects.reading import FoundScales, check_same_model, has_kv_scales, read_scales
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
+from fp8calib.dialects.kv.read import FoundScales, check_same_model, has_kv_scales, read_scales
+from fp8calib.dialects.kv.validate import reading_errors
 from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fp8calib.dialects.fp8_checkpoint import Activation, ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Activation, ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.fp8.weights import Granularity
 from fp8calib.dialects.fp8_reach import StoredReach
-from fp8calib.dialects.fp8_weights import Granularity
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Dynamic, Scheme

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.survey import is_linear

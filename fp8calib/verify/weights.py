@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fp8calib.dialects.fp8_weights import FUSED_NAME
+from fp8calib.dialects.fp8.weights import FUSED_NAME
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import Dynamic
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from fp8calib.dialects.check_vllm import map_name
 from fp8calib.dialects.check_vllm_config import KvMethod
-from fp8calib.dialects.reading import read_scales
+from fp8calib.dialects.kv.read import read_scales
 
 from .check_handmade import (
     FP8,

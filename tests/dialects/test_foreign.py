@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from fp8calib.dialects.fp8_checkpoint import ActivationKind, Fp8Checkpoint
-from fp8calib.dialects.reading import read_scales
+from fp8calib.dialects.fp8.checkpoint import ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.kv.read import read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.sites import Role
 

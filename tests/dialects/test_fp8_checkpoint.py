@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.fp8_checkpoint import (
+from fp8calib.dialects.fp8.checkpoint import (
     Activation,
     ActivationKind,
     Fp8Checkpoint,

@@ -18,7 +18,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8calib.dialects.fp8_checkpoint import Activation, ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Activation, ActivationKind, Fp8Checkpoint
 from tests.zoo import build
 
 from .fp8_handmade import FINEGRAINED, save

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint, is_fp8_checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
 from fp8calib.errors import VerificationError
 
 from .fp8_handmade import (

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.dialects.json_scales import save_json
-from fp8calib.dialects.vllm_json import write_vllm_json
+from fp8calib.dialects.kv.json import save_json, write_vllm_json
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import compute_kv_scales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.dialects.kv_scales import write_kv_scales
+from fp8calib.dialects.kv.tensors import write_kv_scales
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.compute import compute_kv_scales
 

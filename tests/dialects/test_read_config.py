@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.dialects.read_config import CheckpointConfig, read_config
+from fp8calib.dialects.kv.config import CheckpointConfig, read_config
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 

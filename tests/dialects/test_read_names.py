@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.dialects.read_names import (
+from fp8calib.dialects.kv.tensor_names import (
     Form,
     Owners,
     ScaleName,

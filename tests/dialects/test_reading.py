@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.kv_overlay import write_kv_overlay
-from fp8calib.dialects.kv_scales import write_kv_scales
-from fp8calib.dialects.reading import has_kv_scales, read_scales
-from fp8calib.dialects.rfc import write_rfc
-from fp8calib.dialects.tgi import write_tgi_overlay
-from fp8calib.dialects.vllm_json import write_vllm_json
+from fp8calib.dialects.kv.json import write_vllm_json
+from fp8calib.dialects.kv.overlay import write_kv_overlay
+from fp8calib.dialects.kv.read import has_kv_scales, read_scales
+from fp8calib.dialects.kv.rfc import write_rfc
+from fp8calib.dialects.kv.tensors import write_kv_scales
+from fp8calib.dialects.kv.tgi import write_tgi_overlay
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8calib.dialects.rfc import write_rfc
+from fp8calib.dialects.kv.rfc import write_rfc
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import Fallback, compute_kv_scales, compute_linear_scales

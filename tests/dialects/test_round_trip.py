@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8calib.dialects.reading import read_scales
+from fp8calib.dialects.kv.read import read_scales
 from fp8calib.dialects.registry import FORMATS, write_table
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site

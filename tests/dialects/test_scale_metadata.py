@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.kv_overlay import write_kv_overlay
-from fp8calib.dialects.kv_scales import write_kv_scales
-from fp8calib.dialects.reading import check_same_model, read_scales
-from fp8calib.dialects.rfc import write_rfc
-from fp8calib.dialects.scale_metadata import Provenance, find_recorded_format, make_metadata
-from fp8calib.dialects.tgi import write_tgi_overlay
-from fp8calib.dialects.vllm_json import write_vllm_json
+from fp8calib.dialects.kv.json import write_vllm_json
+from fp8calib.dialects.kv.metadata import Provenance, find_recorded_format, make_metadata
+from fp8calib.dialects.kv.overlay import write_kv_overlay
+from fp8calib.dialects.kv.read import check_same_model, read_scales
+from fp8calib.dialects.kv.rfc import write_rfc
+from fp8calib.dialects.kv.tensors import write_kv_scales
+from fp8calib.dialects.kv.tgi import write_tgi_overlay
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales

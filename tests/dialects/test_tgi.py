@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.dialects.tgi import write_tgi_overlay
+from fp8calib.dialects.kv.tgi import write_tgi_overlay
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantize.calibrated import find_scales
 from fp8calib.quantize.forms import FORMS

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.dialects.fp8_checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Site

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from fp8calib.dialects.fp8_activations import (
+from fp8calib.dialects.fp8.quantization_config import (
     GROUP_SIZE,
     Arguments,
     Fields,
@@ -22,10 +22,10 @@ from fp8calib.dialects.fp8_activations import (
     take_block,
     take_list,
 )
-from fp8calib.dialects.fp8_weights import BLOCK
-from fp8calib.dialects.read_config import CONFIG_NAME
-from fp8calib.dialects.read_json import load_object
-from fp8calib.dialects.read_values import refusal
+from fp8calib.dialects.fp8.weights import BLOCK
+from fp8calib.dialects.kv.config import CONFIG_NAME
+from fp8calib.dialects.kv.json import load_object
+from fp8calib.dialects.kv.validate import refusal
 
 _MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 _KEYS = ("quantization_config", "compression_config")

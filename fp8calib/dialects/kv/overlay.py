@@ -15,8 +15,8 @@ from typing import Literal
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import write_overlay
 from fp8calib.checkpoint.tensor_file import save_tensors
-from fp8calib.dialects.names import make_scale_tensors
-from fp8calib.dialects.scale_metadata import Provenance, make_metadata
+from fp8calib.dialects.kv.metadata import Provenance, make_metadata
+from fp8calib.dialects.kv.tensors import make_scale_tensors
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.compute import ScaleTable
 

@@ -18,19 +18,19 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.dialects.fp8_activations import Activation, ActivationKind, contradiction
-from fp8calib.dialects.fp8_pairing import is_fp8_checkpoint, pair_tensors
-from fp8calib.dialects.fp8_schemes import load_finder
-from fp8calib.dialects.fp8_weights import (
+from fp8calib.dialects.fp8.config_readers import load_finder
+from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint, pair_tensors
+from fp8calib.dialects.fp8.quantization_config import Activation, ActivationKind, contradiction
+from fp8calib.dialects.fp8.weights import (
     Fp8Weight,
     Granularity,
     dequantize,
     requantize,
     spread_scale,
 )
-from fp8calib.dialects.read_config import CONFIG_NAME
-from fp8calib.dialects.read_values import check_scales, reading_errors, refusal
-from fp8calib.dialects.scale_metadata import find_measurement
+from fp8calib.dialects.kv.config import CONFIG_NAME
+from fp8calib.dialects.kv.metadata import find_measurement
+from fp8calib.dialects.kv.validate import check_scales, reading_errors, refusal
 
 __all__ = ["Activation", "ActivationKind", "Fp8Checkpoint", "is_fp8_checkpoint"]
 

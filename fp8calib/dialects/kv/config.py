@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.links import refuse_link_out
-from fp8calib.dialects.read_json import load_object
-from fp8calib.dialects.read_values import reading_errors, refusal
-from fp8calib.dialects.scale_metadata import find_format
+from fp8calib.dialects.kv.json import load_object
+from fp8calib.dialects.kv.metadata import find_format
+from fp8calib.dialects.kv.validate import reading_errors, refusal
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from fp8calib.dialects.fp8_weights import BLOCK, Granularity
-from fp8calib.dialects.read_values import refusal
+from fp8calib.dialects.fp8.weights import BLOCK, Granularity
+from fp8calib.dialects.kv.validate import refusal
 from fp8calib.errors import VerificationError
 
 Fields = Mapping[str, object]

@@ -10,8 +10,13 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import find_weights
-from fp8calib.dialects.fp8_activations import ActivationKind, FindScheme, Scheme, contradiction
-from fp8calib.dialects.fp8_weights import (
+from fp8calib.dialects.fp8.quantization_config import (
+    ActivationKind,
+    FindScheme,
+    Scheme,
+    contradiction,
+)
+from fp8calib.dialects.fp8.weights import (
     WEIGHT_FORMATS,
     Companions,
     Fp8Weight,
@@ -21,8 +26,8 @@ from fp8calib.dialects.fp8_weights import (
     list_scale_shapes,
     name_companions,
 )
-from fp8calib.dialects.read_config import CONFIG_NAME
-from fp8calib.dialects.read_values import cut_list, reading_errors, refusal
+from fp8calib.dialects.kv.config import CONFIG_NAME
+from fp8calib.dialects.kv.validate import cut_list, reading_errors, refusal
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format
 

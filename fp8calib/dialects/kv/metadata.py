@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.read_values import refusal
+from fp8calib.dialects.kv.validate import refusal
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.stats.measured_on import MeasuredOn
 

@@ -11,9 +11,10 @@ import torch
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
-from fp8calib.dialects.read_config import CheckpointConfig
-from fp8calib.dialects.read_names import Form, ScaleName, find_owners, has_kv_form, parse_name
-from fp8calib.dialects.read_values import (
+from fp8calib.dialects.kv.config import CheckpointConfig
+from fp8calib.dialects.kv.metadata import find_measurement, find_recorded_format
+from fp8calib.dialects.kv.tensor_names import Form, ScaleName, find_owners, has_kv_form, parse_name
+from fp8calib.dialects.kv.validate import (
     KV_ROLES,
     ONE_FILLS_BOTH,
     Reading,
@@ -26,7 +27,6 @@ from fp8calib.dialects.read_values import (
     reading_errors,
     refusal,
 )
-from fp8calib.dialects.scale_metadata import find_measurement, find_recorded_format
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site

@@ -1,6 +1,8 @@
-"""The JSON dialects: `vllm-json` (integer keys) and `rfc` (`rankN` keys), read strictly.
+"""`vllm-json`: the scales file of vLLM 0.4 to 0.6, which SGLang still parses.
 
-Engines coerce (`true` is 1.0 to them, the last duplicate wins); here such a file is refused.
+Source: `QuantParamSchema` (vLLM `quantization/schema.py`, SGLang `model_loader/weight_utils.py`).
+A reader takes all of it or, after one line in its log, 1.0 for every layer: keys must be integers,
+every layer and every rank present, `model_type` equal to the config's.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.dialects.read_values import (
+from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.dialects.kv.metadata import (
+    JSON_MEASURED_KEY,
+    Provenance,
+    find_format,
+    find_measured_on,
+    name_dtype,
+)
+from fp8calib.dialects.kv.validate import (
     ONE_FILLS_BOTH,
     Reading,
     check_scales,
@@ -20,9 +30,52 @@ from fp8calib.dialects.read_values import (
     join_ranks,
     refusal,
 )
-from fp8calib.dialects.scale_metadata import JSON_MEASURED_KEY, find_format, find_measured_on
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.scales.compute import ScaleTable
 from fp8calib.stats.measured_on import MeasuredOn
+
+
+def write_vllm_json(table: ScaleTable, path: Path, *, provenance: Provenance | None = None) -> None:
+    """Write one scale per layer, that of k and v, for each rank of the table.
+
+    Readers pass over a `_comment` at the top; inside `scaling_factor` it costs them every scale.
+
+    Raises:
+        ExportError: the file cannot be written.
+    """
+    factors = {str(rank): list_kv_scales(table, rank) for rank in range(table.tp)}
+    kv_cache = {"dtype": name_dtype(table.fmt), "scaling_factor": factors}
+    document = {"model_type": table.geometry.model_type, "kv_cache": kv_cache}
+    comment = {} if provenance is None else {"_comment": provenance.describe()}
+    save_json(path, comment | document | describe_measurement(table))
+
+
+NO_CACHE_SCALE = 1.0
+"""For layers without K and V: readers want every layer's index, and this scales nothing."""
+
+
+def list_kv_scales(table: ScaleTable, rank: int) -> dict[str, float]:
+    """List the scale of every layer of the model by its index, as `rank` has it."""
+    return {
+        str(layer.index): table.kv(layer.attention, rank) if layer.attention else NO_CACHE_SCALE
+        for layer in table.geometry.layers
+    }
+
+
+def describe_measurement(table: ScaleTable) -> dict[str, object]:
+    """Say at the top of a document what the scales were measured on; readers pass over the key."""
+    return {} if table.measured_on is None else {JSON_MEASURED_KEY: table.measured_on.to_fields()}
+
+
+def save_json(path: Path, document: object) -> None:
+    """Write a JSON file; every float reads back as the fp32 it was.
+
+    Raises:
+        ExportError: the file cannot be written.
+    """
+    text = json.dumps(document, indent=2, allow_nan=False)
+    write_file_atomic(path, f"{text}\n".encode())
+
 
 MAX_JSON_BYTES = 100_000_000
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")

@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import write_overlay
-from fp8calib.dialects.scale_metadata import Provenance, make_metadata, name_dtype
+from fp8calib.dialects.kv.metadata import Provenance, make_metadata, name_dtype
 from fp8calib.scales.compute import ScaleTable
 
 

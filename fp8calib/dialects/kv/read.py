@@ -12,12 +12,12 @@ from pathlib import Path
 
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.read_config import CONFIG_NAME, read_config
-from fp8calib.dialects.read_json import is_scales_json, load_object, read_json
-from fp8calib.dialects.read_names import RANK_FILE_MARK, has_kv_form
-from fp8calib.dialects.read_ranks import list_tensor_names, read_ranks
-from fp8calib.dialects.read_tensors import list_indexed_scales, read_tensors
-from fp8calib.dialects.read_values import Reading, cut_list, fill_shared, reading_errors, refusal
+from fp8calib.dialects.kv.config import CONFIG_NAME, read_config
+from fp8calib.dialects.kv.json import is_scales_json, load_object, read_json
+from fp8calib.dialects.kv.rank_files import list_tensor_names, read_ranks
+from fp8calib.dialects.kv.read_tensors import list_indexed_scales, read_tensors
+from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK, has_kv_form
+from fp8calib.dialects.kv.validate import Reading, cut_list, fill_shared, reading_errors, refusal
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry

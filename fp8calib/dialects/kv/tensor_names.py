@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from fp8calib.dialects.read_values import KV_ROLES, cut_list, refusal
+from fp8calib.dialects.kv.validate import KV_ROLES, cut_list, refusal
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.dialects.json_scales import describe_measurement, list_kv_scales, save_json
-from fp8calib.dialects.scale_metadata import Provenance, name_dtype
+from fp8calib.dialects.kv.json import describe_measurement, list_kv_scales, save_json
+from fp8calib.dialects.kv.metadata import Provenance, name_dtype
 from fp8calib.geometry.model_geometry import Layer, Section
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import ScaleTable
