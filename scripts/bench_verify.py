@@ -19,6 +19,7 @@ from bench_timing import load_batches, time_rounds
 
 from fp8calib.calibrate import calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.engines.numerics import find_profile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.dtype import stored_dtype
@@ -32,7 +33,6 @@ from fp8calib.verify.candidates import (
     build_scheme,
     build_unscaled,
 )
-from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.report import SCALE_ONE
 from fp8calib.verify.verify import Question, Subject, verify
 

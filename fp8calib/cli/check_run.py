@@ -9,13 +9,12 @@ from pathlib import Path
 
 from fp8calib.cli.calibrate_job import REPORT_NAME
 from fp8calib.cli.check_geometry import is_known, read_geometry
-from fp8calib.cli.check_named_geometry import read_named_geometry
 from fp8calib.cli.check_show import show_report
 from fp8calib.cli.opening import quiet_libraries
-from fp8calib.dialects.check_engines import ENGINES, check_file, check_folder
-from fp8calib.dialects.check_files import CONFIG_NAME, ScaleFolder, open_folder
-from fp8calib.dialects.check_report import CheckReport
-from fp8calib.dialects.check_unknown import amend_for_unknown
+from fp8calib.engines.check import ENGINES, amend_for_unknown, check_file, check_folder
+from fp8calib.engines.replay.folder import CONFIG_NAME, ScaleFolder, open_folder
+from fp8calib.engines.replay.geometry_from_names import read_named_geometry
+from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import UsageError, VerificationError, shorten
 from fp8calib.model.load import find_folder
 from fp8calib.stats.calibration_stats import STATS_NAME

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.cli.console import print_json, print_table, print_text, warn
-from fp8calib.dialects.check_report import CheckReport, EngineReport, LayerVerdict, Verdict
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, Verdict
 
 
 def show_report(report: CheckReport, path: str, *, as_json: bool) -> None:

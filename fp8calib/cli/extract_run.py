@@ -14,10 +14,10 @@ from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.opening import quiet_libraries
-from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.dialects.kv.metadata import Provenance
 from fp8calib.dialects.kv.read import SOURCE_DTYPES, FoundScales, check_same_model, read_scales
 from fp8calib.dialects.registry import FORMATS, check_formats, list_owned, write_table
+from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role

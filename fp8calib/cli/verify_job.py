@@ -8,13 +8,13 @@ from typing import Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.scales.rules import Rule
 from fp8calib.verify.candidates import Opened, Target
 from fp8calib.verify.gates import Gate
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.task_files import Tasks
 
 

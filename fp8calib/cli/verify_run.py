@@ -19,6 +19,7 @@ from fp8calib.cli.verify_memory import VerifyMode, choose_mode, describe_mode, o
 from fp8calib.cli.verify_questions import build_question
 from fp8calib.cli.verify_show import describe_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
+from fp8calib.engines.numerics import find_profile
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import FORMATS
 from fp8calib.fp8.schemes import Scheme, find_scheme
@@ -39,7 +40,6 @@ from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.measured_on import estimate_overlap
 from fp8calib.verify.candidates import Opened, Target, find_candidate, open_candidate
 from fp8calib.verify.gates import load_gate
-from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.report import SCALE_ONE, Verdict, VerifyReport
 from fp8calib.verify.task_files import open_tasks, require_harness
 from fp8calib.verify.tasks import run_tasks

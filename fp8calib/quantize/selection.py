@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.served_weights import name_fused_group
+from fp8calib.engines.weights.faults import name_fused_group
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.expert_matrices import ExpertMatrix, ExpertStacks, Place
 from fp8calib.quantize.ignoring import (

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8calib.dialects.engine_rules import SGLANG, TGI, TRANSFORMERS, VLLM, Limitation
-from fp8calib.dialects.engines import ServingCommand, limitations
-from fp8calib.dialects.fp8_serving import list_weight_faults
-from fp8calib.dialects.served_weights import Effect, QuantizedLinear, QuantizedWeights
+from fp8calib.engines.limitations import SGLANG, TGI, TRANSFORMERS, VLLM, Limitation
+from fp8calib.engines.serving_commands import ServingCommand, limitations
+from fp8calib.engines.weights.faults import Effect, QuantizedLinear, QuantizedWeights
+from fp8calib.engines.weights.rules import list_weight_faults
 from fp8calib.fp8.encode import BLOCK
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Dynamic

@@ -12,6 +12,7 @@ from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
 from fp8calib.dialects.kv.read import FoundScales, check_same_model, has_kv_scales, read_scales
 from fp8calib.dialects.kv.validate import reading_errors
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
@@ -25,7 +26,6 @@ from fp8calib.stats.measured_on import MeasuredOn, explain_difference
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table, takes_latents_unscaled
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.uncovered import missed_by_scheme, outside_of_layers
 
 _SAMPLE_BYTES = 4096

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E5M2, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -11,7 +12,6 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from fp8calib.scales.convert import fits_heads
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Quantizer
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from fp8calib.dialects.fp8.checkpoint import Activation, ActivationKind, Fp8Checkpoint
 from fp8calib.dialects.fp8.weights import Granularity
 from fp8calib.dialects.fp8_reach import StoredReach
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Dynamic, Scheme
@@ -20,7 +21,6 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.weights import WeightSource
 from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable, compute_linear_scales, scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Quantizer
 from fp8calib.verify.scale_range import Per, ScaleRange
 from fp8calib.verify.stored_weights import Copied, Stored

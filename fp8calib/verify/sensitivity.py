@@ -7,11 +7,11 @@ from statistics import median_low
 
 from fp8calib.calibrate import Progress
 from fp8calib.data.plan import Batch, DataPlan, batches
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.verify.candidates import Candidate
 from fp8calib.verify.compare import Comparing
 from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.report import Sensitivity, SensitivityResult
 from fp8calib.verify.summary import summarize
 

@@ -10,6 +10,7 @@ import torch
 
 from fp8calib.calibrate import Progress
 from fp8calib.data.plan import DataPlan, batches
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
@@ -20,7 +21,6 @@ from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.gates import GATES, Gate, judge, look_behind
 from fp8calib.verify.layers import diagnose, index_layers, list_layers
 from fp8calib.verify.looking import LookingTaps
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Damage, Quantizer
 from fp8calib.verify.report import (
     SCALE_ONE,

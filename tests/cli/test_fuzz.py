@@ -25,11 +25,11 @@ import pytest
 from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.engines.numerics import PROFILES
 from fp8calib.errors import DataError, ExportError, ModelError, UsageError, VerificationError
 from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verify.candidates import Target, open_candidate
-from fp8calib.verify.profiles import PROFILES
 from tests.mutations import break_file, break_folder
 
 from . import quantized_sources as sources

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.check_engines import check_folder
-from fp8calib.dialects.check_files import open_folder
-from fp8calib.dialects.check_report import EngineReport
 from fp8calib.dialects.kv.overlay import make_quantization_config
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 from .handmade import make_attention, make_geometry

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.check_geometry import read_geometry
-from fp8calib.dialects.check_engines import check_folder
-from fp8calib.dialects.check_files import open_folder
 from fp8calib.dialects.registry import write_table
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.replay.folder import open_folder
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import Origin, Scale, ScaleTable

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.check_engines import check_folder
-from fp8calib.dialects.check_files import open_folder
-from fp8calib.dialects.check_report import EngineReport, Status
 from fp8calib.dialects.kv.read import read_scales
 from fp8calib.dialects.registry import write_table
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport, Status
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.convert import fit_table
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from fp8calib.dialects.check_engines import ENGINES, check_folder
-from fp8calib.dialects.check_files import load_lenient, open_folder
-from fp8calib.dialects.check_sglang_json import check_sglang_json
+from fp8calib.engines.check import ENGINES, check_folder
+from fp8calib.engines.replay.folder import load_lenient, open_folder
+from fp8calib.engines.replay.sglang_json import check_sglang_json
 from fp8calib.errors import VerificationError
 from tests.checkpoint.handmade import describe, pack
 

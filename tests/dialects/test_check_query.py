@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.check_vllm import map_name
-from fp8calib.dialects.check_vllm_config import KvMethod
 from fp8calib.dialects.kv.read import read_scales
+from fp8calib.engines.replay.vllm import map_name
+from fp8calib.engines.replay.vllm_config import KvMethod
 
 from .check_handmade import (
     FP8,

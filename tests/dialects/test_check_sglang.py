@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fp8calib.dialects.check_files import open_folder
-from fp8calib.dialects.check_sglang import has_kv_method, map_name
-from fp8calib.dialects.engine_rules import SGLANG
-from fp8calib.dialects.engines import limitations
+from fp8calib.engines.limitations import SGLANG
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.sglang import has_kv_method, map_name
+from fp8calib.engines.serving_commands import limitations
 from fp8calib.fp8.formats import E4M3FN
 
 from .check_handmade import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fp8calib.dialects.check_sglang_json import check_sglang_json
+from fp8calib.engines.replay.sglang_json import check_sglang_json
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 from .check_handmade import both, plain_geometry, statuses, values

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.dialects.check_vllm_config import KvMethod
-from fp8calib.dialects.check_vllm_names import map_name
+from fp8calib.engines.replay.vllm_config import KvMethod
+from fp8calib.engines.replay.vllm_names import map_name
 
 from .check_handmade import (
     FP8,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.dialects.engine_rules import OLD_VLLM, SGLANG, TGI, TRANSFORMERS, VLLM
-from fp8calib.dialects.engines import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.dialects.registry import FORMATS
+from fp8calib.engines.limitations import OLD_VLLM, SGLANG, TGI, TRANSFORMERS, VLLM
+from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.cli.check_geometry import read_geometry
-from fp8calib.dialects.check_engines import check_folder
-from fp8calib.dialects.check_files import open_folder
-from fp8calib.dialects.check_report import EngineReport, Status
-from fp8calib.dialects.check_sglang_json import check_sglang_json
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.sglang_json import check_sglang_json
+from fp8calib.engines.replay.verdicts import EngineReport, Status
 from tests import zoo
 from tests.dialects.check_handmade import (
     INDEX,

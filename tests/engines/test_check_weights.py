@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.dialects.block_cuts import list_rank_faults
-from fp8calib.dialects.fp8_serving import list_weight_faults
-from fp8calib.dialects.served_weights import QuantizedLinear, QuantizedWeights
+from fp8calib.engines.weights.blocks import list_rank_faults
+from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights
+from fp8calib.engines.weights.rules import list_weight_faults
 from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
 from tests.dialects.test_check_weights import (
     PAIRS,

@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fp8calib.cli.check_geometry import read_geometry
-from fp8calib.dialects.check_engines import check_folder
-from fp8calib.dialects.check_files import open_folder
-from fp8calib.dialects.check_report import Status
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import Status
 from tests.dialects.foreign import FOLDER, KV_SCALES
 
 from .vllm_job import VllmServer

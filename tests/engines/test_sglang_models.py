@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.dialects.check_report import EngineReport
+from fp8calib.engines.replay.verdicts import EngineReport
 from tests.dialects.check_handmade import (
     FP8,
     ask,

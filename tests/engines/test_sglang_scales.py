@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp8calib.dialects.engine_models import SGLANG_JSON_TYPES
+from fp8calib.engines.models import SGLANG_JSON_TYPES
 
 from .exports import Exports, read_json_scales
 from .sglang_loader import Loader, extract_loader, list_models_with_scales

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.dialects.engine_rules import VLLM
-from fp8calib.dialects.engines import limitations
+from fp8calib.engines.limitations import VLLM
+from fp8calib.engines.serving_commands import limitations
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.stats.calibration_stats import load_stats
 

@@ -11,8 +11,8 @@ from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from fp8calib.dialects.check_targets import matches_target
 from fp8calib.dialects.fp8.checkpoint import ActivationKind, Fp8Checkpoint
+from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import HUB_FILES
 from fp8calib.quantize.plan import Scales

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.served_weights import list_split_groups
+from fp8calib.engines.weights.faults import list_split_groups
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantize.quantized_sources import check_source
 from fp8calib.quantize.selection import Selection, select

@@ -16,6 +16,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
@@ -25,7 +26,6 @@ from fp8calib.quantize.selection import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.profiles import EngineProfile
 from tests import zoo
 from tests.architectures import families
 from tests.quantize.by_hand import run

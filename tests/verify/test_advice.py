@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
@@ -16,7 +17,6 @@ from fp8calib.verify.advice import advise, find_broken
 from fp8calib.verify.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verify.kv_emulation import emulate_kv
 from fp8calib.verify.layers import PER_HEAD, SCALED, UNSCALED
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.report import SCALE_ONE, CandidateResult, LayerResult, Verdict, VerifyReport
 from fp8calib.verify.verify import Question, Subject, verify
 from tests import zoo

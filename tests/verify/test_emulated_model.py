@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.sites import Role
@@ -16,7 +17,6 @@ from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.emulated_model import emulated_model
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Quantizer
 from tests import zoo
 from tests.verify.by_hand import Subject, emulate, make_batch, opened, padding_mask

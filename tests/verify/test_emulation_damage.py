@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fp8calib.data.plan import Batch
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
@@ -23,7 +24,6 @@ from fp8calib.verify.kv_emulation import emulate_kv
 from fp8calib.verify.layers import index_layers, list_layers
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.looking import LookingTaps
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Damage
 from fp8calib.verify.report import LayerResult
 from fp8calib.verify.scale_range import find_ranges

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Scheme
@@ -19,7 +20,6 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.profiles import EngineProfile
 from tests import zoo
 from tests.truth.test_statistics import make_plan, run_calibration
 from tests.verify.by_hand import (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8calib.engines.numerics import PROFILES, EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.fp8.schemes import SCHEMES, Dynamic
@@ -20,7 +21,6 @@ from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.profiles import PROFILES, EngineProfile
 from fp8calib.verify.quantizer import Quantizer
 from tests import zoo
 from tests.truth.test_statistics import draw, make_plan, run_calibration

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import CalibrationError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
@@ -27,7 +28,6 @@ from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.looking import LookingTaps
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Quantizer
 from fp8calib.verify.weights import Requantized, WeightParameter
 from tests import zoo

@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import pytest
 
+from fp8calib.engines.numerics import PROFILES, EngineProfile, find_profile
 from fp8calib.errors import UsageError
 from fp8calib.fp8.cast import Rounding
-from fp8calib.verify.profiles import PROFILES, EngineProfile, find_profile
 
 PLAIN = EngineProfile(name="plain", version="none")
 SETTINGS = [f.name for f in fields(EngineProfile) if f.name not in {"name", "version", "sources"}]

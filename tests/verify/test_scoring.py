@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from fp8calib.data.plan import Batch
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
@@ -23,7 +24,6 @@ from fp8calib.verify.compare import Compared, Comparison
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.scoring import TokenScores, score_batch
 from tests import zoo
 from tests.architectures import families

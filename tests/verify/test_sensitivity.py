@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fp8calib.engines.numerics import PROFILES
 from fp8calib.verify.candidates import Candidate
 from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.profiles import PROFILES
 from fp8calib.verify.report import SensitivityResult
 from fp8calib.verify.sensitivity import find_skippable
 

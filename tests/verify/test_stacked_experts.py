@@ -13,6 +13,7 @@ from transformers.models.aria import modeling_aria
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.engines.numerics import PROFILES
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -21,7 +22,6 @@ from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology import find_geometry
 from fp8calib.model.weights import WeightSource
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
-from fp8calib.verify.profiles import PROFILES
 from fp8calib.verify.weights import WeightChange, changed_weights
 from tests.quantize.by_hand import read, run
 from tests.quantize.stacked import STACKED, find_experts

@@ -11,6 +11,7 @@ import torch
 from fp8calib.calibrate import calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, batches
+from fp8calib.engines.numerics import find_profile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -25,7 +26,6 @@ from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme
 from fp8calib.verify.looking import LookingTaps
-from fp8calib.verify.profiles import find_profile
 from fp8calib.verify.streamed_compare import open_streamed_comparison
 from tests import zoo
 from tests.run.test_streamed import MODELS

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import DataError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.verify.candidates import Candidate
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.profiles import EngineProfile
 from fp8calib.verify.quantizer import Quantizer
 from fp8calib.verify.report import TaskResult
 from fp8calib.verify.task_files import open_tasks

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.engines.numerics import PROFILES, EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Dynamic
@@ -19,7 +20,6 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.weights import WeightSource
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.linear_emulation import emulate_checkpoint
-from fp8calib.verify.profiles import PROFILES, EngineProfile
 from fp8calib.verify.quantizer import Quantizer
 from fp8calib.verify.stored_weights import Stored
 from fp8calib.verify.weights import Requantized, WeightParameter, find_parameters, sum_damage

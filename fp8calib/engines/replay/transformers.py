@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
-from fp8calib.dialects.check_files import (
+from fp8calib.engines.limitations import REBUILT
+from fp8calib.engines.models import TRANSFORMERS_REBUILT_TYPES, TRANSFORMERS_UNEXPECTED_TYPES
+from fp8calib.engines.replay.folder import (
     HeldScale,
     ScaleFolder,
     Scene,
@@ -21,8 +22,8 @@ from fp8calib.dialects.check_files import (
     find_indexed,
     require_readable,
 )
-from fp8calib.dialects.check_query import note_unread
-from fp8calib.dialects.check_report import (
+from fp8calib.engines.replay.notes import amend_for_dtype, find_recorded_dtype, note_unread
+from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     Refusal,
@@ -31,12 +32,7 @@ from fp8calib.dialects.check_report import (
     judge_number,
     report_refusal,
 )
-from fp8calib.dialects.check_vllm_config import find_quantization
-from fp8calib.dialects.engine_models import (
-    TRANSFORMERS_REBUILT_TYPES,
-    TRANSFORMERS_UNEXPECTED_TYPES,
-)
-from fp8calib.dialects.engine_rules import REBUILT
+from fp8calib.engines.replay.vllm_config import find_quantization
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 

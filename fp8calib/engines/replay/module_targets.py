@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fp8calib.dialects.check_report import Refusal
+from fp8calib.engines.replay.verdicts import Refusal
 
 _NESTED_QUANTIFIER = re.compile(r"\)[*+{?]")
 _LONGEST = 1000

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from fp8calib.dialects.block_cuts import list_joined_faults
-from fp8calib.dialects.engine_rules import SGLANG, TGI, TRANSFORMERS, VLLM
-from fp8calib.dialects.served_weights import (
+from fp8calib.engines.limitations import SGLANG, TGI, TRANSFORMERS, VLLM
+from fp8calib.engines.weights.blocks import list_joined_faults
+from fp8calib.engines.weights.faults import (
     Effect,
     QuantizedLinear,
     QuantizedWeights,

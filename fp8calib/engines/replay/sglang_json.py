@@ -11,8 +11,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fp8calib.dialects.check_files import load_lenient
-from fp8calib.dialects.check_report import (
+from fp8calib.engines.models import find_sglang_type, takes_sglang_json
+from fp8calib.engines.replay.folder import load_lenient
+from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     Refusal,
@@ -22,7 +23,6 @@ from fp8calib.dialects.check_report import (
     report_alike,
     report_refusal,
 )
-from fp8calib.dialects.engine_models import find_sglang_type, takes_sglang_json
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 Ranks = dict[int, dict[int, float]]

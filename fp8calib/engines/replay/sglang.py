@@ -9,20 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
-from fp8calib.dialects.check_files import (
-    HeldScale,
-    ScaleFolder,
-    Scene,
-    Slot,
-    find_indexed,
-    require_readable,
-)
-from fp8calib.dialects.check_pairs import PairRules, is_not_positive, judge_pair
-from fp8calib.dialects.check_query import note_unread
-from fp8calib.dialects.check_report import EngineReport, LayerVerdict, Refusal, report_refusal
-from fp8calib.dialects.check_vllm_config import find_quantization
-from fp8calib.dialects.engine_models import (
+from fp8calib.dialects.kv.tensor_names import Form, parse_name
+from fp8calib.engines.models import (
     SGLANG_FUSING_TYPES,
     SGLANG_LOSING_TYPES,
     SGLANG_MAPPING_TYPES,
@@ -30,7 +18,18 @@ from fp8calib.dialects.engine_models import (
     SGLANG_STRICT_TYPES,
     find_sglang_type,
 )
-from fp8calib.dialects.kv.tensor_names import Form, parse_name
+from fp8calib.engines.replay.folder import (
+    HeldScale,
+    ScaleFolder,
+    Scene,
+    Slot,
+    find_indexed,
+    require_readable,
+)
+from fp8calib.engines.replay.kv_cache_method import PairRules, is_not_positive, judge_pair
+from fp8calib.engines.replay.notes import amend_for_dtype, find_recorded_dtype, note_unread
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, report_refusal
+from fp8calib.engines.replay.vllm_config import find_quantization
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 
-from fp8calib.dialects.check_files import Scene
-from fp8calib.dialects.check_report import Refusal
-from fp8calib.dialects.check_vllm_config import KvMethod
-from fp8calib.dialects.engine_models import VLLM_PLACELESS_TYPES
+from fp8calib.engines.models import VLLM_PLACELESS_TYPES
+from fp8calib.engines.replay.folder import Scene
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.replay.vllm_config import KvMethod
 
 NAMES_MEND = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
 _STRICT_TYPES = ("gpt2",)

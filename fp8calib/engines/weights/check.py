@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.block_cuts import list_rank_faults
-from fp8calib.dialects.check_files import ScaleFolder
-from fp8calib.dialects.check_report import EngineReport, Refusal, Status, Verdict, report_refusal
-from fp8calib.dialects.engine_rules import SGLANG, TGI, TRANSFORMERS, VLLM
 from fp8calib.dialects.fp8.config_readers import load_finder
 from fp8calib.dialects.fp8.quantization_config import (
     ActivationKind,
@@ -17,9 +13,13 @@ from fp8calib.dialects.fp8.quantization_config import (
     Scheme,
 )
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, Granularity
-from fp8calib.dialects.fp8_serving import FINEGRAINED, list_weight_faults
-from fp8calib.dialects.served_weights import Effect, QuantizedLinear, QuantizedWeights, WeightFault
-from fp8calib.dialects.weight_scales import list_scale_faults
+from fp8calib.engines.limitations import SGLANG, TGI, TRANSFORMERS, VLLM
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Status, Verdict, report_refusal
+from fp8calib.engines.weights.blocks import list_rank_faults
+from fp8calib.engines.weights.faults import Effect, QuantizedLinear, QuantizedWeights, WeightFault
+from fp8calib.engines.weights.rules import FINEGRAINED, list_weight_faults
+from fp8calib.engines.weights.scales import list_scale_faults
 from fp8calib.errors import VerificationError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 

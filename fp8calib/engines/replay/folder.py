@@ -13,9 +13,9 @@ from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
-from fp8calib.dialects.check_report import Refusal, Status, Verdict
 from fp8calib.dialects.kv.metadata import DTYPE_KEY
 from fp8calib.dialects.kv.tensor_names import is_of_draft_layer, is_probability_scale, parse_name
+from fp8calib.engines.replay.verdicts import Refusal, Status, Verdict
 from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role

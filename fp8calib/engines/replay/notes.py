@@ -1,9 +1,64 @@
-"""What it means for an engine that a folder records another FP8 format than e4m3fn."""
+"""What is told of the scales of q and of attention's probabilities, which decide no verdict."""
 
 from __future__ import annotations
 
-from fp8calib.dialects.check_files import ScaleFolder
-from fp8calib.dialects.check_report import EngineReport, LayerVerdict, Status, Verdict
+from fp8calib.dialects.kv.tensor_names import is_probability_scale, parse_name
+from fp8calib.engines.replay.folder import HeldScale, ScaleFolder, Scene
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Status, Verdict
+from fp8calib.engines.replay.vllm_config import KvMethod
+from fp8calib.geometry.sites import Role
+
+
+def list_queries(scene: Scene) -> list[HeldScale]:
+    """List the scales of q that the engine's files hold."""
+    found = ((held, parse_name(name)) for name, held in scene.scales.items())
+    return [
+        held
+        for held, parsed in found
+        if parsed is not None
+        and parsed.roles == (Role.Q,)
+        and not parsed.form.endswith("zero_point")
+    ]
+
+
+def list_zero_points(scene: Scene) -> list[HeldScale]:
+    """List the zero points of q, k and v that the engine's files hold."""
+    found = ((held, parse_name(name)) for name, held in scene.scales.items())
+    return [
+        held for held, parsed in found if parsed is not None and parsed.form.endswith("zero_point")
+    ]
+
+
+def list_probabilities(scene: Scene) -> list[HeldScale]:
+    """List the scales of attention's probabilities that the engine's files hold."""
+    return [held for name, held in scene.scales.items() if is_probability_scale(name)]
+
+
+def note_unread(scene: Scene, why: str) -> None:
+    """Say that the engine does without these scales, where there are any."""
+    for what, found in _both(scene):
+        if found:
+            scene.problems.append(f"{what} ({len(found)}, such as {found[0]}): {why}")
+
+
+def note_loaded(scene: Scene, method: KvMethod) -> None:
+    """Say what vLLM does with these scales, where there are any."""
+    for what, found in _both(scene):
+        bad = [held for held in found if not all(0 < v < float("inf") for v in held.values)]
+        if bad and method is KvMethod.COMPRESSED_TENSORS:
+            scene.problems.append(f"{bad[0]} is no scale, and vLLM takes it as it stands")
+        elif bad:
+            scene.problems.append(f"{bad[0]} is no scale; where it is not above 0, 1.0 is used")
+        elif found:
+            scene.problems.append(
+                f"{what} is loaded ({len(found)}, such as {found[0]}): backends that quantize the "
+                "query use it (FlashAttention 3, FlashInfer, Triton on CUDA), others do not"
+            )
+
+
+def _both(scene: Scene) -> tuple[tuple[str, list[HeldScale]], ...]:
+    return ("q_scale", list_queries(scene)), ("prob_scale", list_probabilities(scene))
+
 
 _OTHER = "the engine multiplies an FP8 cache by numbers that were made for another format"
 _KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from fp8calib.dialects.check_files import ScaleFolder
-from fp8calib.dialects.check_report import (
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.sglang import check_sglang, has_kv_method
+from fp8calib.engines.replay.sglang_json import check_sglang_json
+from fp8calib.engines.replay.tgi import check_tgi
+from fp8calib.engines.replay.transformers import check_transformers
+from fp8calib.engines.replay.verdicts import (
     CheckReport,
     EngineReport,
+    LayerVerdict,
     Refusal,
     Status,
     Verdict,
     report_alike,
     report_refusal,
 )
-from fp8calib.dialects.check_sglang import check_sglang, has_kv_method
-from fp8calib.dialects.check_sglang_json import check_sglang_json
-from fp8calib.dialects.check_tgi import check_tgi
-from fp8calib.dialects.check_transformers import check_transformers
-from fp8calib.dialects.check_vllm import check_vllm
-from fp8calib.dialects.check_weights import WeightCheck
+from fp8calib.engines.replay.vllm import check_vllm
+from fp8calib.engines.weights.check import WeightCheck
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.tensor_parallel import check_cuts, check_heads
@@ -103,3 +104,35 @@ def _drop(geometry: ModelGeometry, why: str) -> EngineReport:
     mend = "write a kv-overlay, which carries the scales in the checkpoint"
     verdict = Verdict(status=Status.DROPPED, value=1.0, why=f"{why}: 1.0", mend=mend)
     return report_alike(geometry, verdict)
+
+
+_MEND = "load it in the engine and read the scales in its log, or serve a known architecture"
+
+
+def amend_for_unknown(report: CheckReport, model_type: str) -> CheckReport:
+    """Take back every `used`: whether an engine's own model has the place cannot be told.
+
+    What stops any model (no quantization_config, a missing shard, a number that is no scale) stays.
+    """
+    engines = {name: _amend(name, engine, model_type) for name, engine in report.engines.items()}
+    return CheckReport(engines=engines)
+
+
+def _amend(name: str, report: EngineReport, model_type: str) -> EngineReport:
+    why = (
+        f"model_type {model_type} is unknown to this tool: whether {name} has a place for the "
+        "scale cannot be told"
+    )
+    layers = tuple(
+        LayerVerdict(layer=layer.layer, k=_take_back(layer.k, why), v=_take_back(layer.v, why))
+        for layer in report.layers
+    )
+    problem = f"model_type {model_type} is unknown to this tool: its layers are taken from names"
+    return report.model_copy(update={"layers": layers, "problems": (*report.problems, problem)})
+
+
+def _take_back(verdict: Verdict, why: str) -> Verdict:
+    if verdict.status is not Status.USED:
+        return verdict
+    text = f"{why} ({verdict.why})"
+    return Verdict(status=Status.DROPPED, value=None, why=text, mend=_MEND)

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.dialects.engine_rules import (
+from fp8calib.engines.limitations import (
     OLD_VLLM,
     OVERLAYS,
     RULES,

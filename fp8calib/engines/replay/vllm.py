@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
-from fp8calib.dialects.check_files import (
+from fp8calib.engines.models import VLLM_EXPANDED_TYPES, VLLM_UNRUN_TYPES
+from fp8calib.engines.replay.folder import (
     HeldScale,
     ScaleFolder,
     Scene,
@@ -13,9 +13,21 @@ from fp8calib.dialects.check_files import (
     find_indexed,
     require_readable,
 )
-from fp8calib.dialects.check_pairs import PairRules, is_negative, judge_pair, require_scalar
-from fp8calib.dialects.check_query import list_queries, list_zero_points, note_loaded
-from fp8calib.dialects.check_report import (
+from fp8calib.engines.replay.kv_cache_method import (
+    PairRules,
+    is_negative,
+    judge_pair,
+    require_scalar,
+)
+from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.engines.replay.notes import (
+    amend_for_dtype,
+    find_recorded_dtype,
+    list_queries,
+    list_zero_points,
+    note_loaded,
+)
+from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     Refusal,
@@ -24,10 +36,8 @@ from fp8calib.dialects.check_report import (
     judge_number,
     report_refusal,
 )
-from fp8calib.dialects.check_targets import matches_target
-from fp8calib.dialects.check_vllm_config import KvMethod, find_kv_method, find_quantization
-from fp8calib.dialects.check_vllm_names import NAMES_MEND, map_name, refuse_unmapped
-from fp8calib.dialects.engine_models import VLLM_EXPANDED_TYPES, VLLM_UNRUN_TYPES
+from fp8calib.engines.replay.vllm_config import KvMethod, find_kv_method, find_quantization
+from fp8calib.engines.replay.vllm_names import NAMES_MEND, map_name, refuse_unmapped
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fp8calib.dialects.check_dtypes import amend_for_dtype, find_recorded_dtype
-from fp8calib.dialects.check_files import HeldScale, ScaleFolder, Scene, require_readable
-from fp8calib.dialects.check_query import note_unread
-from fp8calib.dialects.check_report import (
+from fp8calib.engines.models import TGI_TYPES
+from fp8calib.engines.replay.folder import HeldScale, ScaleFolder, Scene, require_readable
+from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.engines.replay.notes import amend_for_dtype, find_recorded_dtype, note_unread
+from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     Refusal,
@@ -22,9 +23,7 @@ from fp8calib.dialects.check_report import (
     judge_number,
     report_refusal,
 )
-from fp8calib.dialects.check_targets import matches_target
-from fp8calib.dialects.check_vllm_config import find_quantization
-from fp8calib.dialects.engine_models import TGI_TYPES
+from fp8calib.engines.replay.vllm_config import find_quantization
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role

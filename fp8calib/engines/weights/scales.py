@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.engine_rules import SGLANG, TRANSFORMERS, VLLM
 from fp8calib.dialects.fp8.quantization_config import ActivationKind, Scheme
 from fp8calib.dialects.fp8.weights import (
     Companions,
@@ -18,7 +17,8 @@ from fp8calib.dialects.fp8.weights import (
     list_scale_shapes,
     name_companions,
 )
-from fp8calib.dialects.served_weights import Effect, WeightFault, tell_each
+from fp8calib.engines.limitations import SGLANG, TRANSFORMERS, VLLM
+from fp8calib.engines.weights.faults import Effect, WeightFault, tell_each
 from fp8calib.errors import shorten
 
 _MAKERS = {

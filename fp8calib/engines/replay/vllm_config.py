@@ -12,8 +12,8 @@ import fnmatch
 from collections.abc import Mapping
 from enum import StrEnum
 
-from fp8calib.dialects.check_files import ScaleFolder
-from fp8calib.dialects.check_report import Refusal
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import Refusal
 
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp8calib.dialects.engine_models import (
+from fp8calib.engines.models import (
     SGLANG_MAPPING_TYPES,
     SGLANG_OWN_MAPPINGS,
     SGLANG_STRICT_TYPES,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 
-from fp8calib.dialects.engine_rules import SGLANG, VLLM
-from fp8calib.dialects.served_weights import (
+from fp8calib.engines.limitations import SGLANG, VLLM
+from fp8calib.engines.weights.faults import (
     Effect,
     QuantizedLinear,
     QuantizedWeights,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp8calib.dialects.check_files import HeldScale, Scene, Slot
-from fp8calib.dialects.check_report import LayerVerdict, Refusal, Status, Verdict, judge_number
+from fp8calib.engines.replay.folder import HeldScale, Scene, Slot
+from fp8calib.engines.replay.verdicts import LayerVerdict, Refusal, Status, Verdict, judge_number
 from fp8calib.geometry.sites import Role
 
 _SINGLE = ".kv_scale"
