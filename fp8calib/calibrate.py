@@ -14,9 +14,8 @@ from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.shares import Share, sequences_of, share_out
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.coverage import list_skipped
 from fp8calib.model.load import ModelSource
-from fp8calib.model.prepared import Prepared, prepare
+from fp8calib.model.prepared import Prepared, list_skipped, prepare
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.observing import ObservingTaps
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder

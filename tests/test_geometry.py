@@ -6,7 +6,7 @@ import pytest
 
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role
-from fp8calib.model.layouts import (
+from fp8calib.model.topology.layouts import (
     Heads,
     contiguous_qkv,
     gate_up_parts,

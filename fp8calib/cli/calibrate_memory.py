@@ -17,7 +17,7 @@ from fp8calib.data.shares import Share, share_out
 from fp8calib.machine.launch import Place, find_place
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import build_skeleton
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.footprint import Workload, stats_bytes
 from fp8calib.run.limits import find_limits, refuse_device_map
 from fp8calib.run.probe import Probe

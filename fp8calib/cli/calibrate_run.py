@@ -57,7 +57,7 @@ from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
 from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load_model, open_source
 from fp8calib.model.prepared import Prepared, prepare
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.run.crew import Crew, open_crew
 from fp8calib.run.journal import Done, is_checkpoint

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.cli.calibrate_job import REPORT_NAME
-from fp8calib.cli.check_geometry import is_known, read_geometry
 from fp8calib.cli.check_show import show_report
 from fp8calib.cli.opening import quiet_libraries
 from fp8calib.engines.check import ENGINES, amend_for_unknown, check_file, check_folder
@@ -16,6 +15,7 @@ from fp8calib.engines.replay.folder import CONFIG_NAME, ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import UsageError, VerificationError, shorten
+from fp8calib.model.geometry_from_config import is_known, read_geometry
 from fp8calib.model.load import find_folder
 from fp8calib.stats.calibration_stats import STATS_NAME
 

@@ -12,9 +12,9 @@ from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import FORMATS
 from fp8calib.geometry.model_geometry import find_difference
 from fp8calib.model.load import LoadedModel, build_skeleton, open_source
-from fp8calib.model.logical_weights import LinearWeight, read_linears
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.projections import LinearWeight, read_linears
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.quantize.compound_scales import adopt_scales
 from fp8calib.quantize.int4_source import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.quantize.rank_weights import write_rank_weights

@@ -23,8 +23,8 @@ from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import ScaleTable
 from fp8calib.scales.convert import explain_fit, explain_joint, fit_table, fits_heads
 from fp8calib.stats.fingerprint import fingerprint_model

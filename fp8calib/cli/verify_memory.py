@@ -17,7 +17,7 @@ from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.footprint import Workload
 from fp8calib.run.limits import find_limits, refuse_device_map
 from fp8calib.run.probe import Probe

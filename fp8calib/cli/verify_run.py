@@ -33,8 +33,8 @@ from fp8calib.model.load import (
     load_tokenizer,
     open_source,
 )
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.measured_on import estimate_overlap

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.model.topology import text_decoder
+from fp8calib.model.topology.find import text_decoder
 from fp8calib.observe.seams import Taps, find_attention, own_attentions
 
 

@@ -20,7 +20,7 @@ from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
-from fp8calib.model.logical_weights import LinearWeight
+from fp8calib.model.projections import LinearWeight
 from fp8calib.quantize.shard_layout import OutputTensor, ShardLayout, lay_out
 from fp8calib.scales.compute import ScaleTable
 

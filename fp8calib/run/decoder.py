@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError
-from fp8calib.model.topology import text_decoder
+from fp8calib.model.topology.find import text_decoder
 
 _UNTYPED = (
     "DefaultCPUAllocator",

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from fp8calib.model.topology import text_decoder
+from fp8calib.model.topology.find import text_decoder
 
 
 class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers is untyped

@@ -10,7 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.units import spell_duration, spell_size
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.footprint import (
     SLACK_BYTES,
     Footprint,

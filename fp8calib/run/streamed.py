@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
-from fp8calib.model.topology import text_decoder
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.streamed_model import (
     EmbeddingRows,
     compute_buffers,

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.errors import ModelError
-from fp8calib.model.topology import text_decoder
-from fp8calib.model.weights import TensorSource, WeightSource
+from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.weight_source import TensorSource, WeightSource
 
 _ROWS_AT_ONCE = 1024
 

@@ -23,7 +23,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.machine.allocator import return_freed_memory
 from fp8calib.model.load import mismatch_error, missing_error
-from fp8calib.model.weights import TensorSource, WeightSource
+from fp8calib.model.weight_source import TensorSource, WeightSource
 
 
 class HeldTensors:

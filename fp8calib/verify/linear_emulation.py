@@ -18,7 +18,7 @@ from fp8calib.fp8.schemes import Dynamic, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable, compute_linear_scales, scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verify.quantizer import Quantizer

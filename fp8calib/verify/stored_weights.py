@@ -9,7 +9,7 @@ import torch
 
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.verify.quantizer import Fake, Quantizer, measure_damage
 from fp8calib.verify.scale_range import ScaleRange
 from fp8calib.verify.weights import Originals, WeightParameter, sum_damage

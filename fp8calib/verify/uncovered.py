@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.survey import is_linear
-from fp8calib.model.topology import text_decoder
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.survey import is_linear
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.verify.weights import WeightChange, is_router
 
 

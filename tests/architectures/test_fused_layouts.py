@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fp8calib.geometry.model_geometry import Linear
-from fp8calib.model.topology import find_geometry
+from fp8calib.model.topology.find import find_geometry
 from tests import zoo
 from tests.architectures import families
 from tests.truth import brute_force

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from fp8calib.geometry.sites import Role
 from fp8calib.model.load import build_skeleton, load_model, open_source
-from fp8calib.model.topology import text_decoder
+from fp8calib.model.topology.find import text_decoder
 from tests.architectures.families import FAMILIES, SIZES, build
 from tests.truth import brute_force
 from tests.truth.test_statistics import draw, make_plan, run_calibration

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.cli.check_geometry import read_geometry
 from fp8calib.dialects.registry import write_table
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
+from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from tests.architectures.families import FAMILIES, save
 

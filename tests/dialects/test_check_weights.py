@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.cli.check_geometry import read_geometry
 from fp8calib.engines.check import ENGINES, check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.fp8.schemes import find_scheme
+from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantize.calibrated import find_scales
 from fp8calib.quantize.forms import FORMS
 from fp8calib.quantize.plan import Settings

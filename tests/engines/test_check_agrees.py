@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8calib.cli.check_geometry import read_geometry
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.sglang_json import check_sglang_json
 from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
 from tests.dialects.check_handmade import (
     INDEX,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fp8calib.cli.check_geometry import read_geometry
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Status
+from fp8calib.model.geometry_from_config import read_geometry
 from tests.dialects.foreign import FOLDER, KV_SCALES
 
 from .vllm_job import VllmServer

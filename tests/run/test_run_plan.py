@@ -14,8 +14,8 @@ from fp8calib.data.plan import batches
 from fp8calib.errors import UsageError
 from fp8calib.machine.units import spell_duration, spell_size
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.footprint import Workload, loading_bytes, peak_of_layers
 from fp8calib.run.limits import Limits, find_limits
 from fp8calib.run.probe import Probe, expect_duration

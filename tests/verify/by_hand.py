@@ -23,8 +23,8 @@ from transformers import DynamicCache, PreTrainedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 
 LARGEST = {

@@ -19,8 +19,8 @@ from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import load_model, open_source
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
 from fp8calib.verify.weights import WeightChange, changed_weights
 from tests.quantize.by_hand import read, run

@@ -19,7 +19,7 @@ from fp8calib.engines.numerics import PROFILES
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Site
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
 from fp8calib.verify.quantizer import Damage
 from fp8calib.verify.scale_range import ScaleRange

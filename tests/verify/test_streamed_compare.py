@@ -16,7 +16,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.streamed import Streaming
 from fp8calib.scales.compute import compute_kv_scales

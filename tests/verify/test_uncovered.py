@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.verify.uncovered import missed_by_scheme
 from fp8calib.verify.weights import find_parameters
 from tests import zoo

@@ -17,7 +17,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Dynamic
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.linear_emulation import emulate_checkpoint
 from fp8calib.verify.quantizer import Quantizer

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
-from fp8calib.model.attention_topology import find_mixer
-from fp8calib.model.linear_topology import find_linears
-from fp8calib.model.survey import Survey, Unobserved
+from fp8calib.model.topology.attention import find_mixer
+from fp8calib.model.topology.linears import find_linears
+from fp8calib.model.topology.survey import Survey, Unobserved
 
 
 def text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:

@@ -13,8 +13,8 @@ from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
-from fp8calib.model.topology import find_geometry
-from fp8calib.model.weights import WeightSource
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

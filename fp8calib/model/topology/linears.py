@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Attention, Linear, Part, Section, Shard
-from fp8calib.model.layouts import (
+from fp8calib.model.topology.layouts import (
     ATTENTION_SHARDS,
     CONTIGUOUS_QKV,
     FUSED_GATE_UP,
@@ -23,7 +23,7 @@ from fp8calib.model.layouts import (
     heads_part,
     rows_part,
 )
-from fp8calib.model.survey import Survey, Unobserved, features, is_linear
+from fp8calib.model.topology.survey import Survey, Unobserved, features, is_linear
 
 MAX_EXPERT_BLOCKS = 256
 

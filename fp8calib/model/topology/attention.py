@@ -9,14 +9,14 @@ from torch import nn
 
 from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Attention, Layer
-from fp8calib.model.layouts import (
+from fp8calib.model.topology.layouts import (
     CACHELESS_LAYER_TYPES,
     CACHELESS_MIXERS,
     FUSED_QKV,
     PRESCALED_QUERY,
     Heads,
 )
-from fp8calib.model.survey import Survey, features, is_linear
+from fp8calib.model.topology.survey import Survey, features, is_linear
 
 
 def find_mixer(

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -24,7 +29,7 @@ from transformers.core_model_loading import (
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.errors import ModelError
-from fp8calib.model.expert_names import list_expert_converters
+from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, Order
 
 _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 
@@ -224,3 +229,44 @@ def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, 
         by_pattern[pattern].append(name)
     for names in zip(*by_pattern.values(), strict=True):
         yield list(zip(names, by_pattern, strict=True))
+
+
+_EXPERT = r"\.experts\.\d*."
+_STACK_AXES = 3
+
+
+def list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]:
+    """Name how experts with a tensor each become the parameters of a model; none if it has none."""
+    experts = next((m for name, m in model.named_modules() if _is_stack(name, m)), None)
+    if experts is None:
+        return
+    turn: list[ConversionOps] = [Transpose(1, 2)] if _is_transposed(model, experts) else []
+    yield WeightConverter(
+        source_patterns=[f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight"],
+        target_patterns=".experts.gate_up_proj",
+        operations=[MergeModulelist(dim=0), Concatenate(dim=1), *turn],
+    )
+    yield WeightConverter(
+        source_patterns=f"{_EXPERT}down_proj.weight",
+        target_patterns=".experts.down_proj",
+        operations=[MergeModulelist(dim=0), *turn],
+    )
+
+
+def _is_stack(name: str, module: nn.Module) -> bool:
+    """Tell whether a module holds experts with gate above up, and without biases."""
+    weight = getattr(module, "gate_up_proj", None)
+    return (
+        name.rpartition(".")[2] == "experts"
+        and isinstance(weight, nn.Parameter)
+        and weight.dim() == _STACK_AXES
+        and getattr(module, "is_concatenated", True)
+        and not getattr(module, "has_bias", False)
+    )
+
+
+def _is_transposed(model: PreTrainedModel, experts: nn.Module) -> bool:
+    """Tell whether they lie [in, out]; Llama 4's do not say so themselves."""
+    layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
+    is_known = layout is not None and layout.order is Order.IN_OUT
+    return bool(getattr(experts, "is_transposed", is_known))
