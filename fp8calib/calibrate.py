@@ -17,9 +17,9 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import Prepared, list_skipped, prepare
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
-from fp8calib.observe.observing import ObservingTaps
+from fp8calib.observe.calibration_taps import ObservingTaps
+from fp8calib.observe.hooks import tapped
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
-from fp8calib.observe.seams import tapped
 from fp8calib.recipe import Recipe
 from fp8calib.run.journal import Journal
 from fp8calib.run.portion import WHOLE, Portion

@@ -15,7 +15,7 @@ import torch
 from fp8calib.errors import CalibrationError
 from fp8calib.fp8.amax import channel_amax, head_amax, tokens_first
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.running import Running, Seen, freeze
+from fp8calib.observe.accumulators import Running, Seen, freeze
 from fp8calib.stats.calibration_stats import SiteStats
 from fp8calib.stats.histogram import count_bins
 from fp8calib.stats.positions import split_positions

@@ -13,9 +13,9 @@ from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
-from fp8calib.observe.observing import ObservingTaps
+from fp8calib.observe.calibration_taps import ObservingTaps
+from fp8calib.observe.hooks import tapped
 from fp8calib.observe.recorder import Recorder
-from fp8calib.observe.seams import tapped
 from fp8calib.recipe import Observe
 from fp8calib.run.decoder import OutOfMemoryInForward
 from fp8calib.run.journal import Journal

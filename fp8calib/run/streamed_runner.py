@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Site
-from fp8calib.observe.observing import ObservingTaps
+from fp8calib.observe.calibration_taps import ObservingTaps
+from fp8calib.observe.hooks import TappedCache, own_attentions
 from fp8calib.observe.recorder import Recorder, view_batch
-from fp8calib.observe.seams import TappedCache, own_attentions
 from fp8calib.run.decoder import Decoder
 from fp8calib.run.layer_journal import LayerJournal
 from fp8calib.run.probe import FirstLayer

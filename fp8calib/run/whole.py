@@ -15,9 +15,9 @@ from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.allocator import return_freed_memory, return_memory_of
-from fp8calib.observe.observing import ObservingTaps
+from fp8calib.observe.calibration_taps import ObservingTaps
+from fp8calib.observe.hooks import TappedCache, own_attentions
 from fp8calib.observe.recorder import Recorder, view_batch
-from fp8calib.observe.seams import TappedCache, own_attentions
 from fp8calib.run.decoder import Decoder, OutOfMemoryInForward
 
 GPU_BATCHES_PER_CHECK = 16

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from fp8calib.geometry.sites import Role
-from fp8calib.observe.seams import tapped
-from fp8calib.observe.storing import tapped_caches
+from fp8calib.observe.generation_cache import tapped_caches
+from fp8calib.observe.hooks import tapped
 from fp8calib.verify.emulate import EmulatingTaps, Emulation
 from fp8calib.verify.verify import Subject
 from fp8calib.verify.weights import changed_weights

@@ -20,7 +20,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.observe.seams import TappedCache, own_attentions, tapped
+from fp8calib.observe.hooks import TappedCache, own_attentions, tapped
 from fp8calib.run.decoder import Decoder
 from fp8calib.run.head import open_head
 from fp8calib.run.probe import FirstLayer, Probe, probe_layer

@@ -14,9 +14,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import Attention
-from fp8calib.observe.observing import ObservingTaps
+from fp8calib.observe.calibration_taps import ObservingTaps
+from fp8calib.observe.hooks import TappedCache
 from fp8calib.observe.recorder import Recorder
-from fp8calib.observe.seams import TappedCache
 from tests import zoo
 from tests.truth.test_statistics import MOE, draw, make_plan, run_calibration
 

@@ -159,7 +159,7 @@ def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
     with opened(tmp_path / "model") as subject:
         whole = as_bytes(subject.calibrate(), tmp_path)
         calls = 0
-        from fp8calib.observe.running import Running  # noqa: PLC0415
+        from fp8calib.observe.accumulators import Running  # noqa: PLC0415
 
         observe = Running.observe
 

@@ -7,8 +7,8 @@ import torch
 from fp8calib.fp8.amax import block_amax, channel_amax, expert_counts, group_amax, row_amax
 from fp8calib.geometry.model_geometry import Attention, Linear
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.observe.hooks import ExpertsCall
 from fp8calib.observe.recorder import ExpertRows, Recorder
-from fp8calib.observe.seams import ExpertsCall
 from fp8calib.stats.histogram import count_bins
 
 

@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import text_decoder
-from fp8calib.observe.seams import Taps, find_attention, own_attentions
+from fp8calib.observe.hooks import Taps, find_attention, own_attentions
 
 
 @contextmanager
