@@ -21,11 +21,11 @@ from fp8calib.observe.calibration_taps import ObservingTaps
 from fp8calib.observe.hooks import tapped
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
 from fp8calib.recipe import Recipe
-from fp8calib.run.journal import Journal
-from fp8calib.run.portion import WHOLE, Portion
-from fp8calib.run.streamed import Streaming, open_streamed
-from fp8calib.run.streamed_calibration import LayerObserver
-from fp8calib.run.whole import WholeRunner
+from fp8calib.run.forward.whole import WholeRunner
+from fp8calib.run.resume.journal import Journal
+from fp8calib.run.resume.work_share import WHOLE, Portion
+from fp8calib.run.streaming.calibration import LayerObserver
+from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.stats.calibration_stats import (
     CalibrationStats,
     SiteStats,

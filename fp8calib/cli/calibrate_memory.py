@@ -18,13 +18,13 @@ from fp8calib.machine.launch import Place, find_place
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import build_skeleton
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.footprint import Workload, stats_bytes
-from fp8calib.run.limits import find_limits, refuse_device_map
-from fp8calib.run.probe import Probe
-from fp8calib.run.run_plan import RunPlan, Streamable, describe_run, plan_whole
-from fp8calib.run.stream_planner import StreamPlanner, plan_streamed
-from fp8calib.run.streamed import Streaming, open_streamed
-from fp8calib.run.streamed_calibration import LayerObserver
+from fp8calib.run.planning.footprint import Workload, stats_bytes
+from fp8calib.run.planning.limits import find_limits, refuse_device_map
+from fp8calib.run.planning.plan import RunPlan, Streamable, describe_run, plan_whole
+from fp8calib.run.planning.stream_plan import StreamPlanner, plan_streamed
+from fp8calib.run.streaming.calibration import LayerObserver
+from fp8calib.run.streaming.model import Streaming, open_streamed
+from fp8calib.run.streaming.probe import Probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from fp8calib.cli.calibrate_job import Settings
 from fp8calib.errors import UsageError
 from fp8calib.machine.launch import Place
 from fp8calib.model.load import choose_device
-from fp8calib.run.crew import Crew
-from fp8calib.run.portion import Portion
-from fp8calib.run.whole import BackOff
+from fp8calib.run.distributed.group import Crew
+from fp8calib.run.forward.whole import BackOff
+from fp8calib.run.resume.work_share import Portion
 
 
 def choose_rank_device(settings: Settings, place: Place) -> str:

@@ -17,8 +17,8 @@ from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forge
 from fp8calib.cli.calibrate_job import REPORT_NAME, Job
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import DataError, ExportError
-from fp8calib.run.crew import Crew, RankLostError
-from fp8calib.run.journal import NOTHING, Done, Journal, is_checkpoint
+from fp8calib.run.distributed.group import Crew, RankLostError
+from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, load_stats
 from fp8calib.stats.merge import explain_other_run
 

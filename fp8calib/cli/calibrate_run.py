@@ -59,9 +59,9 @@ from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load
 from fp8calib.model.prepared import Prepared, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
-from fp8calib.run.crew import Crew, open_crew
-from fp8calib.run.journal import Done, is_checkpoint
-from fp8calib.run.portion import Portion
+from fp8calib.run.distributed.group import Crew, open_crew
+from fp8calib.run.resume.journal import Done, is_checkpoint
+from fp8calib.run.resume.work_share import Portion
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
 
 if TYPE_CHECKING:

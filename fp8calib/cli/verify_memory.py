@@ -18,12 +18,12 @@ from fp8calib.geometry.sites import Role
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.footprint import Workload
-from fp8calib.run.limits import find_limits, refuse_device_map
-from fp8calib.run.probe import Probe
-from fp8calib.run.run_plan import RunPlan, Streamable, describe_run, plan_whole
-from fp8calib.run.stream_planner import StreamPlanner, plan_streamed
-from fp8calib.run.streamed import Streaming
+from fp8calib.run.planning.footprint import Workload
+from fp8calib.run.planning.limits import find_limits, refuse_device_map
+from fp8calib.run.planning.plan import RunPlan, Streamable, describe_run, plan_whole
+from fp8calib.run.planning.stream_plan import StreamPlanner, plan_streamed
+from fp8calib.run.streaming.model import Streaming
+from fp8calib.run.streaming.probe import Probe
 from fp8calib.verify.compare import Comparing
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.scoring import scoring_bytes

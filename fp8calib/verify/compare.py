@@ -14,7 +14,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_freed_memory
 from fp8calib.model.load import LoadedModel
-from fp8calib.run.head import open_head
+from fp8calib.run.forward.lm_head import open_head
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.scale_range import ScaleRange
 from fp8calib.verify.scoring import TokenScores, join_scores, score_batch

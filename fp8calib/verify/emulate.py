@@ -17,7 +17,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.hooks import ExpertsCall, TappedCache, own_attentions, tapped
-from fp8calib.run.decoder import Decoder
+from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verify.quantizer import Fake, Quantizer, add_damage, measure_damage
 from fp8calib.verify.weights import Originals, WeightChange, changed_weights
 

@@ -21,10 +21,12 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.observe.hooks import TappedCache, own_attentions, tapped
-from fp8calib.run.decoder import Decoder
-from fp8calib.run.head import open_head
-from fp8calib.run.probe import FirstLayer, Probe, probe_layer
-from fp8calib.run.streamed import (
+from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.forward.lm_head import open_head
+from fp8calib.run.streaming.embeddings import EmbeddingRows
+from fp8calib.run.streaming.hidden_states import StateStore
+from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
+from fp8calib.run.streaming.model import (
     StreamedLayer,
     StreamedModel,
     Streaming,
@@ -32,9 +34,7 @@ from fp8calib.run.streamed import (
     open_store,
     open_streamed,
 )
-from fp8calib.run.streamed_model import EmbeddingRows
-from fp8calib.run.streamed_steps import LayerState, LayerSteps, open_steps
-from fp8calib.run.streamed_store import StateStore
+from fp8calib.run.streaming.probe import FirstLayer, Probe, probe_layer
 from fp8calib.verify.compare import Advance, Compared, find_weight_scales, on_cpu, require_finite
 from fp8calib.verify.emulate import EmulatingTaps, Emulation
 from fp8calib.verify.scale_range import ScaleRange

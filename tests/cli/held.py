@@ -10,8 +10,8 @@ import signal
 
 from fp8calib.cli import main
 from fp8calib.observe.recorder import Recorder
-from fp8calib.run import journal
-from fp8calib.run.journal import Journal
+from fp8calib.run.resume import journal
+from fp8calib.run.resume.journal import Journal
 
 note = Journal.note
 

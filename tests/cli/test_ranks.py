@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
-from fp8calib.run import meeting
+from fp8calib.run.distributed import rendezvous as meeting
 from tests import zoo
 
 from .conftest import write_rows

@@ -164,7 +164,7 @@ def test_a_disk_that_takes_no_output_leaves_what_was_kept(
         patched.setattr(calibrate_run, "save_stats", refuse)
         assert "the disk is full" in fail(7, *command)
         assert not list(tmp_path.iterdir())  # nothing was kept of so short a run
-        patched.setattr("fp8calib.run.journal.LONGEST_INTERVAL_S", 0.0)
+        patched.setattr("fp8calib.run.resume.journal.LONGEST_INTERVAL_S", 0.0)
         assert "--resume goes on from it" in fail(7, *command)
     assert list((tmp_path / "out.partial").glob("checkpoint-*"))
     assert succeed(*command, "--resume", "--json").json["resumed_sequences"] == 4

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.run.streamed import Streaming
+from fp8calib.run.streaming.model import Streaming
 from fp8calib.stats.calibration_stats import CalibrationStats, save_stats
 from tests.truth.test_statistics import Silent, draw, make_plan
 

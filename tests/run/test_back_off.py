@@ -11,10 +11,10 @@ import torch
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
 from fp8calib.recipe import Observe
-from fp8calib.run.portion import Portion
-from fp8calib.run.streamed import open_streamed
-from fp8calib.run.streamed_calibration import LayerObserver
-from fp8calib.run.whole import BackOff
+from fp8calib.run.forward.whole import BackOff
+from fp8calib.run.resume.work_share import Portion
+from fp8calib.run.streaming.calibration import LayerObserver
+from fp8calib.run.streaming.model import open_streamed
 from tests import zoo
 from tests.run.running import Subject, as_bytes, opened
 from tests.truth.test_statistics import Silent

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from fp8calib.errors import CalibrationError
 from fp8calib.machine.launch import Place
-from fp8calib.run import meeting
+from fp8calib.run.distributed import rendezvous as meeting
 
 
 def place(rank: int, size: int) -> Place:

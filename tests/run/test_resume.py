@@ -15,9 +15,9 @@ from fp8calib.calibrate import Portion, describe_run
 from fp8calib.data.shares import Share
 from fp8calib.errors import DataError, ExportError, UsageError
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.run import journal as journal_module
-from fp8calib.run import layer_journal
-from fp8calib.run.journal import Journal
+from fp8calib.run.resume import journal as journal_module
+from fp8calib.run.resume.journal import Journal
+from fp8calib.run.streaming import layer_journal
 from fp8calib.stats.calibration_stats import StatsHeader, load_stats
 from tests import zoo
 from tests.run.running import LENGTHS, RECIPE, Subject, as_bytes, opened, rows_of

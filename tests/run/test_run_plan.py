@@ -16,12 +16,12 @@ from fp8calib.machine.units import spell_duration, spell_size
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.footprint import Workload, loading_bytes, peak_of_layers
-from fp8calib.run.limits import Limits, find_limits
-from fp8calib.run.probe import Probe, expect_duration
-from fp8calib.run.run_plan import Streamable, plan_whole
-from fp8calib.run.stream_planner import StreamPlanner, plan_streamed
-from fp8calib.run.streamed_weights import LayerSize
+from fp8calib.run.planning.footprint import Workload, loading_bytes, peak_of_layers
+from fp8calib.run.planning.limits import Limits, find_limits
+from fp8calib.run.planning.plan import Streamable, plan_whole
+from fp8calib.run.planning.stream_plan import StreamPlanner, plan_streamed
+from fp8calib.run.streaming.probe import Probe, expect_duration
+from fp8calib.run.streaming.weights import LayerSize
 from tests import zoo
 from tests.truth.test_statistics import draw, make_plan
 

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.run.streamed import Streaming
+from fp8calib.run.streaming.model import Streaming
 from fp8calib.stats.calibration_stats import save_stats
 from tests import zoo
 from tests.architectures import families

@@ -12,7 +12,7 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.sites import Role
-from fp8calib.run.head import open_head
+from fp8calib.run.forward.lm_head import open_head
 from fp8calib.verify.emulate import Emulation
 from fp8calib.verify.emulated_model import emulated_model
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table

@@ -23,7 +23,7 @@ from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_geometry, text_decoder
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.head import open_head
+from fp8calib.run.forward.lm_head import open_head
 from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
 from fp8calib.verify.linear_emulation import emulate_scheme

@@ -18,7 +18,7 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.run.head import open_head
+from fp8calib.run.forward.lm_head import open_head
 from fp8calib.verify import scoring
 from fp8calib.verify.compare import Compared, Comparison
 from fp8calib.verify.emulate import Emulation

@@ -18,7 +18,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.run.streamed import Streaming
+from fp8calib.run.streaming.model import Streaming
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verify.compare import Compared, Comparison

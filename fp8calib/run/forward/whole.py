@@ -18,7 +18,7 @@ from fp8calib.machine.allocator import return_freed_memory, return_memory_of
 from fp8calib.observe.calibration_taps import ObservingTaps
 from fp8calib.observe.hooks import TappedCache, own_attentions
 from fp8calib.observe.recorder import Recorder, view_batch
-from fp8calib.run.decoder import Decoder, OutOfMemoryInForward
+from fp8calib.run.forward.decoder import Decoder, OutOfMemoryInForward
 
 GPU_BATCHES_PER_CHECK = 16
 """On a GPU the host looks at the statistics only this often; looking waits for the device."""

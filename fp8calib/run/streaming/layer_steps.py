@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError
-from fp8calib.run.decoder import Decoder
+from fp8calib.run.forward.decoder import Decoder
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,13 +17,13 @@ from fp8calib.observe.calibration_taps import ObservingTaps
 from fp8calib.observe.hooks import tapped
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
-from fp8calib.run.decoder import OutOfMemoryInForward
-from fp8calib.run.journal import Journal
-from fp8calib.run.layer_journal import LayerJournal
-from fp8calib.run.probe import Probe, probe_layer
-from fp8calib.run.streamed import StreamedLayer, StreamedModel, Streaming
-from fp8calib.run.streamed_runner import StreamedRunner
-from fp8calib.run.whole import BackOff, cut_into
+from fp8calib.run.forward.decoder import OutOfMemoryInForward
+from fp8calib.run.forward.whole import BackOff, cut_into
+from fp8calib.run.resume.journal import Journal
+from fp8calib.run.streaming.layer_journal import LayerJournal
+from fp8calib.run.streaming.model import StreamedLayer, StreamedModel, Streaming
+from fp8calib.run.streaming.probe import Probe, probe_layer
+from fp8calib.run.streaming.runner import StreamedRunner
 from fp8calib.stats.calibration_stats import SiteStats
 from fp8calib.stats.merge import merge_sites
 

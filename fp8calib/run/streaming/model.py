@@ -16,15 +16,15 @@ from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.model.topology.find import text_decoder
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.streamed_model import (
+from fp8calib.run.streaming.embeddings import (
     EmbeddingRows,
     compute_buffers,
     embedded_by_row,
     embeddings_by_row,
 )
-from fp8calib.run.streamed_steps import LayerState
-from fp8calib.run.streamed_store import StateStore
-from fp8calib.run.streamed_weights import HeldTensors, ModelPart, PartedWeights, ReadAhead
+from fp8calib.run.streaming.hidden_states import StateStore
+from fp8calib.run.streaming.layer_steps import LayerState
+from fp8calib.run.streaming.weights import HeldTensors, ModelPart, PartedWeights, ReadAhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

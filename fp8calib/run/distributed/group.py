@@ -23,8 +23,8 @@ from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.launch import Place
-from fp8calib.run.meeting import POLL_S, START_HINT, meet, open_store, wait_for
-from fp8calib.run.watch import Lost, Watch
+from fp8calib.run.distributed.heartbeat import Lost, Watch
+from fp8calib.run.distributed.rendezvous import POLL_S, START_HINT, meet, open_store, wait_for
 from fp8calib.stats.calibration_stats import COUNT_FIELDS, TENSOR_FIELDS, SiteStats
 
 _TIMEOUT = timedelta(minutes=5)

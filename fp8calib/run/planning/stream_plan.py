@@ -12,7 +12,7 @@ import torch
 
 from fp8calib.errors import UsageError
 from fp8calib.machine.units import spell_size
-from fp8calib.run.footprint import (
+from fp8calib.run.planning.footprint import (
     SLACK_BYTES,
     Footprint,
     head_bytes,
@@ -21,11 +21,11 @@ from fp8calib.run.footprint import (
     peak_of_layers,
     size_part,
 )
-from fp8calib.run.limits import Limits
-from fp8calib.run.probe import Probe, expect_duration
-from fp8calib.run.run_plan import RunPlan, Streamable, list_inside, list_whole
-from fp8calib.run.streamed import layer_parts, part_around
-from fp8calib.run.streamed_weights import LayerSize, PartedWeights
+from fp8calib.run.planning.limits import Limits
+from fp8calib.run.planning.plan import RunPlan, Streamable, list_inside, list_whole
+from fp8calib.run.streaming.model import layer_parts, part_around
+from fp8calib.run.streaming.probe import Probe, expect_duration
+from fp8calib.run.streaming.weights import LayerSize, PartedWeights
 
 _GIB = 2**30
 _ROUNDED_BYTES = 2**25

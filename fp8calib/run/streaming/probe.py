@@ -10,9 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp8calib.machine.memory import PeakMemory, anonymous_bytes
-from fp8calib.run.streamed import StreamedLayer, StreamedModel
-from fp8calib.run.streamed_steps import LayerState
-from fp8calib.run.streamed_weights import LayerSize
+from fp8calib.run.streaming.layer_steps import LayerState
+from fp8calib.run.streaming.model import StreamedLayer, StreamedModel
+from fp8calib.run.streaming.weights import LayerSize
 
 _LONG_S = 2.0
 """A first run that takes longer is not repeated: what it spends on warming up is little of it."""

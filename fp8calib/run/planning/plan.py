@@ -11,7 +11,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.units import spell_duration, spell_size
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.footprint import (
+from fp8calib.run.planning.footprint import (
     SLACK_BYTES,
     Footprint,
     Workload,
@@ -20,7 +20,7 @@ from fp8calib.run.footprint import (
     loading_bytes,
     weights_bytes,
 )
-from fp8calib.run.limits import Limits
+from fp8calib.run.planning.limits import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.shares import Share, leave_out, share_out
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
-from fp8calib.run.crew import Crew
-from fp8calib.run.journal import NOTHING, Done, Journal
-from fp8calib.run.whole import BackOff
+from fp8calib.run.distributed.group import Crew
+from fp8calib.run.forward.whole import BackOff
+from fp8calib.run.resume.journal import NOTHING, Done, Journal
 from fp8calib.stats.calibration_stats import SiteStats
 from fp8calib.stats.merge import merge_sites
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.streamed_weights import LayerSize, ModelPart, PartedWeights
+from fp8calib.run.streaming.weights import LayerSize, ModelPart, PartedWeights
 
 SLACK_BYTES = 96 * 2**20
 """What the formula does not know: arenas of the allocator, threads, code that is loaded late."""

@@ -16,13 +16,19 @@ from fp8calib.geometry.sites import Site
 from fp8calib.observe.calibration_taps import ObservingTaps
 from fp8calib.observe.hooks import TappedCache, own_attentions
 from fp8calib.observe.recorder import Recorder, view_batch
-from fp8calib.run.decoder import Decoder
-from fp8calib.run.layer_journal import LayerJournal
-from fp8calib.run.probe import FirstLayer
-from fp8calib.run.streamed import StreamedLayer, StreamedModel, Streaming, load_state, open_store
-from fp8calib.run.streamed_steps import LayerState, LayerSteps, open_steps
-from fp8calib.run.streamed_store import StateStore
-from fp8calib.run.whole import GPU_BATCHES_PER_CHECK, nonfinite_error, one_by_one
+from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.forward.whole import GPU_BATCHES_PER_CHECK, nonfinite_error, one_by_one
+from fp8calib.run.streaming.hidden_states import StateStore
+from fp8calib.run.streaming.layer_journal import LayerJournal
+from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
+from fp8calib.run.streaming.model import (
+    StreamedLayer,
+    StreamedModel,
+    Streaming,
+    load_state,
+    open_store,
+)
+from fp8calib.run.streaming.probe import FirstLayer
 
 
 class _NonfiniteError(Exception):

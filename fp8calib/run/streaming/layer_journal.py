@@ -18,8 +18,8 @@ from fp8calib.data.plan import Batch
 from fp8calib.data.shares import sequences_of
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Site
-from fp8calib.run.journal import Journal
-from fp8calib.run.streamed_store import StateStore
+from fp8calib.run.resume.journal import Journal
+from fp8calib.run.streaming.hidden_states import StateStore
 from fp8calib.stats.calibration_stats import STATS_NAME, SiteStats
 from fp8calib.stats.merge import merge_sites
 
