@@ -26,15 +26,15 @@ from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import load_recipe
 from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.verify.candidates import (
+from fp8calib.verification.candidates import (
     Candidate,
     Target,
     build_kv_candidate,
     build_scheme,
     build_unscaled,
 )
-from fp8calib.verify.report import SCALE_ONE
-from fp8calib.verify.verify import Question, Subject, verify
+from fp8calib.verification.report import SCALE_ONE
+from fp8calib.verification.verify import Question, Subject, verify
 
 
 def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> None:

@@ -13,9 +13,9 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.scales.rules import Rule
-from fp8calib.verify.candidates import Opened, Target
-from fp8calib.verify.gates import Gate
-from fp8calib.verify.task_files import Tasks
+from fp8calib.verification.candidates import Opened, Target
+from fp8calib.verification.judge.gates import Gate
+from fp8calib.verification.tasks.task_files import Tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,12 @@ from fp8calib.run.planning.plan import RunPlan, Streamable, describe_run, plan_w
 from fp8calib.run.planning.stream_plan import StreamPlanner, plan_streamed
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
-from fp8calib.verify.compare import Comparing
-from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.scoring import scoring_bytes
-from fp8calib.verify.sensitivity import choose_batches, split_rounds
-from fp8calib.verify.streamed_compare import StreamedComparison, open_streamed_comparison
-from fp8calib.verify.verify import Question, Subject, list_emulations
+from fp8calib.verification.compare.streamed import StreamedComparison, open_streamed_comparison
+from fp8calib.verification.compare.token_scores import scoring_bytes
+from fp8calib.verification.compare.whole import Comparing
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.sensitivity import choose_batches, split_rounds
+from fp8calib.verification.verify import Question, Subject, list_emulations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import ScaleTable, compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram import lower_edge
-from fp8calib.verify.candidates import (
+from fp8calib.verification.candidates import (
     Candidate,
     Opened,
     build_checkpoint,
@@ -21,11 +21,17 @@ from fp8calib.verify.candidates import (
     build_scheme,
     build_unscaled,
 )
-from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.layers import PER_HEAD, SCALED, UNSCALED, clipped_unscaled, index_layers
-from fp8calib.verify.quantizer import Quantizer
-from fp8calib.verify.report import SCALE_ONE, HistogramResult
-from fp8calib.verify.verify import Question
+from fp8calib.verification.damage_rows import (
+    PER_HEAD,
+    SCALED,
+    UNSCALED,
+    clipped_unscaled,
+    index_layers,
+)
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.report import SCALE_ONE, HistogramResult
+from fp8calib.verification.verify import Question
 
 
 def build_question(job: VerifyJob, model: LoadedModel) -> Question:

@@ -38,12 +38,12 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.measured_on import estimate_overlap
-from fp8calib.verify.candidates import Opened, Target, find_candidate, open_candidate
-from fp8calib.verify.gates import load_gate
-from fp8calib.verify.report import SCALE_ONE, Verdict, VerifyReport
-from fp8calib.verify.task_files import open_tasks, require_harness
-from fp8calib.verify.tasks import run_tasks
-from fp8calib.verify.verify import Question, Subject, Verified, verify
+from fp8calib.verification.candidates import Opened, Target, find_candidate, open_candidate
+from fp8calib.verification.judge.gates import load_gate
+from fp8calib.verification.report import SCALE_ONE, Verdict, VerifyReport
+from fp8calib.verification.tasks.lm_eval import run_tasks
+from fp8calib.verification.tasks.task_files import open_tasks, require_harness
+from fp8calib.verification.verify import Question, Subject, Verified, verify
 
 _SMALLEST_SHARE = 0.01
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
@@ -87,7 +87,7 @@ def _choose(settings: VerifySettings) -> Choices:
     _check_names(settings.scales)
     _check_outputs(settings)
     if settings.report is not None:
-        from fp8calib.verify.page import require_plotly  # noqa: PLC0415 -- pages are an extra
+        from fp8calib.verification.html.page import require_plotly  # noqa: PLC0415 -- pages are an extra
 
         require_plotly()
     _check_tasks(settings)
@@ -309,7 +309,7 @@ def _write(settings: VerifySettings, verified: Verified) -> None:
             logprobs = dict(verified.logprobs)
             save_tensors(places[settings.dump], logprobs, metadata={"format": "pt"})
         if settings.report is not None:
-            from fp8calib.verify.page import write_page  # noqa: PLC0415
+            from fp8calib.verification.html.page import write_page  # noqa: PLC0415
 
             write_page(verified.report, places[settings.report])
     if settings.dump is not None:

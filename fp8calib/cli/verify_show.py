@@ -8,8 +8,14 @@ from typing import Any
 from fp8calib.cli.console import print_table, print_text, say
 from fp8calib.cli.verify_job import VerifyJob, VerifySettings
 from fp8calib.cli.verify_memory import VerifyMode
-from fp8calib.verify.report import DiagnosisResult, LayerResult, TaskResult, VerifyReport
-from fp8calib.verify.spelling import spell_error, spell_kld
+from fp8calib.verification.report import (
+    DiagnosisResult,
+    LayerResult,
+    TaskResult,
+    VerifyReport,
+    spell_error,
+    spell_kld,
+)
 
 _SHOWN_SITES = 8
 

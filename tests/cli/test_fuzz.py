@@ -29,7 +29,7 @@ from fp8calib.engines.numerics import PROFILES
 from fp8calib.errors import DataError, ExportError, ModelError, UsageError, VerificationError
 from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.verify.candidates import Target, open_candidate
+from fp8calib.verification.candidates import Target, open_candidate
 from tests.mutations import break_file, break_folder
 
 from . import quantized_sources as sources

@@ -24,8 +24,8 @@ from fp8calib.quantize.calibrated import find_input_scales
 from fp8calib.quantize.plan import NO_SCALES, Scales
 from fp8calib.quantize.selection import select
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.linear_emulation import emulate_scheme
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.architectures import families
 from tests.quantize.by_hand import run

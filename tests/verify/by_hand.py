@@ -25,7 +25,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fp8calib.verify.report import (
+from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     DiagnosisResult,

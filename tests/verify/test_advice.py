@@ -13,12 +13,18 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
-from fp8calib.verify.advice import advise, find_broken
-from fp8calib.verify.candidates import build_kv_candidate, build_unscaled
-from fp8calib.verify.kv_emulation import emulate_kv
-from fp8calib.verify.layers import PER_HEAD, SCALED, UNSCALED
-from fp8calib.verify.report import SCALE_ONE, CandidateResult, LayerResult, Verdict, VerifyReport
-from fp8calib.verify.verify import Question, Subject, verify
+from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
+from fp8calib.verification.damage_rows import PER_HEAD, SCALED, UNSCALED
+from fp8calib.verification.emulation.kv import emulate_kv
+from fp8calib.verification.judge.advice import advise, find_broken
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    CandidateResult,
+    LayerResult,
+    Verdict,
+    VerifyReport,
+)
+from fp8calib.verification.verify import Question, Subject, verify
 from tests import zoo
 from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verify import by_hand

@@ -13,11 +13,11 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.lm_head import open_head
-from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.emulated_model import emulated_model
-from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.quantizer import Quantizer
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.verification.tasks.lm_eval import emulated_model
 from tests import zoo
 from tests.verify.by_hand import Subject, emulate, make_batch, opened, padding_mask
 

@@ -22,9 +22,9 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
-from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.quantizer import Quantizer
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.verify.by_hand import Subject, emulate, make_batch, opened, plain_forward
 

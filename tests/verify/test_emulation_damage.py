@@ -18,15 +18,14 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
-from fp8calib.verify import emulate as emulate_module
-from fp8calib.verify.emulate import EmulatingTaps, Emulation
-from fp8calib.verify.kv_emulation import emulate_kv
-from fp8calib.verify.layers import index_layers, list_layers
-from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.looking import LookingTaps
-from fp8calib.verify.quantizer import Damage
-from fp8calib.verify.report import LayerResult
-from fp8calib.verify.scale_range import find_ranges
+from fp8calib.verification.damage_rows import index_layers, list_layers
+from fp8calib.verification.emulation import emulate as emulate_module
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, LookingTaps
+from fp8calib.verification.emulation.fake_quantize import Damage
+from fp8calib.verification.emulation.kv import emulate_kv
+from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.verification.emulation.scale_range import find_ranges
+from fp8calib.verification.report import LayerResult
 from tests import zoo
 from tests.verify.by_hand import (
     HandCache,

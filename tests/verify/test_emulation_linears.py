@@ -18,8 +18,8 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Scheme
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
-from fp8calib.verify.linear_emulation import emulate_scheme
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.truth.test_statistics import make_plan, run_calibration
 from tests.verify.by_hand import (

@@ -18,10 +18,10 @@ from fp8calib.fp8.schemes import SCHEMES, Dynamic
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
-from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
-from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.quantizer import Quantizer
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.verify.by_hand import (

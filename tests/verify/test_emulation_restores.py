@@ -24,12 +24,11 @@ from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_geometry, text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.forward.lm_head import open_head
-from fp8calib.verify.emulate import EmulatingTaps, Emulation, emulated
-from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.looking import LookingTaps
-from fp8calib.verify.quantizer import Quantizer
-from fp8calib.verify.weights import Requantized, WeightParameter
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, LookingTaps, emulated
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.verification.emulation.weights import Requantized, WeightParameter
 from tests import zoo
 from tests.verify.by_hand import Subject, emulate, make_batch, opened, plain_forward
 

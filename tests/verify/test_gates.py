@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fp8calib.errors import UsageError
-from fp8calib.verify.gates import GATES, Gate, judge, load_gate, look_behind
-from fp8calib.verify.report import LayerResult, Verdict
-from fp8calib.verify.summary import Summary
+from fp8calib.verification.compare.summary import Summary
+from fp8calib.verification.judge.gates import GATES, Gate, judge, load_gate, look_behind
+from fp8calib.verification.report import LayerResult, Verdict
 
 PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DIFFERENCE
 

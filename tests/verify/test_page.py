@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.verify.page import render_page, require_plotly, write_page
-from fp8calib.verify.report import (
+from fp8calib.verification.html.page import render_page, require_plotly, write_page
+from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     LayerResult,

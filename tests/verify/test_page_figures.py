@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fp8calib.verify.page_candidates import make_series
-from fp8calib.verify.page_figures import make_sections
-from fp8calib.verify.page_plots import BASELINE, STYLES, View, log_axis
-from fp8calib.verify.report import (
+from fp8calib.verification.html.plots import BASELINE, STYLES, View, log_axis
+from fp8calib.verification.html.sections import make_sections
+from fp8calib.verification.html.series import make_series
+from fp8calib.verification.report import (
     SCALE_ONE,
     DiagnosisResult,
     HistogramResult,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fp8calib.verify.page import write_page
-from fp8calib.verify.page_figures import make_sections
+from fp8calib.verification.html.page import write_page
+from fp8calib.verification.html.sections import make_sections
 from tests.verify.chromium import NAMES, Page, find_chromium
 from tests.verify.sample_report import make_report
 from tests.verify.test_page import HOSTILE, make_candidate, make_layer, make_small

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from fp8calib.fp8.cast import Rounding
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import Dynamic
-from fp8calib.verify.quantizer import Damage, Fake, Quantizer, add_damage, measure_damage
+from fp8calib.verification.emulation.fake_quantize import (
+    Damage,
+    Fake,
+    Quantizer,
+    add_damage,
+    measure_damage,
+)
 from tests.verify.by_hand import cast, cast_blocks, cast_groups, cast_rows, search_down
 
 FORMATS = [

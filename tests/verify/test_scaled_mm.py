@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Dynamic
-from fp8calib.verify.quantizer import Quantizer
+from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ROUNDED_ULPS = {"cpu": 1, "cuda": 2}

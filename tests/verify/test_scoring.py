@@ -19,12 +19,12 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.run.forward.lm_head import open_head
-from fp8calib.verify import scoring
-from fp8calib.verify.compare import Compared, Comparison
-from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.scoring import TokenScores, score_batch
+from fp8calib.verification.compare import token_scores as scoring
+from fp8calib.verification.compare.token_scores import TokenScores, score_batch
+from fp8calib.verification.compare.whole import Compared, Comparison
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.architectures import families
 from tests.verify.by_hand import Subject, make_batch, opened, padding_mask

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fp8calib.engines.numerics import PROFILES
-from fp8calib.verify.candidates import Candidate
-from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.report import SensitivityResult
-from fp8calib.verify.sensitivity import find_skippable
+from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.report import SensitivityResult
+from fp8calib.verification.sensitivity import find_skippable
 
 
 @pytest.mark.parametrize(

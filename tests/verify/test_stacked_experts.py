@@ -21,8 +21,8 @@ from fp8calib.geometry.sites import Site
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
-from fp8calib.verify.weights import WeightChange, changed_weights
+from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
+from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests.quantize.by_hand import read, run
 from tests.quantize.stacked import STACKED, find_experts
 

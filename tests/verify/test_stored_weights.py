@@ -20,11 +20,11 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Site
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verify.linear_emulation import emulate_checkpoint, emulate_scheme
-from fp8calib.verify.quantizer import Damage
-from fp8calib.verify.scale_range import ScaleRange
-from fp8calib.verify.stored_weights import find_clipped
-from fp8calib.verify.weights import WeightChange, changed_weights
+from fp8calib.verification.emulation.fake_quantize import Damage
+from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
+from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.stored_weights import find_clipped
+from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests import zoo
 from tests.dialects.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
 from tests.verify.by_hand import Subject, opened

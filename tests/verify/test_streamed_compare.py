@@ -21,12 +21,11 @@ from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verify.compare import Compared, Comparison
-from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.linear_emulation import emulate_scheme
-from fp8calib.verify.looking import LookingTaps
-from fp8calib.verify.streamed_compare import open_streamed_comparison
+from fp8calib.verification.compare.streamed import open_streamed_comparison
+from fp8calib.verification.compare.whole import Compared, Comparison
+from fp8calib.verification.emulation.emulate import Emulation, LookingTaps
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.run.test_streamed import MODELS
 from tests.truth.test_statistics import Silent, draw, make_plan

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8calib.verify.gates import GATES, judge
-from fp8calib.verify.report import Verdict
-from fp8calib.verify.scoring import TokenScores
-from fp8calib.verify.summary import (
+from fp8calib.verification.compare.summary import (
     compute_ppl,
     divergence_errors,
     standard_error,
     summarize,
     summarize_positions,
 )
+from fp8calib.verification.compare.token_scores import TokenScores
+from fp8calib.verification.judge.gates import GATES, judge
+from fp8calib.verification.report import Verdict
 
 
 def make_scores(

@@ -15,13 +15,12 @@ import torch
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import DataError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.verify.candidates import Candidate
-from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.kv_emulation import emulate_kv, make_unscaled_table
-from fp8calib.verify.quantizer import Quantizer
-from fp8calib.verify.report import TaskResult
-from fp8calib.verify.task_files import open_tasks
-from fp8calib.verify.tasks import (
+from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.report import TaskResult
+from fp8calib.verification.tasks.lm_eval import (
     Score,
     TaskOutcome,
     add_bos,
@@ -29,6 +28,7 @@ from fp8calib.verify.tasks import (
     read_scores,
     run_tasks,
 )
+from fp8calib.verification.tasks.task_files import open_tasks
 from tests import zoo
 from tests.verify.by_hand import HandCache, Subject, cast, opened
 from tests.verify.harness_tasks import (

@@ -15,8 +15,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verify.uncovered import missed_by_scheme
-from fp8calib.verify.weights import find_parameters
+from fp8calib.verification.emulation.coverage import missed_by_scheme
+from fp8calib.verification.emulation.weights import find_parameters
 from tests import zoo
 from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows

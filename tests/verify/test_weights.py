@@ -18,11 +18,16 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Dynamic
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verify.emulate import Emulation
-from fp8calib.verify.linear_emulation import emulate_checkpoint
-from fp8calib.verify.quantizer import Quantizer
-from fp8calib.verify.stored_weights import Stored
-from fp8calib.verify.weights import Requantized, WeightParameter, find_parameters, sum_damage
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.linears import emulate_checkpoint
+from fp8calib.verification.emulation.stored_weights import Stored
+from fp8calib.verification.emulation.weights import (
+    Requantized,
+    WeightParameter,
+    find_parameters,
+    sum_damage,
+)
 from tests import zoo
 from tests.verify.by_hand import (
     Subject,

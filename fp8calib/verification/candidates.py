@@ -1,0 +1,300 @@
+"""What is verified: statistics, scales in any dialect, whole FP8 checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.links import refuse_links_out
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
+from fp8calib.dialects.kv.read import FoundScales, check_same_model, has_kv_scales, read_scales
+from fp8calib.dialects.kv.validate import reading_errors
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.errors import ModelError, UsageError, VerificationError
+from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.schemes import Scheme
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.scales.compute import ScaleTable, compute_kv_scales
+from fp8calib.scales.rules import AMAX, Rule
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
+from fp8calib.stats.measured_on import MeasuredOn, explain_difference
+from fp8calib.verification.emulation.coverage import missed_by_scheme, outside_of_layers
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.kv import (
+    emulate_kv,
+    make_unscaled_table,
+    takes_latents_unscaled,
+)
+from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
+
+_SAMPLE_BYTES = 4096
+_SAMPLED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The model that everything is verified on."""
+
+    checkpoint: Checkpoint
+    fingerprint: str
+    geometry: ModelGeometry
+    unobserved: tuple[str, ...] = ()
+    """Paths of modules in decoder layers whose weights no scheme reaches here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A candidate as it was found on disk, checked against the model."""
+
+    name: str
+    stats: CalibrationStats | None = None
+    found: FoundScales | None = None
+    checkpoint: Fp8Checkpoint | None = None
+
+    @property
+    def measured_on(self) -> MeasuredOn | None:
+        """Tell which text it was measured on; None where it does not say."""
+        if self.checkpoint is not None:
+            return self.checkpoint.measured_on
+        if self.found is not None:
+            return self.found.table.measured_on
+        return None if self.stats is None else self.stats.measured_on
+
+    def kv_table(self, fmt: Fp8Format, rule: Rule = AMAX) -> ScaleTable | None:
+        """Give its KV scales, per tensor where it is statistics; None where it has none."""
+        if self.found is not None:
+            return self.found.table
+        return None if self.stats is None else compute_kv_scales(self.stats, fmt, rule=rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A candidate, ready to be emulated."""
+
+    name: str
+    description: str
+    emulation: Emulation
+    notes: tuple[str, ...] = ()
+    """What the emulation lacks."""
+
+    @property
+    def default_gate(self) -> str:
+        """Name the gate that fits what is quantized."""
+        return "w8a8" if self.emulation.weights else "kv"
+
+
+def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
+    """Read what `name` (a path) holds and check that it belongs to the model.
+
+    Args:
+        name: a stats file, or the folder calibrate wrote it to; scales in any dialect; an FP8
+            checkpoint.
+        target: the model.
+        profile: the engine, as which FP8 weights are read.
+
+    Raises:
+        UsageError: there is nothing at the path.
+        DataError: a stats file is damaged.
+        VerificationError: the scales are not valid, or of another model.
+    """
+    path = find_candidate(name)
+    if is_stats_file(path):
+        stats = load_stats(path)
+        _check_stats(name, stats, target)
+        return Opened(name=name, stats=stats)
+    if path.is_dir() and is_fp8_checkpoint(path):
+        checkpoint = Fp8Checkpoint.open(
+            path,
+            fuse=profile.fused_share_scales,
+            through_float16=profile.weights_through_float16,
+        )
+        check_same_model(name, checkpoint.measured_on, target.fingerprint)
+        found = _read(name, path, target) if has_kv_scales(path) else None
+        return Opened(name=name, found=found, checkpoint=checkpoint)
+    found = _read(name, path, target)
+    if path.is_dir():
+        _check_weights(path, target)
+    return Opened(name=name, found=found)
+
+
+def find_candidate(name: str) -> Path:
+    """Find the file or folder that a candidate's name means: of a calibration, its statistics.
+
+    Raises:
+        UsageError: there is nothing at the path.
+        VerificationError: the folder's files lie elsewhere.
+    """
+    path = Path(name)
+    try:
+        if not path.exists():
+            raise UsageError(f"--scales {name}: no such file or folder")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--scales {name}: cannot be read: {error}") from error
+    if not path.is_dir():
+        return path
+    with reading_errors():
+        refuse_links_out(path)
+    return path / STATS_NAME if is_stats_file(path / STATS_NAME) else path
+
+
+def _check_stats(name: str, stats: CalibrationStats, target: Target) -> None:
+    if stats.header.model_fingerprint != target.fingerprint:
+        difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
+        raise VerificationError(
+            f"{name}: these statistics are of another model "
+            f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers): {difference}",
+            hint="calibrate this model, or name the model that was calibrated",
+        )
+
+
+def _read(name: str, path: Path, target: Target) -> FoundScales:
+    found = read_scales(path, target.geometry)
+    check_same_model(name, found.table.measured_on, target.fingerprint)
+    return found
+
+
+def _check_weights(folder: Path, target: Target) -> None:
+    """Refuse an overlay whose weights are another model's."""
+    try:
+        with Checkpoint.open(folder) as overlay:
+            for name, entry in overlay.tensors.items():
+                own = target.checkpoint.tensors.get(name)
+                if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
+                    continue
+                if own.shape != entry.shape or overlay.sample_bytes(
+                    name, _SAMPLE_BYTES
+                ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
+                    raise VerificationError(
+                        f"{folder}: its {name} is not that of the model: the scales belong to "
+                        "another one",
+                        hint="name the model the overlay was made of",
+                    )
+    except ModelError:
+        return  # no weights beside the scales: nothing to compare
+
+
+def build_kv_candidate(name: str, table: ScaleTable, profile: EngineProfile, how: str) -> Candidate:
+    """Build a candidate that quantizes the KV cache with the scales of `table`.
+
+    Args:
+        name: what it is called in the report.
+        table: its scales.
+        profile: the engine.
+        how: the dialect the scales stood in, or the rule that made them.
+    """
+    kind = "per-head" if table.per_head else "per-tensor"
+    ranks = f", {table.tp} ranks" if table.tp > 1 else ""
+    unused = (
+        f"; {profile.name} takes no scales for latent attention: 1.0"
+        if takes_latents_unscaled(table, profile)
+        else ""
+    )
+    return Candidate(
+        name=name,
+        description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({how}){unused}",
+        emulation=Emulation(quantizers=emulate_kv(table, profile, dialect=how)),
+    )
+
+
+def build_unscaled(
+    name: str, geometry: ModelGeometry, fmt: Fp8Format, profile: EngineProfile
+) -> Candidate:
+    """Build the candidate of an engine that was given no scales."""
+    table = make_unscaled_table(geometry, fmt)
+    return Candidate(
+        name=name,
+        description=f"KV cache {fmt.name}, every scale 1.0",
+        emulation=Emulation(quantizers=emulate_kv(table, profile)),
+    )
+
+
+def build_scheme(
+    name: str,
+    scheme: Scheme,
+    target: Target,
+    model: LoadedModel,
+    profile: EngineProfile,
+    *,
+    fmt: Fp8Format,
+    stats: CalibrationStats | None,
+) -> Candidate:
+    """Build a candidate whose weights and inputs follow `scheme`."""
+    modules = dict(model.named_modules())
+    quantizers, weights = emulate_scheme(
+        scheme, target.geometry, modules, profile, fmt=fmt, stats=stats
+    )
+    return Candidate(
+        name=name,
+        description=f"{scheme.name}: {scheme.description}, {fmt.name}",
+        emulation=Emulation(quantizers=quantizers, weights=weights),
+        notes=tuple(missed_by_scheme(name, target.geometry, target.unobserved, model)),
+    )
+
+
+def build_checkpoint(
+    opened: Opened, model: LoadedModel, target: Target, profile: EngineProfile
+) -> Candidate:
+    """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
+    checkpoint = opened.checkpoint
+    assert checkpoint is not None  # noqa: S101 -- the caller chose by it
+    source = WeightSource(model, checkpoint)
+    _check_ends(checkpoint, source, model, target)
+    quantizers, weights = emulate_checkpoint(
+        checkpoint,
+        source,
+        target.geometry,
+        model,
+        profile,
+        is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
+    )
+    parts = [f"{checkpoint.method} checkpoint, weights {checkpoint.fmt.name}"]
+    if opened.found is not None:
+        found = opened.found
+        quantizers |= emulate_kv(found.table, profile, dialect=found.dialect)
+        parts.append(f"KV cache {found.table.fmt.name}")
+    return Candidate(
+        name=opened.name,
+        description=", ".join(parts),
+        emulation=Emulation(quantizers=quantizers, weights=weights),
+        notes=tuple(outside_of_layers(opened.name, weights, checkpoint, source, model)),
+    )
+
+
+def _check_ends(
+    checkpoint: Fp8Checkpoint, source: WeightSource, model: LoadedModel, target: Target
+) -> None:
+    """Refuse a checkpoint whose embedding or head is another model's; no FP8 scheme touches them.
+
+    All candidates are scored by the head of the model.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [end.weight for end in ends if end is not None]
+    own = [name for name, value in model.named_parameters() if any(value is w for w in weights)]
+    for name in source.names_of(own) - checkpoint.quantized:
+        original = target.checkpoint
+        if name not in original or original.dtype(name) != checkpoint.dtype(name):
+            continue
+        if _is_changed(name, checkpoint, original):
+            raise VerificationError(
+                f"{checkpoint.folder}: its {name} is not that of the model",
+                hint="name the model that the checkpoint was made from",
+            )
+
+
+def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> bool:
+    if name not in original or original.dtype(name) != checkpoint.dtype(name):
+        return True
+    return not torch.equal(_few_rows(checkpoint, name), _few_rows(original, name))
+
+
+def _few_rows(checkpoint: Fp8Checkpoint | Checkpoint, name: str) -> torch.Tensor:
+    """Read a vector whole, of a matrix the first rows."""
+    shape = checkpoint.shape(name)
+    if len(shape) < 2:
+        return checkpoint.read(name)
+    return checkpoint.read_rows(name, 0, min(shape[0], _SAMPLED_ROWS))

@@ -1,0 +1,335 @@
+"""The pass over a model that does not fit into memory: all models walk its layers side by side.
+
+Each layer's weights are read once. The reference sees all batches through it, then each candidate,
+whose changes to that layer are made and undone while it is there. Batches, and the order in which
+a site sees them, are those of `fp8calib.verify.compare`: the numbers are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.plan import Batch
+from fp8calib.errors import ModelError, VerificationError
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.observe.hooks import TappedCache, own_attentions, tapped
+from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.forward.lm_head import open_head
+from fp8calib.run.streaming.embeddings import EmbeddingRows
+from fp8calib.run.streaming.hidden_states import StateStore
+from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
+from fp8calib.run.streaming.model import (
+    StreamedLayer,
+    StreamedModel,
+    Streaming,
+    load_state,
+    open_store,
+    open_streamed,
+)
+from fp8calib.run.streaming.probe import FirstLayer, Probe, probe_layer
+from fp8calib.verification.compare.token_scores import Logits, TokenScores, join_scores, score_batch
+from fp8calib.verification.compare.whole import (
+    Advance,
+    Compared,
+    find_weight_scales,
+    on_cpu,
+    require_finite,
+)
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation
+from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.stored_weights import Copied
+from fp8calib.verification.emulation.weights import Originals, WeightChange, changed_weights
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lane:
+    """One of the models that go through the layers side by side."""
+
+    number: int
+    emulation: Emulation
+    taps: EmulatingTaps
+    by_layer: Mapping[int, tuple[WeightChange, ...]]
+    around: tuple[WeightChange, ...]
+    """Changes of what lies around the layers (norms)."""
+    rows: tuple[tuple[EmbeddingRows, torch.Tensor], ...]
+    """Rows of embeddings that are other ones in this model."""
+    scales: dict[Site, ScaleRange] = field(default_factory=dict)
+
+
+class StreamedComparison:
+    """Compares as `fp8calib.verify.compare.Comparison` does; made by `open_streamed_comparison`."""
+
+    def __init__(self, streamed: StreamedModel, streaming: Streaming, originals: Originals) -> None:
+        self._streamed = streamed
+        self._streaming = streaming
+        self._originals = originals
+        self._model = streamed.model
+        self._decoder = Decoder(streamed.model)
+        self._attentions = own_attentions(streamed.geometry)
+        config = streamed.model.config.get_text_config(decoder=True)
+        self._vocab_size = int(config.vocab_size)
+
+    def run(
+        self,
+        batches: Iterable[Batch],
+        emulations: Mapping[str, Emulation],
+        *,
+        reference_taps: EmulatingTaps | None = None,
+        advance: Advance,
+    ) -> Compared:
+        """Score every candidate on every batch (`fp8calib.verify.compare.Comparing.run`)."""
+        todo = list(batches)
+        lanes = self._make_lanes(emulations, reference_taps or EmulatingTaps({}))
+        with open_store(self._streaming) as store:
+            self._walk(todo, lanes, store, advance)
+            scores = self._score(todo, lanes, store, list(emulations))
+        candidates = dict(zip(emulations, lanes[1:], strict=True))
+        return Compared(
+            reference=scores[0],
+            candidates=dict(zip(emulations, scores[1:], strict=True)),
+            damage={name: on_cpu(lane.taps.damage) for name, lane in candidates.items()},
+            weight_scales={name: lane.scales for name, lane in candidates.items()},
+        )
+
+    def probe(self, batch: Batch, emulations: Mapping[str, Emulation]) -> Probe:
+        """Measure the first layer: its changes, and one micro-batch of every model through it."""
+        lanes = self._make_lanes(emulations, EmulatingTaps({}))
+
+        def change(layer: StreamedLayer) -> None:
+            for lane in lanes:
+                with self._changed(lane, layer):
+                    pass
+
+        with ExitStack() as stack:
+            steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
+            layers = stack.enter_context(self._streamed.layers(until=1))
+
+            def run() -> LayerState:
+                return [self._try(steps, lane, batch) for lane in lanes][-1]
+
+            first = FirstLayer(layers=layers, run=run)
+            keep = any(lane.by_layer for lane in lanes)
+            return probe_layer(self._streamed, first, change_layer=change, keep=keep)
+
+    def _try(self, steps: LayerSteps, lane: _Lane, batch: Batch) -> LayerState:
+        with self._seams(lane, 0):
+            return self._run_batch(steps, lane, 0, batch, None)
+
+    # --- the models -----------------------------------------------------------------------------
+
+    def _make_lanes(
+        self, emulations: Mapping[str, Emulation], reference: EmulatingTaps
+    ) -> list[_Lane]:
+        lanes = [self._make_lane(0, Emulation(), reference)]
+        for number, emulation in enumerate(emulations.values(), start=1):
+            lanes.append(self._make_lane(number, emulation, EmulatingTaps(emulation.quantizers)))
+        return lanes
+
+    def _make_lane(self, number: int, emulation: Emulation, taps: EmulatingTaps) -> _Lane:
+        by_layer: dict[int, tuple[WeightChange, ...]] = {}
+        around: list[WeightChange] = []
+        rows: list[tuple[EmbeddingRows, torch.Tensor]] = []
+        paths = {f"{layer.module}.": layer.index for layer in self._streamed.geometry.layers}
+        for change in emulation.weights:
+            name = change.parameters[0].name
+            index = next((i for path, i in paths.items() if name.startswith(path)), None)
+            if index is not None:
+                by_layer[index] = (*by_layer.get(index, ()), change)
+            elif (embedding := self._streamed.embeddings.get(name)) is not None:
+                rows.append((embedding, _read_rows(embedding, change)))
+            elif not self._model.get_parameter(name).is_meta:
+                around.append(change)  # what has no weights here is no part of the decoder
+        return _Lane(
+            number=number,
+            emulation=emulation,
+            taps=taps,
+            by_layer=by_layer,
+            around=tuple(around),
+            rows=tuple(rows),
+        )
+
+    # --- the layers -----------------------------------------------------------------------------
+
+    def _walk(
+        self, batches: Sequence[Batch], lanes: Sequence[_Lane], store: StateStore, advance: Advance
+    ) -> None:
+        with ExitStack() as stack:
+            steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
+            for layer in stack.enter_context(self._streamed.layers()):
+                index = layer.layer.index
+                keep = any(index in lane.by_layer for lane in lanes)
+                with self._streamed.placed(layer, keep=keep):
+                    for lane in lanes:
+                        self._find_scales(lane, index)
+                        with self._changed(lane, layer), self._seams(lane, index):
+                            self._run_layer(steps, lane, index, batches, store, advance)
+            for lane in lanes:
+                self._finish(steps, lane, batches, store)
+
+    def _find_scales(self, lane: _Lane, index: int) -> None:
+        if changes := lane.by_layer.get(index):
+            lane.scales |= find_weight_scales(changes, self._values())
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+
+    def _run_layer(
+        self,
+        steps: LayerSteps,
+        lane: _Lane,
+        index: int,
+        batches: Sequence[Batch],
+        store: StateStore,
+        advance: Advance,
+    ) -> None:
+        num_layers = len(self._streamed.geometry.layers)
+        for place, batch in enumerate(batches):
+            key = lane.number * len(batches) + place
+            before = load_state(store, key, self._decoder.device) if index else None
+            checks = lane.number == 0 and place == 0
+            after = self._run_batch(steps, lane, index, batch, before, checks=checks)
+            store.put(key, (after.output, after.shared))
+            done, after_this = (batch.num_tokens * i // num_layers for i in (index, index + 1))
+            advance(after_this - done)
+
+    def _run_batch(
+        self,
+        steps: LayerSteps,
+        lane: _Lane,
+        index: int,
+        batch: Batch,
+        before: LayerState | None,
+        *,
+        checks: bool = False,
+    ) -> LayerState:
+        lane.taps.begin_batch(batch)
+        after = steps.run_layer(index, batch, self._cache(lane), before, checks=checks)
+        lane.taps.end_batch()
+        return after
+
+    def _cache(self, lane: _Lane) -> TappedCache:
+        return TappedCache(self._decoder.config, self._attentions, (), lane.taps)
+
+    @contextmanager
+    def _changed(self, lane: _Lane, layer: StreamedLayer) -> Iterator[None]:
+        """Hold a model's changes to one layer, and to what is around all of them."""
+        changes = lane.by_layer.get(layer.layer.index, ())
+        with ExitStack() as stack:
+            stack.enter_context(self._changed_around(lane))
+            if changes:
+                stack.enter_context(
+                    changed_weights(self._model, changes, layer.weights, lane.taps.damage)
+                )
+            yield
+
+    @contextmanager
+    def _changed_around(self, lane: _Lane) -> Iterator[None]:
+        with ExitStack() as stack:
+            for embedding, rows in lane.rows:
+                stack.enter_context(embedding.replaced(rows))
+            if lane.around:
+                stack.enter_context(
+                    changed_weights(self._model, lane.around, self._originals, lane.taps.damage)
+                )
+            yield
+
+    def _seams(self, lane: _Lane, index: int) -> AbstractContextManager[None]:
+        geometry = self._streamed.geometry
+        roles = {site.role for site in lane.emulation.quantizers}
+        return tapped(
+            self._model,
+            geometry.model_copy(update={"layers": (geometry.layers[index],)}),
+            lane.taps,
+            query=Role.Q in roles,
+            inputs=Role.INPUT in roles,
+        )
+
+    # --- after the layers -----------------------------------------------------------------------
+
+    def _finish(
+        self, steps: LayerSteps, lane: _Lane, batches: Sequence[Batch], store: StateStore
+    ) -> None:
+        with self._changed_around(lane):
+            for place, batch in enumerate(batches):
+                key = lane.number * len(batches) + place
+                before = load_state(store, key, self._decoder.device)
+                hidden = steps.finish(batch, self._cache(lane), before)
+                store.put(key, (hidden, {}))
+
+    def _score(
+        self,
+        batches: Sequence[Batch],
+        lanes: Sequence[_Lane],
+        store: StateStore,
+        names: Sequence[str],
+    ) -> list[TokenScores]:
+        parts: list[list[TokenScores]] = []
+        device = self._decoder.device
+        with self._streamed.with_head(), open_head(self._model) as head:
+            for place, batch in enumerate(batches):
+                keys = [lane.number * len(batches) + place for lane in lanes]
+                reference, *others = (load_state(store, key, device).output for key in keys)
+                logits = self._whole_logits(head.logits)
+                scores = score_batch(batch, reference, others, logits, self._vocab_size)
+                require_finite(names, scores, batch, self._model.dtype)
+                parts.append(scores)
+        return [join_scores(each) for each in zip(*parts, strict=True)]
+
+    def _whole_logits(self, logits: Logits) -> Logits:
+        """Refuse a head that reads the embedding itself, of which only some rows are here."""
+
+        def checked(hidden: torch.Tensor) -> torch.Tensor:
+            found = logits(hidden)
+            if found.shape[-1] < self._vocab_size:
+                raise ModelError(
+                    f"{type(self._model).__name__} computes logits from its embedding directly",
+                    hint="it cannot be streamed: leave out --memory, or use a larger machine",
+                )
+            return found
+
+        return checked
+
+
+def _read_rows(embedding: EmbeddingRows, change: WeightChange) -> torch.Tensor:
+    assert isinstance(change, Copied)  # noqa: S101 -- no scheme quantizes an embedding
+    try:
+        return embedding.read_others(change.read_rows)
+    except (IndexError, RuntimeError) as error:
+        raise VerificationError(
+            f"{change.parameters[0].name} has another shape in the FP8 checkpoint: {error}",
+            hint="name the model that the checkpoint was made from",
+        ) from error
+
+
+@contextmanager
+def open_streamed_comparison(
+    model: LoadedModel,
+    geometry: ModelGeometry,
+    weights: WeightSource,
+    checkpoint: Checkpoint,
+    tokens: torch.Tensor,
+    streaming: Streaming,
+) -> Iterator[StreamedComparison]:
+    """Make a model that was built without weights ready to be compared with its emulations.
+
+    Args:
+        model: built without weights, in the dtype it will compute in.
+        geometry: its geometry.
+        weights: its parameters.
+        checkpoint: where they are read.
+        tokens: ids of the text, in any order.
+        streaming: how.
+
+    Raises:
+        ModelError: a weight is missing or has another shape, or the model cannot be streamed.
+    """
+    with open_streamed(model, geometry, weights, checkpoint, tokens, streaming) as streamed:
+        yield StreamedComparison(streamed, streaming, weights)

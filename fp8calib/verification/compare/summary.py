@@ -1,0 +1,146 @@
+"""From per-token scores to the numbers of a report, with their errors."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.verification.compare.token_scores import (
+    TokenScores,
+    predicted_positions,
+    split_sequences,
+)
+from fp8calib.verification.report import PositionResult
+
+MIN_CLUSTERS = 2
+"""Of fewer nothing can be said about an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What per-token scores of a candidate amount to."""
+
+    ppl: float
+    log_ratio: float
+    """Logarithm of the candidate's perplexity over the reference's."""
+    log_ratio_se: float | None
+    """None where it cannot be known (`standard_error`)."""
+    kld_mean: float
+    kld_median: float
+    kld_p99: float
+    kld_max: float
+    top1_agreement: float
+
+    @property
+    def ppl_ratio(self) -> float:
+        """The candidate's perplexity over the reference's."""
+        return _exp(self.log_ratio)
+
+    @property
+    def ppl_ratio_se(self) -> float | None:
+        """Standard error of the ratio (delta method); None where it cannot be known."""
+        return None if self.log_ratio_se is None else self.ppl_ratio * self.log_ratio_se
+
+
+def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int]) -> Summary:
+    """Reduce the scores of a candidate; `lengths` are the tokens of each sequence."""
+    losses = (reference.logprobs - scores.logprobs).double()
+    klds = scores.klds.double()
+    return Summary(
+        ppl=compute_ppl(scores),
+        log_ratio=float(losses.mean()),
+        log_ratio_se=standard_error(losses, lengths),
+        kld_mean=float(klds.mean()),
+        kld_median=_quantile(klds, 0.5),
+        kld_p99=_quantile(klds, 0.99),
+        kld_max=float(klds.max()),
+        top1_agreement=float(scores.agrees.double().mean()),
+    )
+
+
+def compute_ppl(scores: TokenScores) -> float:
+    """Give the perplexity: exp of the mean negative log-probability."""
+    return _exp(-float(scores.logprobs.double().mean()))
+
+
+def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None:
+    """Give the standard error of the mean of per-token `losses`, clustered by sequence.
+
+    The mean is a ratio of two sums over sequences (losses and tokens), so its variance is that of
+    the residuals of the sequences' sums (Cochran, Sampling Techniques, 6.3). One sequence is cut
+    into as many blocks as each then has tokens, since neighbours are not independent.
+
+    Returns:
+        None where nobody can know it: of one token, or where the losses of all sequences are the
+        same (the same text over and over) and are not zero.
+    """
+    parts = list(split_sequences(losses, lengths))
+    if len(parts) < MIN_CLUSTERS:
+        parts = _cut_into_blocks(losses)
+    clusters = len(parts)
+    if clusters < MIN_CLUSTERS:
+        return None
+    mean = float(losses.mean())
+    residuals = torch.stack([part.sum() - mean * len(part) for part in parts])
+    variance = float(residuals.square().sum()) * clusters / (clusters - 1)
+    return None if mean and not variance else math.sqrt(variance) / len(losses)
+
+
+def divergence_errors(
+    scores: Mapping[str, TokenScores], base: str, lengths: Sequence[int]
+) -> dict[str, float | None]:
+    """Give, for each candidate, the `standard_error` of its mean KL divergence less that of `base`.
+
+    Paired by token; empty where `base` is none of the candidates.
+    """
+    if base not in scores:
+        return {}
+    klds = scores[base].klds.double()
+    return {
+        name: standard_error(found.klds.double() - klds, lengths) for name, found in scores.items()
+    }
+
+
+def _cut_into_blocks(losses: torch.Tensor) -> list[torch.Tensor]:
+    count = min(len(losses), max(MIN_CLUSTERS, math.isqrt(len(losses))))
+    return list(torch.tensor_split(losses, count))
+
+
+def summarize_positions(
+    scores: TokenScores, reference: TokenScores, lengths: Sequence[int]
+) -> tuple[PositionResult, ...]:
+    """Split by position, in ranges that double: 1, 2-3, 4-7, ..."""
+    positions = predicted_positions(lengths)
+    losses = (reference.logprobs - scores.logprobs).double()
+    octaves = positions.double().log2().floor().long()
+    results = []
+    for octave in range(int(octaves.max()) + 1):
+        chosen = octaves == octave
+        results.append(
+            PositionResult(
+                first=2**octave,
+                last=min(2 ** (octave + 1) - 1, int(positions.max())),
+                tokens=int(chosen.sum()),
+                kld_mean=float(scores.klds[chosen].double().mean()),
+                ppl_ratio=_exp(float(losses[chosen].mean())),
+            )
+        )
+    return tuple(results)
+
+
+def _quantile(values: torch.Tensor, share: float) -> float:
+    """Give the smallest value that at least `share` of the values do not exceed."""
+    rank = max(math.ceil(share * len(values)), 1)
+    return float(values.kthvalue(rank).values)
+
+
+def _exp(x: float) -> float:
+    """Exponentiate; what fp64 cannot hold becomes its largest number."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return sys.float_info.max

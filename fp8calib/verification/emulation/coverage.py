@@ -1,0 +1,73 @@
+"""What an engine may quantize and the emulation does not: notes for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.survey import is_linear
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.verification.emulation.weights import WeightChange, is_router
+
+
+def missed_by_scheme(
+    name: str, geometry: ModelGeometry, unobserved: Collection[str], model: LoadedModel
+) -> Iterator[str]:
+    """Tell of the linears of the text decoder that no scheme reaches here.
+
+    Args:
+        name: of the candidate.
+        geometry: of the model.
+        unobserved: paths of modules in decoder layers that multiply by weights themselves.
+        model: the model, with or without weights.
+    """
+    path, decoder = text_decoder(model)
+    known = {linear.module for _, linear in geometry.linears()}
+    linears = {f"{path}.{n}" if path else n for n, m in decoder.named_modules() if is_linear(m)}
+    missed = sorted(m for m in (linears - known) | set(unobserved) if not is_router(m))
+    if missed:
+        yield f"{name}: not quantized here, though an engine may: {_first_of(missed)}"
+
+
+def outside_of_layers(
+    name: str,
+    changes: Sequence[WeightChange],
+    checkpoint: Fp8Checkpoint,
+    source: WeightSource,
+    model: LoadedModel,
+) -> Iterator[str]:
+    """Tell of what a checkpoint quantizes that is no linear of a decoder layer.
+
+    Args:
+        name: of the candidate.
+        changes: what the emulation replaces.
+        checkpoint: the FP8 checkpoint.
+        source: the same, by the model's parameters.
+        model: the unquantized model, with or without weights.
+    """
+    linears = {p.name for change in changes for p in change.parameters if p.sites}
+    others = {parameter for parameter, _ in model.named_parameters()} - linears
+    quantized = {p for p in others if source.names_of([p]) & checkpoint.quantized}
+    inside = {parameter for parameter in quantized if is_of_decoder(parameter, model)}
+    if inside:
+        yield (
+            f"{name}: of {_first_of(sorted(inside))} the weights alone are quantized here, not "
+            "the inputs: no linear of a decoder layer"
+        )
+    if quantized - inside:
+        beside = _first_of(sorted(quantized - inside))
+        yield f"{name}: no part of the text decoder, and left out: {beside}"
+
+
+def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
+    """Tell whether a parameter belongs to what turns tokens into the last hidden state."""
+    path = text_decoder(model)[0]
+    return not path or parameter.startswith(f"{path}.")
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return f"{names[0]}{more}"

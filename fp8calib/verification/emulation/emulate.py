@@ -1,0 +1,250 @@
+"""A model run as an engine would run it in FP8: tensors quantized at the seams and in weights.
+
+Nothing stays: the seams close with their context, and weights that were replaced are read again
+from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from fp8calib.data.plan import Batch
+from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.observe.hooks import ExpertsCall, TappedCache, own_attentions, tapped
+from fp8calib.run.forward.decoder import Decoder
+from fp8calib.verification.emulation.fake_quantize import (
+    Fake,
+    Quantizer,
+    add_damage,
+    measure_damage,
+)
+from fp8calib.verification.emulation.weights import Originals, WeightChange, changed_weights
+
+FLUSH_STRIDE = 8
+"""Every how many tokens zeros are counted at q and at inputs of linears; of K and V all are."""
+_REMEMBERED_INPUTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """What is quantized, and how."""
+
+    quantizers: Mapping[Site, Quantizer] = field(default_factory=dict)
+    """K, V, q and inputs; a site that is not named stays as it is."""
+    weights: tuple[WeightChange, ...] = ()
+
+    def only(self, modules: frozenset[str]) -> Emulation:
+        """Keep what belongs to `modules`, the paths of attention modules and linears."""
+        return Emulation(
+            quantizers={s: q for s, q in self.quantizers.items() if s.module in modules},
+            weights=tuple(
+                change
+                for change in self.weights
+                if {site.module for p in change.parameters for site in p.sites} <= modules
+            ),
+        )
+
+
+class EmulatingTaps:
+    """Replaces the tensors at the seams by quantized ones, and sums up what that did to each."""
+
+    def __init__(self, quantizers: Mapping[Site, Quantizer]) -> None:
+        self._quantizers = quantizers
+        self._kept: torch.Tensor | None = None
+        self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, torch.Tensor]] = []
+        self.damage: dict[Site, torch.Tensor] = {}
+
+    def begin_batch(self, batch: Batch) -> None:
+        """Open a batch: its padding is not measured."""
+        mask = batch.mask
+        self._kept = None if mask is None else mask.flatten().nonzero().squeeze(1)
+        self._inputs.clear()
+
+    def end_batch(self) -> None:
+        """Let go of the batch's tensors."""
+        self._inputs.clear()
+
+    def tap_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize K and V."""
+        return (
+            self._heads(attention.site(Role.K), key),
+            self._heads(attention.site(Role.V), value),
+        )
+
+    def tap_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Quantize q as the engine has it: without what the model multiplied it by."""
+        site = attention.site(Role.Q)
+        if site not in self._quantizers:
+            return query
+        if attention.query_divisor == 1.0:
+            return self._heads(site, query)
+        unscaled = self._heads(site, query / attention.query_divisor)
+        return unscaled * attention.query_divisor
+
+    def tap_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Quantize the input of a linear, once for all that read the same tensor."""
+        return self._input([Site(linear.module, Role.INPUT)], x)
+
+    def tap_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+        """Quantize the input of gate and up."""
+        names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
+        return self._input([Site(f"{call.path}.{name}", Role.INPUT) for name in names], hidden)
+
+    def tap_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+        """Quantize the input of down."""
+        site = Site(f"{call.path}.down_proj", Role.INPUT)
+        if self._kept is None:
+            return self._input([site], rows)
+        order = torch.sort(call.index.flatten()).indices
+        return self._input([site], rows, tokens=order // call.index.shape[1])
+
+    def measure_heads(
+        self, quantizer: Quantizer, x: torch.Tensor, *, flush_stride: int = 1
+    ) -> tuple[Fake, torch.Tensor]:
+        """Quantize K, V or q [B, H, S, D], and sum up what that does to the tokens that count."""
+        fake = quantizer.for_heads(x.shape[1]).fake(x)
+        before, after = x, fake
+        if self._kept is not None:
+            kept = self._kept.to(x.device)
+            before, after = _tokens(x)[kept], fake.map(lambda t: _tokens(t)[kept])
+        damage = measure_damage(
+            before,
+            after,
+            quantizer.fmt,
+            saturates=quantizer.saturates,
+            flush_stride=flush_stride,
+        )
+        return fake, damage
+
+    def _heads(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        quantizer = self._quantizers.get(site)
+        if quantizer is None:
+            return x
+        stride = FLUSH_STRIDE if site.role is Role.Q else 1
+        fake, damage = self.measure_heads(quantizer, x, flush_stride=stride)
+        self.damage[site] = add_damage(self.damage.get(site), damage)
+        return fake.values.to(x.dtype)
+
+    def _input(
+        self, sites: list[Site], x: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        quantizer = self._quantizers.get(sites[0])
+        if quantizer is None or not x.numel():
+            return x
+        quantized, damage = self._quantized_input(quantizer, x, tokens)
+        for site in sites:
+            self.damage[site] = add_damage(self.damage.get(site), damage)
+        return quantized
+
+    def _quantized_input(
+        self, quantizer: Quantizer, x: torch.Tensor, tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for seen, version, used, quantized, damage in self._inputs:
+            if seen is x and version == x._version and used.is_same(quantizer):
+                return quantized, damage
+        rows = x.reshape(-1, x.shape[-1])
+        before, after = rows, (fake := quantizer.fake(rows))
+        if self._kept is not None:
+            before = self._counted(rows, tokens)
+            after = fake.map(lambda t: self._counted(t, tokens))
+        damage = measure_damage(before, after, quantizer.fmt, flush_stride=FLUSH_STRIDE)
+        quantized = fake.values.to(x.dtype).reshape(x.shape)
+        self._inputs.append((x, x._version, quantizer, quantized, damage))
+        del self._inputs[:-_REMEMBERED_INPUTS]
+        return quantized, damage
+
+    def _counted(self, rows: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        if self._kept is not None and tokens is not None:
+            rows = rows[torch.isin(tokens, self._kept.to(rows.device))]
+        elif self._kept is not None and int(self._kept[-1]) < len(rows):
+            rows = rows[self._kept.to(rows.device)]
+        return rows
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """Lay heads side by side, one row per token: [B*S, H*D]."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class EmulatedModel:
+    """The text decoder of a model under one emulation; made by `emulated`."""
+
+    def __init__(self, decoder: Decoder, geometry: ModelGeometry, taps: EmulatingTaps) -> None:
+        self._decoder = decoder
+        self._attentions = own_attentions(geometry)
+        self._taps = taps
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Run one batch and give its last hidden state: [B, S, C]."""
+        self._taps.begin_batch(batch)
+        cache = TappedCache(self._decoder.config, self._attentions, (), self._taps)
+        hidden = self._decoder.run(batch, cache)
+        self._taps.end_batch()
+        return hidden
+
+
+@contextmanager
+def emulated(
+    model: PreTrainedModel,
+    geometry: ModelGeometry,
+    emulation: Emulation,
+    taps: EmulatingTaps,
+    *,
+    originals: Originals,
+) -> Iterator[EmulatedModel]:
+    """Run `model` under `emulation` while the context is open.
+
+    Args:
+        model: the unquantized model.
+        geometry: its geometry.
+        emulation: what to quantize.
+        taps: made of the same emulation; keeps what was measured from one context to the next.
+        originals: where the unquantized weights are read from when the context closes.
+    """
+    roles = {site.role for site in emulation.quantizers}
+    with ExitStack() as stack:
+        if emulation.weights:
+            stack.enter_context(changed_weights(model, emulation.weights, originals, taps.damage))
+        seams = tapped(model, geometry, taps, query=Role.Q in roles, inputs=Role.INPUT in roles)
+        stack.enter_context(seams)
+        yield EmulatedModel(Decoder(model), geometry, taps)
+
+
+SEQUENCE_STRIDE = 4
+"""Every how many sequences one is looked at."""
+
+
+class LookingTaps(EmulatingTaps):
+    """Measures each kind of scales on the same tensors; what goes on is unquantized."""
+
+    def __init__(self, kinds: Mapping[str, Mapping[Site, Quantizer]]) -> None:
+        super().__init__({})
+        self._kinds = kinds
+        self._is_looking = False
+        self.found: dict[tuple[str, Site], torch.Tensor] = {}
+
+    def begin_batch(self, batch: Batch) -> None:
+        """Open a batch; look at it when one of the chosen sequences is in it."""
+        super().begin_batch(batch)
+        sequences = range(batch.first, batch.first + len(batch.lengths))
+        self._is_looking = any(index % SEQUENCE_STRIDE == 0 for index in sequences)
+
+    def tap_kv(
+        self, attention: Attention, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Measure K and V under every kind of scales."""
+        for role, x in ((Role.K, key), (Role.V, value)) if self._is_looking else ():
+            site = attention.site(role)
+            for kind, quantizers in self._kinds.items():
+                if (quantizer := quantizers.get(site)) is not None:
+                    damage = self.measure_heads(quantizer, x)[1]
+                    self.found[kind, site] = add_damage(self.found.get((kind, site)), damage)
+        return key, value

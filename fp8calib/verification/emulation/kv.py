@@ -1,0 +1,132 @@
+"""From a table of KV scales to what an engine does with it."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.formats import E5M2, Fp8Format
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.tensor_parallel import rank_range
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.convert import fits_heads
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+
+
+def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
+    """Make the table an engine has that was given no scales: 1.0 for K and V of every layer."""
+    one = Scale(values=torch.ones(1), origin=Origin.OBSERVED)
+    return ScaleTable(
+        geometry=geometry,
+        fmt=fmt,
+        tp=1,
+        per_head=False,
+        scales={a.site(role): one for _, a in geometry.attentions() for role in (Role.K, Role.V)},
+    )
+
+
+def emulate_kv(
+    table: ScaleTable, profile: EngineProfile, *, dialect: str = ""
+) -> dict[Site, Quantizer]:
+    """Give the quantizers of K, V and, where the engine quantizes it, q.
+
+    Args:
+        table: the scales.
+        profile: the engine.
+        dialect: how the scales stood on disk, where engines treat it apart.
+
+    Raises:
+        VerificationError: the engine has no use for such scales.
+    """
+    _check_usable(table, profile)
+    quantizers: dict[Site, Quantizer] = {}
+    for _, attention in table.geometry.attentions():
+        for role in (Role.K, Role.V):
+            if attention.producer is None:
+                values = _values(table, attention, role, profile, dialect)
+                quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, profile)
+        if profile.quantizes_query and attention.kind == "heads":
+            quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, profile)
+    return quantizers
+
+
+def takes_latents_unscaled(table: ScaleTable, profile: EngineProfile) -> bool:
+    """Whether the engine has no place for the scales of a model's latent attention."""
+    return table.geometry.has_latent_attention and not profile.kv_scales_latents
+
+
+def _check_usable(table: ScaleTable, profile: EngineProfile) -> None:
+    if table.per_head and not profile.kv_per_head:
+        raise VerificationError(
+            f"the scales are per head, and {profile.name} loads one per tensor",
+            hint="name an engine that honours them: --engine vllm",
+        )
+    if not fits_heads(table.geometry, table.tp):
+        raise VerificationError(
+            f"the scales are of {table.tp} ranks, and the model's heads cannot lie on so many",
+            hint="the file is of another model; a degree divides the attention heads",
+        )
+    is_scaled = any(bool((scale.values != 1).any()) for scale in table.scales.values())
+    if table.fmt is E5M2 and is_scaled and not profile.kv_scales_e5m2:
+        raise VerificationError(
+            f"{profile.name} uses no scales with an e5m2 KV cache",
+            hint="scales are for e4m3fn; e5m2 is verified as scale-1.0",
+        )
+
+
+def _values(
+    table: ScaleTable, attention: Attention, role: Role, profile: EngineProfile, dialect: str
+) -> torch.Tensor:
+    if attention.kind == "latent" and takes_latents_unscaled(table, profile):
+        return torch.tensor(1.0)
+    if profile.kv_joint_scale:
+        joint = torch.tensor([table.kv(attention, rank) for rank in range(table.tp)])
+        return _per_head(joint, attention.num_kv_heads)
+    values = table.scales[attention.site(role)].values
+    if table.per_head:
+        return values.max() if profile.kv_heads_share_largest else values.reshape(-1, 1, 1)
+    if profile.kv_joint_in_model_dtype and dialect == "tgi":
+        values = values.to(_served_dtype(table.geometry)).float()
+    return _per_head(values, attention.num_kv_heads)
+
+
+def _served_dtype(geometry: ModelGeometry) -> torch.dtype:
+    """Give the 16-bit dtype a model is served in; fp32 checkpoints are served in bf16."""
+    return torch.float16 if geometry.checkpoint_dtype == "float16" else torch.bfloat16
+
+
+def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Give each head the scale of the first rank that owns it: [H, 1, 1], or 0-dim where equal."""
+    if bool((values == values[0]).all()):
+        return values[0].float()
+    spread = torch.zeros(num_heads)
+    for rank in reversed(range(len(values))):
+        heads = rank_range(num_heads, len(values), rank)
+        spread[heads.start : heads.stop] = values[rank]
+    return spread.reshape(-1, 1, 1)
+
+
+def _kv_quantizer(fmt: Fp8Format, values: torch.Tensor, profile: EngineProfile) -> Quantizer:
+    is_one = bool((values == 1).all())
+    saturates = profile.kv_saturates_unscaled or not is_one
+    return Quantizer(
+        fmt=fmt,
+        scale=values,
+        rounding=profile.kv_rounding,
+        by_reciprocal=profile.kv_by_reciprocal,
+        in_model_dtype=profile.kv_in_model_dtype,
+        saturates=saturates and fmt.name not in profile.kv_unsaturated,
+    )
+
+
+def _query_quantizer(table: ScaleTable, attention: Attention, profile: EngineProfile) -> Quantizer:
+    scale = table.scales.get(attention.site(Role.Q))
+    if scale is None or profile.query_unscaled:
+        values = torch.tensor(1.0)
+    elif table.per_head:
+        values = scale.values.reshape(-1, 1, 1)
+    else:
+        values = _per_head(scale.values, attention.num_heads)
+    return Quantizer(fmt=table.fmt, scale=values, by_reciprocal=profile.query_by_reciprocal)

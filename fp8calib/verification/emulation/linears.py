@@ -1,0 +1,315 @@
+"""From a scheme, or an FP8 checkpoint, to what an engine does with weights and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fp8calib.dialects.fp8.checkpoint import Activation, ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.fp8.weights import Granularity
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.schemes import Dynamic, Scheme
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable, compute_linear_scales, scale_of
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.verification.emulation.coverage import is_of_decoder
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.scale_range import Per, ScaleRange
+from fp8calib.verification.emulation.stored_weights import Copied, Stored, StoredReach
+from fp8calib.verification.emulation.weights import (
+    Requantized,
+    WeightChange,
+    WeightParameter,
+    find_parameters,
+)
+
+_PER: Mapping[Granularity, Per] = {
+    Granularity.TENSOR: "tensor",
+    Granularity.CHANNEL: "channel",
+    Granularity.BLOCK: "block",
+}
+Linears = tuple[dict[Site, Quantizer], tuple[WeightChange, ...]]
+"""Quantizers of inputs by site, and what happens to weights."""
+
+
+def emulate_scheme(
+    scheme: Scheme,
+    geometry: ModelGeometry,
+    modules: Mapping[str, nn.Module],
+    profile: EngineProfile,
+    *,
+    fmt: Fp8Format,
+    stats: CalibrationStats | None,
+) -> Linears:
+    """Emulate `scheme` on the unquantized model.
+
+    Raises:
+        VerificationError: the scheme has static input scales, and there are no stats.
+        ExportError: the stats hold nothing for an input.
+    """
+    groups = find_parameters(geometry, modules)
+    quantizer = Quantizer(fmt=fmt, scale=scheme.weights)
+    is_again = scheme.weights is Dynamic.BLOCK and profile.group_scales_power_of_two
+    change = Requantized(
+        parameters=(),
+        quantizer=quantizer,
+        through_float16=profile.weights_through_float16 and scheme.weights is Dynamic.TENSOR,
+        again=replace(quantizer, power_of_two=True) if is_again else None,
+    )
+    changes = tuple(replace(change, parameters=group) for group in groups)
+    covered = {site.module for group in groups for p in group for site in p.sites}
+    linears = [linear for _, linear in geometry.linears() if linear.module in covered]
+    if scheme.has_static_inputs and not profile.static_inputs_ignored:
+        return _static_inputs(linears, stats, profile, scheme, fmt), changes
+    kind = Dynamic.TOKEN if scheme.has_static_inputs else scheme.inputs
+    if kind is None:
+        return {}, changes
+    dynamic = _dynamic_quantizer(kind, fmt, profile)
+    return {Site(linear.module, Role.INPUT): dynamic for linear in linears}, changes
+
+
+def _dynamic_quantizer(
+    kind: Dynamic, fmt: Fp8Format, profile: EngineProfile, *, largest_amax: float | None = None
+) -> Quantizer:
+    is_group = kind is Dynamic.GROUP
+    smallest = profile.smallest_group_scale if is_group else profile.smallest_dynamic_scale
+    return Quantizer(
+        fmt=fmt,
+        scale=kind,
+        smallest_scale=max(smallest, SMALLEST_SCALE),
+        largest_amax=largest_amax,
+        by_reciprocal=profile.token_by_reciprocal and not is_group,
+        power_of_two=profile.group_scales_power_of_two and is_group,
+    )
+
+
+def _static_inputs(
+    linears: list[Linear],
+    stats: CalibrationStats | None,
+    profile: EngineProfile,
+    scheme: Scheme,
+    fmt: Fp8Format,
+) -> dict[Site, Quantizer]:
+    if stats is None:
+        raise VerificationError(
+            f"--scheme {scheme.name}: its input scales come from calibration",
+            hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
+        )
+    table = compute_linear_scales(stats, fmt)
+    found = ((linear, _static_scale(linear, table, stats, fmt)) for linear in linears)
+    return {
+        Site(linear.module, Role.INPUT): _static_quantizer(scale, fmt, profile)
+        for linear, scale in found
+    }
+
+
+def _static_scale(
+    linear: Linear, table: ScaleTable, stats: CalibrationStats, fmt: Fp8Format
+) -> torch.Tensor:
+    """Give the one scale of a linear's input; of experts, the largest: engines keep one."""
+    if linear.section == "other":
+        site = Site(linear.module, Role.INPUT)
+        if site not in stats.sites:
+            raise VerificationError(f"the stats hold nothing for {site}")
+        return scale_of(stats.sites[site].amax.max(), fmt)
+    sites = (
+        Site(linear.logical(part, expert), Role.INPUT)
+        for part in linear.parts
+        for expert in linear.experts
+    )
+    return torch.stack([table.scales[site].values.max() for site in sites]).max()
+
+
+def _static_quantizer(
+    scale: torch.Tensor | float, fmt: Fp8Format, profile: EngineProfile
+) -> Quantizer:
+    return Quantizer(
+        fmt=fmt,
+        scale=torch.as_tensor(scale, dtype=torch.float32),
+        by_reciprocal=profile.input_by_reciprocal,
+    )
+
+
+def emulate_checkpoint(
+    checkpoint: Fp8Checkpoint,
+    source: WeightSource,
+    geometry: ModelGeometry,
+    model: LoadedModel,
+    profile: EngineProfile,
+    *,
+    is_changed: Callable[[str], bool],
+) -> Linears:
+    """Emulate a whole FP8 checkpoint: its weights, and its inputs as its config has them.
+
+    Args:
+        checkpoint: the FP8 checkpoint.
+        source: the same, by the model's parameters.
+        geometry: of the unquantized model.
+        model: the unquantized model.
+        profile: the engine.
+        is_changed: tells of a tensor's name whether it differs from the unquantized model's.
+
+    What it quantizes elsewhere in the text decoder keeps its inputs as they are, and what is
+    quantized beside the decoder is left out (`fp8calib.verify.uncovered` names both).
+
+    Raises:
+        VerificationError: it quantizes no linear of the model, quantizes one in part, lacks one, or
+            quantizes the output head or an embedding.
+    """
+    stored = [
+        parameter
+        for group in find_parameters(geometry, dict(model.named_modules()), routers=True)
+        for parameter in group
+        if _is_stored(parameter, checkpoint, source)
+    ]
+    if not stored:
+        raise VerificationError(
+            f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",
+            hint="name the model that the checkpoint was made from",
+        )
+    others = _list_others(model, stored)
+    for name in sorted(others):
+        _require_there(name, checkpoint, source)
+    _refuse_embeddings(model, checkpoint, source)
+    quantizer = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.TENSOR)
+    plain = Stored(
+        parameters=(),
+        source=source,
+        quantizer=quantizer,
+        reach=WeightSource(model, StoredReach(checkpoint)),
+        scales=dict(_stored_scales(stored, checkpoint, source)),
+    )
+    blocks = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.BLOCK, power_of_two=True)
+    changes = tuple(
+        replace(
+            plain,
+            parameters=(parameter,),
+            again=blocks
+            if profile.group_scales_power_of_two and _has_groups(parameter, checkpoint, source)
+            else None,
+        )
+        for parameter in stored
+    )
+    inputs = dict(_stored_inputs(stored, checkpoint, source, profile))
+    return inputs, (*changes, *_copied(others, source, is_changed))
+
+
+def _stored_scales(
+    stored: list[WeightParameter], checkpoint: Fp8Checkpoint, source: WeightSource
+) -> Iterator[tuple[str, ScaleRange]]:
+    for parameter in stored:
+        names = sorted(source.names_of([parameter.name]))
+        per = _PER[checkpoint.granularity(names[0])]
+        scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in names])
+        yield parameter.name, ScaleRange.of(scales, per=per)
+
+
+def _list_others(model: LoadedModel, stored: list[WeightParameter]) -> set[str]:
+    """List the parameters that are not stored in FP8 and that text passes through."""
+    names = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
+    return {name for name in names if is_of_decoder(name, model)}
+
+
+def _refuse_embeddings(model: LoadedModel, checkpoint: Fp8Checkpoint, source: WeightSource) -> None:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [end.weight for end in ends if end is not None]
+    own = [name for name, value in model.named_parameters() if any(value is w for w in weights)]
+    quantized = sorted(source.names_of(own) & checkpoint.quantized)
+    if quantized:
+        raise VerificationError(
+            f"{checkpoint.folder}: {quantized[0]} is stored in FP8, an embedding or the output "
+            "head, which cannot be emulated here",
+            hint="quantize with lm_head and embeddings left out, as every tool does by default",
+        )
+
+
+def _copied(
+    others: Collection[str], source: WeightSource, is_changed: Callable[[str], bool]
+) -> Iterator[WeightChange]:
+    for name in sorted(others):
+        names = source.names_of([name])
+        if names and any(map(is_changed, names)):
+            parameter = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
+            yield Copied(parameters=(parameter,), source=source)
+
+
+def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource) -> bool:
+    names = _require_there(parameter.name, checkpoint, source)
+    quantized = names & checkpoint.quantized
+    if quantized and quantized != names:
+        missing = sorted(names - quantized)
+        raise VerificationError(
+            f"{checkpoint.folder}: {parameter.name} is stored in FP8 in part: {missing[0]} is not"
+        )
+    return bool(quantized)
+
+
+def _require_there(
+    parameter: str, checkpoint: Fp8Checkpoint, source: WeightSource
+) -> frozenset[str]:
+    names = source.names_of([parameter])
+    if not names:
+        strangers = ", ".join(source.unused[:3]) or "nothing else"
+        raise VerificationError(
+            f"{checkpoint.folder}: there is no weight for {parameter}",
+            hint=f"what belongs to no part of the model there: {strangers}",
+        )
+    return names
+
+
+def _has_groups(
+    parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource
+) -> bool:
+    """Whether its inputs have a scale per 128 channels, and the weight one per block."""
+    names = source.names_of([parameter.name])
+    return any(checkpoint.activation(name).kind is ActivationKind.GROUP for name in names)
+
+
+def _stored_inputs(
+    stored: list[WeightParameter],
+    checkpoint: Fp8Checkpoint,
+    source: WeightSource,
+    profile: EngineProfile,
+) -> Iterator[tuple[Site, Quantizer]]:
+    for parameter in stored:
+        found = {checkpoint.activation(name) for name in source.names_of([parameter.name])}
+        quantizer = _input_quantizer(parameter, found, checkpoint, profile)
+        if quantizer is not None:
+            for site in parameter.sites:
+                yield Site(site.module, Role.INPUT), quantizer
+
+
+def _input_quantizer(
+    parameter: WeightParameter,
+    found: set[Activation],
+    checkpoint: Fp8Checkpoint,
+    profile: EngineProfile,
+) -> Quantizer | None:
+    kinds = {activation.kind for activation in found}
+    if len(kinds) > 1:
+        raise VerificationError(
+            f"{checkpoint.folder}: the inputs of {parameter.name} are quantized in "
+            f"{len(kinds)} ways: {', '.join(sorted(kinds))}"
+        )
+    kind = kinds.pop()
+    if kind is ActivationKind.NONE:
+        return None
+    if kind is ActivationKind.STATIC and not profile.static_inputs_ignored:
+        # Experts share one input scale in engines: the largest.
+        largest = max(activation.scale or 0.0 for activation in found)
+        return _static_quantizer(largest, checkpoint.fmt, profile)
+    bounds = [a.upper_bound for a in found if a.upper_bound is not None]
+    return _dynamic_quantizer(
+        Dynamic.GROUP if kind is ActivationKind.GROUP else Dynamic.TOKEN,
+        checkpoint.fmt,
+        profile,
+        largest_amax=max(bounds) if bounds else None,
+    )

@@ -1,0 +1,235 @@
+"""Weights as an engine would hold them in FP8: quantized here, or read from an FP8 checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fp8calib.dialects.fp8.weights import FUSED_NAME
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.schemes import Dynamic
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.scales.compute import scale_of
+from fp8calib.verification.emulation.fake_quantize import Quantizer, measure_damage
+from fp8calib.verification.emulation.scale_range import Per, ScaleRange, per_of_weight
+
+_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+"""Modules that engines keep unquantized whatever the scheme: they choose experts."""
+
+
+class Originals(Protocol):
+    """Where unquantized weights are read again."""
+
+    def read(self, parameter: str) -> torch.Tensor:
+        """Read one parameter as the model holds it."""
+
+    def read_experts(self, parameter: str) -> Iterator[torch.Tensor]:
+        """Read a 3-D parameter of experts one expert at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightParameter:
+    """A parameter that holds the weight of one linear, or of one projection of all experts."""
+
+    name: str
+    sites: tuple[Site, ...]
+    """One, or gate's and up's of experts, which share a parameter."""
+    is_transposed: bool
+    """[in, out] (Conv1D, some experts) where Linear has [out, in]."""
+    num_experts: int
+
+    def slices(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """Give views [out, in] of the parameter: one, or one per expert."""
+        stacked = parameter if self.num_experts else parameter.unsqueeze(0)
+        return [part.T if self.is_transposed else part for part in stacked]
+
+
+class WeightChange(Protocol):
+    """Weights that are replaced together."""
+
+    @property
+    def parameters(self) -> tuple[WeightParameter, ...]:
+        """The parameters that are replaced."""
+
+    def apply(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+        """Replace `values` (by parameter name) in place; give what that did (`measure_damage`)."""
+
+    def find_scales(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
+        """Give the scales that `apply` quantizes with, `values` being unquantized."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requantized:
+    """Weights quantized as an engine's loader would do it, from the unquantized ones."""
+
+    parameters: tuple[WeightParameter, ...]
+    """A fused group: with one scale per tensor, they share it."""
+    quantizer: Quantizer
+    through_float16: bool = False
+    """The engine dequantizes to fp16 at load and quantizes again with the same scale."""
+    again: Quantizer | None = None
+    """How the engine quantizes at load what was quantized already; None: it does not."""
+
+    def apply(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+        """Quantize in place, expert by expert."""
+        slices = {p.name: p.slices(values[p.name]) for p in self.parameters}
+        # All scales first: what is quantized already must not have a say in its group's.
+        groups = zip(*slices.values(), strict=True)
+        quantizers = [self._for_group(group) for group in groups]
+        for parameter in self.parameters:
+            damage = [
+                self._apply_one(weight, quantizer)
+                for weight, quantizer in zip(slices[parameter.name], quantizers, strict=True)
+            ]
+            yield parameter, sum_damage(damage)
+
+    def find_scales(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
+        """Compute them again; of experts the extremes of all."""
+        assert isinstance(self.quantizer.scale, Dynamic)  # noqa: S101 -- of weights it always is
+        per = per_of_weight(self.quantizer.scale)
+        groups = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
+        found = [self._find_in_group(group, per) for group in groups]
+        for parameter, ranges in zip(self.parameters, zip(*found, strict=True), strict=True):
+            yield parameter, reduce(ScaleRange.join, ranges)
+
+    def _find_in_group(self, group: Sequence[torch.Tensor], per: Per) -> list[ScaleRange]:
+        quantizer = self.again or self._for_group(group)
+        return [ScaleRange.of(quantizer.scale_for(weight), per=per) for weight in group]
+
+    def _for_group(self, group: Sequence[torch.Tensor]) -> Quantizer:
+        if self.quantizer.scale is not Dynamic.TENSOR:
+            return self.quantizer
+        amax = torch.stack([_amax(member) for member in group]).amax()
+        return replace(self.quantizer, scale=scale_of(amax, self.quantizer.fmt))
+
+    def _apply_one(self, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+        fake = quantizer.fake(weight)
+        values = fake.values
+        if self.through_float16:
+            values = quantizer.fake(values.half()).values
+        if self.again is not None:
+            values = self.again.fake(values).values
+        damage = measure_damage(weight, fake._replace(values=values), quantizer.fmt)
+        weight.copy_(values)
+        return damage
+
+
+def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add sums of `measure_damage`: fp64 [6]."""
+    stacked = torch.stack(list(parts))
+    return torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])
+
+
+def find_parameters(
+    geometry: ModelGeometry, modules: Mapping[str, nn.Module], *, routers: bool = False
+) -> list[tuple[WeightParameter, ...]]:
+    """List the weights an FP8 scheme covers, fused groups (q/k/v, gate/up) together.
+
+    Every linear and every expert of the decoder layers; what routes tokens to experts stays as it
+    is, unless `routers` asks for it.
+    """
+    groups: dict[tuple[str, ...], dict[str, WeightParameter]] = {}
+    for _, linear in geometry.linears():
+        if not routers and is_router(linear.module):
+            continue
+        group = groups.setdefault(_group_key(linear), {})
+        known = group.get(linear.weight_name)
+        sites = (Site(linear.module, Role.WEIGHT),)
+        group[linear.weight_name] = WeightParameter(
+            name=linear.weight_name,
+            sites=(*known.sites, *sites) if known else sites,
+            is_transposed=_is_transposed(linear, modules),
+            num_experts=linear.num_experts,
+        )
+    return [tuple(group.values()) for group in groups.values()]
+
+
+def is_router(module: str) -> bool:
+    """Tell from a linear's path whether it chooses experts: `mlp.gate`, `mlp.gate.wg`."""
+    return not _ROUTER_NAMES.isdisjoint(module.split("."))
+
+
+def _group_key(linear: Linear) -> tuple[str, ...]:
+    if linear.num_experts:
+        return (linear.weight_name,)
+    parent, _, projection = linear.module.rpartition(".")
+    return (parent, FUSED_NAME.get(projection, projection))
+
+
+def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
+    if linear.num_experts:
+        experts = modules[linear.module.rpartition(".")[0]]
+        return bool(getattr(experts, "is_transposed", False))
+    return type(modules[linear.module]).__name__ == "Conv1D"
+
+
+@contextmanager
+def changed_weights(
+    model: nn.Module,
+    changes: Sequence[WeightChange],
+    originals: Originals,
+    damage: dict[Site, torch.Tensor],
+) -> Iterator[None]:
+    """Hold the changed weights in the model while the context is open.
+
+    Args:
+        model: the unquantized model, in memory.
+        changes: what to replace.
+        originals: where the unquantized weights are read again in the end.
+        damage: is filled with what was done to each weight (`measure_damage`).
+
+    Raises:
+        VerificationError: a weight is not in memory (offloaded), so it cannot be replaced.
+    """
+    values = {name: parameter.data for name, parameter in model.named_parameters()}
+    touched: list[WeightParameter] = []
+    try:
+        for change in changes:
+            touched += change.parameters
+            _require_in_memory(change.parameters, values)
+            for parameter, sums in change.apply(values):
+                damage.update(dict.fromkeys(parameter.sites, sums))
+        yield
+    finally:
+        for parameter in touched:
+            _restore(values[parameter.name], parameter, originals)
+
+
+def _restore(value: torch.Tensor, parameter: WeightParameter, originals: Originals) -> None:
+    if value.is_meta:
+        return
+    if not parameter.num_experts:
+        value.copy_(originals.read(parameter.name))
+        return
+    for piece, original in zip(value, originals.read_experts(parameter.name), strict=True):
+        piece.copy_(original)
+
+
+def _require_in_memory(
+    parameters: Sequence[WeightParameter], values: Mapping[str, torch.Tensor]
+) -> None:
+    for parameter in parameters:
+        if values[parameter.name].is_meta:
+            raise VerificationError(
+                f"{parameter.name} is offloaded, and cannot be replaced by its FP8 form",
+                hint="leave --device-map out: what does not fit is then streamed layer by layer",
+            )
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(x.amax(), x.amin().neg()).float()

@@ -1,0 +1,185 @@
+"""VerifyReport as one HTML page that needs nothing but itself: no network, no other file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from fp8calib import __version__
+from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.errors import UsageError
+from fp8calib.verification.html.markup import element, write_html
+from fp8calib.verification.html.plots import Plot, Section
+from fp8calib.verification.html.sections import make_sections
+from fp8calib.verification.html.series import Series, make_series
+from fp8calib.verification.html.tables import (
+    candidates_table,
+    list_facts,
+    list_verdicts,
+    rules_table,
+    tasks_table,
+)
+from fp8calib.verification.report import VerifyReport
+
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'"
+)
+"""The browser itself refuses every load from elsewhere; images are those plotly.js saves."""
+
+
+def require_plotly() -> None:
+    """Refuse to go on without plotly; for before the hours a report takes.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import plotly.offline  # noqa: F401, PLC0415 -- an extra that only the page needs
+    except ImportError as error:
+        raise UsageError(
+            "--report: plotly, which draws the page, is not installed",
+            hint="pip install 'fp8calib[report]'",
+        ) from error
+
+
+def write_page(report: VerifyReport, path: Path) -> None:
+    """Write the page; a file that is there is replaced, whole or not at all.
+
+    Raises:
+        UsageError: plotly is not installed, or the path is no place for a file.
+        ExportError: the file cannot be written.
+    """
+    require_plotly()
+    from plotly.offline import get_plotlyjs  # noqa: PLC0415 -- an extra that only the page needs
+
+    write_file_atomic(path, render_page(report, get_plotlyjs()).encode("utf-8", "replace"))
+
+
+def render_page(report: VerifyReport, plotly_js: str) -> str:
+    """Give the page's HTML; `plotly_js` is the source of plotly.js, and stands in it once."""
+    sections = make_sections(report)
+    plots = [plot for section in sections for plot in section.plots]
+    legend = [_legend(make_series(report))] if plots else []
+    tables = [_render_table(*named) for named in _list_closing_tables(report)]
+    drawn = [_render_section(section) for section in sections]
+    main = element("main", *_list_results(report), *legend, *drawn, *tables, _footer(report))
+    data = element("script", _to_json(plots), id="plots", type="application/json")
+    code = [element("script", source) for source in (plotly_js, _read("page.js"))]
+    body = element("body", main, data, *code)
+    return write_html(element("html", _head(report), body, lang="en"))
+
+
+def _head(report: VerifyReport) -> Element:
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"FP8 verification of {report.model}"),
+        element("style", _read("page.css")),
+    )
+
+
+def _list_results(report: VerifyReport) -> Sequence[Element]:
+    """Give what is read before any plot: the answer, its numbers, and what limits them."""
+    advice = element("p", report.advice, class_="advice")
+    parts = [
+        element("h1", element("small", "FP8 verification"), report.model),
+        list_facts(report),
+        element("div", advice, list_verdicts(report), class_="card"),
+        element("div", id="problem", class_="card", role="alert", hidden=""),
+        _render_table("Candidates", candidates_table(report)),
+    ]
+    if report.warnings:
+        items = element("ul", *(element("li", warning) for warning in report.warnings))
+        parts.append(element("div", element("h2", "Warnings"), items, class_="card warnings"))
+    return parts
+
+
+def _list_closing_tables(report: VerifyReport) -> Sequence[tuple[str, Element]]:
+    tables = []
+    if report.rules:
+        tables.append(("", rules_table(report.rules)))
+    if report.tasks:
+        tables.append(("Tasks", tasks_table(report.tasks)))
+    return tables
+
+
+def _render_table(heading: str, table: Element) -> Element:
+    return element("section", *([element("h2", heading)] if heading else []), table)
+
+
+def _legend(series: Sequence[Series]) -> Element:
+    """Offer every candidate's line: what it looks like, and a click hides it on all plots."""
+    buttons = [
+        element(
+            "button",
+            element("span", one.style.glyph, style=f"color:{one.style.color}", aria_hidden="true"),
+            f" {one.label}",
+            type="button",
+            title=f"{one.name}: show or hide",
+            aria_pressed="true",
+            data_name=one.name,
+        )
+        for one in series
+    ]
+    return element("div", *buttons, id="legend", role="group", aria_label="Candidates shown")
+
+
+def _render_section(section: Section) -> Element:
+    parts = [element("h2", section.title), element("p", section.lead, class_="lead")]
+    if section.plots:
+        parts.append(element("div", *map(_render_plot, section.plots), class_="plots"))
+    if section.findings:
+        items = [element("li", finding) for finding in section.findings]
+        parts.append(element("ul", *items, class_="findings"))
+    return element("section", *parts)
+
+
+def _render_plot(plot: Plot) -> Element:
+    caption = element("figcaption", element("span", plot.title), *_choice(plot))
+    place = element("div", id=plot.name, style=f"height:{plot.height}px")
+    return element("figure", caption, place, class_="wide" if plot.is_wide else "half")
+
+
+def _choice(plot: Plot) -> Sequence[Element]:
+    """Offer a plot's views: a list, and two buttons that walk along it."""
+    if len(plot.views) <= 1:
+        return [element("span", view.label) for view in plot.views if view.label]
+    options = (element("option", view.label) for view in plot.views)
+    return [
+        element("select", *options, aria_label=f"{plot.title}: which one", autocomplete="off"),
+        element("button", "\N{LEFTWARDS ARROW}", type="button", aria_label="previous"),
+        element("button", "\N{RIGHTWARDS ARROW}", type="button", aria_label="next"),
+    ]
+
+
+def _footer(report: VerifyReport) -> Element:
+    text = f"fp8calib {__version__}, on {report.device}, in {report.duration_s:.0f} s. "
+    units = "KLD: Kullback-Leibler divergence from the unquantized model, in nats. "
+    return element("footer", text + units + "\N{PLUS-MINUS SIGN}: one standard error.")
+
+
+def _to_json(plots: Sequence[Plot]) -> str:
+    """Give what page.js reads, without a character that HTML could mistake for its own."""
+    data = _without_infinities([plot.to_json() for plot in plots])
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _without_infinities(data: Any) -> Any:
+    """Put null for what JSON has no word for."""
+    if isinstance(data, dict):
+        return {key: _without_infinities(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_infinities(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _read(name: str) -> str:
+    return files("fp8calib.verify").joinpath(name).read_text(encoding="utf-8")

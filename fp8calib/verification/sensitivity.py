@@ -1,0 +1,95 @@
+"""One layer quantized at a time: which are worth leaving unquantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median_low
+
+from fp8calib.calibrate import Progress
+from fp8calib.data.plan import Batch, DataPlan, batches
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.geometry.model_geometry import Layer, ModelGeometry
+from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.compare.summary import summarize
+from fp8calib.verification.compare.whole import Comparing
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.report import Sensitivity, SensitivityResult
+
+SEQUENCES = 8
+"""Only the first so many are run: every layer costs a forward pass over them."""
+_LAYERS_AT_ONCE = 8
+"""Their hidden states wait for the head together; each round runs the reference once more."""
+_STANDS_OUT = 8.0
+"""A layer that costs so many times the median (of two, the lesser) is worth leaving unquantized."""
+
+
+def measure_sensitivity(
+    comparison: Comparing,
+    geometry: ModelGeometry,
+    emulation: Emulation,
+    plan: DataPlan,
+    *,
+    batch_size: int,
+    progress: Progress,
+) -> list[SensitivityResult]:
+    """Quantize one layer at a time as `emulation` does, on the first sequences of the plan."""
+    chosen = choose_batches(plan, batch_size)
+    lengths = [length for batch in chosen for length in batch.lengths]
+    parts = _split_by_layer(geometry, emulation)
+    rounds = split_rounds(geometry, emulation)
+    progress.stage("one layer at a time", sum(lengths) * (len(parts) + len(rounds)), unit="tokens")
+    results = []
+    for indices in rounds:
+        compared = comparison.run(
+            chosen, {str(index): parts[index] for index in indices}, advance=progress.advance
+        )
+        for index in indices:
+            summary = summarize(compared.candidates[str(index)], compared.reference, lengths)
+            results.append(
+                SensitivityResult(
+                    layer=index, kld_mean=summary.kld_mean, ppl_ratio=summary.ppl_ratio
+                )
+            )
+    return results
+
+
+def choose_batches(plan: DataPlan, batch_size: int) -> list[Batch]:
+    """Take the batches that single layers are tried on."""
+    return [batch for batch in batches(plan, batch_size) if batch.first < SEQUENCES]
+
+
+def split_rounds(geometry: ModelGeometry, emulation: Emulation) -> list[list[int]]:
+    """Say which layers are tried together: the reference runs once in each round."""
+    parts = list(_split_by_layer(geometry, emulation))
+    return [parts[i : i + _LAYERS_AT_ONCE] for i in range(0, len(parts), _LAYERS_AT_ONCE)]
+
+
+def _split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, Emulation]:
+    parts = {layer.index: emulation.only(_modules(layer)) for layer in geometry.layers}
+    return {index: part for index, part in parts.items() if part.quantizers or part.weights}
+
+
+def find_skippable(
+    candidate: Candidate,
+    layers: Sequence[SensitivityResult],
+    profile: EngineProfile,
+    *,
+    sequences: int,
+) -> Sensitivity:
+    """Choose the layers whose own cost stands out, and spell them as the engine's flag."""
+    usual = median_low(layer.kld_mean for layer in layers) if layers else 0.0
+    chosen = tuple(layer.layer for layer in layers if layer.kld_mean > _STANDS_OUT * usual)
+    has_flag = profile.kv_skip_flag and not candidate.emulation.weights
+    flag = f"{profile.kv_skip_flag} {' '.join(map(str, chosen))}" if chosen and has_flag else ""
+    return Sensitivity(
+        candidate=candidate.name,
+        sequences=sequences,
+        layers=tuple(sorted(layers, key=lambda layer: -layer.kld_mean)),
+        skip_layers=chosen,
+        flag=flag,
+    )
+
+
+def _modules(layer: Layer) -> frozenset[str]:
+    attention = [layer.attention.module] if layer.attention else []
+    return frozenset([*attention, *(linear.module for linear in layer.linears)])

@@ -1,0 +1,293 @@
+"""The verb: run the model and its emulations on the same text, and report what changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8calib.calibrate import Progress
+from fp8calib.data.plan import DataPlan, batches
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Site
+from fp8calib.model.load import LoadedModel
+from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.compare.summary import (
+    compute_ppl,
+    divergence_errors,
+    summarize,
+    summarize_positions,
+)
+from fp8calib.verification.compare.token_scores import TokenScores
+from fp8calib.verification.compare.whole import Compared, Comparing, Comparison
+from fp8calib.verification.damage_rows import diagnose, index_layers, list_layers
+from fp8calib.verification.emulation.emulate import Emulation, LookingTaps
+from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer
+from fp8calib.verification.emulation.scale_range import find_ranges
+from fp8calib.verification.emulation.weights import Originals
+from fp8calib.verification.judge.advice import advise
+from fp8calib.verification.judge.gates import GATES, Gate, judge, look_behind
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    CandidateResult,
+    HistogramResult,
+    LayerResult,
+    ReferenceResult,
+    RuleResult,
+    Sensitivity,
+    Verdict,
+    VerifyReport,
+)
+from fp8calib.verification.sensitivity import SEQUENCES, find_skippable, measure_sensitivity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The unquantized model, loaded."""
+
+    name: str
+    model: LoadedModel
+    geometry: ModelGeometry
+    originals: Originals
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked about a model."""
+
+    profile: EngineProfile
+    candidates: tuple[Candidate, ...]
+    """In the order they are reported in."""
+    rules: Mapping[str, Candidate] = field(default_factory=dict)
+    """Scale rules to rank, by their name, made of the same statistics."""
+    rules_of: str = ""
+    """The candidate that the rules are applied to."""
+    kinds: Mapping[str, Mapping[Site, Quantizer]] = field(default_factory=dict)
+    """Kinds of KV scales to lay side by side (`fp8calib.verify.layers.diagnose`)."""
+    kinds_of: str = ""
+    """The candidate whose scales are among them."""
+    calibration_clipped: Mapping[Site, float] = field(default_factory=dict)
+    """What the statistics' histograms say of scale 1.0."""
+    gate: Gate | None = None
+    """None: each candidate's own."""
+    sensitivity_of: Candidate | None = None
+    histograms: tuple[HistogramResult, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """The report, and the scores of every token behind it."""
+
+    report: VerifyReport
+    logprobs: Mapping[str, torch.Tensor]
+    """`reference` and the candidates by name: fp32 [N], sequences in order."""
+
+
+def verify(
+    subject: Subject,
+    question: Question,
+    plan: DataPlan,
+    *,
+    batch_size: int,
+    progress: Progress,
+    comparison: Comparing | None = None,
+) -> Verified:
+    """Answer `question` on the text of `plan`.
+
+    Args:
+        subject: the model.
+        question: what is asked.
+        plan: the text.
+        batch_size: sequences that run side by side.
+        progress: told of every token.
+        comparison: how the models are run; None holds the subject's in memory whole.
+
+    Raises:
+        CalibrationError: a forward pass failed.
+        VerificationError: a model gives NaN or inf, or weights cannot be replaced.
+    """
+    started = time.monotonic()
+    looking = LookingTaps(question.kinds)
+    if comparison is None:
+        comparison = Comparison(subject.model, subject.geometry, subject.originals)
+    emulations = list_emulations(question)
+    progress.stage("verifying", plan.num_tokens * (len(emulations) + 1), unit="tokens")
+    compared = comparison.run(
+        batches(plan, batch_size), emulations, reference_taps=looking, advance=progress.advance
+    )
+    sensitivity = _sensitivity(comparison, subject, question, plan, batch_size, progress)
+    report = _build_report(
+        subject, question, plan, compared, looking, sensitivity, time.monotonic() - started
+    )
+    logprobs = {
+        "reference": compared.reference.logprobs,
+        **{c.name: compared.candidates[c.name].logprobs for c in question.candidates},
+    }
+    return Verified(report=report, logprobs=logprobs)
+
+
+def list_emulations(question: Question) -> dict[str, Emulation]:
+    """Name all that is run beside the unquantized model."""
+    candidates = {candidate.name: candidate.emulation for candidate in question.candidates}
+    return candidates | {_rule_key(name): c.emulation for name, c in question.rules.items()}
+
+
+def _rule_key(rule: str) -> str:
+    return f"\0rule:{rule}"
+
+
+def _sensitivity(
+    comparison: Comparing,
+    subject: Subject,
+    question: Question,
+    plan: DataPlan,
+    batch_size: int,
+    progress: Progress,
+) -> Sensitivity | None:
+    candidate = question.sensitivity_of
+    if candidate is None:
+        return None
+    layers = measure_sensitivity(
+        comparison,
+        subject.geometry,
+        candidate.emulation,
+        plan,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    return find_skippable(
+        candidate, layers, question.profile, sequences=min(SEQUENCES, len(plan.sequences))
+    )
+
+
+def _build_report(
+    subject: Subject,
+    question: Question,
+    plan: DataPlan,
+    compared: Compared,
+    looking: LookingTaps,
+    sensitivity: Sensitivity | None,
+    duration_s: float,
+) -> VerifyReport:
+    lengths = [len(sequence) for sequence in plan.sequences]
+    layer_of = index_layers(subject.geometry)
+    layers = tuple(_layer_rows(question.candidates, compared, layer_of))
+    results = tuple(_result(c, compared, question, lengths, layers) for c in question.candidates)
+    errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
+    return VerifyReport(
+        model=subject.name,
+        engine=question.profile.name,
+        engine_version=question.profile.version,
+        dtype=subject.dtype,
+        device=subject.device,
+        data=plan.sources,
+        tokens=len(compared.reference.logprobs),
+        sequences=len(lengths),
+        seq_len=plan.seq_len,
+        duration_s=duration_s,
+        reference=ReferenceResult(ppl=compute_ppl(compared.reference)),
+        candidates=results,
+        layers=layers,
+        advice=advise(results, layers, errors),
+        diagnosis=diagnose(looking.found, layer_of, question.calibration_clipped),
+        diagnosis_of=question.kinds_of,
+        histograms=question.histograms,
+        sensitivity=sensitivity,
+        rules=_rank_rules(question, compared, lengths),
+        warnings=(*question.warnings, *_never_met(question, compared)),
+    )
+
+
+def _result(
+    candidate: Candidate,
+    compared: Compared,
+    question: Question,
+    lengths: Sequence[int],
+    layers: Sequence[LayerResult],
+) -> CandidateResult:
+    scores, reference = compared.candidates[candidate.name], compared.reference
+    summary = summarize(scores, reference, lengths)
+    gate = question.gate or GATES[candidate.default_gate]
+    verdict, why = look_behind(
+        *judge(summary, gate),
+        candidate=candidate.name,
+        kld_mean=summary.kld_mean,
+        rows=layers,
+        gate=gate,
+    )
+    overflowing = _overflowing(candidate, compared)
+    if overflowing:
+        verdict, why = Verdict.FAIL, f"{question.profile.name} makes NaN or inf of {overflowing}"
+    return CandidateResult(
+        name=candidate.name,
+        description=candidate.description,
+        ppl=summary.ppl,
+        ppl_ratio=summary.ppl_ratio,
+        ppl_ratio_se=summary.ppl_ratio_se,
+        kld_mean=summary.kld_mean,
+        kld_median=summary.kld_median,
+        kld_p99=summary.kld_p99,
+        kld_max=summary.kld_max,
+        top1_agreement=summary.top1_agreement,
+        verdict=verdict,
+        verdict_why=why,
+        gate=gate.name,
+        by_position=summarize_positions(scores, reference, lengths),
+    )
+
+
+def _never_met(question: Question, compared: Compared) -> Iterator[str]:
+    """Tell what an engine quantizes and the model never showed (q of falcon, say)."""
+    for candidate in question.candidates:
+        met = compared.damage[candidate.name]
+        missed = [site for site in candidate.emulation.quantizers if site not in met]
+        if missed:
+            more = f" and {len(missed) - 1} more" if missed[1:] else ""
+            yield (
+                f"{candidate.name}: {missed[0]}{more}: quantized by {question.profile.name}, not "
+                "here: the model never passed it through what is emulated"
+            )
+
+
+def _overflowing(candidate: Candidate, compared: Compared) -> str:
+    """Name where values are too large and the engine does not saturate; empty where nowhere."""
+    for site, sums in compared.damage[candidate.name].items():
+        quantizer = candidate.emulation.quantizers.get(site)
+        count = float(Damage(*sums).clipped)
+        if quantizer is not None and not quantizer.saturates and count:
+            return f"{count:.0f} values of {site}, which are saturated in these numbers"
+    return ""
+
+
+def _layer_rows(
+    candidates: Sequence[Candidate], compared: Compared, layer_of: Mapping[str, int]
+) -> Iterator[LayerResult]:
+    for candidate in candidates:
+        scales = find_ranges(candidate.emulation.quantizers)
+        scales |= compared.weight_scales[candidate.name]
+        yield from list_layers(candidate.name, compared.damage[candidate.name], scales, layer_of)
+
+
+def _rank_rules(
+    question: Question, compared: Compared, lengths: Sequence[int]
+) -> tuple[RuleResult, ...]:
+    results = []
+    for rule in question.rules:
+        scores: TokenScores = compared.candidates[_rule_key(rule)]
+        summary = summarize(scores, compared.reference, lengths)
+        results.append(
+            RuleResult(
+                candidate=question.rules_of,
+                rule=rule,
+                ppl_ratio=summary.ppl_ratio,
+                ppl_ratio_se=summary.ppl_ratio_se,
+                kld_mean=summary.kld_mean,
+            )
+        )
+    return tuple(sorted(results, key=lambda result: result.kld_mean))
