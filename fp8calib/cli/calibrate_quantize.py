@@ -19,12 +19,12 @@ from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantize.calibrated import Choice, find_scales, list_unmeasured
-from fp8calib.quantize.forms import find_form
-from fp8calib.quantize.plan import Settings, make_plan
-from fp8calib.quantize.quantize import quantize
-from fp8calib.quantize.quantized_sources import check_source
-from fp8calib.quantize.selection import select
+from fp8calib.quantization.calibrated_scales import Choice, find_scales, list_unmeasured
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import Settings, make_plan
+from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.selection.select import select
+from fp8calib.quantization.sources.already_quantized import check_source
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _FORM = "compressed-tensors"

@@ -22,8 +22,8 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
-from fp8calib.quantize.int4_source import is_int4_source
-from fp8calib.quantize.quantized_sources import check_source
+from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.int4 import is_int4_source
 from fp8calib.recipe import Recipe
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from fp8calib.stats.fingerprint import fingerprint_model

@@ -15,9 +15,9 @@ from fp8calib.model.load import LoadedModel, build_skeleton, open_source
 from fp8calib.model.projections import LinearWeight, read_linears
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.quantize.compound_scales import adopt_scales
-from fp8calib.quantize.int4_source import Int4Source, ScaleSpread, is_int4_source
-from fp8calib.quantize.rank_weights import write_rank_weights
+from fp8calib.quantization.rfc.compound_scales import adopt_scales
+from fp8calib.quantization.rfc.rank_weights import write_rank_weights
+from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.recipe import Recipe
 from fp8calib.scales.compute import ScaleTable, compute_linear_scales
 from fp8calib.stats.calibration_stats import CalibrationStats

@@ -12,9 +12,9 @@ from fp8calib.checkpoint.atomic import format_size
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.engines.serving_commands import kv_bytes_per_token
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes
-from fp8calib.quantize.plan import QuantizePlan
-from fp8calib.quantize.quantize import Written
-from fp8calib.quantize.serving import list_commands, list_limitations
+from fp8calib.quantization.limitations import list_commands, list_limitations
+from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.quantize import Written
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHOWN = 5

@@ -15,12 +15,12 @@ from fp8calib.cli.quantize_report import Outcome, build_report, show_report
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.machine.devices import find_device
-from fp8calib.quantize.calibrated import Calibrated, check_same_model, find_scales
-from fp8calib.quantize.dequantized import DequantizedCheckpoint
-from fp8calib.quantize.forms import find_form
-from fp8calib.quantize.plan import NO_SCALES, QuantizePlan, Settings, make_plan
-from fp8calib.quantize.quantize import Written, is_finished, list_files, quantize
-from fp8calib.quantize.quantized_sources import check_source
+from fp8calib.quantization.calibrated_scales import Calibrated, check_same_model, find_scales
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import NO_SCALES, QuantizePlan, Settings, make_plan
+from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
+from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 
 

@@ -19,7 +19,7 @@ from transformers.integrations import accelerate as placing
 
 from fp8calib.cli import calibrate_memory, verify_memory
 from fp8calib.fp8.formats import FORMATS
-from fp8calib.quantize.shard_writer import ShardWriter
+from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.scales.compute import scale_of
 from tests import zoo
 from tests.pretended_gpus import pretended_gpus

@@ -17,9 +17,9 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.quantize.calibrated import find_scales
-from fp8calib.quantize.forms import FORMS
-from fp8calib.quantize.plan import Settings
+from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.checkpoint_dialects import FORMS
+from fp8calib.quantization.plan import Settings
 from tests import zoo
 from tests.architectures import families
 from tests.architectures.families import FAMILIES

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantize.calibrated import find_scales
-from fp8calib.quantize.forms import FORMS
-from fp8calib.quantize.plan import Settings
+from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.checkpoint_dialects import FORMS
+from fp8calib.quantization.plan import Settings
 from tests import zoo
 from tests.quantize.by_hand import run
 from tests.truth.test_statistics import draw, make_plan, run_calibration

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantize.forms import find_form
-from fp8calib.quantize.plan import NO_SCALES, QuantizePlan, Scales, Settings, make_plan
-from fp8calib.quantize.quantize import Written, quantize
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import NO_SCALES, QuantizePlan, Scales, Settings, make_plan
+from fp8calib.quantization.quantize import Written, quantize
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0"

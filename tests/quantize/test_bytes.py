@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.quantize.plan import Scales
+from fp8calib.quantization.plan import Scales
 from tests.quantize.by_hand import (
     LAYER,
     Run,

@@ -12,15 +12,15 @@ import pytest
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.quantize.calibrated import (
+from fp8calib.quantization.calibrated_scales import (
     check_same_model,
     find_input_scales,
     find_kv_scales,
     list_unmeasured,
 )
-from fp8calib.quantize.forms import FORMS
-from fp8calib.quantize.plan import Scales
-from fp8calib.quantize.selection import Matrix, select
+from fp8calib.quantization.checkpoint_dialects import FORMS
+from fp8calib.quantization.plan import Scales
+from fp8calib.quantization.selection.select import Matrix, select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.quantize.by_hand import run

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantize.dequantized import DequantizedCheckpoint
-from fp8calib.quantize.forms import find_form
-from fp8calib.quantize.plan import Settings, make_plan
-from fp8calib.quantize.quantize import quantize
-from fp8calib.quantize.quantized_sources import check_source
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import Settings, make_plan
+from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from tests.quantize.by_hand import CONFIG, LAYER, Silent, codes_of, encode, read, scale_for
 
 ROWS, COLUMNS = 300, 200

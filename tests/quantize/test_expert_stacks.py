@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
-from fp8calib.quantize.dequantized import DequantizedCheckpoint
-from fp8calib.quantize.forms import find_form
-from fp8calib.quantize.plan import Scales, Settings, make_plan
-from fp8calib.quantize.quantize import quantize
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import Scales, Settings, make_plan
+from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from tests.architectures.families import FAMILIES
 from tests.architectures.families import save as save_family
 from tests.quantize.by_hand import (

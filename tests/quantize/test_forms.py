@@ -15,7 +15,7 @@ from fp8calib.dialects.fp8.checkpoint import ActivationKind, Fp8Checkpoint
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import HUB_FILES
-from fp8calib.quantize.plan import Scales
+from fp8calib.quantization.plan import Scales
 from tests.quantize.by_hand import LAYER, Run, make_tensors, random, run, save
 
 PAIRS = {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.quantize.plan import Scales
+from fp8calib.quantization.plan import Scales
 from tests.dialects.foreign import FOLDER, load_tensors
 from tests.quantize.by_hand import Tensors, codes_of, run
 

@@ -15,9 +15,9 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantize.forms import find_form
-from fp8calib.quantize.plan import Settings, make_plan
-from fp8calib.quantize.quantize import is_finished, quantize
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import Settings, make_plan
+from fp8calib.quantization.quantize import is_finished, quantize
 from tests.quantize.by_hand import LAYER, Run, Silent, make_tensors, read, run, save
 
 SHARDS = 3

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes
-from fp8calib.quantize.plan import Scales
-from fp8calib.quantize.serving import list_commands, list_limitations
+from fp8calib.quantization.limitations import list_commands, list_limitations
+from fp8calib.quantization.plan import Scales
 from tests.quantize.by_hand import LAYER, Run, Tensors, random, run, save
 
 SERVED_BY = {

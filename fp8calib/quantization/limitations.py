@@ -14,7 +14,7 @@ from fp8calib.fp8.encode import BLOCK
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Dynamic
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.quantize.plan import QuantizePlan
+from fp8calib.quantization.plan import QuantizePlan
 
 _COMMANDS = (
     (VLLM, "vllm serve {target}", " --kv-cache-dtype fp8"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
-from fp8calib.quantize.selection import Matrix
+from fp8calib.quantization.selection.select import Matrix
 
 
 @dataclass(frozen=True, slots=True)

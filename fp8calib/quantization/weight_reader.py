@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.encode import BLOCK, block_amax, row_amax, tensor_amax
 from fp8calib.fp8.schemes import Dynamic
-from fp8calib.quantize.selection import Matrix
+from fp8calib.quantization.selection.select import Matrix
 
 BLOCK_BYTES = 1 << 20
 """Of a weight, read at once."""

@@ -13,7 +13,7 @@ from fp8calib.fp8.encode import BLOCK
 from fp8calib.fp8.schemes import SCHEMES, Dynamic, Scheme
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role
-from fp8calib.quantize.selection import HEAD, Left
+from fp8calib.quantization.selection.select import HEAD, Left
 
 Shape = tuple[int, ...]
 Config = dict[str, object]

@@ -16,9 +16,8 @@ from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.fp8.encode import encode_blocks, encode_rows
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Dynamic
-from fp8calib.quantize.reading import BLOCK_BYTES, WeightReader, reduce_rows, split_rows
-from fp8calib.quantize.selection import Matrix
-from fp8calib.quantize.shard_layout import (
+from fp8calib.quantization.selection.select import Matrix
+from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
     Copied,
@@ -27,7 +26,8 @@ from fp8calib.quantize.shard_layout import (
     ShardLayout,
     WeightScale,
 )
-from fp8calib.quantize.weight_scales import Dead, WeightScales
+from fp8calib.quantization.weight_reader import BLOCK_BYTES, WeightReader, reduce_rows, split_rows
+from fp8calib.quantization.weight_scales import Dead, WeightScales
 from fp8calib.scales.compute import scale_of
 
 _TASKS_AHEAD = 64

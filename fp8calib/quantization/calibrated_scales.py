@@ -20,10 +20,10 @@ from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.quantize.forms import Form
-from fp8calib.quantize.ignoring import list_paths, span_layers, spell_options
-from fp8calib.quantize.plan import NO_SCALES, Scales, Settings
-from fp8calib.quantize.selection import Matrix, select
+from fp8calib.quantization.checkpoint_dialects import Form
+from fp8calib.quantization.plan import NO_SCALES, Scales, Settings
+from fp8calib.quantization.selection.patterns import list_paths, span_layers, spell_options
+from fp8calib.quantization.selection.select import Matrix, select
 from fp8calib.scales.compute import (
     Fallback,
     ScaleTable,

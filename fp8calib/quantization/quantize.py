@@ -21,11 +21,11 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder
 from fp8calib.dialects.kv.config import CONFIG_NAME
-from fp8calib.quantize.plan import QuantizePlan, write_json
-from fp8calib.quantize.reading import WeightReader
-from fp8calib.quantize.shard_layout import ShardLayout
-from fp8calib.quantize.shard_writer import Progress, ShardWriter
-from fp8calib.quantize.weight_scales import Dead, WeightScales
+from fp8calib.quantization.plan import QuantizePlan, write_json
+from fp8calib.quantization.shard_layout import ShardLayout
+from fp8calib.quantization.shard_writer import Progress, ShardWriter
+from fp8calib.quantization.weight_reader import WeightReader
+from fp8calib.quantization.weight_scales import Dead, WeightScales
 
 _MAX_THREADS = 16
 

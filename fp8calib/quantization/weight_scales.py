@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.quantize.plan import QuantizePlan
-from fp8calib.quantize.reading import WeightReader
-from fp8calib.quantize.selection import Matrix
+from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.selection.select import Matrix
+from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.scales.compute import scale_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -17,9 +17,9 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.dialects.kv.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
-from fp8calib.quantize.forms import MODELOPT_CONFIG_NAME, Form
-from fp8calib.quantize.selection import Matrix, Selection, select
-from fp8calib.quantize.shard_layout import (
+from fp8calib.quantization.checkpoint_dialects import MODELOPT_CONFIG_NAME, Form
+from fp8calib.quantization.selection.select import Matrix, Selection, select
+from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
     Copied,

@@ -10,8 +10,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.weights.faults import name_fused_group
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.quantize.expert_matrices import ExpertMatrix, ExpertStacks, Place
-from fp8calib.quantize.ignoring import (
+from fp8calib.quantization.selection.expert_matrices import ExpertMatrix, ExpertStacks, Place
+from fp8calib.quantization.selection.patterns import (
     TOWER,
     Reason,
     find_default,

@@ -20,7 +20,7 @@ from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.encode import SOURCE_DTYPES
-from fp8calib.quantize.quantized_sources import find_sections
+from fp8calib.quantization.sources.already_quantized import find_sections
 from fp8calib.scales.compute import SMALLEST_SCALE
 
 _PACKED = ".weight_packed"
