@@ -20,7 +20,6 @@ from pydantic import (
 )
 
 from fp8calib.errors import RecipeError, UsageError
-from fp8calib.recipe_files import recipe_files
 from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
 
@@ -226,3 +225,14 @@ def _matches(pattern: str, module: str) -> bool:
         raise RecipeError(
             f"observe.ignore: {pattern!r} is no regular expression: {error}"
         ) from error
+
+
+# A wheel carries them inside the package (setup.py puts them there); a clone at its top.
+_IN_PACKAGE = Path(__file__).parent / "recipes"
+_IN_CLONE = Path(__file__).parents[1] / "recipes"
+
+
+def recipe_files() -> dict[str, Path]:
+    """Return the built-in recipes, name -> YAML file, in the order of their names."""
+    folder = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _IN_CLONE
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}

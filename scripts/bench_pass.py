@@ -14,7 +14,7 @@ import torch
 import transformers
 from bench_timing import load_batches, time_rounds
 
-from fp8calib.calibrate import Prepared, calibrate, prepare
+from fp8calib.calibration import Prepared, calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, build_plan
 from fp8calib.model.dtype import stored_dtype

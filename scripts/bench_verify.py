@@ -17,7 +17,7 @@ import transformers
 from bench_pass import Silent, plan_tokens
 from bench_timing import load_batches, time_rounds
 
-from fp8calib.calibrate import calibrate, prepare
+from fp8calib.calibration import calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.numerics import find_profile
 from fp8calib.fp8.formats import E4M3FN

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.errors import RecipeError
-from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_recipe
-from fp8calib.recipe_files import recipe_files
+from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_recipe, recipe_files
 from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, Rule, RuleKind
 

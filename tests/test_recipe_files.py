@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.recipe_files import recipe_files
+from fp8calib.recipe import recipe_files
 
 ROOT = Path(__file__).parents[1]
 PROMISED = {"kv", "w8a8-static", "w8a8-dynamic", "w8a16"}

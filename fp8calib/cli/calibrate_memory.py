@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibrate import Prepared
+from fp8calib.calibration import Prepared
 from fp8calib.cli.calibrate_job import Job
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import Share, share_out

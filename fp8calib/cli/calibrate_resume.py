@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8calib.calibrate import describe_run, text_hashes_of
+from fp8calib.calibration import describe_run, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
 from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forget_mark

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8calib.calibrate import calibrate
+from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.calibrate_job import REPORT_NAME, Job, Settings

@@ -20,8 +20,11 @@ def recipes_command(
     Example: fp8calib recipes kv
     """
     from fp8calib.cli.console import print_json, print_table, print_text  # noqa: PLC0415
-    from fp8calib.recipe import load_recipe, read_recipe  # noqa: PLC0415
-    from fp8calib.recipe_files import recipe_files  # noqa: PLC0415
+    from fp8calib.recipe import (  # noqa: PLC0415
+        load_recipe,
+        read_recipe,
+        recipe_files,  # noqa: PLC0415
+    )
 
     if name is not None:
         recipe = load_recipe(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median_low
 
-from fp8calib.calibrate import Progress
+from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, DataPlan, batches
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry

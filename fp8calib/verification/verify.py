@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.calibrate import Progress
+from fp8calib.calibration import Progress
 from fp8calib.data.plan import DataPlan, batches
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.geometry.model_geometry import ModelGeometry

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.calibrate import Prepared
+from fp8calib.calibration import Prepared
 from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.geometry.sites import Role
-from fp8calib.recipe_files import recipe_files
+from fp8calib.recipe import recipe_files
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests import zoo
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.recipe import Recipe
-from fp8calib.recipe_files import recipe_files
+from fp8calib.recipe import Recipe, recipe_files
 
 from .program import fail, succeed
 

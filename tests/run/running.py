@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibrate import Portion, Prepared, calibrate, prepare
+from fp8calib.calibration import Portion, Prepared, calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source

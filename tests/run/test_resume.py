@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibrate import Portion, describe_run
+from fp8calib.calibration import Portion, describe_run
 from fp8calib.data.shares import Share
 from fp8calib.errors import DataError, ExportError, UsageError
 from fp8calib.recipe import Observe, Recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibrate import Portion
+from fp8calib.calibration import Portion
 from fp8calib.data.shares import Share
 from fp8calib.errors import UsageError
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats, save_stats

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8calib.calibrate import Prepared, calibrate, prepare
+from fp8calib.calibration import Prepared, calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.text_hashes import hash_text

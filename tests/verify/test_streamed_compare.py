@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibrate import calibrate, prepare
+from fp8calib.calibration import calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, batches
 from fp8calib.engines.numerics import find_profile

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8calib.calibrate import Progress
+from fp8calib.calibration import Progress
 from fp8calib.errors import Fp8CalibError, VerificationError
 from fp8calib.geometry.sites import Role
 from fp8calib.observe.generation_cache import tapped_caches
