@@ -15,9 +15,9 @@ from typer.exceptions import Abort, Exit, TyperException
 from typer.main import get_command
 
 from fp8calib.cli.app import app
-from fp8calib.cli.arguments import spread_formats
 from fp8calib.cli.console import be_silent, drop_stdout, say, show_error
-from fp8calib.cli.interruption import listen
+from fp8calib.cli.option_types import spread_formats
+from fp8calib.cli.signals import listen
 from fp8calib.errors import Fp8CalibError, UsageError, fit_line
 from fp8calib.machine.launch import Place, find_place
 

@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 
 from fp8calib import __version__
-from fp8calib.cli.calibrate_command import calibrate_command
-from fp8calib.cli.check_command import check_command
-from fp8calib.cli.export_command import export_command
-from fp8calib.cli.extract_command import extract_command
-from fp8calib.cli.merge_command import merge_command
-from fp8calib.cli.quantize_command import quantize_command
-from fp8calib.cli.recipes_command import recipes_command
-from fp8calib.cli.show_command import show_command
-from fp8calib.cli.verify_command import verify_command
+from fp8calib.cli.calibrate.command import calibrate_command
+from fp8calib.cli.check.command import check_command
+from fp8calib.cli.export.command import export_command
+from fp8calib.cli.extract.command import extract_command
+from fp8calib.cli.merge import merge_command
+from fp8calib.cli.quantize.command import quantize_command
+from fp8calib.cli.recipes import recipes_command
+from fp8calib.cli.show.command import show_command
+from fp8calib.cli.verify.command import verify_command
 
 app = typer.Typer(
     name="fp8calib",

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from fp8calib.cli.interruption import raise_again
+from fp8calib.cli.signals import raise_again
 from fp8calib.errors import ExportError
 from fp8calib.machine.launch import tell_starter
 

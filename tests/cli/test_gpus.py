@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
-from fp8calib.cli import calibrate_memory, verify_memory
+from fp8calib.cli.calibrate import memory as calibrate_memory
+from fp8calib.cli.verify import memory as verify_memory
 from fp8calib.fp8.formats import FORMATS
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.scales.compute import scale_of

@@ -9,7 +9,7 @@ import pytest
 from fp8calib import __version__
 from fp8calib.cli import main_inner
 from fp8calib.cli.app import app
-from fp8calib.cli.arguments import FORMAT_NAMES, split_names, spread_formats
+from fp8calib.cli.option_types import FORMAT_NAMES, split_names, spread_formats
 from fp8calib.dialects.registry import FORMATS
 from fp8calib.errors import UsageError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.cli import calibrate_run
+from fp8calib.cli.calibrate import run as calibrate_run
 from fp8calib.errors import ExportError
 
 from .conftest import QUICK, write_rows

@@ -1,0 +1,134 @@
+"""The FP8 checkpoint that `calibrate` adds for recipes that ask for one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8calib.checkpoint.overlay import find_side_files
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.cli.calibrate.job import Job
+from fp8calib.cli.console import Bar
+from fp8calib.cli.quantize.report import Outcome, build_report
+from fp8calib.dialects.kv.config import CONFIG_NAME
+from fp8calib.errors import ExportError, ModelError, UsageError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import find_scheme
+from fp8calib.quantization.calibrated_scales import Choice, find_scales, list_unmeasured
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import Settings, make_plan
+from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.selection.select import select
+from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.stats.calibration_stats import CalibrationStats
+
+_FORM = "compressed-tensors"
+
+
+def explain_refusal(job: Job) -> str | None:
+    """Say why the model's weights cannot be quantized, before it is run; None where they can."""
+    if job.recipe.quantize is None:
+        return None
+    if job.recipe.scales.fp8_dtype != E4M3FN.name:
+        return f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}"
+    try:
+        check_source(job.checkpoint)
+        select(job.checkpoint, job.checkpoint.load_config(), ignore=())
+    except ModelError as error:
+        return error.message
+    return None
+
+
+def check_replaced_checkpoint(job: Job) -> None:
+    """Refuse to replace a folder in which there is something no such checkpoint has.
+
+    Raises:
+        UsageError: naming what would be lost.
+    """
+    if job.recipe.quantize is None:
+        return
+    folder = job.out / job.recipe.quantize
+    shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
+    sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    strangers = sorted(found - shards - sides - {CONFIG_NAME})
+    if strangers:
+        raise UsageError(
+            f"{folder}: holds what this command does not write: {', '.join(strangers[:5])}",
+            hint="move it away, or name another folder",
+        )
+
+
+def write_checkpoint(
+    job: Job, stats: CalibrationStats, folder: Path, bar: Bar
+) -> Mapping[str, Any] | None:
+    """Write the checkpoint the recipe asks for under `folder`, and report as `quantize` does.
+
+    Returns:
+        The report; `{"scheme", "why"}` where none could be written, for the statistics and scales
+        of hours are worth more than an error; None where none is asked for.
+    """
+    scheme = job.recipe.quantize
+    if scheme is None:
+        return None
+    why = explain_refusal(job)
+    if why is not None:
+        return {"scheme": scheme, "why": why}
+    try:
+        return _quantize(job, scheme, stats, folder, bar)
+    except (ModelError, ExportError) as error:
+        return {"scheme": scheme, "why": f"{error.message}; {error.hint}"}
+
+
+def merge_report(report: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    """Add to the report of a calibration what is to be said of the FP8 checkpoint."""
+    scheme = checkpoint["scheme"]
+    report["quantize"] = checkpoint
+    if "why" in checkpoint:
+        report["warnings"].append(f"{scheme} is not written: {checkpoint['why']}")
+        return
+    report["files"] = sorted([*report["files"], *(f"{scheme}/{n}" for n in checkpoint["files"])])
+    report["warnings"] += [f"{scheme}: {note}" for note in checkpoint["notes"]]
+    report["warnings"] += [
+        f"{scheme}: {item['tensor']}: all zeros in {item['count']} of {item['total']} of its scales"
+        for item in checkpoint["dead"]
+    ]
+    for key in ("serving", "limitations"):
+        report[key] += [{"format": scheme, **item} for item in checkpoint[key]]
+
+
+def _quantize(
+    job: Job, scheme: str, stats: CalibrationStats, folder: Path, bar: Bar
+) -> Mapping[str, Any]:
+    started = time.monotonic()
+    found = find_scheme(scheme)
+    settings = Settings(scheme=found, form=find_form(_FORM, found))
+    if found.has_static_inputs:
+        selection = select(job.checkpoint, job.checkpoint.load_config(), ignore=())
+        unmeasured = list_unmeasured(stats, selection.taken)
+        settings = replace(settings, ignore=tuple(unmeasured))
+    choice = Choice(rule=job.recipe.scales.rule, fallback=job.recipe.scales.fallback)
+    calibrated = find_scales(stats, job.checkpoint, settings, choice)
+    plan = make_plan(job.checkpoint, settings, scales=calibrated.scales)
+    bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
+    written = quantize(
+        job.checkpoint, plan, folder / scheme, device=torch.device("cpu"), progress=bar
+    )
+    outcome = Outcome(
+        plan=plan,
+        written=written,
+        out=job.out / scheme,
+        source_bytes=job.checkpoint.total_size_bytes,
+        duration_s=time.monotonic() - started,
+        stats=stats,
+        notes=tuple(  # those of the scales are told already
+            f"{module}: left unquantized, because inputs are measured in the decoder layers alone"
+            for module in settings.ignore
+        ),
+    )
+    return build_report(outcome)

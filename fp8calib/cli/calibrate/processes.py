@@ -1,0 +1,118 @@
+"""What is different about a calibration that several processes run together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fp8calib.cli.calibrate.job import Job, Settings
+from fp8calib.data.shares import share_out
+from fp8calib.errors import UsageError
+from fp8calib.machine.launch import Place
+from fp8calib.model.load import choose_device
+from fp8calib.recipe import Recipe
+from fp8calib.run.distributed.group import Crew
+from fp8calib.run.forward.whole import BackOff
+from fp8calib.run.resume.work_share import Portion
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
+
+
+def choose_rank_device(settings: Settings, place: Place) -> str:
+    """Choose the device of one process: of those on a machine, each has a GPU to itself.
+
+    Raises:
+        UsageError: there are fewer GPUs than processes, or the model would be spread over all.
+    """
+    if place.size == 1:
+        return settings.device
+    if settings.device_map is not None:
+        raise UsageError(
+            "--device-map spreads the model over the GPUs, which several processes share out",
+            hint="leave it out, or start one process",
+        )
+    device = choose_device(settings.device)
+    if not device.startswith("cuda"):
+        return device
+    count = torch.cuda.device_count()
+    if place.local_size > count:
+        raise UsageError(
+            f"{place.local_size} processes were started on a machine with {count} GPUs",
+            hint=f"use torchrun --nproc-per-node {count}, or --device cpu",
+        )
+    torch.cuda.set_device(place.local_rank)
+    return f"cuda:{place.local_rank}"
+
+
+def describe_crew(crew: Crew) -> str:
+    """Say how many processes run."""
+    threads = torch.get_num_threads()
+    return f"{crew.place.size} processes share the data, with {threads} threads each"
+
+
+def gather_back_offs(portion: Portion) -> tuple[BackOff, ...]:
+    """Learn of all processes where batches became smaller."""
+    own = [asdict(each) for each in portion.back_offs]
+    told = [own] if portion.crew is None else portion.crew.gather(own)
+    return tuple(BackOff(**each) for all_of_one in told for each in all_of_one)
+
+
+def leave_out_formats(recipe: Recipe) -> Recipe:
+    """Take from a recipe what only the whole statistics can give."""
+    return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
+
+
+def check_shard(job: Job) -> None:
+    """Refuse a shard that would be empty, before the model is loaded.
+
+    Raises:
+        UsageError: the recipe runs no data, or there are fewer batches than shards.
+    """
+    shard = job.settings.shard
+    if shard is None:
+        return
+    if job.plan is None:
+        raise UsageError(
+            f"--shard: recipe {job.recipe.name} runs no data that could be shared out",
+            hint="leave out --shard",
+        )
+    share_out(job.plan, job.recipe.data.batch_size, shard)
+
+
+def count_planned(job: Job) -> Mapping[str, Any]:
+    """Count the tokens and sequences that are to be run, and say of what part they are."""
+    shard = job.settings.shard
+    found = [] if job.plan is None else share_out(job.plan, job.recipe.data.batch_size, shard)
+    return {
+        "sequences": sum(len(batch.lengths) for batch in found),
+        "tokens": sum(batch.num_tokens for batch in found),
+        **({} if shard is None else {"shard": {"index": shard.index, "count": shard.count}}),
+    }
+
+
+def count_run(job: Job, stats: CalibrationStats) -> Mapping[str, Any]:
+    """Count the tokens and sequences that were run, and say of what part they are."""
+    part = stats.part
+    if part is None or job.plan is None:
+        return {"tokens": stats.header.num_tokens, "sequences": stats.header.num_sequences}
+    run = [
+        sequence for first, stop in part.sequences for sequence in job.plan.sequences[first:stop]
+    ]
+    return {
+        "tokens": sum(map(len, run)),
+        "sequences": len(run),
+        "shard": {"index": part.index, "count": part.count},
+    }
+
+
+def describe_next(job: Job) -> str | None:
+    """Say what is to be done with the shard that was written; None where there is none."""
+    shard = job.settings.shard
+    if shard is None:
+        return None
+    return (
+        f"part {shard.index} of {shard.count}: no scales yet. When all {shard.count} are there: "
+        f"fp8calib merge PARTS... --out {STATS_NAME}, then fp8calib export {STATS_NAME}"
+    )

@@ -1,0 +1,260 @@
+"""The report of a calibration: as JSON for machines, as a page for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fp8calib.cli.calibrate.job import Job
+from fp8calib.cli.calibrate.memory import Mode
+from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
+from fp8calib.cli.console import list_top_level, print_text, say, warn
+from fp8calib.dialects.registry import FORMATS, Note
+from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
+from fp8calib.geometry.sites import Role
+from fp8calib.run.forward.whole import BackOff
+from fp8calib.scales.compute import Fallback
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.saturation import compute_position_reach, compute_saturation
+
+UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
+"""Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the run cost, and where it ran."""
+
+    duration_s: float
+    device: str
+    memory: Mapping[str, Any]
+    """How the model was held, what the plan said of it, and the measured peak."""
+    back_offs: tuple[BackOff, ...]
+    """Where batches became smaller because memory did not suffice."""
+    resumed: int
+    """Sequences that an interrupted run had done."""
+    resumed_tokens: int
+    """Tokens in them: none of `duration_s` went into these."""
+    num_ranks: int
+
+
+def build_report(
+    job: Job,
+    stats: CalibrationStats,
+    measured: Measured,
+    *,
+    files: Sequence[str],
+    notes: Sequence[Note],
+) -> dict[str, Any]:
+    """Gather what a user or a script wants to know about a run that has ended."""
+    fmt = FP8_FORMATS[job.recipe.scales.fp8_dtype]
+    geometry = stats.geometry
+    before, after = kv_bytes_per_token(geometry)
+    saturation = compute_saturation(stats)
+    reach = compute_position_reach(stats)
+    counted = count_run(job, stats)
+    return {
+        "model": job.settings.model,
+        "architecture": geometry.architecture,
+        "out": str(job.out),
+        "files": list(files),
+        **counted,
+        "duration_s": measured.duration_s,
+        "tokens_per_s": (counted["tokens"] - measured.resumed_tokens) / measured.duration_s,
+        "dtype": job.dtype,
+        "dtype_why": job.dtype_why,
+        "device": measured.device,
+        "memory": dict(measured.memory),
+        "batch_size": job.recipe.data.batch_size,
+        "batch_back_off": [asdict(each) for each in measured.back_offs],
+        "resumed_sequences": measured.resumed,
+        "ranks": measured.num_ranks,
+        "rule": str(job.recipe.scales.rule),
+        "coverage": {
+            "observed": len(stats.sites),
+            "skipped": [item.model_dump() for item in stats.header.skipped],
+        },
+        "saturation": saturation.model_dump() if saturation else None,
+        "positions": reach.model_dump() if reach else None,
+        "expert_tokens": _expert_tokens(stats),
+        "experts": count_experts(stats, job.recipe.scales.fallback),
+        "kv_bytes_per_token": {"before": before, "after": after},
+        "serving": [
+            {"format": name, "engine": item.engine, "command": item.command}
+            for name, target, tp in _targets(job)
+            for item in serving_commands(
+                geometry, name, target, model=job.settings.model, fmt=fmt, tp=tp
+            )
+        ],
+        "limitations": [
+            {
+                "format": name,
+                "engine": item.engine,
+                "why": item.why,
+                "is_blocking": item.is_blocking,
+            }
+            for name in job.recipe.formats
+            for item in limitations(geometry, name, fmt, query=job.recipe.query_scale)
+        ],
+        "warnings": [
+            *(job.plan.warnings if job.plan else ()),
+            *_query_warnings(job, stats),
+            *(f"{note.subject}: {note.why}" for note in notes),
+        ],
+        "versions": stats.header.versions,
+    }
+
+
+def _targets(job: Job) -> Iterator[tuple[str, Path, int]]:
+    for name in job.recipe.formats:
+        spec = FORMATS[name]
+        for tp in job.recipe.tp if spec.per_tp else (1,):
+            yield name, job.out / spec.path(tp), tp
+
+
+def save_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report as JSON."""
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _expert_tokens(stats: CalibrationStats) -> dict[str, list[int]]:
+    return {
+        site.module.rpartition(".")[0]: found.expert_counts.tolist()
+        for site, found in stats.sites.items()
+        if found.expert_counts is not None and site.module.endswith(".up_proj")
+    }
+
+
+def _query_warnings(job: Job, stats: CalibrationStats) -> Iterator[str]:
+    if job.recipe.query_scale:
+        return
+    for layer, attention in stats.geometry.attentions():
+        seen = stats.sites.get(attention.site(Role.Q))
+        if seen is None or not seen.count:
+            continue
+        amax = float(seen.amax.max()) / attention.query_divisor
+        if amax > E4M3FN.max or amax < UNSCALED_QUERY_FLOOR:
+            what = "clips" if amax > E4M3FN.max else "underflows"
+            yield (
+                f"q of layer {layer.index} reaches {amax:.4g} and {what} where an engine quantizes "
+                "q with scale 1.0: use --query-scale"
+            )
+
+
+def describe_plan(job: Job, mode: Mode) -> dict[str, Any]:
+    """Say what a run would do."""
+    plan = job.plan
+    return {
+        "plan": {
+            "model": job.settings.model,
+            "architecture": job.prepared.geometry.architecture,
+            "layers": len(job.prepared.geometry.layers),
+            "weights_size_bytes": job.checkpoint.total_size_bytes,
+            "dtype": job.dtype,
+            "dtype_why": job.dtype_why,
+            "device": job.device,
+            **count_planned(job),
+            "data": list(plan.sources) if plan else [],
+            "out": str(job.out),
+            "writes": sorted(job.owned),
+            **mode.as_json(),
+        }
+    }
+
+
+def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) -> None:
+    """Print the report for people: on stderr when stdout is for JSON."""
+    show = say if job.settings.as_json else print_text
+    now = report["sequences"] - report["resumed_sequences"]
+    counted = f"{now} of them now, " if report["resumed_sequences"] else ""
+    show(
+        f"{report['tokens']:,} tokens in {report['sequences']} sequences, {counted}"
+        f"{report['duration_s']:.1f} s ({report['tokens_per_s']:,.0f} tokens/s), "
+        f"{report['coverage']['observed']} sites observed"
+    )
+    for item in stats.header.skipped:
+        show(f"  not observed: {item.site}: {item.why}")
+    if (saturation := compute_saturation(stats)) is not None:
+        show(saturation.describe())
+    if (reach := compute_position_reach(stats)) is not None:
+        show(reach.describe())
+    for text in describe_experts(report["experts"]):
+        show(text)
+    before, after = report["kv_bytes_per_token"].values()
+    show(f"KV cache: {before:,} bytes per token now, {after:,} with FP8")
+    for text in report["warnings"][len(job.plan.warnings if job.plan else ()) :]:
+        warn(text)
+    show(f"written to {job.out}: {list_top_level(report['files'])}")
+    if (then := describe_next(job)) is not None:
+        show(then)
+    for item in report["serving"]:
+        show(f"serve with {item['engine']} ({item['format']}):\n    {item['command']}")
+    for item in report["limitations"]:
+        verdict = "cannot use it" if item["is_blocking"] else "note"
+        show(f"  {item['format']}, {item['engine']}: {verdict}: {item['why']}")
+
+
+_SHOWN = 20
+_FALLBACKS: Mapping[Fallback, str] = {
+    Fallback.LAYER_MAX: "they take the largest scale of the same role in their layer",
+    Fallback.ONE: "they take scale 1.0",
+    Fallback.REFUSE: "--fallback refuse: no scales are made of them",
+}
+
+
+def count_experts(stats: CalibrationStats, fallback: Fallback | None) -> dict[str, Any] | None:
+    """Say for every layer how its tokens went to its experts; None where there are none.
+
+    Of a shard nothing is said: what it did not reach others may.
+    """
+    if stats.part is not None:
+        return None
+    counts = {
+        site.module.rpartition(".")[0]: found.expert_counts.tolist()
+        for site, found in sorted(stats.sites.items())
+        if found.expert_counts is not None and site.module.endswith(".up_proj")
+    }
+    if not counts:
+        return None
+    return {
+        "fallback": fallback or Fallback.LAYER_MAX,
+        "layers": [
+            {
+                "module": module,
+                "min": min(tokens),
+                "median": median(tokens),
+                "max": max(tokens),
+                "never_reached": [expert for expert, count in enumerate(tokens) if count == 0],
+            }
+            for module, tokens in counts.items()
+        ],
+    }
+
+
+def describe_experts(experts: Mapping[str, Any] | None) -> Iterator[str]:
+    """Say the same in lines for people."""
+    if experts is None:
+        return
+    layers: Sequence[Mapping[str, Any]] = experts["layers"]
+    least, middle, most = (
+        pick(layer[key] for layer in layers)
+        for pick, key in ((min, "min"), (median, "median"), (max, "max"))
+    )
+    yield (
+        f"tokens per expert: {least:,} to {most:,}, median {middle:,.0f}, in {len(layers)} layers"
+    )
+    unreached = [layer for layer in layers if layer["never_reached"]]
+    if not unreached:
+        return
+    total = sum(len(layer["never_reached"]) for layer in unreached)
+    yield f"{total} experts were never reached: {_FALLBACKS[Fallback(experts['fallback'])]}"
+    for layer in unreached[:_SHOWN]:
+        yield f"  {layer['module']}: {', '.join(map(str, layer['never_reached']))}"
+    if len(unreached) > _SHOWN:
+        yield f"  and in {len(unreached) - _SHOWN} more layers, see report.json"

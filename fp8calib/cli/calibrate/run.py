@@ -1,0 +1,303 @@
+"""What `fp8calib calibrate` does: open, plan, run, write, show."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8calib.calibration import calibrate
+from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.cli.calibrate.checkpoint import (
+    check_replaced_checkpoint,
+    explain_refusal,
+    merge_report,
+    write_checkpoint,
+)
+from fp8calib.cli.calibrate.job import REPORT_NAME, Job, Settings
+from fp8calib.cli.calibrate.memory import Mode, choose_mode, describe_mode
+from fp8calib.cli.calibrate.processes import (
+    check_shard,
+    choose_rank_device,
+    describe_crew,
+    gather_back_offs,
+)
+from fp8calib.cli.calibrate.report import (
+    Measured,
+    build_report,
+    describe_plan,
+    save_report,
+    show_report,
+)
+from fp8calib.cli.calibrate.work_folder import (
+    UnwrittenError,
+    WorkFolder,
+    check_output_of,
+    describe_job,
+    find_finished,
+    remove_outputs,
+    work_folder,
+)
+from fp8calib.cli.console import Bar, print_json, say, warn
+from fp8calib.cli.plan_table import show_plan
+from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
+from fp8calib.data.plan import DataPlan
+from fp8calib.dialects.registry import (
+    check_export,
+    check_formats,
+    check_replaced,
+    check_source,
+    write_formats,
+)
+from fp8calib.errors import ExportError, Fp8CalibError, UsageError
+from fp8calib.fp8.formats import FORMATS
+from fp8calib.machine.launch import find_place
+from fp8calib.machine.memory import PeakMemory
+from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
+from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load_model, open_source
+from fp8calib.model.prepared import Prepared, prepare
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.recipe import Recipe
+from fp8calib.run.distributed.group import Crew, open_crew
+from fp8calib.run.resume.journal import Done, is_checkpoint
+from fp8calib.run.resume.work_share import Portion
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def run_calibrate(settings: Settings) -> None:
+    """Calibrate as the settings say, and show the outcome."""
+    quiet_libraries()
+    place = find_place(os.environ)
+    settings = replace(settings, device=choose_rank_device(settings, place))
+    with open_crew(place, settings.device) as crew, _opened(settings) as job:
+        for text in job.plan.warnings if job.plan else ():
+            warn(text)
+        header = describe_job(job)
+        finished = _find_finished(job, header, crew)
+        if finished is not None:
+            _show_finished(job, finished)
+            return
+        mode = choose_mode(job)
+        if settings.dry_run:
+            title = "plan (nothing was run or written)"
+            show_plan(describe_plan(job, mode), title, as_json=settings.as_json)
+            return
+        for text in describe_mode(mode):
+            say(text)
+        with Bar() as bar, work_folder(job, header, crew) as work:
+            finished = work.report
+            if finished is None:
+                stats, measured = _run(job, mode, work, crew, bar)
+                if not place.is_first:
+                    return
+                report = _write(job, stats, measured, work.path, bar)
+        if finished is not None:
+            _show_finished(job, finished)
+            return
+    if settings.as_json:
+        print_json(report)
+    show_report(job, stats, report)
+
+
+def _find_finished(job: Job, header: StatsHeader, crew: Crew | None) -> Mapping[str, Any] | None:
+    """Let the first process look for a finished output: it may write one before others look."""
+    if crew is None:
+        return find_finished(job, header)
+    found: Mapping[str, Any] | None = crew.share(lambda: find_finished(job, header))
+    return found
+
+
+def _show_finished(job: Job, report: Mapping[str, Any]) -> None:
+    say(f"{job.out} is finished already")
+    if job.settings.as_json:
+        print_json(report)
+
+
+@contextmanager
+def _opened(settings: Settings) -> Iterator[Job]:
+    recipe = settings.recipe
+    check_formats(recipe.formats)
+    _check_observed(recipe)
+    device = choose_device(settings.device)
+    check_device_map(settings.device_map, settings.device)
+    source = open_source(
+        settings.model,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        if_quantized="scales measured on it would carry its errors: calibrate the unquantized "
+        "model it was made from",
+    )
+    out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
+    with Checkpoint.open(source.folder, require_config=True) as checkpoint:
+        dtype, why = choose_dtype(settings.dtype, device=device, checkpoint=checkpoint)
+        prepared = prepare(
+            build_skeleton(source), checkpoint, recipe, checkpoint_dtype=stored_dtype(checkpoint)
+        )
+        check_export(prepared.geometry, recipe.formats, recipe.tp)
+        check_source(prepared.geometry, recipe.formats, checkpoint)
+        job = Job(
+            settings=settings,
+            source=source,
+            checkpoint=checkpoint,
+            prepared=prepared,
+            plan=None,
+            out=out,
+            device=device,
+            dtype=dtype,
+            dtype_why=why,
+        )
+        if not settings.dry_run:
+            check_output_of(job)
+        check_replaced(recipe.formats, out, checkpoint)
+        check_replaced_checkpoint(job)
+        if refusal := explain_refusal(job):
+            warn(f"{recipe.quantize} will not be written: {refusal}")
+        job = replace(job, plan=_plan(settings, source))
+        check_shard(job)
+        yield job
+
+
+def _check_observed(recipe: Recipe) -> None:
+    """Refuse formats whose scales the recipe does not observe."""
+    observe = recipe.observe
+    if recipe.formats and not observe.kv:
+        raise UsageError(
+            f"{', '.join(recipe.formats)}: needs K and V, which recipe {recipe.name} leaves out",
+            hint="choose another recipe",
+        )
+    if "rfc" in recipe.formats and not (observe.inputs and observe.weights):
+        raise UsageError(
+            f"rfc: needs inputs and weights, which recipe {recipe.name} does not both observe",
+            hint="choose another recipe",
+        )
+    if recipe.query_scale and not observe.query:
+        raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
+
+
+def _plan(settings: Settings, source: ModelSource) -> DataPlan | None:
+    data = settings.recipe.data
+    if not settings.recipe.observe.needs_forward:
+        return None
+    return plan_data(
+        source,
+        sources=data.sources,
+        samples=data.samples,
+        seq_len=data.seq_len,
+        pack=data.pack,
+        seed=data.seed,
+        part="calibrate",
+    )
+
+
+def _run(
+    job: Job, mode: Mode, work: WorkFolder, crew: Crew | None, bar: Bar
+) -> tuple[CalibrationStats, Measured]:
+    say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
+    if crew is not None:
+        say(describe_crew(crew))
+    started = time.monotonic()
+    portion = Portion(shard=job.settings.shard, journal=work.journal, crew=crew)
+    with PeakMemory() as memory, nullcontext() if crew is None else crew.in_touch():
+        stats = calibrate(
+            _load(job, bar) if mode.streaming is None else mode.prepared,
+            job.plan,
+            job.source,
+            job.checkpoint,
+            recipe=job.recipe,
+            batch_size=job.recipe.data.batch_size,
+            progress=bar,
+            streaming=mode.streaming,
+            portion=portion,
+        )
+        back_offs = gather_back_offs(portion)
+    measured = Measured(
+        duration_s=time.monotonic() - started,
+        device=job.device,
+        memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
+        back_offs=back_offs,
+        resumed=work.journal.done.num_sequences,
+        resumed_tokens=_count_tokens(job.plan, work.journal.done),
+        num_ranks=1 if crew is None else crew.place.size,
+    )
+    return stats, measured
+
+
+def _count_tokens(plan: DataPlan | None, done: Done) -> int:
+    if plan is None:
+        return 0
+    return sum(len(each) for first, stop in done.sequences for each in plan.sequences[first:stop])
+
+
+def _load(job: Job, bar: Bar) -> Prepared:
+    bar.stage("loading the model", None)
+    model = load_model(
+        job.source,
+        dtype=DTYPES[job.dtype],
+        device=job.device,
+        device_map=job.settings.device_map,
+    )
+    return replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
+
+
+def _write(
+    job: Job, stats: CalibrationStats, measured: Measured, folder: Path, bar: Bar
+) -> Mapping[str, Any]:
+    """Write everything, or, where a format cannot be written, what the run has cost hours for."""
+    try:
+        return _write_all(job, stats, measured, folder, bar)
+    except OSError as error:
+        failed = explain_os_error(error, job.out, needed_bytes=measure_folder(folder))
+    except ExportError as error:
+        failed = error
+    remove_outputs(folder)
+    try:
+        with OutputFolder(
+            job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
+        ) as kept:
+            save_stats(stats, kept / STATS_NAME)
+    except Fp8CalibError as error:
+        if not any(map(is_checkpoint, folder.iterdir())):
+            raise
+        raise UnwrittenError(
+            error.message,
+            hint=f"what the run has kept stays in {folder}: once that is mended, --resume goes on "
+            "from it",
+        ) from error
+    raise ExportError(
+        failed.message,
+        hint=f"the statistics are kept: `fp8calib export {job.out / STATS_NAME}` makes scales "
+        f"of them without another run. {failed.hint}".strip(),
+    ) from failed
+
+
+def _write_all(
+    job: Job, stats: CalibrationStats, measured: Measured, folder: Path, bar: Bar
+) -> Mapping[str, Any]:
+    recipe = job.recipe
+    save_stats(stats, folder / STATS_NAME)
+    written = write_formats(
+        stats,
+        recipe.formats,
+        folder,
+        fmt=FORMATS[recipe.scales.fp8_dtype],
+        tps=recipe.tp,
+        source=job.checkpoint,
+        query=recipe.query_scale,
+        fallback=recipe.scales.fallback,
+        rule=recipe.scales.rule,
+    )
+    files = sorted([STATS_NAME, REPORT_NAME, *written.files])
+    report = build_report(job, stats, measured, files=files, notes=written.notes)
+    checkpoint = write_checkpoint(job, stats, folder, bar)
+    if checkpoint is not None:
+        merge_report(report, checkpoint)
+    save_report(folder / REPORT_NAME, report)
+    return report

@@ -1,0 +1,200 @@
+"""The folder a calibration works in, and how a run goes on with what another has left there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8calib.calibration import describe_run, text_hashes_of
+from fp8calib.checkpoint.atomic import check_output
+from fp8calib.checkpoint.folder_lock import shared_lock
+from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forget_mark
+from fp8calib.cli.calibrate.job import REPORT_NAME, Job
+from fp8calib.cli.console import say, warn
+from fp8calib.errors import DataError, ExportError
+from fp8calib.run.distributed.group import Crew, RankLostError
+from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, load_stats
+from fp8calib.stats.merge import explain_other_run
+
+_TAG = "fp8calib calibrate"
+
+
+class UnwrittenError(ExportError):
+    """Nothing of the output could be written; what the run has kept stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkFolder:
+    """Where a run writes, and keeps what it has seen."""
+
+    path: Path
+    journal: Journal
+    report: Mapping[str, Any] | None = None
+    """Of an earlier run that had written everything here, and only could not put it in place."""
+
+
+def check_output_of(job: Job) -> None:
+    """Refuse an output folder that is in use, unless it may be the one that --resume looks for."""
+    if not _looks_finished(job):
+        check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
+
+
+def describe_job(job: Job) -> StatsHeader:
+    """Say what the statistics of a job will belong to."""
+    return describe_run(
+        job.prepared,
+        job.plan,
+        job.source,
+        job.checkpoint,
+        job.recipe,
+        compute_dtype=job.dtype,
+    )
+
+
+def find_finished(job: Job, header: StatsHeader) -> Mapping[str, Any] | None:
+    """Give the report of the run that --resume would go on with, where it had come to its end.
+
+    Raises:
+        UsageError: the output folder holds something else.
+    """
+    if not _looks_finished(job):
+        return None
+    found = _read_finished(job, header, job.out)
+    if found is None:
+        check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
+    else:
+        forget_mark(job.out)
+    return found
+
+
+def _looks_finished(job: Job) -> bool:
+    return job.settings.resume and _has_all(job, job.out)
+
+
+def _has_all(job: Job, folder: Path) -> bool:
+    return all((folder / name).exists() for name in job.owned)
+
+
+def _read_finished(job: Job, header: StatsHeader, folder: Path) -> Mapping[str, Any] | None:
+    """Read the report of a folder where this run had come to its end; None where it had not."""
+    try:
+        stats = load_stats(folder / STATS_NAME, takes_part=True)
+        report: Mapping[str, Any] = json.loads((folder / REPORT_NAME).read_bytes())
+    except (DataError, ValueError):
+        return None
+    return report if _is_of_run(job, header, stats) else None
+
+
+def _is_of_run(job: Job, header: StatsHeader, stats: CalibrationStats) -> bool:
+    shard = job.settings.shard
+    cut = None if shard is None else (shard.index, shard.count)
+    found = None if stats.part is None else (stats.part.index, stats.part.count)
+    return cut == found and not explain_other_run(stats.header, header)
+
+
+@contextmanager
+def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[WorkFolder]:
+    """Open the folder of a run; it becomes the output in the end.
+
+    An interruption, the death of another process, and a disk that takes no output leave it for
+    --resume; any other error removes it. Of several processes the first one does all of this, the
+    others keep their checkpoints in its folder.
+
+    Raises:
+        UsageError: the folder is in use, or what is to be gone on with is of another calibration.
+        DataError: a checkpoint is damaged.
+    """
+    if crew is not None and not crew.place.is_first:
+        work = _join(job, header, crew)
+        with shared_lock(work.path):
+            yield work
+        return
+    folder = PartialFolder(
+        job.out,
+        owned=job.owned,
+        tag=_TAG,
+        resume=job.settings.resume,
+        force=job.settings.force,
+        inputs=[job.source.folder],
+        check_resumed=lambda staging: _open_journal(job, header, staging).load(),
+        kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
+    )
+    with folder as staging:
+        if folder.discarded:
+            warn(
+                f"{staging}: what an interrupted run had kept there was discarded; the same "
+                "command line with --resume goes on from such"
+            )
+        journal = _open_journal(job, header, staging)
+        if crew is None and (report := _find_complete(job, header, staging)) is not None:
+            yield WorkFolder(path=staging, journal=journal, report=report)
+            return
+        remove_outputs(staging)
+        if job.settings.resume:
+            journal.load()
+            say(_describe_start(journal, header))
+        if crew is not None:
+            folder.share()
+            crew.share(lambda: {"folder": str(staging), **journal.done.to_json()})
+        yield WorkFolder(path=staging, journal=journal)
+        journal.remove()
+
+
+def _find_complete(job: Job, header: StatsHeader, staging: Path) -> Mapping[str, Any] | None:
+    if not job.settings.resume or not _has_all(job, staging):
+        return None
+    if any(map(is_checkpoint, staging.iterdir())):
+        return None
+    return _read_finished(job, header, staging)
+
+
+def _join(job: Job, header: StatsHeader, crew: Crew) -> WorkFolder:
+    """Open the folder that the first process has made, where it can be seen."""
+    told = crew.share(dict)
+    folder = Path(told.pop("folder"))
+    journal = _open_journal(job, header, folder, rank=crew.place.rank, done=Done.from_json(told))
+    return WorkFolder(path=folder, journal=journal)
+
+
+def _open_journal(
+    job: Job, header: StatsHeader, folder: Path, *, rank: int = 0, done: Done = NOTHING
+) -> Journal:
+    return Journal(
+        folder,
+        header,
+        text_hashes_of(job.plan),
+        shard=job.settings.shard,
+        batch_size=job.recipe.data.batch_size,
+        warn=warn,
+        rank=rank,
+        done=done,
+    )
+
+
+def _describe_start(journal: Journal, header: StatsHeader) -> str:
+    done = journal.done
+    if journal.has_layers:
+        return "--resume: going on after the layers that were run"
+    if done == NOTHING:
+        return "--resume: no interrupted run has left anything, beginning at the beginning"
+    return (
+        f"--resume: {done.num_sequences} of {header.num_sequences} sequences were done, going on "
+        "after them"
+    )
+
+
+def remove_outputs(folder: Path) -> None:
+    """Remove what a run had begun to write when it was ended; it is written anew."""
+    for path in folder.iterdir():
+        if path.name == MARK_NAME or is_checkpoint(path):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,83 @@
+"""`fp8calib export`: any format and tensor-parallel degree from a stats file, no forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8calib.cli.heavy_imports import heavy_imports
+from fp8calib.cli.option_types import (
+    FORMAT_NAMES,
+    FallbackOption,
+    ForceOption,
+    FormatOption,
+    Fp8DtypeOption,
+    JsonOption,
+    RuleOption,
+    TpOption,
+    split_names,
+)
+
+
+def export_command(
+    stats: Annotated[Path, typer.Argument(metavar="STATS", help="What calibrate wrote.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")],
+    formats: FormatOption = None,
+    tp: TpOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="The unquantized model, for overlays and weights."
+        ),
+    ] = None,
+    rule: RuleOption = None,
+    fallback: FallbackOption = None,
+    fp8_dtype: Fp8DtypeOption = None,
+    query_scale: Annotated[
+        bool, typer.Option("--query-scale", help="Write q_scale into overlays.")
+    ] = False,
+    with_weights: Annotated[
+        bool,
+        typer.Option(
+            "--with-weights",
+            help="With --format rfc and --model: write the FP8 weights of every rank too. Here "
+            "MODEL may be int4 (compressed-tensors, symmetric, one scale for each tensor): the "
+            "JSON then has the compound scale.",
+        ),
+    ] = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write scales in other formats, or for other tensor-parallel degrees.
+
+    Example: fp8calib export out/stats.safetensors --format rfc vllm-json --tp 2 --out tp2
+    """
+    with heavy_imports():
+        from fp8calib.cli.export.run import ExportSettings, run_export  # noqa: PLC0415
+        from fp8calib.cli.recipe_options import override_recipe  # noqa: PLC0415
+        from fp8calib.errors import UsageError  # noqa: PLC0415
+
+    names = split_names(formats)
+    if not names:
+        raise UsageError(
+            "export needs at least one --format", hint=f"known formats: {', '.join(FORMAT_NAMES)}"
+        )
+    resolved = override_recipe(
+        "kv",
+        data={},
+        scales={"rule": rule, "fallback": fallback, "fp8_dtype": fp8_dtype},
+        top={"formats": names, "tp": tp, "query_scale": query_scale},
+    )
+    run_export(
+        ExportSettings(
+            stats=stats,
+            out=out,
+            recipe=resolved,
+            model=model,
+            with_weights=with_weights,
+            force=force,
+            as_json=as_json,
+        )
+    )

@@ -1,0 +1,130 @@
+"""The weights that `export --with-weights` writes beside the RFC's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.cli.setup import quiet_libraries
+from fp8calib.errors import ExportError
+from fp8calib.fp8.formats import FORMATS
+from fp8calib.geometry.model_geometry import find_difference
+from fp8calib.model.load import LoadedModel, build_skeleton, open_source
+from fp8calib.model.projections import LinearWeight, read_linears
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.quantization.rfc.compound_scales import adopt_scales
+from fp8calib.quantization.rfc.rank_weights import write_rank_weights
+from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
+from fp8calib.recipe import Recipe
+from fp8calib.scales.compute import ScaleTable, compute_linear_scales
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import explain_difference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWeights:
+    """Weights that are there to be written, with their scales for every degree."""
+
+    tables: Mapping[int, ScaleTable]
+    notes: tuple[str, ...]
+    _model: LoadedModel
+    _source: WeightSource
+
+    def write(self, folder: Path) -> list[str]:
+        """Write a file for every rank of every degree, and name them.
+
+        Raises:
+            ExportError: a file cannot be written.
+        """
+        return [
+            name
+            for table in self.tables.values()
+            for name in write_rank_weights(table, self._read(table), folder)
+        ]
+
+    def _read(self, table: ScaleTable) -> Iterator[LinearWeight]:
+        return read_linears(self._model, table.geometry, self._source)
+
+
+def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe) -> RankWeights:
+    """Find the weights of the recipe's degrees, and the scales that they are quantized with.
+
+    Raises:
+        ModelError: the model's class cannot be built, which tells what is fused and transposed, or
+            an int4 checkpoint is not sound.
+        ExportError: a scale cannot be computed, or the int4 weights are of another model.
+    """
+    quiet_libraries()
+    is_int4 = is_int4_source(source)
+    skeleton = build_skeleton(
+        open_source(
+            str(source.folder),
+            revision=None,
+            trust_remote_code=False,
+            if_quantized=None
+            if is_int4
+            else "--model is the unquantized model that was calibrated",
+        )
+    )
+    tables = {tp: _compute_scales(stats, recipe, tp) for tp in dict.fromkeys(recipe.tp)}
+    if not is_int4:
+        weights = WeightSource(skeleton, source)
+        return RankWeights(tables=tables, notes=(), _model=skeleton, _source=weights)
+    int4 = Int4Source(source)
+    weights = WeightSource(skeleton, int4)
+    _check_geometry(stats, skeleton, weights, source.folder)
+    scales = weights.reading(ScaleSpread(int4))
+    geometry = stats.geometry
+    adopted = {
+        tp: adopt_scales(
+            table,
+            read_linears(skeleton, geometry, weights),
+            read_linears(skeleton, geometry, scales),
+        )
+        for tp, table in tables.items()
+    }
+    notes = tuple(_describe_source(stats, source, int4))
+    return RankWeights(tables=adopted, notes=notes, _model=skeleton, _source=weights)
+
+
+def _compute_scales(stats: CalibrationStats, recipe: Recipe, tp: int) -> ScaleTable:
+    return compute_linear_scales(
+        stats,
+        FORMATS[recipe.scales.fp8_dtype],
+        tp=tp,
+        fallback=recipe.scales.fallback,
+        rule=recipe.scales.rule,
+    )
+
+
+def _check_geometry(
+    stats: CalibrationStats, model: LoadedModel, weights: WeightSource, folder: Path
+) -> None:
+    measured = stats.geometry
+    found, _ = find_geometry(model, weights.whole, checkpoint_dtype=measured.checkpoint_dtype)
+    if difference := find_difference(found, measured):
+        raise ExportError(
+            f"{folder} is not the model these statistics were measured on: {difference}",
+            hint="name the int4 checkpoint of the model that was calibrated",
+        )
+
+
+def _describe_source(
+    stats: CalibrationStats, source: Checkpoint, int4: Int4Source
+) -> Iterator[str]:
+    """Say what nobody can check: that the int4 weights were made from the calibrated model."""
+    here = fingerprint_model(source.load_config(), source)
+    yield (
+        f"{source.folder}: its int4 weights are taken to be those of the calibrated model, as its "
+        f"shape is (it has {explain_difference(stats.header.model_fingerprint, here)}); were "
+        "norms or weights changed before they were quantized (smoothing), calibrate that model"
+    )
+    if int4.quantizes_inputs:
+        yield (
+            f"{source.folder}: what it says of its inputs is left aside: they are quantized with "
+            "the calibrated scales"
+        )

@@ -1,0 +1,161 @@
+"""What `fp8calib export` does: load stats, check, write, show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.cli.console import list_top_level, print_json, print_text, warn
+from fp8calib.dialects.kv.rfc import name_rank_files
+from fp8calib.dialects.registry import (
+    FORMATS,
+    check_export,
+    check_formats,
+    check_replaced,
+    paths,
+    write_formats,
+)
+from fp8calib.errors import ExportError, UsageError
+from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
+from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.int4 import is_int4_source
+from fp8calib.recipe import Recipe
+from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import explain_difference
+
+if TYPE_CHECKING:
+    from fp8calib.cli.export.rank_weights import RankWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSettings:
+    """The command line, resolved."""
+
+    stats: Path
+    out: Path
+    recipe: Recipe
+    model: str | None
+    with_weights: bool
+    force: bool
+    as_json: bool
+
+
+def run_export(settings: ExportSettings) -> None:
+    """Write every format that was asked for, from statistics alone."""
+    recipe = settings.recipe
+    check_formats(recipe.formats)
+    _check_weights(settings)
+    stats = load_stats(settings.stats)
+    check_export(stats.geometry, recipe.formats, recipe.tp)
+    with _source(settings, stats) as source:
+        if source is not None:
+            check_replaced(recipe.formats, settings.out, source)
+        inputs = [settings.stats, *([source.folder] if source else [])]
+        with OutputFolder(
+            settings.out,
+            owned=paths(recipe.formats, recipe.tp) | _name_weights(settings),
+            force=settings.force,
+            inputs=inputs,
+        ) as folder:
+            weights = _prepare_weights(settings, stats, source)
+            written = write_formats(
+                stats,
+                recipe.formats,
+                folder,
+                fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
+                tps=recipe.tp,
+                source=source,
+                query=recipe.query_scale,
+                fallback=recipe.scales.fallback,
+                rule=recipe.scales.rule,
+                quantized=None if weights is None else weights.tables,
+            )
+            files = sorted([*written.files, *(weights.write(folder) if weights else ())])
+    notes = [
+        *(weights.notes if weights else ()),
+        *(f"{note.subject}: {note.why}" for note in written.notes),
+    ]
+    for note in notes:
+        warn(note)
+    if settings.as_json:
+        print_json(
+            {
+                "out": str(settings.out),
+                "files": files,
+                "warnings": notes,
+            }
+        )
+    else:
+        print_text(f"written to {settings.out}: {list_top_level(files)}")
+
+
+def _check_weights(settings: ExportSettings) -> None:
+    if settings.with_weights and "rfc" not in settings.recipe.formats:
+        raise UsageError(
+            "--with-weights: only rfc names files of weights",
+            hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
+        )
+    if settings.with_weights and settings.model is None:
+        raise UsageError("--with-weights needs --model", hint="name the model to quantize")
+
+
+def _name_weights(settings: ExportSettings) -> frozenset[str]:
+    if not settings.with_weights:
+        return frozenset()
+    return frozenset(name for tp in settings.recipe.tp for name in name_rank_files(tp).values())
+
+
+def _prepare_weights(
+    settings: ExportSettings, stats: CalibrationStats, source: Checkpoint | None
+) -> RankWeights | None:
+    if not settings.with_weights or source is None:
+        return None
+    from fp8calib.cli.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
+
+    return prepare_weights(stats, source, settings.recipe)
+
+
+@contextmanager
+def _source(settings: ExportSettings, stats: CalibrationStats) -> Iterator[Checkpoint | None]:
+    model = settings.model
+    if model is None:
+        yield None
+        return
+    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+
+    with Checkpoint.open(find_folder(model, None), require_config=True) as checkpoint:
+        if settings.with_weights and is_int4_source(checkpoint):
+            _refuse_overlays(settings, checkpoint)
+        else:
+            _check_model(settings, stats, checkpoint)
+        yield checkpoint
+
+
+def _refuse_overlays(settings: ExportSettings, checkpoint: Checkpoint) -> None:
+    names = [name for name in settings.recipe.formats if FORMATS[name].needs_model]
+    if names:
+        raise UsageError(
+            f"--format {names[0]}: overlays are of the unquantized model, and the weights of "
+            f"{checkpoint.folder} are int4",
+            hint="export them in a run of their own, with the unquantized --model",
+        )
+
+
+def _check_model(settings: ExportSettings, stats: CalibrationStats, checkpoint: Checkpoint) -> None:
+    """Refuse another model than the statistics', and to quantize one that is quantized already."""
+    if settings.with_weights:
+        check_source(checkpoint)
+    measured = stats.header.model_fingerprint
+    fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
+    if fingerprint != measured:
+        raise ExportError(
+            f"{settings.model} is not the model these statistics were measured on, which had "
+            f"{explain_difference(measured, fingerprint)}",
+            hint="pass the folder that calibrate was run on",
+        )

@@ -1,0 +1,255 @@
+"""What `fp8calib extract-kv-scales` does: read, fit, write, show.
+
+No weight of the quantized model is read; of the unquantized one's, what its fingerprint takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.cli.console import list_top_level, print_json, print_text, warn
+from fp8calib.cli.setup import quiet_libraries
+from fp8calib.dialects.kv.metadata import Provenance
+from fp8calib.dialects.kv.read import SOURCE_DTYPES, FoundScales, check_same_model, read_scales
+from fp8calib.dialects.registry import FORMATS, check_formats, list_owned, write_table
+from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
+from fp8calib.errors import UsageError
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role
+from fp8calib.model.dtype import stored_dtype
+from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.scales.compute import ScaleTable
+from fp8calib.scales.convert import explain_fit, explain_joint, fit_table, fits_heads
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import MeasuredOn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractSettings:
+    """The command line, as it was given."""
+
+    quantized_model: Path
+    model: str
+    save_path: Path
+    format_name: str
+    source_dtype: str | None
+    fp8_dtype: str
+    tp: int | None
+    revision: str | None
+    trust_remote_code: bool
+    force: bool
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extracted:
+    """What was written, and what is to be said of it."""
+
+    found: FoundScales
+    table: ScaleTable
+    taken_from: tuple[str, ...]
+    """The source's files: the name of the folder and of the file, no more."""
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def run_extract(settings: ExtractSettings) -> None:
+    """Read the scales, write them in the one form that was asked for, and show the outcome.
+
+    Raises:
+        UsageError: an option makes no sense, or the source does not tell its FP8 format.
+        ModelError: the unquantized model cannot be read.
+        ExportError: the form cannot hold the scales, or cannot be written.
+        VerificationError: the source's scales are not complete, not valid, or of another model.
+    """
+    _check(settings)
+    quiet_libraries()
+    source = open_source(
+        settings.model,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        if_quantized="--model is the unquantized model, which the scales are written beside",
+    )
+    with Checkpoint.open(source.folder, require_config=True) as checkpoint:
+        skeleton = build_skeleton(source)
+        geometry, _ = find_geometry(
+            skeleton,
+            WeightSource(skeleton, checkpoint).whole,
+            checkpoint_dtype=stored_dtype(checkpoint),
+        )
+        fingerprint = fingerprint_model(source.raw_config, checkpoint)
+        extracted = _extract(settings, geometry, checkpoint, fingerprint)
+    _show(settings, extracted)
+
+
+def _check(settings: ExtractSettings) -> None:
+    check_formats([settings.format_name])
+    named = {"--source-dtype": settings.source_dtype, "--fp8-dtype": settings.fp8_dtype}
+    for option, name in named.items():
+        if name is not None and name not in SOURCE_DTYPES:
+            raise UsageError(
+                f"{option} {name}: unknown", hint=f"it is {' or '.join(SOURCE_DTYPES)}"
+            )
+    if settings.tp is not None and not FORMATS[settings.format_name].per_tp:
+        raise UsageError(
+            f"--tp {settings.tp}: {settings.format_name} is the same for any number of ranks",
+            hint="leave --tp out, or choose --format vllm-json or rfc",
+        )
+
+
+def _extract(
+    settings: ExtractSettings, geometry: ModelGeometry, checkpoint: Checkpoint, fingerprint: str
+) -> Extracted:
+    spec = FORMATS[settings.format_name]
+    found = read_scales(
+        settings.quantized_model,
+        geometry,
+        source_dtype=settings.source_dtype,
+        needs_dtype=True,
+        drops_bad_query=True,
+    )
+    check_same_model(str(settings.quantized_model), found.table.measured_on, fingerprint)
+    known = found.table.measured_on or MeasuredOn.of_model(fingerprint)
+    table = fit_table(
+        replace(found.table, measured_on=known),
+        fmt=SOURCE_DTYPES[settings.fp8_dtype],
+        tp=_choose_tp(settings, found.table),
+        per_head=spec.per_head,
+    )
+    taken_from = _name_files(found)
+    provenance = _describe_source(found, taken_from)
+    with OutputFolder(
+        settings.save_path,
+        owned=list_owned(spec.name, table.tp, geometry, checkpoint),
+        force=settings.force,
+        inputs=[checkpoint.folder, settings.quantized_model],
+    ) as folder:
+        target = folder if spec.needs_model else folder / spec.path(table.tp)
+        notes = write_table(table, spec.name, target, source=checkpoint, provenance=provenance)
+        written = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = tuple(path.relative_to(folder).as_posix() for path in written)
+    return Extracted(
+        found=found,
+        table=table,
+        taken_from=taken_from,
+        files=files,
+        notes=(
+            *([provenance.describe()] if provenance else []),
+            *found.notes,
+            *explain_fit(found.table, table),
+            *(explain_joint(table) if spec.joins_kv else ()),
+            *_advise_heads(found.table, table),
+            *(f"{note.subject}: {note.why}" for note in notes),
+        ),
+    )
+
+
+def _choose_tp(settings: ExtractSettings, table: ScaleTable) -> int:
+    """Keep the ranks that were found, where the form has ranks and they fit the model."""
+    if settings.tp is not None:
+        return settings.tp
+    is_kept = FORMATS[settings.format_name].per_tp and fits_heads(table.geometry, table.tp)
+    return table.tp if is_kept else 1
+
+
+def _name_files(found: FoundScales) -> tuple[str, ...]:
+    files = (path.resolve() for path in found.files)
+    names = (f"{path.parent.name}/{path.name}" for path in files)
+    # names that are no Unicode would spoil JSON for readers in other languages
+    return tuple(name.encode("utf-8", "replace").decode() for name in names)
+
+
+def _describe_source(found: FoundScales, files: tuple[str, ...]) -> Provenance | None:
+    """Say that a quantized model's scales are biased; not of scales that calibrate measured."""
+    measured = found.table.measured_on
+    if measured is not None and measured.data:
+        return None
+    return Provenance(dialect=found.dialect, files=files, has_fp8_weights=found.has_weights)
+
+
+def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
+    if source.per_head and not table.per_head:
+        yield "--format kv-overlay-head keeps a scale for each head"
+
+
+def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
+    table, name = extracted.table, settings.format_name
+    spec = FORMATS[name]
+    target = settings.save_path if spec.needs_model else settings.save_path / spec.path(table.tp)
+    before, after = kv_bytes_per_token(table.geometry)
+    has_query = not spec.joins_kv and any(site.role is Role.Q for site in table.scales)
+    return {
+        "save_path": str(settings.save_path),
+        "files": list(extracted.files),
+        "dialect": extracted.found.dialect,
+        "source_dtype": extracted.found.table.fmt.name,
+        "format": name,
+        "fp8_dtype": table.fmt.name,
+        "tp": table.tp,
+        "taken_from": list(extracted.taken_from),
+        "layers": [
+            _describe_layer(table, index, attention, joins_kv=spec.joins_kv)
+            for index, attention in ((layer.index, a) for layer, a in table.geometry.attentions())
+        ],
+        "notes": list(extracted.notes),
+        "kv_bytes_per_token": {"before": before, "after": after},
+        "serving": [
+            {"engine": item.engine, "command": item.command}
+            for item in serving_commands(
+                table.geometry, name, target, model=settings.model, fmt=table.fmt, tp=table.tp
+            )
+        ],
+        "limitations": [
+            {"engine": item.engine, "why": item.why, "is_blocking": item.is_blocking}
+            for item in limitations(table.geometry, name, table.fmt, query=has_query)
+        ],
+    }
+
+
+def _describe_layer(
+    table: ScaleTable, index: int, attention: Attention, *, joins_kv: bool
+) -> dict[str, Any]:
+    """Give the scales of a layer as they were written: one number, or one per rank or head."""
+    if joins_kv:
+        joint = [table.kv(attention, rank) for rank in range(table.tp)]
+        pair = dict.fromkeys(("k", "v"), joint)
+    else:
+        sites = (attention.site(role) for role in (Role.K, Role.V, Role.Q))
+        pair = {
+            str(site.role): table.scales[site].values.flatten().tolist()
+            for site in sites
+            if site in table.scales
+        }
+    scales = {role: values[0] if len(values) == 1 else values for role, values in pair.items()}
+    return {"layer": index, "module": attention.module, **scales}
+
+
+def _show(settings: ExtractSettings, extracted: Extracted) -> None:
+    report = _report(settings, extracted)
+    for note in extracted.notes:
+        warn(note)
+    if settings.as_json:
+        print_json(report)
+        return
+    for text in _describe(report):
+        print_text(text)
+
+
+def _describe(report: Mapping[str, Any]) -> Iterable[str]:
+    layers = len(report["layers"])
+    before, after = report["kv_bytes_per_token"].values()
+    yield f"{report['dialect']} scales of {layers} layers, {report['fp8_dtype']}"
+    yield f"KV cache: {before:,} bytes per token now, {after:,} with FP8"
+    yield f"written to {report['save_path']}: {list_top_level(report['files'])}"
+    for item in report["serving"]:
+        yield f"serve with {item['engine']} ({report['format']}):\n    {item['command']}"
+    for item in report["limitations"]:
+        verdict = "cannot use it" if item["is_blocking"] else "note"
+        yield f"  {report['format']}, {item['engine']}: {verdict}: {item['why']}"

@@ -1,0 +1,131 @@
+"""What `fp8calib quantize` does: open, plan, write, show."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.resumable_folder import forget_mark
+from fp8calib.cli.console import Bar, say
+from fp8calib.cli.quantize.report import Outcome, build_report, show_report
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import find_scheme
+from fp8calib.machine.devices import find_device
+from fp8calib.quantization.calibrated_scales import Calibrated, check_same_model, find_scales
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import NO_SCALES, QuantizePlan, Settings, make_plan
+from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
+from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSettings:
+    """The command line, as it was given."""
+
+    model: str
+    scheme: str
+    out: Path
+    stats: Path | None
+    form: str
+    ignore: tuple[str, ...]
+    shares_scales: bool
+    dequantize: bool
+    device: str
+    resume: bool
+    revision: str | None
+    force: bool
+    as_json: bool
+
+
+def run_quantize(settings: QuantizeSettings) -> None:
+    """Quantize a checkpoint as the settings say, and show the outcome.
+
+    Raises:
+        UsageError: an option makes no sense.
+        ModelError: the model cannot be read, is quantized already, or its layout is not known.
+        ExportError: the statistics do not fit, or the disk cannot hold the output.
+    """
+    asked = _resolve(settings)
+    device = torch.device("cpu" if settings.device == "auto" else find_device(settings.device))
+    stats = None if settings.stats is None else load_stats(settings.stats)
+    reader = DequantizedCheckpoint if settings.dequantize else Checkpoint
+    with reader.open(_find_folder(settings), require_config=True) as checkpoint:
+        check_source(checkpoint)
+        calibrated = _find_scales(stats, checkpoint, asked)
+        plan = make_plan(checkpoint, asked, scales=calibrated.scales)
+        started = time.monotonic()
+        written = _write(settings, checkpoint, plan, device)
+        outcome = Outcome(
+            plan=plan,
+            written=written,
+            out=settings.out,
+            source_bytes=checkpoint.total_size_bytes,
+            duration_s=time.monotonic() - started,
+            stats=stats,
+            notes=calibrated.notes,
+        )
+    show_report(build_report(outcome), as_json=settings.as_json)
+
+
+def _resolve(settings: QuantizeSettings) -> Settings:
+    scheme = find_scheme(settings.scheme)
+    form = find_form(settings.form, scheme)
+    if scheme.has_static_inputs and settings.stats is None:
+        raise UsageError(
+            f"--scheme {scheme.name}: its input scales come from calibration",
+            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose "
+            "fp8-dynamic, which needs no data",
+        )
+    return Settings(
+        scheme=scheme, form=form, ignore=settings.ignore, shares_scales=settings.shares_scales
+    )
+
+
+def _find_folder(settings: QuantizeSettings) -> Path:
+    """Find a folder that is here without transformers, whose import takes longer than small models.
+
+    Raises:
+        ModelError: there is none, and the hub has none.
+    """
+    if Path(settings.model).is_dir():
+        return Path(settings.model)
+    from fp8calib.model.load import find_folder  # noqa: PLC0415
+
+    return find_folder(settings.model, settings.revision)
+
+
+def _find_scales(
+    stats: CalibrationStats | None, checkpoint: Checkpoint, asked: Settings
+) -> Calibrated:
+    if stats is None:
+        return Calibrated(scales=NO_SCALES, notes=())
+    check_same_model(stats, checkpoint)
+    return find_scales(stats, checkpoint, asked)
+
+
+def _write(
+    settings: QuantizeSettings, checkpoint: Checkpoint, plan: QuantizePlan, device: torch.device
+) -> Written:
+    if settings.resume and is_finished(settings.out, plan):
+        forget_mark(settings.out)
+        say(f"{settings.out} is finished already")
+        return Written(files=list_files(settings.out), dead=(), resumed=())
+    inputs = [] if settings.stats is None else [settings.stats]
+    with Bar() as bar:
+        bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
+        return quantize(
+            checkpoint,
+            plan,
+            settings.out,
+            device=device,
+            progress=bar,
+            resume=settings.resume,
+            force=settings.force,
+            inputs=inputs,
+        )

@@ -1,0 +1,207 @@
+"""From the command line to the candidates that are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from fp8calib.cli.verify.job import VerifyJob
+from fp8calib.dialects.kv.read import FoundScales
+from fp8calib.errors import UsageError, VerificationError
+from fp8calib.geometry.sites import Site
+from fp8calib.model.load import LoadedModel
+from fp8calib.scales.compute import ScaleTable, compute_kv_scales
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.histogram import lower_edge
+from fp8calib.verification.candidates import (
+    Candidate,
+    Opened,
+    build_checkpoint,
+    build_kv_candidate,
+    build_scheme,
+    build_unscaled,
+)
+from fp8calib.verification.damage_rows import (
+    PER_HEAD,
+    SCALED,
+    UNSCALED,
+    clipped_unscaled,
+    index_layers,
+)
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.report import SCALE_ONE, HistogramResult
+from fp8calib.verification.verify import Question
+
+
+def build_question(job: VerifyJob, model: LoadedModel) -> Question:
+    """Build everything that is compared; `model` may lack its weights.
+
+    Raises:
+        UsageError: options that contradict each other.
+        VerificationError: a candidate cannot be emulated.
+    """
+    candidates = tuple(_candidates(job, model))
+    rules_of = _rules_of(job)
+    notes = (note for candidate in candidates for note in candidate.notes)
+    return Question(
+        profile=job.choices.profile,
+        candidates=candidates,
+        rules=dict(_rules(job, rules_of)) if rules_of else {},
+        rules_of=rules_of.name if rules_of else "",
+        kinds=_kinds(job),
+        kinds_of=first.name if (first := _first_with_kv(job)) else "",
+        calibration_clipped=_calibration_clipped(job),
+        gate=job.choices.gate,
+        sensitivity_of=candidates[0] if job.settings.sensitivity else None,
+        histograms=tuple(_histograms(job)) if job.settings.report else (),
+        warnings=(*job.plan.warnings, *job.warnings, *notes),
+    )
+
+
+def _candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
+    choices, geometry = job.choices, job.target.geometry
+    for opened in job.opened:
+        yield _candidate(job, opened, model)
+    if choices.scheme is not None and not job.opened:
+        yield build_scheme(
+            choices.scheme.name,
+            choices.scheme,
+            job.target,
+            model,
+            choices.profile,
+            fmt=choices.fmt,
+            stats=None,
+        )
+    yield build_unscaled(SCALE_ONE, geometry, choices.fmt, choices.profile)
+
+
+def _candidate(job: VerifyJob, opened: Opened, model: LoadedModel) -> Candidate:
+    choices = job.choices
+    if choices.scheme is not None:
+        if opened.stats is None:
+            raise UsageError(
+                f"--scheme {choices.scheme.name} is for statistics, and {opened.name} is none",
+                hint="leave out --scheme: a file is verified as what it says itself",
+            )
+        return build_scheme(
+            opened.name,
+            choices.scheme,
+            job.target,
+            model,
+            choices.profile,
+            fmt=choices.fmt,
+            stats=opened.stats,
+        )
+    if opened.checkpoint is not None:
+        return build_checkpoint(opened, model, job.target, choices.profile)
+    table = _table(job, opened)
+    how = "statistics, amax" if opened.found is None else opened.found.dialect
+    return build_kv_candidate(opened.name, table, choices.profile, how)
+
+
+def _table(job: VerifyJob, opened: Opened) -> ScaleTable:
+    if opened.found is not None:
+        _check_format(job, opened.name, opened.found)
+        return opened.found.table
+    assert opened.stats is not None  # noqa: S101 -- a candidate is one of the two
+    return compute_kv_scales(opened.stats, job.choices.fmt)
+
+
+def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
+    """Refuse scales of one format in a cache of another: 448 and 240 are not the same range."""
+    if found.table.fmt is not job.choices.fmt:
+        raise VerificationError(
+            f"{name}: the scales are for {found.table.fmt.name}, and the KV cache is emulated as "
+            f"{job.choices.fmt.name}",
+            hint=f"--fp8-dtype {found.table.fmt.name} verifies them as what they are",
+        )
+
+
+def _rules_of(job: VerifyJob) -> Opened | None:
+    """Give the statistics that --rules ranks rules on: the first."""
+    if not job.choices.rules:
+        return None
+    if job.choices.scheme is not None:
+        raise UsageError(
+            "--rules ranks scales of the KV cache, and --scheme quantizes weights and inputs",
+            hint="verify twice: once with --rules, once with --scheme",
+        )
+    for opened in job.opened:
+        if opened.stats is not None:
+            return opened
+    raise UsageError(
+        "--rules: rules make scales of statistics, and no --scales is any",
+        hint="pass the stats.safetensors that calibrate wrote",
+    )
+
+
+def _rules(job: VerifyJob, opened: Opened) -> Iterator[tuple[str, Candidate]]:
+    assert opened.stats is not None  # noqa: S101 -- chosen by it
+    for rule in job.choices.rules:
+        table = compute_kv_scales(opened.stats, job.choices.fmt, rule=rule)
+        yield str(rule), build_kv_candidate(str(rule), table, job.choices.profile, str(rule))
+
+
+def _first_with_kv(job: VerifyJob) -> Opened | None:
+    """Give the candidate whose KV scales are laid beside 1.0; None where no KV is quantized."""
+    if job.choices.scheme is not None:
+        return None
+    return next((o for o in job.opened if o.stats is not None or o.found is not None), None)
+
+
+def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
+    choices, geometry = job.choices, job.target.geometry
+    kinds: dict[str, Mapping[Site, Quantizer]] = {
+        UNSCALED: emulate_kv(make_unscaled_table(geometry, choices.fmt), choices.profile)
+    }
+    first = _first_with_kv(job)
+    if first is None:
+        return kinds
+    table = _table(job, first)
+    dialect = first.found.dialect if first.found else ""
+    kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(
+        table, choices.profile, dialect=dialect
+    )
+    if first.stats is not None and choices.profile.kv_per_head:
+        per_head = compute_kv_scales(first.stats, choices.fmt, per_head=True)
+        kinds[PER_HEAD] = emulate_kv(per_head, choices.profile)
+    return kinds
+
+
+def _calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:
+    stats = next((opened.stats for opened in job.opened if opened.stats is not None), None)
+    return {} if stats is None else clipped_unscaled(stats, job.choices.fmt)
+
+
+def _histograms(job: VerifyJob) -> Iterator[HistogramResult]:
+    stats = next((o.stats for o in job.opened if o.stats is not None), None)
+    if stats is None or job.choices.scheme is not None:
+        return
+    table = compute_kv_scales(stats, job.choices.fmt)
+    layer_of = index_layers(job.target.geometry)
+    for site, scale in table.scales.items():
+        found = _histogram(stats, site, float(scale.values.max()), layer_of[site.module], table)
+        if found is not None:
+            yield found
+
+
+def _histogram(
+    stats: CalibrationStats, site: Site, scale: float, layer: int, table: ScaleTable
+) -> HistogramResult | None:
+    seen = stats.sites.get(site)
+    if seen is None or seen.histogram is None:
+        return None
+    filled = seen.histogram[1:].nonzero().flatten() + 1
+    if not len(filled):
+        return None
+    bins = range(int(filled[0]), int(filled[-1]) + 1)
+    return HistogramResult(
+        site=str(site),
+        layer=layer,
+        lower_edges_log2=tuple(math.log2(lower_edge(index)) for index in bins),
+        counts=tuple(seen.histogram[bins.start : bins.stop].tolist()),
+        scale=scale,
+        largest=scale * table.fmt.max,
+        smallest=scale * table.fmt.smallest_subnormal / 2,
+    )

@@ -1,0 +1,327 @@
+"""What `fp8calib verify` does: open, check, plan, run, show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.output_files import OutputFiles
+from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.cli.console import Bar, print_json, say, warn
+from fp8calib.cli.plan_table import show_plan
+from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
+from fp8calib.cli.verify.candidates import build_question
+from fp8calib.cli.verify.job import Choices, TaskJob, VerifyJob, VerifySettings
+from fp8calib.cli.verify.memory import VerifyMode, choose_mode, describe_mode, open_subject
+from fp8calib.cli.verify.show import describe_plan, show_verification
+from fp8calib.data.plan import FEW_TOKENS, DataPlan
+from fp8calib.engines.numerics import find_profile
+from fp8calib.errors import UsageError, VerificationError
+from fp8calib.fp8.formats import FORMATS
+from fp8calib.fp8.schemes import Scheme, find_scheme
+from fp8calib.geometry.sites import Role
+from fp8calib.machine.memory import PeakMemory
+from fp8calib.model.dtype import choose_dtype, stored_dtype
+from fp8calib.model.load import (
+    ModelSource,
+    build_skeleton,
+    choose_device,
+    load_tokenizer,
+    open_source,
+)
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.scales.rules import Rule, parse_rule
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.measured_on import estimate_overlap
+from fp8calib.verification.candidates import Opened, Target, find_candidate, open_candidate
+from fp8calib.verification.judge.gates import load_gate
+from fp8calib.verification.report import SCALE_ONE, Verdict, VerifyReport
+from fp8calib.verification.tasks.lm_eval import run_tasks
+from fp8calib.verification.tasks.task_files import open_tasks, require_harness
+from fp8calib.verification.verify import Question, Subject, Verified, verify
+
+_SMALLEST_SHARE = 0.01
+_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
+
+
+def run_verify(settings: VerifySettings) -> int:
+    """Verify as the settings say, show the outcome, and give the exit code."""
+    quiet_libraries()
+    choices = _choose(settings)
+    with _opened(settings, choices) as job:
+        for text in (*job.plan.warnings, *job.warnings):
+            warn(text)
+        mode = choose_mode(job)
+        if settings.dry_run:
+            plan = describe_plan(job, mode)
+            show_plan(plan, "plan (nothing was run)", as_json=settings.as_json)
+            return 0
+        for text in describe_mode(mode):
+            say(text)
+        with Bar() as bar, PeakMemory() as memory:
+            verified = _run(job, mode, bar)
+        verified = _with_memory(verified, mode, memory.peak_bytes)
+        for text in verified.report.warnings:
+            if text not in (*job.plan.warnings, *job.warnings):
+                warn(text)
+    try:
+        _write(settings, verified)
+    except Exception:
+        show_verification(
+            verified.report, settings
+        )  # it took hours, and files are not all there is
+        raise
+    if settings.as_json:
+        print_json(verified.report.model_dump(mode="json", exclude={"histograms"}))
+    show_verification(verified.report, settings)
+    return _exit_code(settings, verified.report)
+
+
+def _choose(settings: VerifySettings) -> Choices:
+    check_device_map(settings.device_map, settings.device)
+    _check_names(settings.scales)
+    _check_outputs(settings)
+    if settings.report is not None:
+        from fp8calib.verification.html.page import require_plotly  # noqa: PLC0415 -- pages are an extra
+
+        require_plotly()
+    _check_tasks(settings)
+    if settings.fp8_dtype not in FORMATS:
+        raise UsageError(
+            f"--fp8-dtype {settings.fp8_dtype}: unknown format", hint=f"known: {', '.join(FORMATS)}"
+        )
+    return Choices(
+        profile=find_profile(settings.engine),
+        scheme=None if settings.scheme is None else find_scheme(settings.scheme),
+        rules=_parse_rules(settings.rules),
+        fmt=FORMATS[settings.fp8_dtype],
+        gate=None if settings.gate is None else load_gate(settings.gate),
+        device=choose_device(settings.device),
+    )
+
+
+def _parse_rules(names: tuple[str, ...]) -> tuple[Rule, ...]:
+    if not all(names):
+        raise UsageError("--rules: a name is empty", hint="name rules as NAME,NAME")
+    rules = tuple(map(parse_rule, names))
+    for rule in rules:
+        if rules.count(rule) > 1:
+            raise UsageError(f"--rules: {rule} is given twice", hint="name each rule once")
+    return rules
+
+
+def _check_tasks(settings: VerifySettings) -> None:
+    if not all(settings.tasks):
+        raise UsageError("--tasks: a name is empty", hint="name tasks as NAME,NAME")
+    if settings.tasks:
+        require_harness()
+    elif settings.limit is not None:
+        raise UsageError("--limit is for tasks, and there are none", hint="add --tasks NAME")
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    for name in names:
+        if not name or not name.isprintable():
+            raise UsageError(f"--scales {name!r}: a path of printable characters is needed")
+        if name in _RESERVED_NAMES:
+            raise UsageError(f"--scales {name}: that name is taken", hint=f"write ./{name}")
+    places = [find_candidate(name).resolve() for name in names]
+    for place in places:
+        if places.count(place) > 1:
+            twice = " and ".join(n for n, p in zip(names, places, strict=True) if p == place)
+            raise UsageError(f"--scales {twice}: the same scales twice", hint="name them once")
+
+
+def _check_outputs(settings: VerifySettings) -> None:
+    """Refuse outputs that cannot be written, or would replace what is read, before hours of work.
+
+    Raises:
+        UsageError: naming the path.
+    """
+    outputs = [path for path in (settings.report, settings.dump) if path is not None]
+    for path in outputs:
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}")
+        check_output_file(path)
+        for name in (settings.model, *settings.scales, *settings.data):
+            _refuse_input(path, Path(name))
+    if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
+        raise UsageError(f"--report and --dump are both {outputs[0]}")
+    OutputFiles(outputs).probe()
+
+
+def _refuse_input(path: Path, source: Path) -> None:
+    try:
+        is_inside = source.exists() and path.resolve().is_relative_to(source.resolve())
+    except (OSError, ValueError):
+        return
+    if is_inside and (path.exists() or source.is_file()):
+        raise UsageError(f"{path} would replace what is read", hint="name another file")
+
+
+@contextmanager
+def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
+    source = open_source(
+        settings.model,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        if_quantized="what it was made from is verified: name that model, and this one as "
+        f"--scales {settings.model}",
+    )
+    with Checkpoint.open(source.folder, require_config=True) as checkpoint:
+        dtype, why = choose_dtype(settings.dtype, device=choices.device, checkpoint=checkpoint)
+        skeleton = build_skeleton(source)
+        geometry, unobserved = find_geometry(
+            skeleton,
+            WeightSource(skeleton, checkpoint).whole,
+            checkpoint_dtype=stored_dtype(checkpoint),
+        )
+        target = Target(
+            checkpoint=checkpoint,
+            fingerprint=fingerprint_model(source.raw_config, checkpoint),
+            geometry=geometry,
+            unobserved=tuple(item.module for item in unobserved),
+        )
+        opened = tuple(open_candidate(name, target, choices.profile) for name in settings.scales)
+        job = VerifyJob(
+            settings=settings,
+            choices=choices,
+            source=source,
+            checkpoint=checkpoint,
+            skeleton=skeleton,
+            target=target,
+            opened=opened,
+            plan=_plan(settings, source),
+            task_job=_open_tasks(settings, source),
+            dtype=dtype,
+            dtype_why=why,
+            warnings=(),
+        )
+        build_question(job, skeleton)  # what cannot be emulated is said before weights are loaded
+        yield replace(
+            job, warnings=(*_overlaps(job.plan, opened), *_kv_left_out(choices.scheme, opened))
+        )
+
+
+def _plan(settings: VerifySettings, source: ModelSource) -> DataPlan:
+    plan = plan_data(
+        source,
+        sources=settings.data,
+        samples=settings.samples,
+        seq_len=settings.seq_len,
+        pack=settings.pack,
+        seed=0,
+        part="verify",
+    )
+    warnings = (text for text in plan.warnings if "scales may miss" not in text)
+    few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are rough"
+    is_few = plan.num_tokens < FEW_TOKENS
+    return replace(plan, warnings=(*warnings, *((few,) if is_few else ())))
+
+
+def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None:
+    if not settings.tasks:
+        return None
+    tokenizer = load_tokenizer(source, int(source.text_config.vocab_size))
+    say(f"loading tasks: {', '.join(settings.tasks)}")
+    return TaskJob(tasks=open_tasks(settings.tasks, limit=settings.limit), tokenizer=tokenizer)
+
+
+def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
+    text = plan.text.telling()
+    for candidate in opened:
+        measured = candidate.measured_on
+        share = 0.0 if measured is None else estimate_overlap(text, measured.text)
+        if share:
+            about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
+            yield (
+                f"{candidate.name}: {about} of this text was calibrated on: the figures flatter "
+                "these scales"
+            )
+
+
+def _kv_left_out(scheme: Scheme | None, opened: tuple[Opened, ...]) -> Iterator[str]:
+    for candidate in opened if scheme is not None else ():
+        sites = () if candidate.stats is None else candidate.stats.sites
+        if any(site.role is Role.K for site in sites):
+            yield (
+                f"{candidate.name}: --scheme quantizes weights and inputs alone; without it, its "
+                "scales of the KV cache are verified"
+            )
+
+
+def _run(job: VerifyJob, mode: VerifyMode, bar: Bar) -> Verified:
+    say(f"computing in {job.dtype} on {job.choices.device} ({job.dtype_why})")
+    if mode.streaming is None:
+        bar.stage("loading the model", None)
+    with open_subject(job, mode) as (subject, comparison):
+        question = build_question(job, subject.model)
+        verified = verify(
+            subject,
+            question,
+            job.plan,
+            batch_size=job.settings.batch_size,
+            progress=bar,
+            comparison=comparison,
+        )
+        if job.task_job is None:
+            return verified
+        return _add_tasks(job, subject, question, verified, bar)
+
+
+def _with_memory(verified: Verified, mode: VerifyMode, peak_bytes: int | None) -> Verified:
+    found = {"memory": {**mode.as_json(), "peak_measured_bytes": peak_bytes}}
+    return replace(verified, report=verified.report.model_copy(update=found))
+
+
+def _add_tasks(
+    job: VerifyJob, subject: Subject, question: Question, verified: Verified, bar: Bar
+) -> Verified:
+    assert job.task_job is not None  # noqa: S101 -- the caller chose by it
+    outcome = run_tasks(
+        subject,
+        question.candidates,
+        job.task_job.tasks,
+        job.task_job.tokenizer,
+        batch_size=job.settings.batch_size,
+        progress=bar,
+    )
+    for text in outcome.warnings:
+        warn(text)
+    found = {
+        "tasks": outcome.rows,
+        "task_setup": outcome.setup,
+        "warnings": (*verified.report.warnings, *outcome.warnings),
+    }
+    return replace(verified, report=verified.report.model_copy(update=found))
+
+
+def _write(settings: VerifySettings, verified: Verified) -> None:
+    """Write both files, or neither."""
+    paths = [path for path in (settings.dump, settings.report) if path is not None]
+    with OutputFiles(paths) as places:
+        if settings.dump is not None:
+            logprobs = dict(verified.logprobs)
+            save_tensors(places[settings.dump], logprobs, metadata={"format": "pt"})
+        if settings.report is not None:
+            from fp8calib.verification.html.page import write_page  # noqa: PLC0415
+
+            write_page(verified.report, places[settings.report])
+    if settings.dump is not None:
+        say(f"log-probabilities of {len(verified.logprobs)} models in {settings.dump}")
+    if settings.report is not None:
+        say(f"report in {settings.report}")
+
+
+def _exit_code(settings: VerifySettings, report: VerifyReport) -> int:
+    failed = [
+        candidate
+        for candidate in report.candidates
+        if candidate.name != SCALE_ONE and candidate.verdict is Verdict.FAIL
+    ]
+    return VerificationError.exit_code if settings.gate and failed else 0

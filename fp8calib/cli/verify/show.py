@@ -1,0 +1,211 @@
+"""The report of a verification for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fp8calib.cli.console import print_table, print_text, say
+from fp8calib.cli.verify.job import VerifyJob, VerifySettings
+from fp8calib.cli.verify.memory import VerifyMode
+from fp8calib.verification.report import (
+    DiagnosisResult,
+    LayerResult,
+    TaskResult,
+    VerifyReport,
+    spell_error,
+    spell_kld,
+)
+
+_SHOWN_SITES = 8
+
+
+def describe_plan(job: VerifyJob, mode: VerifyMode) -> dict[str, Any]:
+    """Say what a run would do."""
+    return {
+        "plan": {
+            "model": job.settings.model,
+            "architecture": job.target.geometry.architecture,
+            "layers": len(job.target.geometry.layers),
+            "weights_size_bytes": job.checkpoint.total_size_bytes,
+            "engine": job.choices.profile.name,
+            "candidates": [*job.settings.scales, "scale-1.0"],
+            "dtype": job.dtype,
+            "dtype_why": job.dtype_why,
+            "device": job.choices.device,
+            "sequences": len(job.plan.sequences),
+            "tokens": job.plan.num_tokens,
+            "data": list(job.plan.sources),
+            "tasks": list(job.settings.tasks),
+            **mode.as_json(),
+        }
+    }
+
+
+def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
+    """Print the report for people; only the advice, on stderr, when stdout is for JSON."""
+    if settings.as_json:
+        say(report.advice)
+        return
+    print_text(report.advice)
+    print_text("")
+    _show_candidates(report)
+    _show_sites(report)
+    _show_diagnosis(report)
+    _show_sensitivity(report)
+    _show_rules(report)
+    _show_tasks(report)
+
+
+def _show_candidates(report: VerifyReport) -> None:
+    title = (
+        f"{report.engine} ({report.engine_version}), {report.tokens:,} tokens in "
+        f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
+        f"{report.reference.ppl:.4f}"
+    )
+    columns = ["candidate", "ppl", "ratio", "± se", "KLD mean", "p99", "top-1", "verdict"]
+    rows = [
+        [
+            candidate.name,
+            f"{candidate.ppl:.4f}",
+            f"{candidate.ppl_ratio:.4f}",
+            spell_error(candidate.ppl_ratio_se),
+            spell_kld(candidate.kld_mean),
+            spell_kld(candidate.kld_p99),
+            f"{candidate.top1_agreement:.2%}",
+            candidate.verdict.value,
+        ]
+        for candidate in report.candidates
+    ]
+    print_table(title, columns, rows)
+    for candidate in report.candidates:
+        print_text(f"  {candidate.name}: {candidate.description}")
+        print_text(
+            f"    {candidate.verdict.value} ({candidate.gate} gate): {candidate.verdict_why}"
+        )
+
+
+def _show_sites(report: VerifyReport) -> None:
+    for candidate in report.candidates:
+        rows = [row for row in report.layers if row.candidate == candidate.name]
+        if rows:
+            print_text("")
+            title = f"{candidate.name}: the {min(_SHOWN_SITES, len(rows))} most damaged sites"
+            columns = ["site", "SQNR dB", "clipped", "flushed", "amax", "scale"]
+            print_table(title, columns, [_site_row(row) for row in rows[:_SHOWN_SITES]])
+
+
+def _site_row(row: LayerResult) -> Sequence[str]:
+    return [
+        row.site,
+        _decibels(row.sqnr_db),
+        f"{row.clipped:.2%}",
+        f"{row.flushed:.2%}",
+        f"{row.amax:.4g}",
+        _spell_scale(row),
+    ]
+
+
+def _spell_scale(row: LayerResult) -> str:
+    if row.scale is None:
+        return f"dynamic, per {row.scale_per}"
+    if row.smallest_scale is None:
+        return f"{row.scale:.4g}"
+    return f"{row.smallest_scale:.3g} to {row.scale:.3g} per {row.scale_per}"
+
+
+def _show_diagnosis(report: VerifyReport) -> None:
+    """Show the K and V that scales would help most."""
+    rows = sorted(report.diagnosis, key=_unscaled_loss_db, reverse=True)[:_SHOWN_SITES]
+    if not rows:
+        return
+    print_text("")
+    columns = {
+        "site": [row.site for row in rows],
+        "SQNR at 1.0": [_decibels(row.unscaled_db) for row in rows],
+        "per tensor": [_decibels(row.scaled_db) for row in rows],
+        "per head": [_decibels(row.per_head_db) for row in rows],
+        "clipped at 1.0": [f"{row.unscaled_clipped:.2%}" for row in rows],
+        "in calibration": [_share(row.calibration_clipped) for row in rows],
+    }
+    known = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
+    of = f" with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
+    title = f"K and V at scale 1.0{of}, in dB: the {len(rows)} that clip most, then gain most"
+    print_table(title, list(known), list(zip(*known.values(), strict=True)))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _unscaled_loss_db(row: DiagnosisResult) -> tuple[float, float]:
+    """Rank by what clips, then by what calibrated scales would win."""
+    if row.unscaled_db is None:
+        return (row.unscaled_clipped, 0.0)
+    better = [value for value in (row.scaled_db, row.per_head_db) if value is not None]
+    return (row.unscaled_clipped, max(better, default=0.0) - row.unscaled_db)
+
+
+def _decibels(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _show_sensitivity(report: VerifyReport) -> None:
+    found = report.sensitivity
+    if found is None:
+        return
+    print_text("")
+    title = f"{found.candidate}: one layer at a time, on {found.sequences} sequences"
+    rows = [
+        [str(layer.layer), spell_kld(layer.kld_mean), f"{layer.ppl_ratio:.4f}"]
+        for layer in found.layers[:_SHOWN_SITES]
+    ]
+    print_table(title, ["layer", "KLD mean", "ratio"], rows)
+    if found.skip_layers:
+        named = ", ".join(map(str, found.skip_layers))
+        print_text(f"worth leaving unquantized: layers {named}  {found.flag}".rstrip())
+    else:
+        print_text("no layer stands out: none is worth leaving unquantized")
+
+
+def _show_rules(report: VerifyReport) -> None:
+    if not report.rules:
+        return
+    print_text("")
+    rows = [
+        [
+            rule.rule,
+            spell_kld(rule.kld_mean),
+            f"{rule.ppl_ratio:.4f}",
+            spell_error(rule.ppl_ratio_se),
+        ]
+        for rule in report.rules
+    ]
+    title = f"{report.rules[0].candidate}: scale rules on this text, best first"
+    print_table(title, ["rule", "KLD mean", "ratio", "± se"], rows)
+
+
+def _show_tasks(report: VerifyReport) -> None:
+    setup = report.task_setup
+    if setup is None:
+        return
+    bos = f"add_bos_token=True ({setup.bos_token} before every text)"
+    if not setup.add_bos_token:
+        bos = "no BOS before texts, as the tokenizer has none to put there"
+    limit = "" if setup.limit is None else f", --limit {setup.limit}"
+    print_text("")
+    columns = ["candidate", "task", "metric", "docs", "reference", "± se", "value", "± se"]
+    title = f"lm-evaluation-harness {setup.harness_version}, {bos}{limit}"
+    print_table(title, [*columns, "recovery %"], [_task_row(row) for row in report.tasks])
+
+
+def _task_row(row: TaskResult) -> Sequence[str]:
+    numbers = (row.reference, row.reference_se, row.value, row.value_se)
+    return [
+        row.candidate,
+        row.task,
+        row.metric,
+        "-" if row.num_documents is None else str(row.num_documents),
+        *("-" if number is None else f"{number:.4f}" for number in numbers),
+        "-" if row.recovery_percent is None else f"{row.recovery_percent:.2f}",
+    ]
