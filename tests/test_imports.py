@@ -1,8 +1,11 @@
-"""The floors of the house: imports go down only, and heavy packages stay where they belong."""
+"""The order of the packages, and the libraries that each of them may import."""
 
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,38 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fp8calib"
-
-FLOORS = {
-    4: {"cli", "__main__"},
-    3: {"dialects", "verify", "quantize"},
-    2: {"model", "data", "observe", "run", "calibrate"},
-    1: {
-        "recipe",
-        "recipe_files",
-        "stats",
-        "scales",
-        "saturation",
-        "tensor_parallel",
-        "provenance",
-        "checkpoint",
-        "devices",
-        "fp8_cast",
-        "geometry",
-        "histogram",
-        "histogram_shares",
-        "machine_memory",
-        "measured",
-        "merging",
-        "parts",
-        "positions",
-        "rules",
-    },
-    0: {"errors", "expert_stacks", "fp8", "launch", "sites", "__init__"},
-}
-FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 MODEL_LIBRARIES = {"transformers", "datasets", "accelerate"}
 HEAVY = MODEL_LIBRARIES | {"torch", "numpy", "safetensors", "pydantic"}
-COMMAND_LINE_LIBRARIES = {"typer", "click", "rich"}
 
 
 @dataclass(frozen=True)
@@ -57,20 +30,6 @@ class Import:
     def package(self) -> str:
         """The imported distribution's top name."""
         return self.target.partition(".")[0]
-
-    @property
-    def floor(self) -> int:
-        """The importing file's floor."""
-        return floor_of(self.file.removesuffix(".py").replace("/", "."))
-
-
-def floor_of(module: str) -> int:
-    """Give the floor of a module of the package, written without the package's name."""
-    return FLOOR_OF[module.partition(".")[0]]
-
-
-def module_files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
 
 
 def imports_of(path: Path) -> Iterator[Import]:
@@ -91,35 +50,47 @@ def imports_of(path: Path) -> Iterator[Import]:
         pending += [(child, is_deferred or is_body) for child in ast.iter_child_nodes(node)]
 
 
-ALL = [found for path in module_files() for found in imports_of(path)]
+def check_contracts(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts of `folder`'s pyproject.toml against the package in it."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+    command.append("--no-cache")
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("path", module_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_module_has_a_floor(path: Path) -> None:
-    assert path.relative_to(PACKAGE).parts[0].removesuffix(".py") in FLOOR_OF
+def test_packages_import_each_other_in_one_direction() -> None:
+    checked = check_contracts(ROOT)
+    assert checked.returncode == 0, checked.stdout
 
 
-def test_no_arrow_points_up() -> None:
-    up = [
-        found
-        for found in ALL
-        if found.package == "fp8calib"
-        and not found.target.startswith("fp8calib.__")
-        and floor_of(found.target.removeprefix("fp8calib.")) > found.floor
-    ]
-    assert up == []
-
-
-def test_only_the_second_floor_and_emulation_know_the_model_libraries() -> None:
-    strangers = [
-        found
-        for found in ALL
-        if found.package in MODEL_LIBRARIES
-        and found.floor != 2
-        and found.file != "verify/emulate.py"
-        and not (found.floor == 4 and found.is_deferred)
-    ]
-    assert strangers == []
+@pytest.mark.parametrize(
+    ("file", "line", "broken"),
+    [
+        ("fp8/formats.py", "import fp8calib.scales.compute", "Imports go down this list only"),
+        ("machine/units.py", "import fp8calib.fp8.formats", "Imports go down this list only"),
+        ("run/limits_of_all.py", "import fp8calib.cli.app", "Imports go down this list only"),
+        (
+            "run/forward/decoder.py",
+            "import fp8calib.run.streaming.model",
+            "No package imports itself through another",
+        ),
+        (
+            "scales/rules.py",
+            "def load() -> None:\n    import transformers",
+            "Only these packages know the model libraries",
+        ),
+        ("model/load.py", "import rich", "Only the command line knows its libraries"),
+    ],
+)
+def test_a_planted_import_breaks_the_contract(
+    tmp_path: Path, file: str, line: str, broken: str
+) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "fp8calib", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / "fp8calib" / file).open("a") as planted:
+        planted.write(f"\n{line}\n")
+    checked = check_contracts(tmp_path)
+    assert checked.returncode == 1
+    assert f"{broken} BROKEN" in checked.stdout
 
 
 def test_importing_the_parser_pays_for_nothing_heavy() -> None:
@@ -140,20 +111,15 @@ def test_importing_the_parser_pays_for_nothing_heavy() -> None:
                 pending.append(found.target.removeprefix("fp8calib."))
             elif found.package in HEAVY:
                 heavy.append(found)
-    assert {"cli.app", "cli.calibrate_command", "cli.console", "errors"} <= reached
+    assert {"cli.app", "cli.calibrate.command", "cli.console", "errors"} <= reached
     assert heavy == []
 
 
-def test_only_the_command_line_knows_its_libraries() -> None:
-    strangers = [f for f in ALL if f.package in COMMAND_LINE_LIBRARIES and f.floor != 4]
-    assert strangers == []
-
-
-def test_only_the_console_knows_rich_and_nobody_click() -> None:
-    assert {found.file for found in ALL if found.package == "rich"} == {"cli/console.py"}
-    assert [found for found in ALL if found.package == "click"] == []
-
-
-def test_the_bottom_floor_stands_on_the_standard_library_alone() -> None:
-    bottom = {found.package for found in ALL if found.floor == 0}
-    assert bottom & (HEAVY | COMMAND_LINE_LIBRARIES | {"yaml"}) == set()
+def test_only_the_console_knows_rich() -> None:
+    found = {
+        found.file
+        for path in PACKAGE.rglob("*.py")
+        for found in imports_of(path)
+        if found.package == "rich"
+    }
+    assert found == {"cli/console.py"}

@@ -11,7 +11,7 @@ from fp8calib.cli.calibrate.command import calibrate_command
 from fp8calib.cli.check.command import check_command
 from fp8calib.cli.export.command import export_command
 from fp8calib.cli.extract.command import extract_command
-from fp8calib.cli.merge import merge_command
+from fp8calib.cli.merge.command import merge_command
 from fp8calib.cli.quantize.command import quantize_command
 from fp8calib.cli.recipes import recipes_command
 from fp8calib.cli.show.command import show_command

@@ -23,7 +23,7 @@ def recipes_command(
     from fp8calib.recipe import (  # noqa: PLC0415
         load_recipe,
         read_recipe,
-        recipe_files,  # noqa: PLC0415
+        recipe_files,
     )
 
     if name is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .handmade import GOLDEN_FILE
+from tests.checkpoint.handmade import GOLDEN_FILE
 
 
 @pytest.fixture

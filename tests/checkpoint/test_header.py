@@ -15,8 +15,7 @@ from safetensors import SafetensorError, deserialize
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, TensorEntry, read_header
 from fp8calib.errors import ModelError
-
-from .handmade import GOLDEN_DATA, GOLDEN_FILE, GOLDEN_HEADER, describe, pack
+from tests.checkpoint.handmade import GOLDEN_DATA, GOLDEN_FILE, GOLDEN_HEADER, describe, pack
 
 
 def test_a_golden_header_is_read_with_absolute_offsets_in_data_order(golden_path: Path) -> None:

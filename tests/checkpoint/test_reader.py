@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, UnlistedTensor
 from fp8calib.errors import ModelError
-
-from .handmade import GOLDEN_FILE
+from tests.checkpoint.handmade import GOLDEN_FILE
 
 INDEX = "model.safetensors.index.json"
 

@@ -17,8 +17,7 @@ from fp8calib.checkpoint import tensor_file
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, save_tensors
 from fp8calib.errors import ExportError, ModelError
-
-from .handmade import GOLDEN_FILE
+from tests.checkpoint.handmade import GOLDEN_FILE
 
 
 def test_golden_bytes_become_the_numbers_they_mean(golden_path: Path) -> None:

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests import zoo
-
-from .program import Outcome, fail, snapshot, succeed
+from tests.cli.program import Outcome, fail, snapshot, succeed
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
 WORDS = ["<s>", "</s>", "<unk>", "user", "assistant", ":", *(f"w{i}" for i in range(90))]

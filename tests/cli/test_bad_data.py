@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import write_rows
+from tests.cli.conftest import write_rows
 
 Refused = Callable[..., str]
 

@@ -16,9 +16,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests import zoo
-
-from .conftest import QUICK, save_tokenizer, write_rows
-from .program import succeed
+from tests.cli.conftest import QUICK, save_tokenizer, write_rows
+from tests.cli.program import succeed
 
 Refused = Callable[..., str]
 WEIGHTS = "model.safetensors"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from .conftest import QUICK
-from .program import fail, snapshot
+from tests.cli.conftest import QUICK
+from tests.cli.program import fail, snapshot
 
 Refused = Callable[..., str]
 

@@ -16,9 +16,8 @@ from fp8calib.geometry.sites import Role
 from fp8calib.recipe import recipe_files
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from tests import zoo
-
-from .conftest import ALL_FORMATS, QUICK, save_tokenizer, write_rows
-from .program import Outcome, fail, run, snapshot, succeed
+from tests.cli.conftest import ALL_FORMATS, QUICK, save_tokenizer, write_rows
+from tests.cli.program import Outcome, fail, run, snapshot, succeed
 
 K0 = "model.layers.0.self_attn.k_scale"
 

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests import zoo
 from tests.architectures import families
-from tests.dialects.check_handmade import PER_TENSOR, save_folder, spell
-
-from .program import Outcome, fail, run, succeed
+from tests.cli.program import Outcome, fail, run, succeed
+from tests.engines.check_handmade import PER_TENSOR, save_folder, spell
 
 ENGINES = ("vllm", "sglang", "tgi", "transformers")
 STATUSES = {"used", "defaulted", "dropped", "misread", "refused"}

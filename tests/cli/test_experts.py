@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import zoo
-
-from .conftest import write_rows
-from .program import Outcome, succeed
+from tests.cli.conftest import write_rows
+from tests.cli.program import Outcome, succeed
 
 PATHS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import zoo
-
-from .conftest import ALL_FORMATS
-from .program import Outcome, fail, snapshot, succeed
+from tests.cli.conftest import ALL_FORMATS
+from tests.cli.program import Outcome, fail, snapshot, succeed
 
 LOOSE = ("kv-scales", "vllm-json", "rfc")
 """Formats that need no model."""

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import zoo
+from tests.cli.program import fail, succeed
 from tests.int4_by_hand import WEIGHTS, make_section, quantize, write_section
-
-from .program import fail, succeed
 
 CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "w8a8-static")
 COLUMN = (

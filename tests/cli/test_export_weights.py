@@ -14,8 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests import zoo
-
-from .program import fail, succeed
+from tests.cli.program import fail, succeed
 
 CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "w8a8-static")
 HEAD_DIM = 8

@@ -18,10 +18,9 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli import main_inner
 from fp8calib.stats.fingerprint import fingerprint_model
 from tests import zoo
-
-from . import quantized_sources as sources
-from .program import Outcome, fail, snapshot, succeed
-from .quantized_sources import ATTENTION, JOINT, SOURCES, K, V
+from tests.cli import quantized_sources as sources
+from tests.cli.program import Outcome, fail, snapshot, succeed
+from tests.cli.quantized_sources import ATTENTION, JOINT, SOURCES, K, V
 
 OVERLAYS = ("kv-overlay", "kv-overlay-head", "tgi")
 FORMATS = (*OVERLAYS, "kv-scales", "vllm-json", "rfc")

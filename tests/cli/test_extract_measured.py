@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from .program import Outcome, succeed
+from tests.cli.program import Outcome, succeed
 
 OURS = ("kv-overlay", "tgi", "kv_scales.safetensors", "kv_cache_scales.tp1.json")
 

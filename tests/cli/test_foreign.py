@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail, run, succeed
 from tests.dialects.foreign import (
     FOLDER,
     GPT2_ATTENTION,
@@ -18,9 +20,6 @@ from tests.dialects.foreign import (
     NO_KV_SCALES,
     load_kv_scales,
 )
-
-from .conftest import write_rows
-from .program import fail, run, succeed
 
 USED, DROPPED, DEFAULTED, REFUSED = "used", "dropped", "defaulted", "refused"
 ENGINES = ("vllm", "sglang", "tgi", "transformers")

@@ -30,10 +30,9 @@ from fp8calib.errors import DataError, ExportError, ModelError, UsageError, Veri
 from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Target, open_candidate
+from tests.cli import quantized_sources as sources
+from tests.cli.program import Outcome, run
 from tests.mutations import break_file, break_folder
-
-from . import quantized_sources as sources
-from .program import Outcome, run
 
 CASES_BY_DEFAULT = 8
 SECONDS = float(os.environ.get("FP8CALIB_FUZZ_SECONDS", "0"))

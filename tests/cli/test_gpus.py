@@ -23,10 +23,9 @@ from fp8calib.fp8.formats import FORMATS
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.scales.compute import scale_of
 from tests import zoo
+from tests.cli.program import Outcome, fail, snapshot, succeed
+from tests.cli.test_ranks import finish, make_rows, start_ranks
 from tests.pretended_gpus import pretended_gpus
-
-from .program import Outcome, fail, snapshot, succeed
-from .test_ranks import finish, make_rows, start_ranks
 
 HAS_GPU = torch.cuda.is_available()
 FAMILIES = ("llama", "mixtral", "deepseek_v3", "gemma3n_text", "qwen3_next")

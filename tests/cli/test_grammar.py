@@ -12,8 +12,7 @@ from fp8calib.cli.app import app
 from fp8calib.cli.option_types import FORMAT_NAMES, split_names, spread_formats
 from fp8calib.dialects.registry import FORMATS
 from fp8calib.errors import UsageError
-
-from .program import fail, run, succeed
+from tests.cli.program import fail, run, succeed
 
 COMMANDS = [command.name for command in app.registered_commands]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from .conftest import write_rows
-from .matrix import (
+from tests.cli.conftest import write_rows
+from tests.cli.matrix import (
     FOR_NO_ENGINE,
     READERS,
     RUN,

@@ -12,10 +12,9 @@ from transformers.integrations import accelerate as placing
 
 from fp8calib.machine.memory import anonymous_bytes
 from tests import zoo
-
-from .conftest import QUICK, save_tokenizer, write_rows
-from .program import fail, snapshot, succeed
-from .test_process import PROGRAM, start
+from tests.cli.conftest import QUICK, save_tokenizer, write_rows
+from tests.cli.program import fail, snapshot, succeed
+from tests.cli.test_process import PROGRAM, start
 
 GIB = 2**30
 TABLE_BYTES = 2 * 250_000 * 64 * 4

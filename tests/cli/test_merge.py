@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import QUICK
-from .program import fail, succeed
+from tests.cli.conftest import QUICK
+from tests.cli.program import fail, succeed
 
 SIZE = (*QUICK, "--samples", 6)
 

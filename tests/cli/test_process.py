@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from fp8calib import __version__
-
-from .conftest import write_rows
-from .program import snapshot
+from tests.cli.conftest import write_rows
+from tests.cli.program import snapshot
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "fp8calib")

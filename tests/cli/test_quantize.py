@@ -14,8 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests import zoo
-
-from .program import Outcome, fail, snapshot, succeed
+from tests.cli.program import Outcome, fail, snapshot, succeed
 
 CHECKED = """
 import sys

@@ -18,10 +18,9 @@ from torch.distributed import TCPStore
 
 from fp8calib.run.distributed import rendezvous as meeting
 from tests import zoo
-
-from .conftest import write_rows
-from .program import succeed
-from .test_process import ENVIRONMENT, HELD, PROGRAM, ROOT
+from tests.cli.conftest import write_rows
+from tests.cli.program import succeed
+from tests.cli.test_process import ENVIRONMENT, HELD, PROGRAM, ROOT
 
 SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
 

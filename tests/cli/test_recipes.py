@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.recipe import Recipe, recipe_files
-
-from .program import fail, succeed
+from tests.cli.program import fail, succeed
 
 PROMISED = ["kv", "w8a8-static", "w8a8-dynamic", "w8a16"]
 

@@ -13,10 +13,9 @@ import pytest
 
 from fp8calib.cli.calibrate import run as calibrate_run
 from fp8calib.errors import ExportError
-
-from .conftest import QUICK, write_rows
-from .program import fail, run, snapshot, succeed
-from .test_process import HELD, start
+from tests.cli.conftest import QUICK, write_rows
+from tests.cli.program import fail, run, snapshot, succeed
+from tests.cli.test_process import HELD, start
 
 LONG = ("--samples", 40, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
 

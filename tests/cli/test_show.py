@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from .conftest import QUICK
-from .program import fail, run, succeed
+from tests.cli.conftest import QUICK
+from tests.cli.program import fail, run, succeed
 
 
 def test_json_numbers_of_any_size_are_shown(tmp_path: Path) -> None:

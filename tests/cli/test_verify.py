@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import zoo
-
-from .conftest import QUICK, save_tokenizer, write_rows
-from .program import Outcome, fail, run, snapshot, succeed
+from tests.cli.conftest import QUICK, save_tokenizer, write_rows
+from tests.cli.program import Outcome, fail, run, snapshot, succeed
 
 PROMISED = {
     "name",

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.harness_tasks import CONTINUATION, MULTIPLE_CHOICE, write_task
-
-from .conftest import QUICK
-from .program import Outcome, fail, run, succeed
+from tests.cli.conftest import QUICK
+from tests.cli.program import Outcome, fail, run, succeed
+from tests.verification.harness_tasks import CONTINUATION, MULTIPLE_CHOICE, write_task
 
 needs_harness = pytest.mark.skipif(
     find_spec("lm_eval") is None,

@@ -4,8 +4,7 @@ import pytest
 
 from fp8calib.data.tokenize import render_messages
 from fp8calib.errors import DataError
-
-from .tokenizers import BOS_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer
+from tests.data.tokenizers import BOS_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer
 
 MESSAGES = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
 WITHOUT_BOS = [3, 6, 7, 8, 4, 6, 9]

@@ -10,8 +10,7 @@ from fp8calib.data.rows import Row
 from fp8calib.data.text_hashes import TextHashes, hash_text
 from fp8calib.data.tokenize import PackedRows, encode_rows, keep_rows, pack_rows
 from fp8calib.errors import DataError
-
-from .tokenizers import PLAIN_TEMPLATE, make_tokenizer
+from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
 
 
 def refuse_tokenizer() -> Any:

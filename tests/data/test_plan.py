@@ -15,8 +15,7 @@ from fp8calib.data.sources import iter_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.data.text_hashes import hash_text
 from fp8calib.errors import DataError, UsageError
-
-from .tokenizers import PLAIN_TEMPLATE, make_tokenizer
+from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
 
 
 def refuse_tokenizer() -> Any:

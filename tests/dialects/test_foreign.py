@@ -12,8 +12,14 @@ from fp8calib.dialects.fp8.checkpoint import ActivationKind, Fp8Checkpoint
 from fp8calib.dialects.kv.read import read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.sites import Role
-
-from .foreign import FOLDER, KV_SCALES, NO_KV_SCALES, find_geometry, load_kv_scales, load_tensors
+from tests.dialects.foreign import (
+    FOLDER,
+    KV_SCALES,
+    NO_KV_SCALES,
+    find_geometry,
+    load_kv_scales,
+    load_tensors,
+)
 
 PER_HEAD = ("llmcompressor-kv-head", "llmcompressor-attention-head")
 UNSET_QUERY = "llmcompressor-attention-head"

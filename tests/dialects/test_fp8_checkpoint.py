@@ -19,8 +19,7 @@ from fp8calib.dialects.fp8.checkpoint import (
     is_fp8_checkpoint,
 )
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
-
-from .fp8_handmade import (
+from tests.dialects.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
     CODES,

@@ -19,9 +19,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8calib.dialects.fp8.checkpoint import Activation, ActivationKind, Fp8Checkpoint
+from tests.dialects.fp8_handmade import FINEGRAINED, save
 from tests.zoo import build
-
-from .fp8_handmade import FINEGRAINED, save
 
 BLOCK = 128
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float"}

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
 from fp8calib.errors import VerificationError
-
-from .fp8_handmade import (
+from tests.dialects.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
     CODES,

@@ -14,8 +14,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import SiteStats
-
-from .handmade import make_attention, make_geometry, make_stats
+from tests.dialects.handmade import make_attention, make_geometry, make_stats
 
 
 def test_every_number_reads_back_as_the_fp32_it_was(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import SiteStats
-from tests.zoo import save
-
-from .handmade import (
+from tests.dialects.handmade import (
     MEASURED,
     make_attention,
     make_geometry,
@@ -28,6 +26,7 @@ from .handmade import (
     plain_stats,
     save_source,
 )
+from tests.zoo import save
 
 CONFIG = """{"quant_method":"compressed-tensors","format":"naive-quantized",
  "quantization_status":"compressed","ignore":["re:.*"],

@@ -7,8 +7,13 @@ from pathlib import Path
 from fp8calib.dialects.kv.tensors import write_kv_scales
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.compute import compute_kv_scales
-
-from .handmade import MEASURED, make_attention, make_geometry, make_kv_sites, make_stats
+from tests.dialects.handmade import (
+    MEASURED,
+    make_attention,
+    make_geometry,
+    make_kv_sites,
+    make_stats,
+)
 
 GOLDEN = (
     b'{"__metadata__":{"format":"pt","fp8calib.kv_cache_dtype":"float8_e4m3fn",'

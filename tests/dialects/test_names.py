@@ -9,8 +9,7 @@ from fp8calib.dialects.kv.tensors import make_scale_tensors, name_scales
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import compute_kv_scales
-
-from .handmade import (
+from tests.dialects.handmade import (
     latent_stats,
     make_attention,
     make_geometry,

@@ -10,8 +10,7 @@ import pytest
 from fp8calib.dialects.kv.config import CheckpointConfig, read_config
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
-
-from .handmade import make_attention, make_geometry
+from tests.dialects.handmade import make_attention, make_geometry
 
 GEOMETRY = make_geometry([make_attention(0)])
 

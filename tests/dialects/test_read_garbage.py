@@ -18,8 +18,7 @@ from safetensors.torch import save
 from fp8calib.dialects.kv.read import has_kv_scales, read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.scales.compute import ScaleTable
-
-from .handmade import make_attention, make_geometry
+from tests.dialects.handmade import make_attention, make_geometry
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
 NAMES = [

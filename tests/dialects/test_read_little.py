@@ -11,8 +11,7 @@ import torch
 
 from fp8calib.dialects.kv.read import read_scales
 from fp8calib.geometry.sites import Role
-
-from .check_handmade import plain_geometry
+from tests.engines.check_handmade import plain_geometry
 
 SCALES = {
     f"model.layers.{layer}.self_attn.{role}_scale": 0.25 * (layer + 1) + 0.5 * (role == "v")

@@ -17,8 +17,7 @@ from fp8calib.dialects.kv.tensor_names import (
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-
-from .handmade import make_attention, make_geometry
+from tests.dialects.handmade import make_attention, make_geometry
 
 BOTH = (Role.K, Role.V)
 

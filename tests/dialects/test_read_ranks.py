@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from fp8calib.dialects.kv.read import FoundScales, has_kv_scales, read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FNUZ
-
-from .handmade import make_attention, make_geometry, shared_stats
+from tests.dialects.handmade import make_attention, make_geometry, shared_stats
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
 NAME = "transformer.layers.{}.attention.kv_cache_scaling_factor"

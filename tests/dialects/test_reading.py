@@ -22,8 +22,7 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import Origin, ScaleTable, compute_kv_scales, compute_linear_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
-
-from .handmade import (
+from tests.dialects.handmade import (
     hybrid_stats,
     latent_stats,
     linear_stats,

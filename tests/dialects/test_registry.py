@@ -26,8 +26,7 @@ from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
-
-from .handmade import (
+from tests.dialects.handmade import (
     amax_of,
     expert_stats,
     hybrid_stats,

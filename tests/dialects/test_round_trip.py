@@ -18,8 +18,7 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from fp8calib.scales.convert import fit_table
-
-from .handmade import make_attention, make_geometry, make_stats, save_source
+from tests.dialects.handmade import make_attention, make_geometry, make_stats, save_source
 
 HEADS, KV_HEADS = 8, 4
 WIDE = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}

@@ -20,8 +20,7 @@ from fp8calib.dialects.kv.tgi import write_tgi_overlay
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-
-from .handmade import DATA, MODEL, TEXT, linear_stats, plain_stats, save_source
+from tests.dialects.handmade import DATA, MODEL, TEXT, linear_stats, plain_stats, save_source
 
 STATS = plain_stats()
 FORMATS = (E4M3FN, E4M3FNUZ)

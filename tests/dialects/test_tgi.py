@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from fp8calib.dialects.kv.tgi import write_tgi_overlay
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales
-
-from .handmade import plain_stats, save_source
+from tests.dialects.handmade import plain_stats, save_source
 
 
 def test_every_layer_has_the_larger_of_its_k_and_v_scales(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from fp8calib.dialects.kv.json import write_vllm_json
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
-
-from .handmade import hybrid_stats, latent_stats, plain_stats, shared_stats
+from tests.dialects.handmade import hybrid_stats, latent_stats, plain_stats, shared_stats
 
 GOLDEN = """{
   "model_type": "llama",

@@ -1,283 +1,446 @@
-"""What `check` says of FP8 weights is what vLLM's loader does: right, wrong, or not at all."""
+"""What `check` says of FP8 weights beside their KV scales, by engine, form and number of ranks."""
 
 from __future__ import annotations
 
 import json
-import random
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from fp8calib.engines.weights.blocks import list_rank_faults
-from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights
-from fp8calib.engines.weights.rules import list_weight_faults
-from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
-from tests.dialects.test_check_weights import (
-    PAIRS,
-    WHOLE,
-    ask,
-    change_config,
-    change_tensors,
-    explain_refusal,
-    forget,
-    make,
-)
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.engines.check import ENGINES, check_folder
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.fp8.schemes import find_scheme
+from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.quantization.calibrated_scales import find_scales
+from fp8calib.quantization.checkpoint_dialects import FORMS
+from fp8calib.quantization.plan import Settings
+from tests import zoo
+from tests.architectures import families
+from tests.architectures.families import FAMILIES
+from tests.quantization.by_hand import run
+from tests.truth.test_statistics import draw, make_plan, run_calibration
 
-from .test_vllm_fp8_weights import Tensors, spread_blocks
-from .vllm_job import PYTHON, load_or_refuse
-
-K_PROJ = "model.layers.1.self_attn.k_proj"
-SMALL = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
-BLOCK_FORMS = ("compressed-tensors", "autofp8")
-Sizes = tuple[tuple[str, int], ...]
-Case = tuple[str, str, str, str, Sizes]
-"""Family, form, scheme, what is ignored, and other sizes than whole blocks."""
-CASES: list[Case] = [
-    *(("llama", form, scheme, "", ()) for form, scheme in PAIRS),
-    *(("llama", form, scheme, K_PROJ, ()) for form, scheme in PAIRS),
-    *(("mixtral", form, scheme, "", (("intermediate_size", 128),)) for form, scheme in PAIRS),
-    *(("mixtral", form, "fp8-block", "", (("intermediate_size", 144),)) for form in BLOCK_FORMS),
-    *(
-        ("qwen3_moe", form, "fp8-block", "", (("moe_intermediate_size", 144),))
-        for form in BLOCK_FORMS
-    ),
-    *(
-        ("llama", form, "fp8-block", "", ((name, size),))
-        for form in BLOCK_FORMS
-        for name, size in (
-            ("intermediate_size", 130),
-            ("intermediate_size", 192),
-            ("intermediate_size", 250),
-            ("intermediate_size", 300),
-            ("head_dim", 16),
-            ("head_dim", 32),
-            ("head_dim", 48),
-            ("head_dim", 56),
-            ("hidden_size", 192),
-        )
-    ),
-]
+WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 128}
+"""A llama of 4 query heads and 2 KV heads, all of whose linears fill blocks of 128."""
+PAIRS = [(form.name, scheme) for form in FORMS.values() for scheme in form.schemes]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
-    outs = {}
-    for number, case in enumerate(CASES):
-        family, form, scheme, ignore, sizes = case
-        plain = WHOLE if family == "llama" else SMALL
-        folder = tmp_path_factory.mktemp(f"case{number}")
-        outs[case] = make(folder, form, scheme, family, ignore, **{**plain, **dict(sizes)})
-    return outs
+def make(
+    folder: Path, form: str, scheme: str, family: str = "llama", ignore: str = "", **sizes: int
+) -> Path:
+    """Quantize a tiny model with KV scales."""
+    if family in zoo.ZOO:
+        zoo.save(family, folder / "model", **sizes)
+    else:
+        families.save(family, FAMILIES[family], folder / "model")
+    stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
+    settings = Settings(scheme=find_scheme(scheme), form=FORMS[form])
+    with Checkpoint.open(folder / "model") as checkpoint:
+        scales = find_scales(stats, checkpoint, settings).scales
+    ignored = (ignore,) if ignore else ()
+    return run(folder / "model", folder / "out", scheme, form, scales=scales, ignore=ignored).out
 
 
-@pytest.fixture(scope="module")
-def loaded(written: dict[Case, Path]) -> dict[Case, Tensors | str]:
-    """Let vLLM load them: each family in a process of its own, whose groups of ranks differ."""
-    found: dict[Case, Tensors | str] = {}
-    for family in dict.fromkeys(case[0] for case in CASES):
-        found |= load_or_refuse({case: out for case, out in written.items() if case[0] == family})
-    return found
+def ask(folder: Path, engine: str, tp: int = 1) -> EngineReport:
+    opened = open_folder(folder)
+    geometry = read_geometry(folder, opened.config)
+    return check_folder(opened, geometry, [engine], tp).engines[engine]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_vllm_loads_what_check_says_it_does(
-    written: dict[Case, Path], loaded: dict[Case, Tensors | str], case: Case
+def explain_refusal(report: EngineReport) -> str:
+    """Give why an engine does not start; empty where it does."""
+    whys = {layer.k.why for layer in report.layers if layer.k.status == "refused"}
+    assert len(whys) <= 1
+    return next(iter(whys), "")
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
+def test_whole_blocks_and_whole_groups_are_served(tmp_path: Path, form: str, scheme: str) -> None:
+    folder = make(tmp_path, form, scheme, **WHOLE)
+    refused = {engine for engine in ENGINES if explain_refusal(ask(folder, engine))}
+    assert refused == {
+        ("compressed-tensors", "fp8-block"): {"tgi"},
+        ("modelopt", "fp8-dynamic"): {"sglang"},
+    }.get((form, scheme), set())
+    assert ask(folder, "vllm").ok
+    misread = ask(folder, "transformers").weights
+    is_read = form == "compressed-tensors" or (form, scheme) == ("autofp8", "fp8-block")
+    assert (misread is None) is is_read
+
+
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
+def test_a_group_that_is_quantized_in_part_is_refused(
+    tmp_path: Path, form: str, scheme: str
 ) -> None:
-    report, answer = ask(written[case], "vllm"), loaded[case]
-    assert isinstance(answer, str) == bool(explain_refusal(report)), answer
-    if isinstance(answer, str) or case[0] != "llama" or case[2] != "fp8-block":
-        return
-    is_right = all(
-        torch.equal(spread(answer, f"{path}.{fused}"), join(written[case], path, parts))
-        for path, fused, parts in FUSED
-    )
-    assert is_right is (report.weights is None)
-
-
-FUSED = [
-    (f"model.layers.{layer}.{block}", fused, parts)
-    for layer in (0, 1)
-    for block, fused, parts in (
-        ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-        ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
-    )
-]
-
-
-def spread(tensors: Tensors, name: str) -> torch.Tensor:
-    """Give every element of a joined weight its scale, as vLLM's kernels find it."""
-    scale = next(
-        tensors[f"loaded.{name}.{suffix}"]
-        for suffix in ("weight_scale_inv", "weight_scale")
-        if f"loaded.{name}.{suffix}" in tensors
-    )
-    return spread_blocks(scale, tensors[f"loaded.{name}.weight"].shape)
-
-
-def join(folder: Path, path: str, parts: tuple[str, ...]) -> torch.Tensor:
-    """Give every element of the stored weights its scale, and join them."""
-    stored = load_file(folder / "model.safetensors")
-    found = []
-    for part in parts:
-        weight = stored[f"{path}.{part}.weight"]
-        scale = stored.get(f"{path}.{part}.weight_scale_inv")
-        scale = stored[f"{path}.{part}.weight_scale"] if scale is None else scale
-        found.append(spread_blocks(scale, weight.shape))
-    return torch.cat(found)
-
-
-DOWN = "model.layers.1.mlp.down_proj"
-EDITS: dict[str, tuple[dict[str, object], dict[str, torch.Tensor]]] = {
-    "whole": ({}, {}),
-    "ignored": ({"ignore": ["lm_head", DOWN]}, {}),
-    "no groups": ({"config_groups": {}}, {}),
-    "one number": ({}, {f"{DOWN}.weight_scale": torch.ones(())}),
-}
-"""What is changed in the quantization config, and in the tensors."""
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_vllm_stops_at_configs_that_the_scales_do_not_fit(tmp_path: Path, edit: str) -> None:
-    changes, tensors = EDITS[edit]
-    folder = make(tmp_path / "case", "compressed-tensors", "fp8-dynamic", **WHOLE)
-    change_config(folder, **changes)
-    change_tensors(folder, lambda held: held.update(tensors))
-    answer = load_or_refuse({edit: folder})[edit]
-    assert isinstance(answer, str) is (edit != "whole")
-    assert bool(explain_refusal(ask(folder, "vllm"))) is (edit != "whole")
-
-
-QUESTION = """
-import json, sys
-from types import SimpleNamespace
-import vllm.distributed
-from vllm.model_executor.layers.quantization.utils import fp8_utils
-answers = []
-for tp, inputs, outputs, rank_inputs, rank_outputs in json.load(sys.stdin):
-    vllm.distributed.get_tensor_model_parallel_world_size = lambda: tp
-    try:
-        fp8_utils.validate_fp8_block_shape(
-            SimpleNamespace(tp_size=tp), inputs, outputs, rank_inputs, rank_outputs, [128, 128]
-        )
-        answers.append(True)
-    except ValueError:
-        answers.append(False)
-json.dump(answers, sys.stdout)
-"""
-SIZES = [64, 128, 192, 256, 384, 512, 640, 768, 1024]
-
-
-def test_blocks_are_cut_where_vllms_own_function_says_so() -> None:
-    """Random linears: of one part or several, by columns and by rows, on 1, 2 and 4 ranks."""
-    draw = random.Random(0)  # noqa: S311
-    cases = []
-    for _ in range(400):
-        shard = draw.choice(["column", "row"])
-        rows = draw.choices(SIZES, k=draw.choice([1, 2]) if shard == "column" else 1)
-        cases.append((shard, rows, draw.choice(SIZES), draw.choice([1, 2, 4])))
-    questions = []
-    for shard, rows, columns, tp in cases:
-        cut = [size // tp if shard == "column" else size for size in rows]
-        rank_inputs = columns // tp if shard == "row" else columns
-        questions.append((tp, columns, sum(rows), rank_inputs, cut))
-    done = subprocess.run(
-        [PYTHON, "-c", QUESTION],
-        input=json.dumps(questions),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    expected = json.loads(done.stdout)
-    assert {True, False} == set(expected)
-    for case, is_fine in zip(cases, expected, strict=True):
-        assert (not list_refusals(*case)) is is_fine, case
-
-
-def list_refusals(shard: str, rows: list[int], columns: int, tp: int) -> list[str]:
-    """Ask the rules of one linear, which the checkpoint holds in one weight."""
-    starts = [sum(rows[:place]) for place in range(len(rows))]
-    linear = Linear(
-        module="model.layers.0.mlp.fused",
-        section="mlp",
-        root="model.layers.0.mlp",
-        in_features=columns,
-        out_features=sum(rows),
-        shard=shard,
-        parts=tuple(
-            Part(name=f"part{place}", count=size, unit=1, first=starts[place], per_group=size)
-            for place, size in enumerate(rows)
-        ),
-        weight_name="model.layers.0.mlp.fused.weight",
-    )
-    layer = Layer(index=0, module="model.layers.0", mixer="", attention=None, linears=(linear,))
-    geometry = ModelGeometry(
-        architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=(layer,)
-    )
-    quantized = QuantizedLinear(
-        module=linear.module,
-        shape=(sum(rows), columns),
-        scheme="fp8-block",
-        block=(128, 128),
-    )
-    weights = QuantizedWeights(form="compressed-tensors", config={}, linears=(quantized,), left=())
-    faults = [*list_weight_faults(weights), *list_rank_faults(weights, geometry, tp)]
-    return [fault.why for fault in faults if fault.engine == "vLLM"]
-
-
-FINER = """
-import json, sys
-from types import SimpleNamespace
-from vllm.model_executor.layers.fused_moe.oracle.fp8 import refine_fp8_moe_block_shape
-answers = []
-for tp, rank, hidden in json.load(sys.stdin):
-    sizes = SimpleNamespace(tp_size=tp, intermediate_size_per_partition=rank, hidden_dim=hidden)
-    answers.append(refine_fp8_moe_block_shape(sizes, [128, 128]))
-json.dump(answers, sys.stdout)
-"""
-
-
-def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
-    """All sizes, on 1, 2 and 4 ranks."""
-    cases = [
-        (tp, rank, hidden)
-        for tp in (1, 2, 4)
-        for rank in (48, 64, 80, 96, 128, 160, 192, 256)
-        for hidden in (64, 128, 208)
-    ]
-    done = subprocess.run(
-        [PYTHON, "-c", FINER], input=json.dumps(cases), capture_output=True, text=True, check=True
-    )
-    for case, expected in zip(cases, json.loads(done.stdout), strict=True):
-        tp, rank, hidden = case
-        linear = QuantizedLinear(
-            module="model.layers.0.mlp.experts.0.gate_proj",
-            shape=(rank * tp, hidden),
-            scheme="fp8-block",
-            block=(128, 128),
-        )
-        weights = QuantizedWeights(form="autofp8", config={}, linears=(linear,), left=())
-        geometry = ModelGeometry(
-            architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=()
-        )
-        listed = list_rank_faults if tp > 1 else lambda held, *_: list_weight_faults(held)
-        faults = [each for each in listed(weights, geometry, tp) if each.engine == "vLLM"]
-        finer = [f"for blocks of {expected[0]}," in each.why for each in faults if expected]
-        assert finer == ([True] if expected else []), case
-        assert bool(faults) is (rank % 128 != 0), case
+    folder = make(tmp_path, form, scheme, ignore="model.layers.1.self_attn.k_proj", **WHOLE)
+    for engine in ("vllm", "sglang"):
+        if (engine, form, scheme) != ("sglang", "modelopt", "fp8-dynamic"):
+            why = explain_refusal(ask(folder, engine))
+            assert why.startswith("model.layers.1.self_attn.q_proj+k_proj+v_proj is loaded")
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
-def test_vllm_casts_a_linear_that_the_config_takes_for_fp8(tmp_path: Path, form: str) -> None:
-    folder = make(
-        tmp_path / "case", form, "fp8-dynamic" if form[0] == "c" else "fp8-static", **WHOLE
+@pytest.mark.parametrize(
+    ("sizes", "engines"),
+    [
+        ({"intermediate_size": 192}, {"vllm", "sglang"}),
+        ({"head_dim": 48}, {"vllm", "sglang"}),
+        ({"head_dim": 32, "num_key_value_heads": 4}, set()),
+        ({"hidden_size": 192}, set()),
+    ],
+)
+def test_blocks_that_do_not_fill_a_part(
+    tmp_path: Path, form: str, sizes: dict[str, int], engines: set[str]
+) -> None:
+    folder = make(tmp_path, form, "fp8-block", **{**WHOLE, **sizes})
+    found = {engine for engine in ("vllm", "sglang") if explain_refusal(ask(folder, engine))}
+    assert found == engines
+
+
+def test_vllms_fp8_method_copies_scales_where_it_does_not_check(tmp_path: Path) -> None:
+    """250 rows have two blocks, 500 have four: every scale has a place, but not its own.
+
+    Row 250 is in the second block of the joined weight, and its scale in the third.
+    """
+    for form, status in (("autofp8", "misread"), ("compressed-tensors", "refused")):
+        sizes = {**WHOLE, "intermediate_size": 250}
+        report = ask(make(tmp_path / form, form, "fp8-block", **sizes), "vllm")
+        verdict = report.layers[0].k if status == "refused" else report.weights
+        assert verdict is not None
+        assert verdict.status == status
+        assert "mlp.gate_proj has 250 outputs" in verdict.why
+        assert not report.ok
+
+
+def test_sglang_wants_the_last_part_of_autofp8_whole_too(tmp_path: Path) -> None:
+    """Its `fp8.py` looks at every part; `fp8_utils.py`, for compressed-tensors, at all but it."""
+    for form, engines in (("compressed-tensors", set()), ("autofp8", {"sglang"})):
+        folder = make(tmp_path / form, form, "fp8-block", **WHOLE)
+        tensors = load_file(folder / "model.safetensors")
+        for layer in (0, 1):
+            name = f"model.layers.{layer}.self_attn.v_proj.weight"
+            tensors[name] = tensors[name][:100].contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        found = {engine for engine in ("vllm", "sglang") if explain_refusal(ask(folder, engine))}
+        assert found == engines
+
+
+@pytest.mark.parametrize(
+    ("tp", "sizes", "part"),
+    [
+        (1, {}, ""),
+        (2, {"hidden_size": 512, "head_dim": 128, "intermediate_size": 512}, ""),
+        (2, {"head_dim": 128, "intermediate_size": 384}, "mlp.down_proj has 192 inputs"),
+        (2, {"head_dim": 64, "intermediate_size": 512}, "self_attn.k_proj has 64 outputs"),
+        (4, {"head_dim": 128, "intermediate_size": 512}, ""),
+        (4, {"head_dim": 128, "intermediate_size": 256}, "mlp.down_proj has 64 inputs"),
+    ],
+)
+def test_ranks_have_to_fill_blocks_too(
+    tmp_path: Path, tp: int, sizes: dict[str, int], part: str
+) -> None:
+    """By hand: 4 query heads, 2 KV heads, which 4 ranks hold twice."""
+    folder = make(tmp_path, "autofp8", "fp8-block", **{**WHOLE, **sizes})
+    for engine in ("vllm", "sglang"):
+        why = explain_refusal(ask(folder, engine, tp))
+        assert bool(why) is bool(part)
+        assert part in why
+    assert not explain_refusal(ask(folder, "tgi", tp))
+
+
+def test_the_inputs_of_a_row_are_cut_for_ranks(tmp_path: Path) -> None:
+    folder = make(tmp_path, "autofp8", "fp8-block", "opt", hidden_size=256, ffn_dim=384)
+    assert not explain_refusal(ask(folder, "vllm"))
+    why = explain_refusal(ask(folder, "vllm", 2))
+    assert "fc1 has 192 outputs on each of 2 ranks" in why
+
+
+def test_projections_stored_as_one_are_looked_at_by_part(tmp_path: Path) -> None:
+    """phi3 stores gate above up: the blocks of one weight, but engines count per projection."""
+    for size, is_refused in ((256, False), (192, True)):
+        sizes = {**WHOLE, "intermediate_size": size}
+        del sizes["head_dim"]
+        folder = make(tmp_path / str(size), "autofp8", "fp8-block", "phi3", **sizes)
+        why = explain_refusal(ask(folder, "vllm"))
+        assert ("gate_proj has 192 outputs, no multiple" in why) is is_refused
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_have_rules_of_their_own(tmp_path: Path, family: str) -> None:
+    name = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
+    only = make(tmp_path / "w", "compressed-tensors", "w8a16", family, **sizes)
+    assert "whose inputs are not quantized" in explain_refusal(ask(only, "vllm"))
+    blocks = make(tmp_path / "b", "autofp8", "fp8-block", family, **sizes, **{name: 256})
+    assert explain_refusal(ask(blocks, "vllm")) == ""
+    assert explain_refusal(ask(blocks, "vllm", 2))
+    for form in ("autofp8", "compressed-tensors"):
+        odd = make(tmp_path / f"o-{form}", form, "fp8-block", family, **sizes, **{name: 160})
+        assert "has 160 outputs, no multiple of 128" in explain_refusal(ask(odd, "sglang"))
+        assert bool(explain_refusal(ask(odd, "vllm"))) is (form == "compressed-tensors")
+
+
+@pytest.mark.parametrize(
+    ("tp", "size", "finer"),
+    [(1, 160, 32), (2, 384, 64), (4, 384, 32), (1, 144, 0), (4, 320, 0), (4, 512, 0)],
+)
+def test_vllms_fp8_method_repeats_the_scales_of_experts(
+    tmp_path: Path, tp: int, size: int, finer: int
+) -> None:
+    """By hand: 4 x 128 fills blocks; 144 and 320 / 4 = 80 share 16 with 128, under its 32."""
+    sizes = {
+        "hidden_size": 256,
+        "head_dim": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 128,
+        "moe_intermediate_size": size,
+    }
+    folder = make(tmp_path, "autofp8", "fp8-block", "qwen3_moe", **sizes)
+    report = ask(folder, "vllm", tp)
+    assert any(f"for blocks of {finer}, which" in problem for problem in report.problems) is (
+        finer > 0
     )
+    assert bool(explain_refusal(report)) is (finer == 0 and size != 512)
+    assert bool(explain_refusal(ask(folder, "sglang", tp))) is (size != 512)
+
+
+def test_a_config_that_is_not_read_is_told(tmp_path: Path) -> None:
+    folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)
+    change_config(folder, transform_config={"a": 1})
+    report = ask(folder, "vllm")
+    assert any("what engines make of its FP8 weights is not checked" in p for p in report.problems)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"config_groups": {}}, "no group of the config's"),
+        ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "mlp.down_proj' out"),
+        ({"ignore": ["re:.*"]}, "'re:.*' out"),
+    ],
+)
+def test_vllm_has_no_place_for_the_scales_of_what_the_config_leaves_out(
+    tmp_path: Path, changes: dict[str, object], why: str
+) -> None:
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **WHOLE)
+    change_config(folder, **changes)
+    assert why in explain_refusal(ask(folder, "vllm"))
+    for engine in ("sglang", "transformers"):
+        assert any("is not checked" in problem for problem in ask(folder, engine).problems)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt"])
+@pytest.mark.parametrize("scale", ["weight_scale", "input_scale"])
+def test_a_weight_without_its_scale_is_misread(tmp_path: Path, form: str, scale: str) -> None:
+    folder = make(tmp_path, form, "fp8-static", **WHOLE)
+    name = f"model.layers.1.mlp.down_proj.{scale}"
+    assert ask(folder, "vllm").weights is None
+    change_tensors(folder, lambda tensors: tensors.pop(name) and None)
+    for engine in ("vllm", "sglang", "transformers"):
+        report = ask(folder, engine)
+        assert not report.ok
+        assert report.weights is not None
+        if engine != "transformers" or form == "compressed-tensors":
+            assert name in report.weights.why
+
+
+def test_a_scale_in_a_models_own_spelling_is_not_missed(tmp_path: Path) -> None:
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **WHOLE)
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update({name.replace("weight_scale", "scale"): tensors.pop(name)}),
+    )
+    assert ask(folder, "vllm").weights is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape"), [("fp8-static", (256, 1)), ("fp8-dynamic", ()), ("fp8-dynamic", (2, 2))]
+)
+def test_a_scale_of_another_granularity_is_refused(
+    tmp_path: Path, scheme: str, shape: tuple[int, ...]
+) -> None:
+    folder = make(tmp_path, "compressed-tensors", scheme, **WHOLE)
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(shape)}))
+    for engine in ("vllm", "sglang"):
+        why = explain_refusal(ask(folder, engine))
+        assert why.startswith(f"{name} has shape {list(shape)}, which is per")
+
+
+def test_one_number_is_spread_over_the_rows_of_an_expert(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "qwen3_moe", **sizes)
+    name = "model.layers.1.mlp.experts.0.down_proj.weight_scale"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(1)}))
+    assert not explain_refusal(ask(folder, "vllm"))
+
+
+def test_files_that_the_index_leaves_out_are_not_judged(tmp_path: Path) -> None:
+    """Mistral's folders hold the weights twice, once with `qscale_weight` beside them."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-static", **WHOLE)
+    again = {"layers.0.attention.wq.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}
+    save_file(again, folder / "consolidated.safetensors", metadata={"format": "pt"})
+    named = "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / named)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / named), named)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for engine in ("vllm", "sglang"):
+        assert ask(folder, engine).ok
+
+
+def test_scales_per_tensor_under_transformers_own_names(tmp_path: Path) -> None:
+    """Transformers 5.23 loads such weights right, and vLLM 0.32.0 those of Mistral 3 alone."""
+    folder = make(tmp_path, "autofp8", "fp8-static", **WHOLE)
+    assert ask(folder, "transformers").weights is not None
+    tensors = {
+        name.replace(".weight_scale", ".weight_scale_inv").replace(
+            ".input_scale", ".activation_scale"
+        ): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert ask(folder, "transformers").weights is None
+    assert "called weight_scale and input_scale there" in explain_refusal(ask(folder, "vllm"))
+
+
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "MIXED_PRECISION"])
+def test_blocks_of_modelopt_are_served_in_a_mixed_precision(tmp_path: Path, algorithm: str) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128, "moe_intermediate_size": 128}
+    folder = make(tmp_path, "autofp8", "fp8-block", "qwen3_moe", **sizes)
+    tensors = load_file(folder / "model.safetensors")
+    layers = {
+        name.removesuffix(".weight_scale_inv"): {"quant_algo": "FP8_PB_WO", "group_size": 128}
+        for name in tensors
+        if name.endswith(".weight_scale_inv")
+    }
+    renamed = {name.replace("scale_inv", "scale"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quant_method="modelopt", quant_algo=algorithm, quantized_layers=layers)
+    for engine in ("vllm", "sglang"):
+        why = explain_refusal(ask(folder, engine))
+        assert ("takes the per-tensor form alone" in why) is (algorithm == "FP8_PB_WO")
+
+
+def test_the_older_name_of_blocks_is_told_to_be_unchecked(tmp_path: Path) -> None:
+    """For experts alone vLLM knows it: it leaves other linears as if they were unquantized."""
+    folder = make(tmp_path, "autofp8", "fp8-block", "llama")
+    layers = {"model": {"quant_algo": "FP8_BLOCK_SCALES"}}
+    algorithm = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    change_config(folder, quant_method="modelopt", **algorithm)
+    report = ask(folder, "vllm")
+    assert any("not checked: engines take FP8_BLOCK_SCALES" in text for text in report.problems)
+
+
+def test_stacks_of_experts_are_told_to_be_unchecked(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "vocab_size": 128}
+    folder = make(tmp_path, "autofp8", "fp8-block", "qwen3_moe", moe_intermediate_size=128, **sizes)
+    assert not any("not checked" in problem for problem in ask(folder, "vllm").problems)
+    stack = {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 256, 256)}
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update(
+            {name: tensor.to(torch.float8_e4m3fn) for name, tensor in stack.items()}
+        ),
+    )
+    told = f"not checked, where they are one tensor for many experts ({next(iter(stack))})"
+    assert any(told in problem for problem in ask(folder, "vllm").problems)
+
+
+def test_weights_that_are_misread_are_not_ok(tmp_path: Path) -> None:
+    """In transformers, which serves this model's KV scales well."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "granitemoe")
+    report = ask(folder, "transformers")
+    assert all(layer.ok for layer in report.layers)
+    assert report.weights is not None
+    assert report.weights.status == "misread"
+    assert "random numbers" in report.weights.why
+    assert not report.ok
+
+
+def test_single_experts_of_llama4_are_loaded_in_transformers(tmp_path: Path) -> None:
+    """As transformers 5.23 does: it makes the experts anew one by one, and finds all of them."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "llama4_text")
+    report = ask(folder, "transformers")
+    assert report.ok
+    assert not any("made anew" in problem for problem in report.problems)
+
+
+def test_an_unquantized_model_has_no_faults(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors |= {
+        f"model.layers.{i}.self_attn.{role}_scale": torch.ones(1) for i in (0, 1) for role in "kv"
+    }
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    for engine in ENGINES:
+        report = ask(tmp_path / "model", engine)
+        assert report.weights is None
+        assert not any("weights" in problem for problem in report.problems)
+
+
+def test_ranks_have_to_share_out_every_weight(tmp_path: Path) -> None:
+    """250 channels between 4 ranks; transformers has none."""
+    sizes = {**WHOLE, "intermediate_size": 250}
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **sizes)
+    for engine in ("vllm", "sglang", "tgi"):
+        assert not explain_refusal(ask(folder, engine, 2))
+        assert "does not divide the 250 channels" in explain_refusal(ask(folder, engine, 4))
+    assert not explain_refusal(ask(folder, "transformers", 4))
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def forget(folder: Path) -> None:
+    """Store a linear as the model has it, and say nothing of that in the config."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{DOWN}.")]:
+            shape = tensors.pop(name).shape
+            if name.endswith(".weight"):
+                tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+
+    change_tensors(folder, change)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
+def test_a_linear_that_the_config_takes_for_fp8_is_misread(tmp_path: Path, form: str) -> None:
+    folder = make(tmp_path, form, "fp8-static", **WHOLE)
     forget(folder)
-    assert ask(folder, "vllm").weights is not None
-    answer = load_or_refuse({form: folder})[form]
-    assert not isinstance(answer, str), answer
-    weight = answer["loaded.model.layers.1.mlp.down_proj.weight"]
-    assert weight.dtype is torch.float8_e4m3fn
-    assert bool((weight.float() == 1).all())
+    verdict = ask(folder, "vllm").weights
+    assert verdict is not None
+    assert verdict.why.startswith(f"{DOWN} is not FP8")
+
+
+@pytest.mark.parametrize(
+    ("form", "key"), [("compressed-tensors", "ignore"), ("autofp8", "ignored_layers")]
+)
+@pytest.mark.parametrize("name", [DOWN, f"language_model.{DOWN}"])
+def test_a_linear_that_the_config_leaves_out_is_not(
+    tmp_path: Path, form: str, key: str, name: str
+) -> None:
+    """By whatever path: engines have their own."""
+    folder = make(tmp_path, form, "fp8-static", **WHOLE)
+    forget(folder)
+    change_config(folder, **{key: ["lm_head", name]})
+    assert ask(folder, "vllm").weights is None

@@ -40,7 +40,11 @@ def check_command(
     Example: fp8calib check out/kv-overlay --engine vllm
     """
     with heavy_imports():
-        from fp8calib.cli.check.run import CheckSettings, choose_engines, run_check
+        from fp8calib.cli.check.run import (  # noqa: PLC0415
+            CheckSettings,
+            choose_engines,
+            run_check,
+        )
 
     return run_check(
         CheckSettings(

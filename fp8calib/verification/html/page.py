@@ -182,4 +182,4 @@ def _without_infinities(data: Any) -> Any:
 
 
 def _read(name: str) -> str:
-    return files("fp8calib.verify").joinpath(name).read_text(encoding="utf-8")
+    return files("fp8calib.verification.html").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,55 @@
+"""What `fp8calib merge` does: load, join, write, show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.cli.console import print_json, print_text
+from fp8calib.errors import UsageError
+from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats, save_stats
+from fp8calib.stats.merge import merge_parts
+
+
+def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
+    """Join the parts and write the whole; an older stats file at `out` is replaced.
+
+    Raises:
+        UsageError: the parts are not those of one run, or the output cannot be.
+        DataError: a file is damaged.
+        ExportError: the file cannot be written.
+    """
+    files = [path / STATS_NAME if path.is_dir() else path for path in paths]
+    _check_output(out, files)
+    merged = merge_parts([(str(path), load_stats(path, takes_part=True)) for path in files])
+    save_stats(merged, out)
+    header = merged.header
+    if as_json:
+        print_json(
+            {
+                "out": str(out),
+                "parts": [str(path) for path in files],
+                "tokens": header.num_tokens,
+                "sequences": header.num_sequences,
+                "sites": len(merged.sites),
+            }
+        )
+    else:
+        print_text(
+            f"{len(files)} parts, {header.num_tokens:,} tokens in {header.num_sequences} sequences"
+            f", written to {out}\nmake scales of it: fp8calib export {out} --format NAME --out DIR"
+        )
+
+
+def _check_output(out: Path, files: Sequence[Path]) -> None:
+    """Refuse to write over what is read, or over something else than statistics."""
+    check_output_file(out)
+    if out.suffix != ".safetensors":
+        raise UsageError(f"--out {out}: stats files end in .safetensors", hint="name it so")
+    if out.exists() and any(path.exists() and path.samefile(out) for path in files):
+        raise UsageError(f"--out {out}: it is one of the parts", hint="name another file")
+    if out.exists() and not is_stats_file(out):
+        raise UsageError(
+            f"--out {out}: there is a file that holds no statistics", hint="name another file"
+        )

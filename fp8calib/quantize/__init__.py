@@ -1,1 +1,0 @@
-"""From a checkpoint's shards to an FP8 checkpoint: headers decide, shards stream."""

@@ -1,1 +1,0 @@
-"""Emulate FP8 and say what it costs."""

@@ -1,0 +1,267 @@
+"""Hostile and broken folders: a verdict or one clear error, whatever lies in them."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from fp8calib.engines.check import ENGINES, check_folder
+from fp8calib.engines.replay.folder import load_lenient, open_folder
+from fp8calib.engines.replay.sglang_json import check_sglang_json
+from fp8calib.errors import VerificationError
+from tests.checkpoint.handmade import describe, pack
+from tests.engines.check_handmade import (
+    INDEX,
+    PER_TENSOR,
+    SCALES,
+    WEIGHTS,
+    ask,
+    both,
+    plain_geometry,
+    save_folder,
+    spell,
+    statuses,
+)
+
+PAIR = ("k_scale", "v_scale")
+BY_INDEX = ("vllm", "sglang", "transformers")
+K = "model.layers.0.self_attn.k_scale"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Give a folder that vLLM, SGLang and transformers are content with."""
+    return save_folder(tmp_path / "f", spell(*PAIR), quantization=PER_TENSOR)
+
+
+@pytest.mark.parametrize("engine", BY_INDEX)
+@pytest.mark.parametrize(
+    "target",
+    ["gone.safetensors", "../f2/a.safetensors", "/etc/passwd", "a\0b.safetensors", "", "."],
+)
+def test_an_index_that_names_what_is_not_beside_it_is_refused(
+    folder: Path, engine: str, target: str
+) -> None:
+    weight_map = {"a": WEIGHTS, "b": SCALES, "c": target}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    report = ask(engine, folder)
+
+    assert statuses(report) == both("refused")
+    assert "not beside it" in report.layers[0].k.why
+
+
+BAD_INDEXES = {
+    "empty": "",
+    "list": "[]",
+    "object": "{}",
+    "number": '{"weight_map": 7}',
+    "numbers": '{"weight_map": {"a": 7}}',
+    "deep": "[" * 100_000,
+    "bom": "\ufeff{}",
+}
+
+
+@pytest.mark.parametrize("engine", BY_INDEX)
+@pytest.mark.parametrize("text", BAD_INDEXES.values(), ids=BAD_INDEXES)
+def test_an_index_that_is_none_is_refused(folder: Path, engine: str, text: str) -> None:
+    (folder / INDEX).write_text(text)
+
+    assert statuses(ask(engine, folder)) == both("refused")
+
+
+def test_the_last_of_equal_keys_of_an_index_wins(folder: Path) -> None:
+    text = f'{{"weight_map": {{"a": "gone.safetensors", "a": "{SCALES}"}}}}'
+    (folder / INDEX).write_text(text)
+
+    assert ask("vllm", folder).ok
+
+
+HEADERS = {
+    "empty": b"",
+    "truncated": b"\x00\x01",
+    "giant": struct.pack("<Q", 1 << 62) + b"{}",
+    "lying": struct.pack("<Q", 1000) + b"{}",
+    "no json": pack(b"{nothing"),
+    "overlap": pack({K: describe("F32", [1], 0, 4), "b": describe("F32", [1], 2, 6)}, bytes(6)),
+    "beyond": pack({K: describe("F32", [1], 0, 4)}, b""),
+    "huge": pack({K: describe("F32", [1 << 62, 1 << 62], 0, 4)}, bytes(4)),
+    "dtype": pack({K: describe("F99", [1], 0, 4)}, bytes(4)),
+    "negative": pack({K: describe("F32", [-1], 0, 4)}, bytes(4)),
+    "pointer": b"version https://git-lfs.github.com/spec/v1\n",
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("raw", HEADERS.values(), ids=HEADERS)
+def test_a_damaged_file_that_is_opened_is_refused(folder: Path, engine: str, raw: bytes) -> None:
+    (folder / SCALES).write_bytes(raw)
+
+    report = ask(engine, folder)
+
+    assert statuses(report) == both("refused")
+    assert len(report.layers[0].k.why) < 1000
+
+
+def test_a_damaged_file_that_is_not_opened_does_no_harm(folder: Path) -> None:
+    (folder / "other.safetensors").write_bytes(b"")
+
+    assert ask("vllm", folder).ok
+
+
+def test_a_huge_tensor_with_the_name_of_a_scale_is_not_read(folder: Path) -> None:
+    save_file({K: torch.zeros(1 << 20)}, folder / SCALES)
+
+    report = ask("vllm", folder)
+
+    assert statuses(report) == both("refused")
+    assert "[1048576]" in report.layers[0].k.why
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_empty_tensor_with_the_name_of_a_scale_is_not_ok(folder: Path, engine: str) -> None:
+    save_file({K: torch.zeros(0)}, folder / SCALES)
+
+    assert not ask(engine, folder).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float8_e5m2])
+def test_scales_of_odd_dtypes_are_numbers_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = save_folder(
+        tmp_path / "f", spell(*PAIR, value=1.0), quantization=PER_TENSOR, dtype=dtype
+    )
+
+    assert ask("vllm", folder).layers[0].k.value == 1.0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_names_of_megabytes_are_cut_in_what_is_said(tmp_path: Path, engine: str) -> None:
+    name = "x" * 1_000_000 + "\n\u2028.k_scale"
+    folder = save_folder(tmp_path / "f", {name: 0.5})
+
+    report = ask(engine, folder)
+
+    assert all(len(layer.k.why) < 1000 and "\n" not in layer.k.why for layer in report.layers)
+
+
+@pytest.mark.parametrize(("dtype", "is_ok"), [("float8_e4m3fn", True), ("float8_e4m3fnuz", False)])
+def test_the_format_may_stand_in_a_files_header(folder: Path, dtype: str, is_ok: bool) -> None:
+    tensors = load_file(folder / SCALES)
+    save_file(tensors, folder / SCALES, metadata={"fp8calib.kv_cache_dtype": dtype})
+
+    assert ask("vllm", folder).ok == is_ok
+
+
+def test_a_link_to_nothing_is_no_file(folder: Path) -> None:
+    (folder / "dangling.safetensors").symlink_to(folder / "nowhere")
+
+    assert ask("vllm", folder).ok
+
+
+def test_a_folder_that_is_called_like_a_file_is_left_aside(folder: Path) -> None:
+    (folder / "folder.safetensors").mkdir()
+
+    assert ask("vllm", folder).ok
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{", b"\xff\xfe{\x00}\x00", b"\xef\xbb\xbf{}", b"[" * 100_000]
+)
+def test_a_config_that_cannot_be_read_is_one_error(folder: Path, raw: bytes) -> None:
+    (folder / "config.json").write_bytes(raw)
+
+    with pytest.raises(VerificationError, match=r"config\.json"):
+        open_folder(folder)
+
+
+def test_json_is_read_as_engines_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"a": 1, "a": NaN}')
+
+    document = load_lenient(path)
+
+    assert isinstance(document, dict)
+    assert math.isnan(document["a"])
+
+
+_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["float", "static", "re:.*", "dense", "compressed", "0", "rank0", "llama"])
+    | st.text(max_size=5)
+)
+_JSON = st.recursive(
+    _LEAF,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=3) | st.sampled_from(["0", "1", "00"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+_METHODS = ("compressed-tensors", "fp8", "modelopt", "quark", "awq")
+_KEYS = (
+    *("config_groups", "kv_cache_scheme", "ignore", "format", "quantization_status", "export"),
+    *("layer_quant_config", "activation_scheme", "quant_algo", "quantization", "strategy"),
+)
+_BOUNDED = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@_BOUNDED
+@given(
+    method=st.sampled_from(_METHODS) | _JSON,
+    parts=st.dictionaries(st.sampled_from(_KEYS), _JSON, max_size=5),
+    is_ours=st.booleans(),
+)
+def test_no_config_makes_it_stumble(
+    folder: Path, method: object, parts: dict[str, Any], is_ours: bool
+) -> None:
+    start = dict(PER_TENSOR) if is_ours else {}
+    quantization = {**start, "quant_method": method, **parts}
+    document = {"model_type": "llama", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(document))
+
+    report = check_folder(open_folder(folder), plain_geometry(), list(ENGINES), 1)
+
+    assert list(report.engines) == list(ENGINES)
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+@_BOUNDED
+@given(factors=_JSON, model_type=_JSON, is_whole=st.booleans())
+def test_no_json_makes_it_stumble(
+    tmp_path: Path, factors: object, model_type: object, is_whole: bool
+) -> None:
+    kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
+    document = {"model_type": model_type, "kv_cache": kv_cache} if is_whole else factors
+    path = tmp_path / "scales.json"
+    path.write_text(json.dumps(document))
+
+    report = check_sglang_json(path, plain_geometry(), 1)
+
+    assert [layer.layer for layer in report.layers] == [0, 1]
+    json.dumps(report.model_dump(mode="json"), allow_nan=False)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_scales_of_draft_layers_change_no_verdict(tmp_path: Path, engine: str) -> None:
+    folder = save_folder(tmp_path / "f", spell(*PAIR, layers=3), quantization=PER_TENSOR)
+    report = ask(engine, folder, plain_geometry(num_draft_layers=1))
+    assert statuses(report) == [("used", "used")] * 2
+    assert any(
+        "scales of draft layers (2, such as model.layers.2." in text for text in report.problems
+    )

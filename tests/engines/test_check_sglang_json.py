@@ -1,0 +1,214 @@
+"""Expected outcomes, as seen where SGLang's own loader was run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8calib.engines.replay.sglang_json import check_sglang_json
+from fp8calib.geometry.model_geometry import ModelGeometry
+from tests.dialects.handmade import hybrid_stats, make_attention, make_geometry
+from tests.engines.check_handmade import both, plain_geometry, statuses, values
+
+GOOD: dict[str, Any] = {
+    "model_type": "llama",
+    "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.05, "1": 0.04}}},
+}
+
+
+def change(**parts: Any) -> dict[str, Any]:
+    """Change the good document: `model_type`, `dtype`, `scaling_factor`, or new top-level keys."""
+    document = copy.deepcopy(GOOD)
+    for key, value in parts.items():
+        place = document["kv_cache"] if key in ("dtype", "scaling_factor") else document
+        place[key] = value
+    return document
+
+
+def write(path: Path, document: object) -> Path:
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Give where a file may be written."""
+    return tmp_path / "scales.json"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [GOOD, change(_comment="x"), change(mlp={"activation": {}}), change(attention=7)],
+)
+def test_what_the_loader_accepts_is_used(path: Path, document: dict[str, Any]) -> None:
+    report = check_sglang_json(write(path, document), plain_geometry(), 1)
+
+    assert report.ok
+    assert values(report) == [(0.05, 0.05), (0.04, 0.04)]
+    assert any("attention backend" in problem for problem in report.problems)
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        (change(scaling_factor={"rank0": {"0": 0.05, "1": 0.04}}), "rank0"),
+        (change(scaling_factor={"_comment": "x", "0": {"0": 0.05, "1": 0.04}}), "_comment"),
+        (change(scaling_factor={"0": {"_comment": "x", "0": 0.05, "1": 0.04}}), "_comment"),
+        (change(scaling_factor={"0": {"0": [0.05, 0.04], "1": [0.05, 0.04]}}), "0.0"),
+        ({"kv_cache": GOOD["kv_cache"]}, "model_type"),
+        (change(model_type=None), "model_type is None"),
+        (change(model_type="qwen"), "model_type is 'qwen'"),
+        (change(model_type=7), "model_type"),
+        (change(scaling_factor={"0": {"0": 0.05}}), "1 layers"),
+        (change(scaling_factor={"0": {"0": 0.05, "1": 0.04, "2": 0.03}}), "3 layers"),
+        (change(scaling_factor={"0": {"0": 0.05, "2": 0.04}}), "no layer 1"),
+        (change(scaling_factor={"1": {"0": 0.05, "1": 0.04}}), "rank 0 is missing"),
+        (change(scaling_factor={}), "0 ranks"),
+        (change(dtype="float8_e4m3fnuz"), "float8_e4m3fnuz"),
+        (change(dtype="float8_e5m2"), "float8_e5m2"),
+        (change(dtype=None), "dtype"),
+        (change(scaling_factor={"0": {"0": None, "1": 0.04}}), "0.0"),
+        (change(scaling_factor={"1e2": {"0": 0.05, "1": 0.04}}), "1e2"),
+        (change(scaling_factor={"0": {"-1": 0.05, "0": 0.04}}), "no layer 1"),
+        (change(kv_cache=[]), "kv_cache"),
+        ([], ""),
+        ("", "Expecting value"),
+        ('{"model_type": "llama", "kv_cache": {"dty', "Unterminated"),
+        ("\ufeff" + json.dumps(GOOD), "BOM"),
+        ("[" * 100_000, "deep"),
+        ('{"model_type": ' + "9" * 5000 + "}", "digits"),
+    ],
+)
+def test_what_the_loader_throws_away_is_one_for_all_layers(
+    path: Path, document: object, why: str
+) -> None:
+    report = check_sglang_json(write(path, document), plain_geometry(), 1)
+
+    assert statuses(report) == both("defaulted")
+    assert values(report) == [(1.0, 1.0)] * 2
+    assert why in report.layers[0].k.why
+    assert "vllm-json" in report.layers[0].k.mend
+
+
+def test_a_file_in_utf_16_is_thrown_away(path: Path) -> None:
+    path.write_bytes(json.dumps(GOOD).encode("utf-16"))
+
+    assert statuses(check_sglang_json(path, plain_geometry(), 1)) == both("defaulted")
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        '{"0": {"0": true, "1": "0.1"}}',
+        '{"00": {"0": 1, "1": "0.1"}}',
+        '{" 0": {"0": 1.0, "1.0": 0.1}}',
+        '{"0.0": {"0.0": 1, "01": 0.1}}',
+        '{"0": {"0": 7, "0": 1, "1": 0.1}}',
+        '{"0": {}, "0": {"0": 1, "1": 0.1}}',
+    ],
+)
+def test_numbers_and_keys_are_coerced_and_the_last_duplicate_wins(path: Path, factors: str) -> None:
+    text = json.dumps(GOOD).replace('{"0": {"0": 0.05, "1": 0.04}}', factors)
+    assert factors in text
+
+    report = check_sglang_json(write(path, text), plain_geometry(), 1)
+
+    assert report.ok
+    assert values(report) == [(1.0, 1.0), (0.1, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("number", "value"),
+    [
+        ("NaN", None),
+        ("0.0", 0.0),
+        ("-0.5", -0.5),
+        ("Infinity", None),
+        ("1e400", None),
+        ("1e-60", 0.0),
+        ("false", 0.0),
+    ],
+)
+def test_numbers_that_are_no_scales_are_taken_and_not_ok(
+    path: Path, number: str, value: float | None
+) -> None:
+    text = json.dumps(GOOD).replace("0.04", number)
+
+    report = check_sglang_json(write(path, text), plain_geometry(), 1)
+
+    assert statuses(report) == [("used", "used"), ("misread", "misread")]
+    assert values(report)[1] == (value, value)
+
+
+def test_the_ranks_must_be_those_of_the_engine(path: Path) -> None:
+    two = {str(rank): {"0": 0.05 * (rank + 1), "1": 0.04} for rank in range(2)}
+    write(path, change(scaling_factor=two))
+
+    assert statuses(check_sglang_json(path, plain_geometry(), 1)) == both("defaulted")
+    assert values(check_sglang_json(path, plain_geometry(), 2)) == [(0.1, 0.1), (0.04, 0.04)]
+    assert statuses(check_sglang_json(write(path, GOOD), plain_geometry(), 2)) == both("defaulted")
+
+
+def test_one_bad_rank_is_enough(path: Path) -> None:
+    two = {"0": {"0": 0.05, "1": 0.04}, "1": {"0": 0.05, "1": 0.0}}
+
+    report = check_sglang_json(write(path, change(scaling_factor=two)), plain_geometry(), 2)
+
+    assert statuses(report) == [("used", "used"), ("misread", "misread")]
+
+
+def test_layers_without_a_cache_must_stand_in_the_file(path: Path) -> None:
+    attentions = [None, make_attention(1)]
+    geometry = make_geometry(attentions, model_type="llama")
+    short = change(scaling_factor={"0": {"1": 0.04}})
+
+    assert [layer.layer for layer in check_sglang_json(write(path, GOOD), geometry, 1).layers] == [
+        1
+    ]
+    assert statuses(check_sglang_json(write(path, short), geometry, 1)) == [
+        ("defaulted", "defaulted")
+    ]
+
+
+def _hybrid() -> ModelGeometry:
+    return hybrid_stats().header.geometry
+
+
+@pytest.mark.parametrize(
+    "geometry", [_hybrid(), plain_geometry(model_type="mixtral"), plain_geometry(model_type="gpt2")]
+)
+def test_models_that_take_no_file_stop_the_engine(path: Path, geometry: ModelGeometry) -> None:
+    report = check_sglang_json(write(path, change(model_type=geometry.model_type)), geometry, 1)
+
+    assert {status for pair in statuses(report) for status in pair} == {"refused"}
+    assert "RuntimeError" in report.layers[0].k.why
+
+
+def test_a_float_over_a_parameter_stops_the_engine(path: Path) -> None:
+    report = check_sglang_json(write(path, GOOD), plain_geometry(), 1, has_kv_method=True)
+
+    assert statuses(report) == both("refused")
+    assert "TypeError" in report.layers[0].k.why
+
+
+def test_a_million_layers_are_read_and_refused(path: Path) -> None:
+    layers = {str(index): 0.5 for index in range(1_000_000)}
+
+    report = check_sglang_json(
+        write(path, change(scaling_factor={"0": layers})), plain_geometry(), 1
+    )
+
+    assert "1000000 layers" in report.layers[0].k.why
+
+
+@pytest.mark.parametrize("architecture", ["LlavaForConditionalGeneration", "LlamaForCausalLM"])
+def test_a_class_around_the_text_model_takes_no_file(tmp_path: Path, architecture: str) -> None:
+    """SGLang calls `load_kv_cache_scales` of the outermost class alone."""
+    geometry = plain_geometry(model_type="llama", architecture=architecture)
+    report = check_sglang_json(tmp_path / "there is none.json", geometry, 1)
+    is_refused = "takes no file of scales" in report.layers[0].k.why
+    assert is_refused == (architecture == "LlavaForConditionalGeneration")

@@ -1,0 +1,379 @@
+"""Experts stacked on disk: what is taken out of them, against transformers and by brute force."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import find_scheme
+from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import Scales, Settings, make_plan
+from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from tests.architectures.families import FAMILIES
+from tests.architectures.families import save as save_family
+from tests.quantization.by_hand import (
+    Run,
+    Silent,
+    Tensors,
+    codes_of,
+    encode,
+    run,
+    save,
+    scale_for,
+    to_numpy,
+)
+from tests.quantization.stacked import STACKED, Family, find_experts, run_by_hand, run_expert
+from tests.zoo import save as save_zoo
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DATA_FREE = ("fp8-dynamic", "w8a16", "fp8-block")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tiny model, its checkpoint, and what stands for its experts' path there."""
+
+    model: Any
+    folder: Path
+    places: Mapping[str, str]
+    """From the path of the experts in memory to that of the experts on disk."""
+
+    def experts(self) -> Iterator[tuple[Any, int, str]]:
+        """Give every expert: the module, its number, and its path on disk."""
+        for path, module in find_experts(self.model).items():
+            for expert in range(module.gate_up_proj.shape[0]):
+                yield module, expert, f"{self.places[path]}.{expert}"
+
+
+@pytest.fixture(scope="module", params=sorted(STACKED))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Write a tiny model of every family, as it is published."""
+    family: Family = STACKED[request.param]
+    model = family.build(request.param)
+    folder = family.save(model, tmp_path_factory.mktemp(request.param) / "model")
+    on_disk = {"aria": ("model.language_model", "language_model.model")}
+    old, new = on_disk.get(request.param, ("", ""))
+    places = {path: path.replace(old, new, 1) for path in find_experts(model)}
+    return Saved(model, folder, places)
+
+
+def dequantize(tensors: Tensors, module: str) -> torch.Tensor:
+    return tensors[f"{module}.weight"].float() * tensors[f"{module}.weight_scale"]
+
+
+def test_every_layout_is_tried_here() -> None:
+    """But for `gemma4` and `qwen3_vl_moe_text`, which are other names for a part or a whole."""
+    assert set(EXPERT_LAYOUTS) - set(STACKED) == {"gemma4", "qwen3_vl_moe_text"}
+
+
+@torch.no_grad()
+def test_transformers_runs_the_experts_that_are_written(saved: Saved, tmp_path: Path) -> None:
+    """An expert run from its three tensors agrees with the model's own, to what FP8 takes."""
+    tensors = run(saved.folder, tmp_path / "fp8", "fp8-dynamic").tensors()
+    rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
+    for module, expert, path in saved.experts():
+        weights = {name: dequantize(tensors, f"{path}.{name}") for name in PROJECTIONS}
+        assert {weight.dim() for weight in weights.values()} == {2}
+        found = run_by_hand(weights, rows, module.act_fn)
+        expected = run_expert(module, expert, rows)
+        assert float((found - expected).norm() / expected.norm()) < 0.06
+
+
+def slices(module: Any, expert: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Cut an expert's matrices, [out, in], from the parameters of the model in memory."""
+    gate_up, down = (to_numpy(p.detach()[expert]) for p in (module.gate_up_proj, module.down_proj))
+    if gate_up.shape[1] != 32:  # the hidden size
+        gate_up, down = gate_up.T, down.T
+    half = gate_up.shape[0] // 2
+    return {"gate_proj": gate_up[:half], "up_proj": gate_up[half:], "down_proj": down}
+
+
+@pytest.mark.parametrize("scheme", DATA_FREE)
+def test_codes_and_scales_of_every_expert_are_its_own(
+    saved: Saved, tmp_path: Path, scheme: str
+) -> None:
+    """Bit for bit what numpy and ml_dtypes make of the slice; all of it lies in one block."""
+    tensors = run(saved.folder, tmp_path / "fp8", scheme).tensors()
+    for module, expert, path in saved.experts():
+        for name, weight in slices(module, expert).items():
+            axis = (0, 1) if scheme == "fp8-block" else 1
+            scale = scale_for(np.abs(weight).max(axis=axis, keepdims=True))
+            stored = tensors[f"{path}.{name}.weight_scale"].numpy()
+            np.testing.assert_array_equal(stored, scale)
+            codes = codes_of(tensors[f"{path}.{name}.weight"])
+            np.testing.assert_array_equal(codes, encode(weight, scale))
+
+
+def test_nothing_of_a_stack_is_left_in_the_output(saved: Saved, tmp_path: Path) -> None:
+    found = run(saved.folder, tmp_path / "fp8", "fp8-dynamic")
+    names = [name for name, tensor in found.tensors().items() if tensor.dim() == 3]
+    assert not [name for name in names if "conv1d" not in name]
+    assert not [item for item in found.plan.selection.left if "experts" in item.module.split(".")]
+
+
+HIDDEN, INTERMEDIATE, EXPERTS = 200, 1300, 3
+STACK = "model.layers.0.mlp.experts"
+BY_TYPE = {
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", False),
+    "qwen3_vl_moe_text": ("qwen3_vl_moe_text", False),
+    "qwen3_vl_moe_text, turned": ("qwen3_vl_moe_text", True),
+    "llama4_text": ("llama4_text", True),
+}
+
+
+def make_stacks(*, is_turned: bool) -> tuple[Tensors, dict[str, torch.Tensor]]:
+    """Make a layer's stacks of bfloat16, and list the matrices in them by module."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = {"gate_up_proj": (2 * INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
+    matrices: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
+    for name, (rows, columns) in sizes.items():
+        stack = torch.randn(EXPERTS, rows, columns, generator=generator).bfloat16()
+        stack *= torch.tensor([1.0, 9.0, 0.1])[:, None, None].bfloat16()
+        for expert, matrix in enumerate(stack):
+            parts = matrix.chunk(2) if name == "gate_up_proj" else [matrix]
+            names = PROJECTIONS[:2] if name == "gate_up_proj" else [name]
+            for part, projection in zip(parts, names, strict=True):
+                matrices[f"{STACK}.{expert}.{projection}"] = part
+        tensors[f"{STACK}.{name}"] = stack.transpose(1, 2).contiguous() if is_turned else stack
+    return tensors, matrices
+
+
+def spread(scale: torch.Tensor, shape: torch.Size) -> np.ndarray[Any, Any]:
+    """Give every element its scale."""
+    if scale.numel() > 1 and scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return scale[: shape[0], : shape[1]].expand(shape).numpy()
+
+
+def find_amax(matrix: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
+    if scheme != "fp8-block":
+        return np.abs(matrix).max(axis=1, keepdims=True)
+    rows, columns = (np.arange(0, extent, 128) for extent in matrix.shape)
+    return np.maximum.reduceat(np.maximum.reduceat(np.abs(matrix), rows, 0), columns, 1)
+
+
+@pytest.mark.parametrize("kind", BY_TYPE)
+@pytest.mark.parametrize("scheme", DATA_FREE)
+def test_large_stacks_are_read_in_pieces(tmp_path: Path, kind: str, scheme: str) -> None:
+    """Matrices of many blocks, more outputs than are read at once, in two shards."""
+    model_type, is_turned = BY_TYPE[kind]
+    tensors, matrices = make_stacks(is_turned=is_turned)
+    save(tmp_path / "m", tensors, shards=2, model_type=model_type)
+    found = run(tmp_path / "m", tmp_path / "fp8", scheme).tensors()
+    assert set(found) == {f"{m}.weight{end}" for m in matrices for end in ("", "_scale")}
+    for module, matrix in matrices.items():
+        weight = to_numpy(matrix)
+        scale = scale_for(find_amax(weight, scheme))
+        np.testing.assert_array_equal(found[f"{module}.weight_scale"].numpy(), scale)
+        expected = encode(weight, spread(torch.from_numpy(scale), matrix.shape))
+        np.testing.assert_array_equal(codes_of(found[f"{module}.weight"]), expected)
+    index = json.loads((tmp_path / "fp8" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "fp8" / file, framework="pt") as part:
+            assert name in part.keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_gate_and_up_of_one_expert_share_a_scale(tmp_path: Path, is_shared: bool) -> None:
+    """A static scheme has one scale per weight: each expert its own, gate and up the same."""
+    tensors, matrices = make_stacks(is_turned=True)
+    save(tmp_path / "m", tensors, model_type="llama4_text")
+    scales = Scales(inputs={module: torch.tensor(0.5) for module in matrices}, kv={})
+    found: Run = run(
+        tmp_path / "m", tmp_path / "fp8", "fp8-static", scales=scales, shares_scales=is_shared
+    )
+    written = found.tensors()
+    for expert in range(EXPERTS):
+        own = {name: matrices[f"{STACK}.{expert}.{name}"] for name in PROJECTIONS}
+        amax = {name: float(weight.abs().max()) for name, weight in own.items()}
+        if is_shared:
+            amax |= dict.fromkeys(PROJECTIONS[:2], max(amax["gate_proj"], amax["up_proj"]))
+        for name, weight in own.items():
+            module = f"{STACK}.{expert}.{name}"
+            scale = scale_for(amax[name])
+            assert written[f"{module}.weight_scale"].tolist() == [float(scale)]
+            assert written[f"{module}.input_scale"].tolist() == [0.5]
+            codes = encode(to_numpy(weight), np.asarray(scale))
+            np.testing.assert_array_equal(codes_of(written[f"{module}.weight"]), codes)
+
+
+def refuse(folder: Path, *ignore: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        run(folder, folder.parent / "out", "fp8-dynamic", ignore=ignore)
+    return caught.value.message
+
+
+def test_what_engines_load_no_single_experts_of_is_refused_with_the_reason(tmp_path: Path) -> None:
+    save_family("dbrx", FAMILIES["dbrx"], tmp_path / "dbrx")
+    save_zoo("gpt_oss", tmp_path / "gpt_oss")
+    assert set(UNSERVED_STACKS) == {"dbrx", "gpt_oss"}
+    message = refuse(tmp_path / "dbrx")
+    assert "transformer.blocks.0.ffn.experts.mlp.v1 [192, 32] holds several" in message
+    assert "vLLM 0.32.0 loads no tensors of single experts for dbrx" in message
+    message = refuse(tmp_path / "gpt_oss")
+    assert "model.layers.0.mlp.experts.down_proj [4, 48, 32] holds several" in message
+    assert "gate and up lie in turn and have biases" in message
+
+
+def stack(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "shape", "why"),
+    [
+        ("nobody-knows", "gate_up_proj", (4, 64, 200), "how they lie in it is not known"),
+        ("qwen3_5_moe_text", "gate_up_proj", (4, 200, 64), "has [experts, out, in] with"),
+        ("llama4_text", "gate_up_proj", (4, 64, 200), "has [experts, in, out] with"),
+        ("qwen3_vl_moe_text", "gate_up_proj", (4, 64, 96), "with the hidden size 200"),
+        ("qwen3_vl_moe_text", "gate_up_proj", (4, 200, 200), "how they lie in it is not known"),
+        ("qwen3_5_moe_text", "gate_up_proj", (4, 63, 200), "how they lie in it is not known"),
+        ("qwen3_5_moe_text", "w13_weight", (4, 64, 200), "how they lie in it is not known"),
+    ],
+)
+def test_a_stack_that_is_not_what_the_type_has_is_refused_by_name(
+    tmp_path: Path, model_type: str, name: str, shape: tuple[int, ...], why: str
+) -> None:
+    save(tmp_path / "m", {f"{STACK}.{name}": stack(*shape)}, model_type=model_type)
+    message = refuse(tmp_path / "m")
+    assert f"{STACK}.{name} {list(shape)} holds several matrices" in message
+    assert why in message
+
+
+@pytest.mark.parametrize(
+    ("gate_up", "down", "square"),
+    [((200, 200), (200, 100), "gate_up_proj"), ((400, 200), (200, 200), "down_proj")],
+)
+def test_a_square_stack_lies_as_the_one_beside_it(
+    tmp_path: Path, gate_up: tuple[int, int], down: tuple[int, int], square: str
+) -> None:
+    """Unless that one is transposed: transformers would not turn the square one, vLLM would."""
+    shapes = {"gate_up_proj": gate_up, "down_proj": down}
+    generator = torch.Generator().manual_seed(1)
+    stacks = {f"{STACK}.{n}": torch.randn(2, *s, generator=generator) for n, s in shapes.items()}
+    save(tmp_path / "m", stacks, model_type="qwen3_vl_moe_text")
+    found = run(tmp_path / "m", tmp_path / "fp8", "fp8-dynamic").tensors()
+    for name, rows in (("up_proj", slice(gate_up[0] // 2, None)), ("down_proj", slice(None))):
+        weight = stacks[f"{STACK}.{'down_proj' if name == 'down_proj' else 'gate_up_proj'}"][
+            1, rows
+        ]
+        scale = scale_for(weight.abs().amax(1, keepdim=True).numpy())
+        expected = encode(weight.numpy(), scale)
+        np.testing.assert_array_equal(codes_of(found[f"{STACK}.1.{name}.weight"]), expected)
+    turned = {name: value.transpose(1, 2).contiguous() for name, value in stacks.items()}
+    save(tmp_path / "turned", turned, model_type="qwen3_vl_moe_text")
+    assert f"{STACK}.{square} [2, 200, 200] holds several" in refuse(tmp_path / "turned")
+
+
+def test_the_hidden_size_is_that_of_the_text_model(tmp_path: Path) -> None:
+    """A config of several parts has several hidden sizes."""
+    tensors, matrices = make_stacks(is_turned=True)
+    folder = save(tmp_path / "m", tensors)
+    config = {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": {"model_type": "qwen3_vl_moe_vision", "hidden_size": 2 * INTERMEDIATE},
+        "text_config": {"model_type": "qwen3_vl_moe_text", "hidden_size": HIDDEN},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    found = run(folder, tmp_path / "fp8", "fp8-dynamic").tensors()
+    assert {name: tuple(found[f"{name}.weight"].shape) for name in matrices} == {
+        name: tuple(matrix.shape) for name, matrix in matrices.items()
+    }
+
+
+@pytest.mark.parametrize("pattern", [STACK, f"{STACK}.*_proj", r"re:.*\.experts\.\d+\..*"])
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8"])
+def test_a_stack_left_alone_is_named_expert_by_expert(
+    tmp_path: Path, pattern: str, form: str
+) -> None:
+    """Engines ask for the linears of experts by the names these have apart."""
+    tensors, matrices = make_stacks(is_turned=False)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = stack(64, HIDDEN)
+    save(tmp_path / "m", tensors, model_type="qwen3_5_moe_text")
+    found = run(tmp_path / "m", tmp_path / "fp8", "fp8-block", form, ignore=(pattern,))
+    config = found.config()
+    assert set(matrices) < set(config["ignore" if "ignore" in config else "ignored_layers"])
+    for name in (f"{STACK}.gate_up_proj", f"{STACK}.down_proj"):
+        assert torch.equal(found.tensors()[name], tensors[name])
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_of_one_layer_left_alone_get_a_tensor_each_as_the_others_do(
+    tmp_path: Path, is_turned: bool
+) -> None:
+    """Llama 4's loader in vLLM takes stacks of all layers or of none."""
+    tensors, matrices = make_stacks(is_turned=is_turned)
+    other = {name.replace("layers.0", "layers.1"): value + 1 for name, value in tensors.items()}
+    save(tmp_path / "m", {**tensors, **other}, model_type="qwen3_vl_moe_text")
+    found = run(tmp_path / "m", tmp_path / "fp8", "fp8-dynamic", ignore=("*.0.mlp.experts",))
+    written = found.tensors()
+    assert not any(name.endswith("experts.gate_up_proj") for name in written)
+    assert set(matrices) < set(found.config()["ignore"])
+    for module, matrix in matrices.items():
+        assert torch.equal(written[f"{module}.weight"], matrix)
+        assert f"{module}.weight_scale" not in written
+        beside = module.replace("layers.0", "layers.1")
+        assert written[f"{beside}.weight"].dtype is torch.float8_e4m3fn
+
+
+def test_a_part_of_a_stack_cannot_be_left_alone(tmp_path: Path) -> None:
+    tensors, _ = make_stacks(is_turned=False)
+    save(tmp_path / "m", tensors, model_type="qwen3_5_moe_text")
+    with pytest.raises(UsageError, match=r"--ignore .*\.0\.gate_proj: names 1 of the 6 matrices"):
+        run(tmp_path / "m", tmp_path / "o", "fp8-dynamic", ignore=(f"{STACK}.0.gate_proj",))
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_nan_is_named_by_its_place_in_the_stack(tmp_path: Path, is_turned: bool) -> None:
+    tensors, _ = make_stacks(is_turned=is_turned)
+    name = f"{STACK}.gate_up_proj"
+    index = [1, 7, INTERMEDIATE + 1100] if is_turned else [1, INTERMEDIATE + 1100, 7]
+    tensors[name][tuple(index)] = torch.nan
+    save(tmp_path / "m", tensors, model_type="qwen3_vl_moe_text")
+    assert refuse(tmp_path / "m") == f"{name} holds nan at {index}"
+
+
+def test_stacks_that_are_stored_in_fp8_are_quantized_anew(tmp_path: Path) -> None:
+    """`--dequantize` reads transformers' own FP8 experts, a scale for each block of a stack."""
+    generator = torch.Generator().manual_seed(5)
+    codes = (torch.randn(EXPERTS, 300, HIDDEN, generator=generator) * 100).to(torch.float8_e4m3fn)
+    scales = torch.rand(EXPERTS, 3, 2, generator=generator) + 0.01
+    tensors = {f"{STACK}.gate_up_proj": codes, f"{STACK}.gate_up_proj_scale_inv": scales}
+    quantization = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    folder = save(
+        tmp_path / "m", tensors, model_type="qwen3_5_moe_text", quantization_config=quantization
+    )
+    found = find_scheme("fp8-dynamic")
+    settings = Settings(scheme=found, form=find_form("compressed-tensors", found))
+    with DequantizedCheckpoint.open(folder) as checkpoint:
+        plan = make_plan(checkpoint, settings)
+        device = torch.device("cpu")
+        quantize(checkpoint, plan, tmp_path / "fp8", device=device, progress=Silent())
+    written = load_file(tmp_path / "fp8" / "model.safetensors")
+    rows, columns = np.arange(300) // 128, np.arange(HIDDEN) // 128
+    for expert in range(EXPERTS):
+        values = to_numpy(codes[expert]) * scales[expert].numpy()[np.ix_(rows, columns)]
+        for name, part in zip(PROJECTIONS, np.split(values, 2), strict=False):
+            module = f"{STACK}.{expert}.{name}"
+            scale = scale_for(np.abs(part).max(axis=1, keepdims=True))
+            np.testing.assert_array_equal(written[f"{module}.weight_scale"].numpy(), scale)
+            np.testing.assert_array_equal(
+                codes_of(written[f"{module}.weight"]), encode(part, scale)
+            )

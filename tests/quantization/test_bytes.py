@@ -1,0 +1,293 @@
+"""The bytes of FP8 checkpoints against numpy and ml_dtypes, from models of no known class."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8calib.errors import ExportError, ModelError
+from fp8calib.quantization.plan import Scales
+from tests.quantization.by_hand import (
+    LAYER,
+    Run,
+    Tensors,
+    codes_of,
+    encode,
+    make_tensors,
+    random,
+    read,
+    run,
+    save,
+    scale_for,
+    to_numpy,
+)
+
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+GROUPS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.down_proj",),
+)
+
+
+def check_tensor_scales(tensors: Tensors, run: Run, groups: tuple[tuple[str, ...], ...]) -> None:
+    """Compare per-tensor scales and codes, one scale for each group."""
+    found = run.tensors()
+    for group in groups:
+        weights = {name: to_numpy(tensors[f"{LAYER}.{name}.weight"]) for name in group}
+        scale = scale_for(max(np.abs(weight).max() for weight in weights.values()))
+        for name, weight in weights.items():
+            stored = found[f"{LAYER}.{name}.weight_scale"]
+            assert (stored.dtype, float(stored)) == (torch.float32, float(scale)), name
+            codes = codes_of(found[f"{LAYER}.{name}.weight"])
+            assert np.array_equal(codes, encode(weight, scale)), name
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_static_weights_share_the_scale_of_their_group(tmp_path: Path, shards: int) -> None:
+    """Members of a group lie in different shards, and in any order."""
+    tensors = make_tensors()
+    source = save(tmp_path / "source", tensors, shards=shards)
+    found = run(source, tmp_path / "out", "fp8-static", scales=unit_inputs())
+    check_tensor_scales(tensors, found, GROUPS)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        ("mlp.experts.1.w1", "mlp.experts.1.w3"),
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        ("mlp.c_fc_0", "mlp.c_fc_1"),
+    ],
+)
+def test_less_common_groups_share_their_scale(tmp_path: Path, group: tuple[str, ...]) -> None:
+    names = [f"{LAYER}.{name}" for name in group]
+    other = f"{LAYER}.self_attn.o_proj"
+    tensors = {
+        f"{name}.weight": random(48, 32, seed=place, factor=3.0**place)
+        for place, name in enumerate((*names, other))
+    }
+    inputs = dict.fromkeys((*names, other), torch.tensor(1.0))
+    source = save(tmp_path / "source", tensors)
+    found = run(source, tmp_path / "out", "fp8-static", scales=Scales(inputs=inputs, kv={}))
+    check_tensor_scales(tensors, found, (group, ("self_attn.o_proj",)))
+
+
+def test_static_weights_keep_their_own_scales_on_request(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    source = save(tmp_path / "source", tensors)
+    found = run(source, tmp_path / "out", "fp8-static", scales=unit_inputs(), shares_scales=False)
+    check_tensor_scales(tensors, found, tuple((name,) for name in LINEARS))
+
+
+def unit_inputs() -> Scales:
+    """Give an input scale for every linear."""
+    inputs = {f"{LAYER}.{name}": torch.tensor(0.25 + i) for i, name in enumerate(LINEARS)}
+    return Scales(inputs=inputs, kv={})
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_have_scales_of_their_own(tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in make_tensors().items()}
+    found = run(save(tmp_path / "source", tensors), tmp_path / "out", scheme).tensors()
+    for name in LINEARS:
+        weight = to_numpy(tensors[f"{LAYER}.{name}.weight"])
+        scale = scale_for(np.abs(weight).max(1, keepdims=True))
+        stored = found[f"{LAYER}.{name}.weight_scale"]
+        assert stored.dtype is torch.float32
+        assert np.array_equal(stored.numpy(), scale)
+        assert np.array_equal(codes_of(found[f"{LAYER}.{name}.weight"]), encode(weight, scale))
+
+
+def test_blocks_have_scales_of_their_own(tmp_path: Path) -> None:
+    """Those at the edges are smaller."""
+    tensors = make_tensors()
+    found = run(save(tmp_path / "source", tensors), tmp_path / "out", "fp8-block").tensors()
+    for name in LINEARS:
+        weight = to_numpy(tensors[f"{LAYER}.{name}.weight"])
+        scale = found[f"{LAYER}.{name}.weight_scale"].numpy()
+        codes = codes_of(found[f"{LAYER}.{name}.weight"])
+        rows, columns = (-(-size // 128) for size in weight.shape)
+        assert scale.shape == (rows, columns)
+        for i in range(rows):
+            for j in range(columns):
+                place = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
+                expected = scale_for(np.abs(weight[place]).max())
+                assert scale[i, j] == expected, (name, i, j)
+                assert np.array_equal(codes[place], encode(weight[place], expected)), (name, i, j)
+
+
+def test_weights_of_many_blocks_of_rows_come_out_whole(tmp_path: Path) -> None:
+    """Several megabytes, read in pieces by several threads."""
+    name = f"{LAYER}.mlp.down_proj"
+    weight = random(1500, 2100, seed=1)
+    source = save(tmp_path / "source", {f"{name}.weight": weight})
+    for scheme, axis in (("fp8-dynamic", 1), ("fp8-static", None)):
+        scales = unit_inputs()
+        found = run(source, tmp_path / scheme, scheme, scales=scales).tensors()
+        scale = scale_for(np.abs(to_numpy(weight)).max(axis, keepdims=True))
+        expected = encode(to_numpy(weight), scale)
+        assert np.array_equal(codes_of(found[f"{name}.weight"]), expected)
+
+
+def test_all_else_is_copied_byte_for_byte(tmp_path: Path) -> None:
+    tensors = make_tensors() | {"model.ids": torch.arange(7), "model.flag": torch.tensor(True)}
+    found = run(save(tmp_path / "source", tensors, shards=3), tmp_path / "out", "fp8-block")
+    stored = found.tensors()
+    quantized = {f"{LAYER}.{name}.weight" for name in LINEARS}
+    for name in tensors.keys() - quantized:
+        assert stored[name].dtype is tensors[name].dtype
+        assert torch.equal(stored[name], tensors[name]), name
+    scales = {name.replace(".weight", ".weight_scale") for name in quantized}
+    assert stored.keys() == tensors.keys() | scales
+
+
+def test_the_index_names_every_tensor_where_it_is(tmp_path: Path) -> None:
+    found = run(save(tmp_path / "source", make_tensors(), shards=3), tmp_path / "out", "w8a16")
+    index = json.loads((found.out / "model.safetensors.index.json").read_text())
+    stored = {
+        name: path.name for path in found.out.glob("*.safetensors") for name in _names_in(path)
+    }
+    assert index["weight_map"] == stored
+    sizes = (t.numel() * t.element_size() for t in found.tensors().values())
+    assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def _names_in(path: Path) -> list[str]:
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    return [name for name in header if name != "__metadata__"]
+
+
+def test_data_begin_at_multiples_of_their_width(tmp_path: Path) -> None:
+    """An odd number of codes must not push what follows to an odd place."""
+    tensors = make_tensors() | {f"{LAYER}.mlp.fc.weight": random(3, 7, seed=1)}
+    found = run(save(tmp_path / "source", tensors), tmp_path / "out", "fp8-dynamic")
+    raw = (found.out / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    widths = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+    assert length % 8 == 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            assert entry["data_offsets"][0] % widths[entry["dtype"]] == 0, name
+
+
+def test_dead_rows_and_weights_get_usable_scales_and_are_listed(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    tensors[f"{LAYER}.mlp.gate_proj.weight"][7] = 0
+    tensors[f"{LAYER}.mlp.down_proj.weight"][:] = 0
+    found = run(save(tmp_path / "source", tensors), tmp_path / "out", "fp8-dynamic")
+    stored = found.tensors()
+    gate = np.abs(to_numpy(tensors[f"{LAYER}.mlp.gate_proj.weight"])).max()
+    assert stored[f"{LAYER}.mlp.gate_proj.weight_scale"][7].item() == scale_for(gate)
+    largest = max(np.abs(to_numpy(tensors[f"{LAYER}.{name}.weight"])).max() for name in LINEARS)
+    down = stored[f"{LAYER}.mlp.down_proj.weight_scale"]
+    assert set(down.flatten().tolist()) == {float(scale_for(largest))}
+    assert not codes_of(stored[f"{LAYER}.mlp.down_proj.weight"]).any()
+    listed = {(dead.tensor, dead.count, dead.total) for dead in found.written.dead}
+    assert listed == {
+        (f"{LAYER}.mlp.gate_proj.weight", 1, 300),
+        (f"{LAYER}.mlp.down_proj.weight", 200, 200),
+    }
+
+
+def test_a_dead_expert_takes_the_largest_scale_of_its_siblings(tmp_path: Path) -> None:
+    experts = f"{LAYER}.mlp.experts"
+    tensors = {
+        f"{experts}.0.down_proj.weight": random(32, 16, seed=1),
+        f"{experts}.1.down_proj.weight": random(32, 16, seed=2, factor=5.0),
+        f"{experts}.2.down_proj.weight": torch.zeros(32, 16, dtype=torch.bfloat16),
+        f"{experts}.0.up_proj.weight": random(16, 32, seed=3, factor=50.0),
+    }
+    found = run(save(tmp_path / "source", tensors), tmp_path / "out", "fp8-block").tensors()
+    largest = np.abs(to_numpy(tensors[f"{experts}.1.down_proj.weight"])).max()
+    assert found[f"{experts}.2.down_proj.weight_scale"].item() == scale_for(largest)
+
+
+def test_a_lone_dead_weight_takes_one(tmp_path: Path) -> None:
+    tensors = {f"{LAYER}.fc.weight": torch.zeros(4, 4, dtype=torch.float16)}
+    found = run(save(tmp_path / "source", tensors), tmp_path / "out", "w8a16")
+    assert found.tensors()[f"{LAYER}.fc.weight_scale"].tolist() == [[1.0]] * 4
+    assert found.written.dead[0].count == 4
+
+
+@pytest.mark.parametrize("scheme", ["fp8-static", "fp8-dynamic", "fp8-block"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named_and_nothing_is_left(
+    tmp_path: Path, scheme: str, value: float
+) -> None:
+    tensors = make_tensors()
+    tensors[f"{LAYER}.self_attn.k_proj.weight"][129, 31] = value
+    source = save(tmp_path / "source", tensors)
+    with pytest.raises(ModelError) as raised:
+        run(source, tmp_path / "out", scheme, scales=unit_inputs())
+    expected = f"{LAYER}.self_attn.k_proj.weight holds {value} at [129, 31]"
+    assert expected in raised.value.message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_tiny_weights_do_not_divide_by_zero(tmp_path: Path) -> None:
+    """Subnormals: the scale stops at the smallest normal number."""
+    weight = torch.tensor([[2.0**-140, -(2.0**-145)], [2.0**-130, 0.0]])
+    source = save(tmp_path / "source", {f"{LAYER}.fc.weight": weight})
+    found = run(source, tmp_path / "out", "w8a16").tensors()
+    assert found[f"{LAYER}.fc.weight_scale"].tolist() == [[2.0**-126], [2.0**-126]]
+    expected = encode(weight.numpy(), np.float32(2.0**-126))
+    assert np.array_equal(codes_of(found[f"{LAYER}.fc.weight"]), expected)
+    assert expected[1, 0] > 0
+
+
+def test_a_disk_too_small_is_told_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(tmp_path / "source", make_tensors())
+    planned = run(source, tmp_path / "out", "w8a16").plan.size_bytes
+    free = type("Usage", (), {"free": planned - 1})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    with pytest.raises(ExportError, match="are needed"):
+        run(source, tmp_path / "other", "w8a16")
+    free.free = planned  # type: ignore[attr-defined]
+    assert run(source, tmp_path / "other", "w8a16").written.files
+
+
+def test_the_plan_knows_the_size_to_the_byte(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", make_tensors(), shards=2)
+    (source / "tokenizer.json").write_text("{}")
+    found = run(source, tmp_path / "out", "fp8-block")
+    total = sum(path.stat().st_size for path in found.out.iterdir())
+    assert found.plan.size_bytes == total
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", make_tensors(), shards=2)
+    first, second = (run(source, tmp_path / name, "fp8-dynamic") for name in ("a", "b"))
+    for name in first.written.files:
+        assert (first.out / name).read_bytes() == (second.out / name).read_bytes(), name
+
+
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    del tensors["lm_head.weight"]
+    source = save(tmp_path / "source", tensors, tie_word_embeddings=True)
+    found = run(source, tmp_path / "out", "fp8-dynamic")
+    assert not any(name.startswith("lm_head") for name in read(found.out))
+    assert json.loads((found.out / "config.json").read_text())["tie_word_embeddings"] is True
+    assert "lm_head" in found.config()["ignore"]

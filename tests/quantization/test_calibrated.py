@@ -1,0 +1,172 @@
+"""Input and KV scales of FP8 checkpoints, against inputs captured by brute force."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.errors import ExportError
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.quantization.calibrated_scales import (
+    check_same_model,
+    find_input_scales,
+    find_kv_scales,
+    list_unmeasured,
+)
+from fp8calib.quantization.checkpoint_dialects import FORMS
+from fp8calib.quantization.plan import Scales
+from fp8calib.quantization.selection.select import Matrix, select
+from fp8calib.stats.calibration_stats import CalibrationStats
+from tests import zoo
+from tests.quantization.by_hand import run
+from tests.quantization.stacked import STACKED
+from tests.truth import brute_force
+from tests.truth.test_ranks import calibrated
+from tests.truth.test_statistics import draw, make_plan, run_calibration
+
+EXPERT = re.compile(r"(.*layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)")
+DOWN = {"w2", "down_proj"}
+
+
+def pick(folder: Path, *ignore: str) -> tuple[Matrix, ...]:
+    with Checkpoint.open(folder) as checkpoint:
+        return select(checkpoint, checkpoint.load_config(), ignore=ignore).taken
+
+
+def find(stats: CalibrationStats, folder: Path, *, shared: bool = True) -> dict[str, float]:
+    scales = find_input_scales(stats, pick(folder), shares_scales=shared).scales.inputs
+    return {name: float(value) for name, value in scales.items()}
+
+
+def amax(*tensors: np.ndarray) -> float:
+    return max(float(np.abs(tensor).max()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "opt", "gpt_neox", "falcon"])
+def test_every_linear_has_the_amax_of_its_input(family: str, tmp_path: Path) -> None:
+    _, stats, truth = calibrated(family, tmp_path / "model")
+    found = find(stats, tmp_path / "model")
+    assert found.keys() == {matrix.module for matrix in pick(tmp_path / "model")}
+    for name, value in found.items():
+        assert value == pytest.approx(amax(*truth.inputs[name]) / 448, rel=1e-5), name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_experts_on_disk_have_the_inputs_of_stacked_ones(
+    family: str, shared: bool, tmp_path: Path
+) -> None:
+    """Stacked under other names in memory; their scale is one for all, or each one's own."""
+    model, stats, truth = calibrated(family, tmp_path / "model")
+    modules = dict(model.named_modules())
+    compared = 0
+    for name, value in find(stats, tmp_path / "model", shared=shared).items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            assert value == pytest.approx(amax(*truth.inputs[name]) / 448, rel=1e-5), name
+            continue
+        path = f"{match.group(1)}.mlp.experts"
+        inputs = brute_force.run_experts(modules[path], truth.routed[path])
+        seen = inputs.down if match.group(3) in DOWN else inputs.first
+        expert = int(match.group(2))
+        if not shared and expert not in seen:
+            continue
+        tensors = seen.values() if shared else [seen[expert]]
+        assert value == pytest.approx(amax(*tensors) / 448, rel=1e-5), name
+        compared += 1
+    assert compared >= 6
+
+
+def test_a_linear_that_was_not_observed_is_an_error(tmp_path: Path) -> None:
+    """Extra prediction layers, for example, are not part of the live model."""
+    _, stats, _ = calibrated("llama", tmp_path / "model")
+    taken = [
+        *pick(tmp_path / "model"),
+        *(Matrix(module=m, shape=(4, 4), dtype="F32") for m in ("mtp.fc", "mtp.up", "model.side")),
+    ]
+    assert list_unmeasured(stats, taken) == ["mtp", "model.side"]
+    with pytest.raises(ExportError, match=r"no input of mtp\.fc") as raised:
+        find_input_scales(stats, taken, shares_scales=True)
+    assert raised.value.hint.endswith("with --ignore mtp --ignore model.side")
+
+
+def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
+    tmp_path: Path,
+) -> None:
+    """Llama 4's multiply by their weights themselves; one option leaves out those of all layers."""
+    family = STACKED["llama4_text"]
+    family.save(family.build("llama4_text"), tmp_path)
+    _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
+    with pytest.raises(ExportError, match=r"no input of .*experts\.0\.") as raised:
+        find_input_scales(stats, pick(tmp_path), shares_scales=True)
+    assert "--scheme fp8-dynamic" in raised.value.hint
+    (option,) = re.findall(r"--ignore '(.*?)'", raised.value.hint)
+    rest = pick(tmp_path, option)
+    assert not any(".experts." in matrix.module for matrix in rest)
+    assert any(".shared_expert." in matrix.module for matrix in rest)
+    assert len(find_input_scales(stats, rest, shares_scales=True).scales.inputs) == len(rest)
+
+
+def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
+    _, stats, truth = calibrated("llama", tmp_path / "model")
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        for form in FORMS.values():
+            kv = find_kv_scales(stats, checkpoint, form).scales.kv
+            assert len(kv) == 4
+            for layer, pairs in truth.kv.items():
+                for place, role in enumerate("kv"):
+                    module = f"model.layers.{layer}.self_attn"
+                    inner = f".{role}_proj" if form.name == "modelopt" else ""
+                    found = kv[f"{module}{inner}.{role}_scale"].item()
+                    expected = amax(*(pair[place] for pair in pairs)) / 448
+                    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_statistics_without_a_cache_give_no_kv_scales(tmp_path: Path) -> None:
+    _, stats, _ = calibrated("llama", tmp_path / "model")
+    sites = {site: seen for site, seen in stats.sites.items() if site.role is Role.INPUT}
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        found = find_kv_scales(replace(stats, sites=sites), checkpoint, FORMS["compressed-tensors"])
+    assert found.scales.kv == {}
+
+
+def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
+    _, stats, _ = calibrated("llama", tmp_path / "model")
+    zoo.save("llama", tmp_path / "other", seed=1)
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        check_same_model(stats, checkpoint)
+    with Checkpoint.open(tmp_path / "other") as checkpoint, pytest.raises(ExportError):
+        check_same_model(stats, checkpoint)
+
+
+def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    zoo.save("llama", folder, max_shard_size="40KB")
+    _, stats = run_calibration(folder, make_plan(draw([20, 20])))
+    with Checkpoint.open(folder) as checkpoint:
+        kv = find_kv_scales(stats, checkpoint, FORMS["compressed-tensors"]).scales.kv
+    out = run(folder, tmp_path / "out", "fp8-dynamic", scales=Scales(inputs={}, kv=kv)).out
+    with Checkpoint.open(out) as checkpoint:
+        assert checkpoint.is_sharded
+        for name, value in kv.items():
+            assert checkpoint.read(name).tolist() == [value.item()]
+
+
+def test_inputs_of_dead_linears_get_a_usable_scale(tmp_path: Path) -> None:
+    _, stats, _ = calibrated("llama", tmp_path / "model")
+    site = Site("model.layers.0.mlp.down_proj", Role.INPUT)
+    dead = replace(stats.sites[site], amax=stats.sites[site].amax * 0)
+    stats = replace(stats, sites={**stats.sites, site: dead})
+    found = find_input_scales(stats, pick(tmp_path / "model"), shares_scales=True)
+    layer = [
+        value.item()
+        for name, value in found.scales.inputs.items()
+        if "layers.0" in name and "down_proj" not in name
+    ]
+    assert found.scales.inputs[site.module].item() == max(layer)
+    assert any(note.startswith(f"{site}: ") for note in found.notes)

@@ -1,0 +1,317 @@
+"""Names, shapes and configs of the three forms, against what their own readers expect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+
+from fp8calib.dialects.fp8.checkpoint import ActivationKind, Fp8Checkpoint
+from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.model.load import HUB_FILES
+from fp8calib.quantization.plan import Scales
+from tests.quantization.by_hand import LAYER, Run, make_tensors, random, run, save
+
+PAIRS = {
+    ("compressed-tensors", "fp8-static"): ([1], "weight_scale"),
+    ("compressed-tensors", "fp8-dynamic"): ([300, 1], "weight_scale"),
+    ("compressed-tensors", "w8a16"): ([300, 1], "weight_scale"),
+    ("compressed-tensors", "fp8-block"): ([3, 2], "weight_scale"),
+    ("autofp8", "fp8-static"): ([], "weight_scale"),
+    ("autofp8", "fp8-block"): ([3, 2], "weight_scale_inv"),
+    ("modelopt", "fp8-static"): ([], "weight_scale"),
+    ("modelopt", "fp8-dynamic"): ([300], "weight_scale"),
+}
+"""Form and scheme -> shape and name of the scale of a weight [300, 200]."""
+INPUTS = {
+    "fp8-static": ActivationKind.STATIC,
+    "fp8-dynamic": ActivationKind.TOKEN,
+    "w8a16": ActivationKind.NONE,
+    "fp8-block": ActivationKind.GROUP,
+}
+GATE = f"{LAYER}.mlp.gate_proj"
+INPUT_SCALE = 0.0371
+
+
+def write(folder: Path, form: str, scheme: str, *, kv: bool = False) -> Run:
+    """Write the checkpoint of `make_tensors` with made-up scales of inputs, K and V."""
+    source = save(folder / "source", make_tensors())
+    linears = [name.removesuffix(".weight") for name in make_tensors() if "_proj" in name]
+    inputs = dict.fromkeys(linears, torch.tensor(INPUT_SCALE))
+    pair = {f"{LAYER}.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
+    scales = Scales(inputs=inputs, kv=pair if kv else {})
+    return run(source, folder / f"{form}-{scheme}", scheme, form, scales=scales)
+
+
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
+def test_scales_are_fp32_and_have_the_names_and_shapes_of_the_form(
+    tmp_path: Path, form: str, scheme: str
+) -> None:
+    found = write(tmp_path, form, scheme)
+    tensors = found.tensors()
+    shape, name = PAIRS[form, scheme]
+    beside = {key.removeprefix(f"{GATE}."): t for key, t in tensors.items() if GATE in key}
+    expected = {"weight", name} | ({"input_scale"} if scheme == "fp8-static" else set())
+    assert beside.keys() == expected
+    assert (beside[name].dtype, list(beside[name].shape)) == (torch.float32, shape)
+    if scheme == "fp8-static":
+        scalar = beside["input_scale"]
+        assert (scalar.dtype, list(scalar.shape)) == (torch.float32, shape)
+        assert scalar.item() == torch.tensor(INPUT_SCALE).item()
+
+
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
+def test_the_projects_own_reader_reads_the_same_weights(
+    tmp_path: Path, form: str, scheme: str
+) -> None:
+    found = write(tmp_path, form, scheme)
+    with Fp8Checkpoint.open(found.out, fuse=False) as checkpoint:
+        assert checkpoint.quantized == {m.tensor for m in found.plan.selection.taken}
+        activation = checkpoint.activation(f"{GATE}.weight")
+        assert activation.kind is INPUTS[scheme]
+        original = make_tensors()[f"{GATE}.weight"].float()
+        error = checkpoint.read(f"{GATE}.weight") - original
+        assert 0 < error.norm() / original.norm() < 0.04
+        assert activation.scale == (
+            torch.tensor(INPUT_SCALE).item() if scheme == "fp8-static" else None
+        )
+
+
+@pytest.mark.parametrize("scheme", INPUTS)
+@pytest.mark.parametrize("kv", [False, True])
+def test_compressed_tensors_parses_the_config(tmp_path: Path, scheme: str, kv: bool) -> None:
+    config = QuantizationConfig.model_validate(
+        write(tmp_path, "compressed-tensors", scheme, kv=kv).config()
+    )
+    group = config.config_groups["group_0"]
+    assert group.targets == ["Linear"]
+    weights, inputs = group.weights, group.input_activations
+    assert (weights.num_bits, weights.type, weights.symmetric, weights.dynamic) == (
+        8,
+        "float",
+        True,
+        False,
+    )
+    strategies = {"fp8-static": "tensor", "fp8-block": "block"}
+    assert weights.strategy == strategies.get(scheme, "channel")
+    if scheme == "w8a16":
+        assert inputs is None
+        assert config.format == "naive-quantized"
+    else:
+        expected = {
+            "fp8-static": ("tensor", False, None),
+            "fp8-dynamic": ("token", True, None),
+            "fp8-block": ("group", True, 128),
+        }
+        assert (inputs.strategy, inputs.dynamic, inputs.group_size) == expected[scheme]
+        assert config.format == "float-quantized"
+    assert config.ignore == ["lm_head", "model.embed_tokens"]
+    assert (config.kv_cache_scheme is not None) is kv
+    if kv:
+        assert (config.kv_cache_scheme.strategy, config.kv_cache_scheme.dynamic) == (
+            "tensor",
+            False,
+        )
+
+
+def test_the_configs_of_autofp8(tmp_path: Path) -> None:
+    names = ["lm_head", "model.embed_tokens"]
+    assert write(tmp_path / "a", "autofp8", "fp8-static", kv=True).config() == {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": names,
+        "kv_cache_scheme": "static",
+    }
+    assert write(tmp_path / "b", "autofp8", "fp8-block").config() == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "ignored_layers": names,
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": names,
+    }
+
+
+def test_the_configs_of_modelopt(tmp_path: Path) -> None:
+    number = {"dynamic": False, "num_bits": 8, "type": "float"}
+    names = ["lm_head", "model.embed_tokens"]
+    static = write(tmp_path / "a", "modelopt", "fp8-static", kv=True)
+    config = static.config()
+    producer = config.pop("producer")
+    assert producer["name"] == "fp8calib"
+    assert config == {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": names,
+        "config_groups": {
+            "group_0": {"input_activations": number, "weights": number, "targets": ["Linear"]}
+        },
+        "kv_cache_scheme": number,
+    }
+    assert json.loads((static.out / "hf_quant_config.json").read_text()) == {
+        "producer": producer,
+        "quantization": {
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": names,
+        },
+    }
+    dynamic = write(tmp_path / "b", "modelopt", "fp8-dynamic")
+    assert dynamic.config()["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
+    file = json.loads((dynamic.out / "hf_quant_config.json").read_text())
+    assert file["quantization"]["kv_cache_quant_algo"] is None
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt"])
+def test_scales_of_k_and_v_have_the_shape_of_the_form(tmp_path: Path, form: str) -> None:
+    tensors = write(tmp_path, form, "fp8-static", kv=True).tensors()
+    scale = tensors[f"{LAYER}.self_attn.k_scale"]
+    assert list(scale.shape) == ([1] if form == "compressed-tensors" else [])
+    assert (scale.dtype, scale.item()) == (torch.float32, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [
+        ("autofp8", "fp8-dynamic"),
+        ("autofp8", "w8a16"),
+        ("modelopt", "w8a16"),
+        ("modelopt", "fp8-block"),
+        ("quark", "fp8-static"),
+        ("compressed-tensors", "int8"),
+    ],
+)
+def test_other_pairs_are_usage_errors(tmp_path: Path, form: str, scheme: str) -> None:
+    source = save(tmp_path / "source", make_tensors())
+    with pytest.raises(UsageError):
+        run(source, tmp_path / "out", scheme, form)
+    assert not (tmp_path / "out").exists()
+
+
+def test_towers_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> None:
+    tower = "vision_tower.encoder.layers.0.fc1"
+    tensors = make_tensors() | {f"{tower}.weight": random(16, 16, seed=0)}
+    source = save(tmp_path / "source", tensors)
+    ignored = run(source, tmp_path / "a", "w8a16").config()["ignore"]
+    assert ignored == ["lm_head", "model.embed_tokens", "re:(.*[.]|)vision_tower([.].*|)$"]
+    from compressed_tensors.utils import match_name  # noqa: PLC0415
+
+    for name in (tower, f"model.{tower}", "vision_tower"):
+        assert any(match_name(name, pattern) for pattern in ignored), name
+        assert any(matches_target(pattern, name) for pattern in ignored), name
+    for name in (f"{LAYER}.mlp.gate_proj", "my_vision_tower2.fc"):
+        assert not any(match_name(name, pattern) for pattern in ignored), name
+    listed = run(source, tmp_path / "b", "fp8-block", "autofp8").config()["ignored_layers"]
+    assert tower in listed
+
+
+def test_linears_of_a_part_are_ignored_wherever_an_engine_hangs_them(tmp_path: Path) -> None:
+    """Where the whole has several parts, engines begin a path otherwise than the checkpoint."""
+    own = f"language_model.{LAYER}"
+    tensors = {
+        f"{own}.{name}.weight": random(16, 16, seed=0)
+        for name in ("mlp.up_proj", "mlp.down_proj", "mlp.experts.0.w1", "mlp.experts.1.w1")
+    }
+    tensors["head.layers.0.mlp.up_proj.weight"] = random(16, 16, seed=0)
+    tensors["draft.layers.0.mlp.up_proj.weight"] = random(16, 16, seed=0)
+    patterns = (f"{own}.mlp.*", "head")
+    source = save(tmp_path / "source", tensors, text_config={"model_type": "llama"})
+    found = run(source, tmp_path / "a", "w8a16", ignore=patterns)
+    names = {"mlp.down_proj", "mlp.experts.0.w1", "mlp.experts.1.w1"}
+    for name in names:
+        hung = f"model.language_model.layers.0.{name}"
+        assert any(matches_target(pattern, hung) for pattern in found.config()["ignore"]), name
+    taken = "draft.layers.0.mlp.up_proj"
+    assert taken in {matrix.module for matrix in found.plan.selection.taken}
+    assert not any(matches_target(pattern, taken) for pattern in found.config()["ignore"])
+    assert len([each for each in found.config()["ignore"] if "experts" in each]) == 3
+    blocks = run(source, tmp_path / "b", "fp8-block", "autofp8", ignore=patterns).config()
+    assert blocks["modules_to_not_convert"] == [
+        *blocks["ignored_layers"],
+        "layers.0.mlp.down_proj",
+        "layers.0.mlp.experts",
+    ]
+
+
+def test_side_files_come_along_and_other_weights_do_not(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", make_tensors())
+    kept = (
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "preprocessor_config.json",
+        "LICENSE",
+        "modeling_nobody.py",
+    )
+    gone = ("pytorch_model.bin", "consolidated.00.pth", "model.gguf", "model.onnx")
+    for name in (*kept, *gone):
+        (source / name).write_text("{}")
+    (source / "original").mkdir()
+    (source / "original" / "params.json").write_text("{}")
+    found = run(source, tmp_path / "out", "w8a16")
+    names = {path.name for path in found.out.iterdir()}
+    assert names == {"config.json", "model.safetensors", *kept}
+    assert found.plan.skipped.keys() == {*gone, "original"}
+    config = json.loads((found.out / "config.json").read_text())
+    before = json.loads((source / "config.json").read_text())
+    assert {key: value for key, value in config.items() if key in before} == before
+
+
+def test_tensors_that_the_index_does_not_name_are_told(tmp_path: Path) -> None:
+    """Engines read shards whole, and would miss them."""
+    source = save(tmp_path / "source", make_tensors(), shards=2)
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = index["weight_map"].pop("model.norm.weight")
+    path.write_text(json.dumps(index))
+    found = run(source, tmp_path / "out", "w8a16")
+    assert "model.norm.weight" not in found.tensors()
+    assert found.plan.skipped == {
+        f"model.norm.weight in {file}": "the index does not name it",
+    }
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    """The index names one of them, and vLLM takes the last."""
+    source = save(tmp_path / "source", make_tensors(), shards=2)
+    first, second = sorted(source.glob("*.safetensors"))
+    doubled = load_file(second) | dict(list(load_file(first).items())[:1])
+    save_file(doubled, second, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"stands in {second.name} too"):
+        run(source, tmp_path / "out", "w8a16")
+
+
+def test_licences_come_along_from_the_hub_too() -> None:
+    names = ["LICENSE", "LICENCE.txt", "NOTICE", "USE_POLICY.md", "pytorch_model.bin", "x.gguf"]
+    assert list(filter_repo_objects(names, allow_patterns=HUB_FILES)) == names[:4]
+
+
+def test_modules_behind_the_model_come_along(tmp_path: Path) -> None:
+    """Without them vLLM pools as the architecture's default does, and skips the last layer."""
+    source = save(tmp_path / "source", make_tensors())
+    paths = ("", "1_Pooling", "2_Dense", "3_Old", "../above", 4)
+    modules = [{"idx": place, "path": path} for place, path in enumerate(paths)]
+    (source / "modules.json").write_text(json.dumps(modules))
+    kept = {"1_Pooling/config.json", "2_Dense/model.safetensors", "3_Old/pytorch_model.bin"}
+    for name in {*kept, "2_Dense/pytorch_model.bin", "openvino/model.xml", "../above/x"}:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    found = run(source, tmp_path / "out", "w8a16")
+    assert set(found.written.files) == {"config.json", "model.safetensors", "modules.json", *kept}
+    assert found.plan.skipped.keys() == {"openvino"}
+
+
+def test_an_adapter_beside_the_model_stays_behind(tmp_path: Path) -> None:
+    """Of its config alone, transformers makes an error."""
+    source = save(tmp_path / "source", make_tensors())
+    (source / "adapter_config.json").write_text("{}")
+    (source / "adapter_model.safetensors").write_text("")
+    found = run(source, tmp_path / "out", "w8a16")
+    assert found.plan.skipped == dict.fromkeys(
+        ("adapter_config.json", "adapter_model.safetensors"), "belongs to an adapter"
+    )

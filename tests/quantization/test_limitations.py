@@ -1,0 +1,220 @@
+"""Who is said to serve which checkpoint, and how large its cache is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8calib.geometry.kv_bytes import estimate_kv_bytes
+from fp8calib.quantization.limitations import list_commands, list_limitations
+from fp8calib.quantization.plan import Scales
+from tests.quantization.by_hand import LAYER, Run, Tensors, random, run, save
+
+SERVED_BY = {
+    ("compressed-tensors", "fp8-static"): {"vLLM", "SGLang", "TGI"},
+    ("compressed-tensors", "fp8-dynamic"): {"vLLM", "SGLang", "TGI"},
+    ("compressed-tensors", "w8a16"): {"vLLM", "SGLang", "TGI"},
+    ("compressed-tensors", "fp8-block"): {"vLLM", "SGLang"},
+    ("autofp8", "fp8-static"): {"vLLM", "SGLang", "TGI"},
+    ("autofp8", "fp8-block"): {"vLLM", "SGLang", "TGI"},
+    ("modelopt", "fp8-static"): {"vLLM", "SGLang", "TGI"},
+    ("modelopt", "fp8-dynamic"): {"vLLM", "TGI"},
+}
+
+
+def make(folder: Path, form: str, scheme: str, tensors: Tensors | None = None, *ignore: str) -> Run:
+    tensors = tensors or whole_blocks()
+    linears = [name.removesuffix(".weight") for name in tensors if "_proj" in name]
+    scales = Scales(inputs=dict.fromkeys(linears, torch.tensor(1.0)), kv={})
+    source = save(folder / "source", tensors)
+    return run(source, folder / "out", scheme, form, scales=scales, ignore=ignore)
+
+
+def whole_blocks() -> Tensors:
+    return {
+        f"{LAYER}.{name}.weight": random(128, 128, seed=0)
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj")
+    }
+
+
+@pytest.mark.parametrize(("form", "scheme"), SERVED_BY)
+def test_commands_are_those_of_the_engines_that_can(tmp_path: Path, form: str, scheme: str) -> None:
+    found = make(tmp_path, form, scheme)
+    commands = {item.engine: item.command for item in list_commands(found.plan, found.out, None)}
+    assert commands.keys() == SERVED_BY[form, scheme]
+    assert commands["vLLM"] == f"vllm serve {found.out}"
+    blocked = {item.engine for item in list_limitations(found.plan, None) if item.is_blocking} - {
+        "transformers"
+    }
+    assert blocked == {"vLLM", "SGLang", "TGI"} - SERVED_BY[form, scheme]
+
+
+def test_transformers_misreads_what_only_servers_know(tmp_path: Path) -> None:
+    for form, scheme in SERVED_BY:
+        found = make(tmp_path / form / scheme, form, scheme)
+        own = [i for i in list_limitations(found.plan, None) if i.engine == "transformers"]
+        is_blocked = any(item.is_blocking for item in own)
+        assert is_blocked is ((form, scheme) in {("autofp8", "fp8-static")} or form == "modelopt")
+
+
+def test_a_fused_group_quantized_in_part_is_refused_by_engines(tmp_path: Path) -> None:
+    found = make(tmp_path, "compressed-tensors", "w8a16", None, "*.k_proj")
+    blocked = {item.engine for item in list_limitations(found.plan, None) if item.is_blocking}
+    assert blocked == {"vLLM", "SGLang"}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "is_torn"),
+    [
+        ("self_attn.q_proj", 130, True),
+        ("self_attn.k_proj", 130, True),
+        ("self_attn.v_proj", 130, False),
+        ("mlp.up_proj", 130, False),
+        ("mlp.experts.0.up_proj", 130, True),
+        ("mlp.experts.0.down_proj", 130, False),
+        ("mlp.down_proj", 130, False),
+        ("mlp.gate_proj", 256, False),
+    ],
+)
+def test_blocks_that_would_begin_inside_a_part_are_told(
+    tmp_path: Path, name: str, rows: int, is_torn: bool
+) -> None:
+    """The last part of a fused weight may end anywhere; of experts, none may."""
+    tensors = whole_blocks() | {f"{LAYER}.{name}.weight": random(rows, 128, seed=1)}
+    found = make(tmp_path, "compressed-tensors", "fp8-block", tensors)
+    told = [item.engine for item in list_limitations(found.plan, None) if "multiple" in item.why]
+    assert told == (["vLLM", "SGLang"] if is_torn else [])
+
+
+@pytest.mark.parametrize(("form", "scheme"), SERVED_BY)
+def test_experts_are_refused_in_more_forms_than_other_linears(
+    tmp_path: Path, form: str, scheme: str
+) -> None:
+    tensors = whole_blocks() | {
+        f"{LAYER}.mlp.experts.{number}.{name}_proj.weight": random(128, 128, seed=number)
+        for number in (0, 1)
+        for name in ("gate", "up", "down")
+    }
+    refused = {
+        ("compressed-tensors", "w8a16"): {"vLLM", "SGLang"},
+        ("modelopt", "fp8-dynamic"): {"vLLM"},
+    }
+    with_experts = make(tmp_path / "a", form, scheme, tensors).plan
+    without = make(tmp_path / "b", form, scheme, tensors, "*.experts").plan
+    commands = [
+        {item.engine for item in list_commands(plan, tmp_path, None)}
+        for plan in (with_experts, without)
+    ]
+    assert commands[1] == SERVED_BY[form, scheme]
+    assert commands[1] - commands[0] == refused.get((form, scheme), set())
+    whys = [item.why for item in list_limitations(with_experts, None) if "experts" in item.why]
+    assert len(whys) == len(refused.get((form, scheme), ()))
+    assert all(f"({LAYER}.mlp.experts.0." in why for why in whys)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "misled"),
+    [
+        ("*.experts.1", {"vLLM", "SGLang", "transformers"}),
+        ("*.experts.0", {"vLLM", "SGLang", "transformers"}),
+        ("*.experts.*.down_proj", {"vLLM", "SGLang"}),
+        (f"{LAYER}.mlp.experts", set()),
+    ],
+)
+def test_experts_of_a_layer_quantized_in_part_are_told(
+    tmp_path: Path, pattern: str, misled: set[str]
+) -> None:
+    """A projection of all experts is one tensor in transformers; servers join projections too."""
+    tensors = whole_blocks() | {
+        f"model.layers.{layer}.mlp.experts.{number}.{name}_proj.weight": random(
+            128, 128, seed=number
+        )
+        for layer in (0, 1)
+        for number in (0, 1)
+        for name in ("gate", "up", "down")
+    }
+    plan = make(tmp_path, "compressed-tensors", "fp8-dynamic", tensors, pattern).plan
+    found = [item for item in list_limitations(plan, None) if "joins the experts" in item.why]
+    assert {item.engine for item in found} == misled
+    assert all(item.is_blocking for item in found)
+    assert {item.engine for item in list_commands(plan, tmp_path, None)} == {
+        "vLLM",
+        "SGLang",
+        "TGI",
+    } - misled
+
+
+def test_linears_that_sglang_knows_no_fp8_for_are_told(tmp_path: Path) -> None:
+    source = save(
+        tmp_path / "source",
+        {
+            f"{LAYER}.{name}.weight": random(128, 128, seed=0)
+            for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
+        },
+        model_type="olmo",
+    )
+    told = run(source, tmp_path / "a", "fp8-dynamic").plan
+    (fault,) = (item for item in list_limitations(told, None) if item.is_blocking)
+    assert fault.engine == "SGLang"
+    assert f"olmo: it has no place for their scales, and stops ({LAYER}.self_attn." in fault.why
+    options = tuple(f"*.self_attn.{name}_proj" for name in "qo")
+    assert all(f"--ignore '{option}'" in fault.why for option in options)
+    left = run(source, tmp_path / "b", "fp8-dynamic", ignore=options).plan
+    assert not any(item.is_blocking for item in list_limitations(left, None))
+
+
+HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**HEADS, "head_dim": 16}, (2 * 2 * 16 * 3 * 2, 2 * 2 * 16 * 3)),
+        ({**HEADS, "hidden_size": 64, "torch_dtype": "float32"}, (4 * 96, 96)),
+        ({"text_config": {**HEADS, "head_dim": 16}}, (384, 192)),
+        (
+            {**HEADS, "head_dim": 4, "layer_types": ["full_attention", "linear_attention"]},
+            (32, 16),
+        ),
+        ({**HEADS, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, (576 * 3 * 2, 576 * 3)),
+        ({"n_layer": 2, "n_head": 4, "n_embd": 32}, (256, 128)),
+        ({"num_hidden_layers": 2}, None),
+    ],
+)
+def test_the_cache_is_sized_from_the_config(
+    config: dict[str, object], expected: tuple[int, int] | None
+) -> None:
+    assert estimate_kv_bytes(config) == expected
+
+
+def list_blocked(run: Run) -> dict[str, str]:
+    return {i.engine: i.why for i in list_limitations(run.plan, None) if i.is_blocking}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_left_out"),
+    [("qwen3_vl_moe_text", True), ("gemma4_text", True), ("qwen3_5_moe_text", False)],
+)
+def test_transformers_leaves_out_experts_that_it_knows_as_a_stack(
+    tmp_path: Path, model_type: str, is_left_out: bool
+) -> None:
+    """As `test_transformers.py` sees it."""
+    stack = torch.stack([random(256, 200, seed=seed) for seed in range(2)])
+    tensors = {f"{LAYER}.experts.gate_up_proj": stack}
+    found = run(save(tmp_path / "m", tensors, model_type=model_type), tmp_path / "o", "fp8-dynamic")
+    why = list_blocked(found).get("transformers", "")
+    assert ("its experts are random numbers" in why) is is_left_out
+    assert (f"{LAYER}.experts.0.gate_proj" in why) is is_left_out
+
+
+def test_vllm_takes_no_blocks_of_llama_4s_queries_and_keys(tmp_path: Path) -> None:
+    source = save(tmp_path / "m", whole_blocks(), model_type="llama4_text")
+    for scheme, ignored, is_blocked in (
+        ("fp8-block", (), True),
+        ("fp8-block", ("*.self_attn.[qkv]_proj",), False),
+        ("fp8-dynamic", (), False),
+    ):
+        found = run(source, tmp_path / f"{scheme}{len(ignored)}", scheme, ignore=ignored)
+        assert ("reorders the rows of q and k" in list_blocked(found).get("vLLM", "")) is is_blocked

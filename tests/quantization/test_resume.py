@@ -1,0 +1,217 @@
+"""Runs that are interrupted or killed, and what the next one makes of what they left."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import find_scheme
+from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.plan import Settings, make_plan
+from fp8calib.quantization.quantize import is_finished, quantize
+from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, read, run, save
+
+SHARDS = 3
+
+
+class Stopping(Silent):
+    """A progress bar that ends the run when a shard and a bit are written."""
+
+    def __init__(self, limit: int, signal_number: int | None) -> None:
+        super().__init__()
+        self.limit = limit
+        self.signal_number = signal_number
+
+    def advance(self, steps: int) -> None:
+        """Count, and stop at the limit."""
+        super().advance(steps)
+        if self.steps > self.limit:
+            if self.signal_number is None:
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), self.signal_number)
+
+
+def stop(source: Path, out: Path, signal_number: int | None = None, scheme: str = "w8a16") -> None:
+    """Quantize until the second shard is begun."""
+    found = find_scheme(scheme)
+    with Checkpoint.open(source) as checkpoint:
+        plan = make_plan(
+            checkpoint, Settings(scheme=found, form=find_form("compressed-tensors", found))
+        )
+        progress = Stopping(plan.shards[0].data_bytes, signal_number)
+        quantize(checkpoint, plan, out, device=torch.device("cpu"), progress=progress)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = save(tmp_path / "source", make_tensors(), shards=SHARDS)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def check_same(first: Run, second: Run) -> None:
+    names = sorted(path.name for path in first.out.iterdir())
+    assert names == sorted(path.name for path in second.out.iterdir())
+    for name in names:
+        assert (first.out / name).read_bytes() == (second.out / name).read_bytes(), name
+
+
+def interrupt(source: Path, out: Path) -> Path:
+    """Interrupt a run and give the folder that it leaves."""
+    with pytest.raises(KeyboardInterrupt):
+        stop(source, out)
+    assert not out.exists()
+    return out.with_name(f"{out.name}.partial")
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, source: Path) -> None:
+    whole = run(source, tmp_path / "whole", "w8a16")
+    partial = interrupt(source, tmp_path / "out")
+    first = partial / whole.plan.shards[0].name
+    kept = first.stat().st_ino
+    resumed = run(source, tmp_path / "out", "w8a16", resume=True)
+    assert resumed.written.resumed == (whole.plan.shards[0].name,)
+    assert (resumed.out / first.name).stat().st_ino == kept
+    check_same(whole, resumed)
+    assert not partial.exists()
+
+
+def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path, source: Path) -> None:
+    whole = run(source, tmp_path / "whole", "w8a16")
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=stop, args=(source, tmp_path / "out", signal.SIGKILL))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert any(path.name.endswith(".unfinished") for path in (tmp_path / "out.partial").iterdir())
+    resumed = run(source, tmp_path / "out", "w8a16", resume=True)
+    assert resumed.written.resumed == (whole.plan.shards[0].name,)
+    check_same(whole, resumed)
+
+
+def test_without_resume_all_begins_anew(tmp_path: Path, source: Path) -> None:
+    partial = interrupt(source, tmp_path / "out")
+    (partial / "model-00001-of-00003.safetensors").write_bytes(b"spoiled")
+    again = run(source, tmp_path / "out", "w8a16")
+    assert again.written.resumed == ()
+    check_same(run(source, tmp_path / "whole", "w8a16"), again)
+
+
+def test_resume_without_an_interrupted_run_begins_at_the_beginning(
+    tmp_path: Path, source: Path
+) -> None:
+    assert run(source, tmp_path / "out", "w8a16", resume=True).written.resumed == ()
+
+
+def test_a_torn_shard_is_written_again(tmp_path: Path, source: Path) -> None:
+    partial = interrupt(source, tmp_path / "out")
+    first = partial / "model-00001-of-00003.safetensors"
+    first.write_bytes(first.read_bytes()[:-1])
+    resumed = run(source, tmp_path / "out", "w8a16", resume=True)
+    assert resumed.written.resumed == ()
+    check_same(run(source, tmp_path / "whole", "w8a16"), resumed)
+
+
+def test_an_interrupted_run_of_something_else_is_not_resumed(tmp_path: Path, source: Path) -> None:
+    partial = interrupt(source, tmp_path / "out")
+    for change in ({"ignore": ("*.o_proj",)}, {"form": "modelopt", "scheme": "fp8-dynamic"}):
+        arguments = {"scheme": "w8a16", **change}
+        with pytest.raises(UsageError, match="another model or other options"):
+            run(source, tmp_path / "out", resume=True, **arguments)
+    assert partial.exists()
+
+
+def test_another_model_of_the_same_shapes_is_not_resumed(tmp_path: Path, source: Path) -> None:
+    interrupt(source, tmp_path / "out")
+    other = {name: tensor * 2 for name, tensor in make_tensors().items()}
+    save(source, other, shards=SHARDS)
+    with pytest.raises(UsageError, match="another model"):
+        run(source, tmp_path / "out", "w8a16", resume=True)
+
+
+def test_dead_weights_of_finished_shards_are_still_listed(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    tensors[f"{LAYER}.self_attn.q_proj.weight"][3] = 0
+    source = save(tmp_path / "source", tensors, shards=SHARDS)
+    whole = run(source, tmp_path / "whole", "w8a16")
+    interrupt(source, tmp_path / "out")
+    assert whole.written.dead
+    resumed = run(source, tmp_path / "out", "w8a16", resume=True)
+    assert resumed.written.dead == whole.written.dead
+
+
+def test_a_strange_folder_of_that_name_is_not_touched(tmp_path: Path, source: Path) -> None:
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "precious.txt").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(UsageError, match="no interrupted run"):
+            run(source, tmp_path / "out", "w8a16", resume=resume)
+    assert [path.name for path in partial.iterdir()] == ["precious.txt"]
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    tensors[f"{LAYER}.mlp.down_proj.weight"][0, 0] = torch.nan
+    with pytest.raises(ModelError):
+        run(save(tmp_path / "bad", tensors, shards=SHARDS), tmp_path / "out", "w8a16")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_finished_output_is_known(tmp_path: Path, source: Path) -> None:
+    found = run(source, tmp_path / "out", "w8a16")
+    assert is_finished(found.out, found.plan)
+    assert not is_finished(tmp_path / "elsewhere", found.plan)
+    other = run(source, tmp_path / "other", "fp8-block")
+    assert not is_finished(found.out, other.plan)
+    (found.out / "config.json").unlink()
+    assert not is_finished(found.out, found.plan)
+
+
+def test_an_output_in_the_working_directory_can_be_resumed(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the folder itself cannot be renamed over."""
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    with pytest.raises(KeyboardInterrupt):
+        stop(source, Path())
+    assert len(list(out.iterdir())) == 1
+    resumed = run(source, Path(), "w8a16", resume=True)
+    assert len(resumed.written.resumed) == 1
+    whole = run(source, tmp_path / "whole", "w8a16")
+    assert {n: t.tolist() for n, t in read(out).items() if "scale" in n} == {
+        n: t.tolist() for n, t in read(whole.out).items() if "scale" in n
+    }
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in whole.out.iterdir())
+
+
+def test_force_replaces_an_output_and_nothing_else(tmp_path: Path, source: Path) -> None:
+    run(source, tmp_path / "out", "w8a16")
+    with pytest.raises(UsageError, match="not empty"):
+        run(source, tmp_path / "out", "fp8-block")
+    run(source, tmp_path / "out", "fp8-block", force=True)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert weights["strategy"] == "block"
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"precious\.txt"):
+        run(source, tmp_path / "out", "w8a16", force=True)
+
+
+def test_the_source_is_never_the_output(tmp_path: Path, source: Path) -> None:
+    before = shutil.copytree(source, tmp_path / "copy")
+    with pytest.raises(UsageError, match="would replace"):
+        run(source, source, "w8a16", force=True)
+    for path in before.iterdir():
+        assert path.read_bytes() == (source / path.name).read_bytes()

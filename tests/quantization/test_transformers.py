@@ -1,0 +1,228 @@
+"""FP8 checkpoints in transformers, which must compute what the emulation predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers import logging as transformers_logging
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
+from fp8calib.quantization.calibrated_scales import find_input_scales
+from fp8calib.quantization.plan import NO_SCALES, Scales
+from fp8calib.quantization.selection.select import select
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.linears import emulate_scheme
+from tests import zoo
+from tests.architectures import families
+from tests.quantization.by_hand import run
+from tests.quantization.stacked import STACKED
+from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.verification.by_hand import Subject, emulate, make_batch, opened, padding_mask
+
+PLAIN = EngineProfile(name="plain", version="")
+BATCH = make_batch([20, 7])
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 128}
+"""Whole blocks of 128: compressed-tensors refuses inputs that are none."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    return
+
+
+def decompress(model: PreTrainedModel) -> None:
+    """Run a model once: compressed-tensors turns codes into values at the first forward pass."""
+    with torch.no_grad():
+        model(input_ids=torch.arange(3, 9).unsqueeze(0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama") / "model"
+
+
+@pytest.fixture(scope="module")
+def subject(folder: Path) -> Iterator[Subject]:
+    with opened(zoo.build("llama", **SIZES), folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def stats(folder: Path, subject: Subject) -> CalibrationStats:  # noqa: ARG001 -- it writes the folder
+    return run_calibration(folder, make_plan(draw([20, 20])))[1]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_are_those_the_emulation_predicts(
+    scheme: str, folder: Path, subject: Subject, stats: CalibrationStats, tmp_path: Path
+) -> None:
+    with Checkpoint.open(folder) as checkpoint:
+        taken = select(checkpoint, checkpoint.load_config(), ignore=()).taken
+    inputs = find_input_scales(stats, taken, shares_scales=True).scales.inputs
+    scales = Scales(inputs=inputs, kv={}) if scheme == "fp8-static" else NO_SCALES
+    out = run(folder, tmp_path / "out", scheme, scales=scales).out
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    decompress(loaded)
+    quantizers, weights = emulate_scheme(
+        SCHEMES[scheme],
+        subject.geometry,
+        dict(subject.model.named_modules()),
+        PLAIN,
+        fmt=E4M3FN,
+        stats=stats,
+    )
+    (hidden,) = emulate(subject, Emulation(quantizers=quantizers, weights=weights), BATCH)
+    with torch.no_grad():
+        expected = subject.model.lm_head(hidden)
+    found = compute_logits(loaded)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found, compute_logits(subject.model), rtol=1e-3, atol=1e-3)
+
+
+def compute_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Run a whole model as anybody would."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(
+            input_ids=BATCH.input_ids, attention_mask=padding_mask(BATCH), use_cache=False
+        ).logits
+    return logits
+
+
+def test_tied_embeddings_are_one_tensor_again(tmp_path: Path) -> None:
+    model = zoo.save("llama", tmp_path / "model", **SIZES, tie_word_embeddings=True)
+    out = run(tmp_path / "model", tmp_path / "out", "fp8-dynamic").out
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    decompress(loaded)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_loaded_with_their_scales(family: str, tmp_path: Path) -> None:
+    """Of each stacked weight, every element is a code times the scale of its row."""
+    model = zoo.save(family, tmp_path / "model")
+    out = run(tmp_path / "model", tmp_path / "out", "w8a16").out
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    decompress(loaded)
+    compared = 0
+    for name, parameter in model.named_parameters():
+        original, found = parameter.data, loaded.get_parameter(name).data
+        is_kept = original.dim() < 2 or any(
+            part in name for part in ("embed", "lm_head", "norm", ".gate.")
+        )
+        if is_kept:
+            assert torch.equal(found, original), name
+            continue
+        scale = original.abs().amax(-1, keepdim=True) / 448
+        expected = (original / scale).to(torch.float8_e4m3fn).float() * scale
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=name)
+        compared += original.dim() == 3
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("family", ["biogpt", "phimoe"])
+def test_linears_that_transformers_calls_otherwise_stay_as_they_are(
+    family: str, tmp_path: Path
+) -> None:
+    """A tied head that no tensor tells of; routers with another name on disk."""
+    families.save(family, families.FAMILIES[family], tmp_path / "model")
+    out = run(tmp_path / "model", tmp_path / "out", "w8a16")
+    _, report = AutoModelForCausalLM.from_pretrained(
+        out.out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+
+def test_the_towers_of_a_vision_language_model_stay_as_they_are(tmp_path: Path) -> None:
+    """Its modules are called otherwise in memory than on disk."""
+    text = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "model")
+    out = run(tmp_path / "model", tmp_path / "out", "w8a16")
+    assert {matrix.layer for matrix in out.plan.selection.taken} == {
+        f"language_model.model.layers.{number}" for number in (0, 1)
+    }
+    loaded, report = AutoModelForImageTextToText.from_pretrained(
+        out.out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    decompress(loaded)
+    changed = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, loaded.get_parameter(name))
+    }
+    assert len(changed) == 14
+    assert all("language_model.layers" in name for name in changed)
+
+
+def test_blocks_of_the_older_form_are_read_by_transformers(tmp_path: Path) -> None:
+    """As its own fine-grained FP8; only the scheme of blocks is."""
+    model = zoo.save("llama", tmp_path / "model", **SIZES)
+    out = run(tmp_path / "model", tmp_path / "out", "fp8-block", "autofp8").out
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    name = "model.layers.1.mlp.gate_proj.weight"
+    original, found = model.get_parameter(name), loaded.get_parameter(name)
+    for i in range(3):
+        for j in range(2):
+            place = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
+            scale = original[place].abs().max() / 448
+            expected = (original[place] / scale).to(torch.float8_e4m3fn).float() * scale
+            torch.testing.assert_close(found[place].float(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("family", sorted(STACKED))
+def test_transformers_loads_experts_apart_where_the_table_says_so(
+    family: str, tmp_path: Path
+) -> None:
+    """Otherwise it reports every stack missing, which `list_limitations` tells."""
+    kind = STACKED[family]
+    source = kind.save(kind.build(family), tmp_path / "m")
+    out = run(source, tmp_path / "fp8", "fp8-dynamic").out
+    loader = AutoModelForCausalLM if kind.vision is None else AutoModelForImageTextToText
+    _, report = loader.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    missing = [name for name in report["missing_keys"] if "experts" in name.split(".")]
+    assert (missing == []) is EXPERT_LAYOUTS[family].is_split_in_transformers

@@ -1,0 +1,126 @@
+"""The caller's side of `vllm_worker.py`: one question to vLLM, answered by a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file
+
+from tests.real_engines.exports import Scales, layer_index
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+WORKER = Path(__file__).with_name("vllm_worker.py")
+WEIGHTS_WORKER = Path(__file__).with_name("vllm_weights.py")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+TIMEOUT_S = 1200
+Case = TypeVar("Case", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What vLLM is to load and to do."""
+
+    model: str
+    dtype: str = "auto"
+    kv_cache_dtype: str = "fp8"
+    max_model_len: int = 64
+    logprobs: Sequence[Sequence[int]] = ()
+    """Token ids of sequences to score."""
+    prompt: str | None = None
+    """Text to go on from, greedily."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came back."""
+
+    error: str = ""
+    """The exception's type and text when the model was refused; nothing else is there then."""
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By path of the attention layer: its scales, its KV dtype, the bytes of a cache element."""
+    logprobs: list[list[float]] = field(default_factory=list)
+    text: str = ""
+
+    def scales(self) -> Scales:
+        """Give the k and v that the layers hold, on the device."""
+        return {layer_index(name): (held["k"], held["v"]) for name, held in self.layers.items()}
+
+    def kernel_scales(self) -> dict[int, tuple[float, float]]:
+        """Give the k and v that the attention backend is called with."""
+        return {
+            layer_index(name): (held["k_host"], held["v_host"])
+            for name, held in self.layers.items()
+        }
+
+    def cache_bytes(self) -> set[int]:
+        """Give the sizes of an element that occur in the KV cache."""
+        return {held["cache_element_bytes"] for held in self.layers.values()}
+
+
+class VllmServer:
+    """Starts a worker for every job."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+
+    def __call__(self, model: Path, **options: Any) -> Answer:
+        """Load `model` and do what the options of `Job` say."""
+        self._count += 1
+        stem = self._folder / f"{self._count:02}-{model.parent.parent.name}"
+        job, result, log = (stem.with_suffix(suffix) for suffix in (".job", ".json", ".log"))
+        job.write_text(json.dumps(asdict(Job(model=str(model), **options))))
+        with log.open("wb") as stream:
+            code = subprocess.run(
+                [PYTHON, WORKER, job, result],
+                env=os.environ | ENVIRONMENT,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=TIMEOUT_S,
+                check=False,
+            ).returncode
+        assert code == 0, f"the worker ended with {code}:\n{log.read_text()[-4000:]}"
+        return Answer(**json.loads(result.read_text()))
+
+
+def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch.Tensor]]:
+    """Let vLLM load FP8 checkpoints, and give the parameters it holds (`vllm_weights.py`)."""
+    found = load_or_refuse(checkpoints)
+    errors = {case: answer for case, answer in found.items() if isinstance(answer, str)}
+    assert not errors
+    return {case: answer for case, answer in found.items() if not isinstance(answer, str)}
+
+
+def load_or_refuse(
+    checkpoints: Mapping[Case, Path],
+) -> dict[Case, dict[str, torch.Tensor] | str]:
+    """Do the same, and give the error of those that vLLM refuses."""
+    results = {case: path.with_suffix(".loaded") for case, path in checkpoints.items()}
+    pairs = [path for case in checkpoints for path in (checkpoints[case], results[case])]
+    done = subprocess.run(
+        [PYTHON, WEIGHTS_WORKER, *pairs],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {
+        case: load_file(path) if path.exists() else path.with_suffix(".refused").read_text()
+        for case, path in results.items()
+    }

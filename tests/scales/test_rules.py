@@ -1,0 +1,228 @@
+"""Rules: read, worked by hand on tiny histograms, and against casts of the raw values."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fp8calib.errors import UsageError
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
+from fp8calib.scales.rules import AMAX, KNOWN_RULES, Reach, Rule, RuleKind, find_reach, parse_rule
+from fp8calib.stats.histogram import count_bins
+from tests.stats.test_histogram_estimates import (
+    FOREIGN,
+    UNIT_BIN,
+    UNIT_BIN_END,
+    draw,
+    make_histogram,
+    noise_of,
+)
+
+BIN_WIDTH = 2 ** (1 / 8)
+
+
+def find_limit(text: str, histogram: torch.Tensor, amax: float, fmt: Fp8Format = E4M3FN) -> float:
+    """Follow a rule and require that it could be followed."""
+    reach = find_reach(parse_rule(text), amax=amax, histogram=histogram, fmt=fmt)
+    assert reach.kept_amax == ""
+    assert reach.factor == 1
+    return min(reach.limit, amax)
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("amax", AMAX),
+        ("mse", Rule(RuleKind.MSE)),
+        ("percentile:99.9", Rule(RuleKind.PERCENTILE, 99.9)),
+        ("percentile:99.9999999", Rule(RuleKind.PERCENTILE, 99.9999999)),
+        ("percentile:100", Rule(RuleKind.PERCENTILE, 100)),
+        ("percentile:1e-05", Rule(RuleKind.PERCENTILE, 0.00001)),
+        ("headroom:1", Rule(RuleKind.HEADROOM, 1)),
+        ("headroom:1.5", Rule(RuleKind.HEADROOM, 1.5)),
+        ("headroom:1024", Rule(RuleKind.HEADROOM, 1024)),
+    ],
+)
+def test_a_rule_is_read_and_spelled_as_it_was(text: str, rule: Rule) -> None:
+    assert parse_rule(text) == rule
+    assert str(rule) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("guess", "unknown rule 'guess'"),
+        ("", "unknown rule ''"),
+        ("AMAX", "unknown rule 'AMAX'"),
+        (" mse", "unknown rule ' mse'"),
+        (":99", "unknown rule ':99'"),
+        ("amax:1", "amax takes no number"),
+        ("mse:", "mse takes no number"),
+        ("percentile", "needs a number, 0 < P <= 100"),
+        ("percentile:", "needs a number, 0 < P <= 100"),
+        ("percentile:high", "needs a number, 0 < P <= 100"),
+        ("percentile:99:9", "needs a number, 0 < P <= 100"),
+        ("percentile:0", "its number is not in 0 < P <= 100"),
+        ("percentile:-1", "its number is not in 0 < P <= 100"),
+        ("percentile:100.001", "its number is not in 0 < P <= 100"),
+        ("percentile:nan", "its number is not in 0 < P <= 100"),
+        ("headroom", "needs a number, 1 <= H <= 1024"),
+        ("headroom:0.99", "its number is not in 1 <= H <= 1024"),
+        ("headroom:1025", "its number is not in 1 <= H <= 1024"),
+        ("headroom:inf", "its number is not in 1 <= H <= 1024"),
+        ("headroom:nan", "its number is not in 1 <= H <= 1024"),
+    ],
+)
+def test_what_is_no_rule_is_refused_with_the_rules_there_are(text: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_rule(text)
+    assert says in caught.value.message
+    assert KNOWN_RULES in caught.value.message
+    assert caught.value.hint
+
+
+def test_every_rule_is_among_those_that_are_named() -> None:
+    for kind in RuleKind:
+        assert kind in KNOWN_RULES
+
+
+# --- amax and headroom -------------------------------------------------------------------------
+
+
+def test_amax_leaves_every_magnitude_as_it_is() -> None:
+    amax = torch.tensor([0.0, 1e-45, 1e-7, 1 / 3, 448.0, 3.4028234663852886e38])
+    for rule in (AMAX, parse_rule("percentile:100"), parse_rule("headroom:1")):
+        reach = find_reach(rule, amax=3.4e38, histogram=None, fmt=E4M3FN)
+        assert reach == Reach()
+        assert torch.equal(reach.apply(amax), amax)
+
+
+def test_headroom_multiplies_and_stays_finite() -> None:
+    reach = find_reach(parse_rule("headroom:1.5"), amax=4.0, histogram=None, fmt=E4M3FN)
+    found = reach.apply(torch.tensor([[0.0, 2.0], [4.0, 3e38]]))
+    assert found.tolist() == [[0.0, 3.0], [6.0, torch.finfo(torch.float32).max]]
+    assert found.dtype is torch.float32
+
+
+# --- percentiles -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("percent", "limit"),
+    [
+        (20.0, None),  # 20 of the 100 are zeros
+        (30.0, UNIT_BIN_END**0.25),  # 10 of the 40 in [1, 1.09375)
+        (40.0, UNIT_BIN_END**0.5),
+        (60.0, UNIT_BIN_END),
+        (79.5, 2 * 1.0625**0.5),  # 19.5 of the 39 in [2, 2.125)
+        (99.0, 2.125),  # the hundredth is the amax itself
+        (100.0, 2.125),
+    ],
+)
+def test_a_percentile_is_computed_by_hand(percent: float, limit: float | None) -> None:
+    histogram = make_histogram({0: 20, UNIT_BIN: 40, UNIT_BIN + 8: 40})
+    rule = Rule(RuleKind.PERCENTILE, percent)
+    reach = find_reach(rule, amax=2.125, histogram=histogram, fmt=E4M3FN)
+    if limit is None:
+        assert reach.limit == math.inf
+        assert reach.kept_amax.startswith("percentile:20 meets nothing but values that are zero")
+    else:
+        assert min(reach.limit, 2.125) == pytest.approx(limit, rel=1e-12)
+        assert not reach.kept_amax
+
+
+@pytest.mark.parametrize("name", ["normal", "laplace", "tails", "outliers", "zeros"])
+@pytest.mark.parametrize("percent", [60.0, 90.0, 99.0, 99.9, 99.99, 99.999])
+def test_a_percentile_is_that_of_the_raw_values(name: str, percent: float) -> None:
+    x = np.abs(draw(name))
+    found = find_limit(f"percentile:{percent}", count_bins(torch.from_numpy(x)), float(x.max()))
+    exact = float(np.percentile(x.astype(np.float64), percent))
+    assert exact / BIN_WIDTH < found < exact * BIN_WIDTH
+    if percent <= 99.9:  # many values in the bin: where it is cut is as good as known
+        assert found == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize("percent", ["99.9", "99.9999999", "100"])
+def test_no_percentile_exceeds_the_amax(percent: str) -> None:
+    histogram = make_histogram({UNIT_BIN: 100})
+    assert find_limit(f"percentile:{percent}", histogram, 1.015625) <= 1.015625
+    assert find_limit("percentile:100", histogram, 50.0) == 50.0  # though no sample reached it
+    assert find_limit("percentile:99", histogram, 50.0) < UNIT_BIN_END
+
+
+# --- mse ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FOREIGN, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("name", ["normal", "laplace", "outliers", "zeros"])
+def test_the_least_error_is_that_of_a_search_over_the_raw_values(fmt: Fp8Format, name: str) -> None:
+    x = draw(name, size=50_000)
+    amax = float(np.abs(x).max())
+    found = find_limit("mse", count_bins(torch.from_numpy(x)), amax, fmt)
+    errors = [noise_of(x, amax * 2 ** (-j / 16) / fmt.max, fmt) for j in range(8 * 16)]
+    assert 0 < found <= amax
+    assert noise_of(x, found / fmt.max, fmt) < 1.05 * min(errors)
+
+
+@pytest.mark.parametrize(("num_ones", "is_clipped"), [(10**11, False), (10**13, True)])
+def test_an_outlier_is_clipped_where_the_others_would_pay_more(
+    num_ones: int, is_clipped: bool
+) -> None:
+    # Covering 2**20 flushes all others, whose 1 to 1.09 is under 2**20 / 448 / 1024 = 2.3, and
+    # costs 1.1 each. Clipping to 2**18 or less costs 6e11 to 2**40 = 1.1e12 once, and saves them.
+    histogram = make_histogram({UNIT_BIN: num_ones, UNIT_BIN + 8 * 20: 1})
+    limit = find_limit("mse", histogram, 2.0**20)
+    assert limit < 2.0**18 if is_clipped else limit > 2.0**19.5
+
+
+def test_an_outlier_that_was_not_sampled_is_weighed_as_one_value() -> None:
+    for num_ones in (10**11, 10**13):
+        sampled = make_histogram({UNIT_BIN: num_ones, UNIT_BIN + 8 * 20: 1})
+        missed = make_histogram({UNIT_BIN: num_ones})
+        limit = find_limit("mse", sampled, 2.0**20)
+        assert find_limit("mse", missed, 2.0**20) == pytest.approx(limit)
+
+
+def test_of_equal_errors_the_largest_magnitude_is_taken() -> None:
+    # Every octave down to 1.09 does equally well, but for the 8 itself, which is one in 1e15.
+    assert 4 < find_limit("mse", make_histogram({UNIT_BIN: 10**15}), 8.0) <= 8
+    assert find_limit("mse", make_histogram({UNIT_BIN: 1}), 1.0) == 1.0
+
+
+@pytest.mark.parametrize("text", ["mse", "percentile:99", "percentile:50"])
+def test_the_limit_follows_the_values_by_octaves(text: str) -> None:
+    x = torch.from_numpy(draw("laplace"))
+    amax = float(x.abs().max())
+    plain = find_limit(text, count_bins(x), amax)
+    assert find_limit(text, count_bins(2 * x), 2 * amax) == pytest.approx(2 * plain, rel=1e-9)
+    assert plain <= amax
+
+
+# --- where a rule cannot be followed -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["mse", "percentile:99.9"])
+def test_a_site_without_a_histogram_keeps_its_amax_and_says_so(text: str) -> None:
+    for histogram in (None, make_histogram({})):
+        reach = find_reach(parse_rule(text), amax=3.0, histogram=histogram, fmt=E4M3FN)
+        assert reach == Reach(kept_amax=f"no histogram, which {text} needs: amax is used")
+
+
+@pytest.mark.parametrize("text", ["mse", "percentile:99.9"])
+def test_a_site_of_sampled_zeros_keeps_its_amax_and_says_so(text: str) -> None:
+    histogram = make_histogram({0: 10})
+    reach = find_reach(parse_rule(text), amax=3.0, histogram=histogram, fmt=E4M3FN)
+    assert reach.limit == math.inf
+    assert reach.kept_amax.startswith(f"{text} meets nothing but values that are zero")
+
+
+@pytest.mark.parametrize("text", ["mse", "percentile:99.9"])
+def test_a_site_of_zeros_alone_is_left_to_the_fallback(text: str) -> None:
+    for histogram in (None, make_histogram({0: 10})):
+        assert find_reach(parse_rule(text), amax=0.0, histogram=histogram, fmt=E4M3FN) == Reach()

@@ -1,0 +1,237 @@
+"""SQNR, clipped and flushed shares of every site against numpy on tensors kept by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from fp8calib.data.plan import Batch
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.verification.damage_rows import index_layers, list_layers
+from fp8calib.verification.emulation import emulate as emulate_module
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, LookingTaps
+from fp8calib.verification.emulation.fake_quantize import Damage
+from fp8calib.verification.emulation.kv import emulate_kv
+from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.verification.emulation.scale_range import find_ranges
+from fp8calib.verification.report import LayerResult
+from tests import zoo
+from tests.verification.by_hand import (
+    HandCache,
+    Subject,
+    cast,
+    cast_rows,
+    emulate,
+    make_batch,
+    opened,
+    plain_forward,
+)
+from tests.verification.models_by_hand import Recipe, quantize_by_hand
+
+PLAIN = EngineProfile(name="plain", version="")
+PADDED = make_batch([5, 20, 13])
+FULL = make_batch([20, 20], seed=12)
+BATCHES = (PADDED, FULL)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama") / "m") as found:
+        yield found
+
+
+def real_tokens(x: torch.Tensor, batch: Batch) -> np.ndarray:
+    """Drop what stands on padding: of [B, H, S, D] or [B, S, C]."""
+    rows = x.transpose(1, 2) if x.ndim == 4 else x
+    kept = [row[:length].flatten() for row, length in zip(rows, batch.lengths, strict=True)]
+    return torch.cat(kept).double().numpy()
+
+
+def by_numpy(before: np.ndarray, after: np.ndarray, scale: Any) -> dict[str, float]:
+    """Compute what a report says of one site."""
+    return {
+        "sqnr_db": 10 * math.log10((before**2).sum() / ((after - before) ** 2).sum()),
+        "clipped": float((np.abs(before) / scale > 448 * (1 + 1e-6)).mean()),
+        "flushed": float(((after == 0) & (before != 0)).mean()),
+        "amax": float(np.abs(before).max()),
+    }
+
+
+def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
+    """K clips and V flushes; the padding of three sequences counts nowhere."""
+    scales = {
+        Site(f"model.layers.{i}.self_attn", role): value
+        for i, role, value in [
+            (0, Role.K, 2e-5), (0, Role.V, 3e-3), (1, Role.K, 5e-4), (1, Role.V, 30.0)
+        ]
+    }  # fmt: skip
+    table = ScaleTable(
+        geometry=llama.geometry,
+        fmt=E4M3FN,
+        tp=1,
+        per_head=False,
+        scales={
+            site: Scale(values=torch.tensor([value]), origin=Origin.OBSERVED)
+            for site, value in scales.items()
+        },
+    )
+    quantizers = emulate_kv(table, PLAIN)
+    taps = EmulatingTaps(quantizers)
+    emulate(llama, Emulation(quantizers=quantizers), *BATCHES, taps=taps)
+    rows = list_layers("it", taps.damage, find_ranges(quantizers), index_layers(llama.geometry))
+    looking = LookingTaps({"unscaled": quantizers})
+    emulate(llama, Emulation(), *BATCHES, taps=looking)
+
+    assert {row.site for row in rows} == set(map(str, scales))
+    assert [row.sqnr_db for row in rows] == sorted(row.sqnr_db or 0 for row in rows)
+    kept: dict[Site, list[np.ndarray]] = {site: [] for site in scales}
+    plain: dict[Site, list[np.ndarray]] = {site: [] for site in scales}
+    for batch in BATCHES:
+        for store, is_quantized in ((kept, True), (plain, False)):
+            for site, x in seen(llama, batch, scales if is_quantized else None).items():
+                store[site].append(real_tokens(x, batch))
+    for row in rows:
+        site = next(site for site in scales if str(site) == row.site)
+        before = np.concatenate(kept[site])
+        scale = np.float32(scales[site])
+        after = cast(torch.from_numpy(before).float(), torch.tensor(scale)).double().numpy()
+        assert_row(row, by_numpy(before, after, scale))
+        assert row.scale == pytest.approx(scales[site], rel=1e-7)
+        before = np.concatenate(plain[site])
+        after = cast(torch.from_numpy(before).float(), torch.tensor(scale)).double().numpy()
+        found = Damage(*looking.found["unscaled", site].tolist())
+        assert found.signal == pytest.approx((before**2).sum(), rel=1e-5)
+        assert found.noise == pytest.approx(((after - before) ** 2).sum(), rel=1e-5)
+        assert found.num_elements == len(before)
+    assert max(row.clipped for row in rows) > 0.5
+    assert max(row.flushed for row in rows) > 0.001
+
+
+def seen(
+    subject: Subject, batch: Batch, scales: dict[Site, float] | None
+) -> dict[Site, torch.Tensor]:
+    """Keep K and V of a forward pass, quantized with `scales` or not at all."""
+
+    def change(index: int, role: Role) -> Any:
+        if scales is None:
+            return torch.clone
+        scale = torch.tensor(scales[Site(f"model.layers.{index}.self_attn", role)])
+        return lambda x: cast(x, scale)
+
+    changes = {index: (change(index, Role.K), change(index, Role.V)) for index in (0, 1)}
+    cache = HandCache(subject.model.config, changes)
+    plain_forward(subject.model, batch, cache)
+    return {
+        Site(f"model.layers.{index}.self_attn", role): x
+        for index, pair in cache.seen.items()
+        for role, x in zip((Role.K, Role.V), pair, strict=True)
+    }
+
+
+def assert_row(row: LayerResult, expected: dict[str, float]) -> None:
+    """Compare a row of the report with numpy's."""
+    assert row.sqnr_db == pytest.approx(expected["sqnr_db"], abs=1e-3)
+    assert row.clipped == pytest.approx(expected["clipped"], abs=1e-12)
+    assert row.flushed == pytest.approx(expected["flushed"], abs=1e-12)
+    assert row.amax == pytest.approx(expected["amax"], rel=1e-6)
+
+
+def dynamic(subject: Subject) -> Emulation:
+    """Ask the product for fp8-dynamic."""
+    modules = dict(subject.model.named_modules())
+    inputs, weights = emulate_scheme(
+        SCHEMES["fp8-dynamic"], subject.geometry, modules, PLAIN, fmt=E4M3FN, stats=None
+    )
+    return Emulation(quantizers=inputs, weights=weights)
+
+
+@pytest.mark.parametrize("stride", [1, 8])
+def test_inputs_are_measured_at_every_token(stride: int, llama: Subject) -> None:
+    """Of the tokens of a batch that are no padding; q, k and v read one tensor."""
+    emulation = dynamic(llama)
+    taps = EmulatingTaps(emulation.quantizers)
+    assert emulate_module.FLUSH_STRIDE == 8
+    with patch.object(emulate_module, "FLUSH_STRIDE", stride):
+        emulate(llama, emulation, *BATCHES, taps=taps)
+    kept: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, x: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(name, []).append(x)
+        return cast_rows(x)
+
+    recipe = Recipe(lambda w, _: cast_rows(w), lambda name: lambda x: keep(name, x))
+    by_hand = quantize_by_hand(llama.model, recipe)
+    for batch in BATCHES:
+        plain_forward(by_hand, batch)
+    assert len(kept) == 14
+    for name, tensors in kept.items():
+        counted = [
+            torch.cat([row[:n] for row, n in zip(x, batch.lengths, strict=True)])
+            for x, batch in zip(tensors, BATCHES, strict=True)
+        ]
+        before = torch.cat(counted)
+        found = Damage(*taps.damage[Site(name, Role.INPUT)].tolist())
+        noise = (cast_rows(before) - before).double().square().sum()
+        assert found.num_elements == before.numel(), name
+        assert found.signal == pytest.approx(float(before.double().square().sum()), rel=1e-5)
+        assert found.noise == pytest.approx(float(noise), rel=1e-5)
+        assert found.clipped == 0
+
+
+def test_weights_are_measured_whole(llama: Subject) -> None:
+    emulation = dynamic(llama)
+    taps = EmulatingTaps({})
+    emulate(llama, Emulation(weights=emulation.weights), FULL, taps=taps)
+    assert len(taps.damage) == 14
+    for site, sums in taps.damage.items():
+        weight = llama.model.get_parameter(f"{site.module}.weight").detach()
+        found = Damage(*sums.tolist())
+        noise = (cast_rows(weight) - weight).double().square().sum()
+        assert found.num_elements == weight.numel()
+        assert found.noise == pytest.approx(float(noise), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_inputs_of_experts_are_measured_where_tokens_stand(family: str, tmp_path: Path) -> None:
+    """Each sequence alone by hand: of a padded batch, rows of padding must not count."""
+    model = zoo.build(family)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] *= 1e3
+    kept: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, x: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(name, []).append(x.flatten(0, -2))
+        return cast_rows(x)
+
+    recipe = Recipe(lambda w, _: cast_rows(w), lambda name: lambda x: keep(name, x))
+    with opened(model, tmp_path / "m") as subject:
+        emulation = dynamic(subject)
+        taps = EmulatingTaps(emulation.quantizers)
+        with patch.object(emulate_module, "FLUSH_STRIDE", 1):
+            emulate(subject, emulation, PADDED, taps=taps)
+        by_hand = quantize_by_hand(model, recipe)
+        for row, length in zip(PADDED.input_ids, PADDED.lengths, strict=True):
+            alone = Batch(first=0, input_ids=row[None, :length], lengths=(length,), quarter=0)
+            plain_forward(by_hand, alone)
+    names = [name for name in kept if ".experts." in name]
+    assert len(names) == 4
+    for name in names:
+        before = torch.cat(kept[name])
+        found = Damage(*taps.damage[Site(name, Role.INPUT)].tolist())
+        noise = (cast_rows(before) - before).double().square().sum()
+        times = 2 if name.endswith("down_proj") else 1
+        assert found.num_elements == 38 * times * before.shape[-1]
+        assert found.signal == pytest.approx(float(before.double().square().sum()), rel=0.02)
+        assert found.noise == pytest.approx(float(noise), rel=0.05)
+        assert found.amax == pytest.approx(float(before.abs().max()), rel=0.02)

@@ -1,0 +1,424 @@
+"""Emulated K, V and q against a plain forward whose cache was quantized by torch's casts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.cast import Rounding
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.geometry.model_geometry import Attention
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from tests import zoo
+from tests.verification.by_hand import (
+    Change,
+    HandCache,
+    Subject,
+    cast,
+    changed_queries,
+    emulate,
+    make_batch,
+    opened,
+    plain_forward,
+    search_down,
+    text_config,
+)
+
+PLAIN = EngineProfile(name="plain", version="")
+TOWARD_ZERO = EngineProfile(name="down", version="", kv_rounding=Rounding.TOWARD_ZERO)
+WITH_QUERY = EngineProfile(name="query", version="", quantizes_query=True)
+PADDED = make_batch([5, 20, 13])
+FULL = make_batch([20, 20], seed=12)
+BATCHES = (PADDED, FULL)
+BYPASSES_REGISTRY = ("falcon",)
+TOO_SMALL, TOO_LARGE = 0.37, 41.0
+"""Times amax / 448: K clips, many of V flush to zero."""
+
+
+@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama")) as found:
+        yield found
+
+
+def producers(subject: Subject) -> dict[int, Attention]:
+    """Give the layers that have a cache of their own."""
+    pairs = subject.geometry.attentions()
+    return {layer.index: attention for layer, attention in pairs if attention.producer is None}
+
+
+def head_amaxes(subject: Subject) -> dict[Site, torch.Tensor]:
+    """Look at K and V in a plain forward: largest magnitude per KV head."""
+    leave = dict.fromkeys(producers(subject), (torch.clone, torch.clone))
+    cache = HandCache(text_config(subject.model), leave)
+    plain_forward(subject.model, FULL, cache)
+    return {
+        attention.site(role): x.abs().amax((0, 2, 3)).reshape(attention.num_kv_heads, -1).amax(1)
+        for index, attention in producers(subject).items()
+        for role, x in zip((Role.K, Role.V), cache.seen[index], strict=True)
+    }
+
+
+def make_table(
+    subject: Subject,
+    values: dict[Site, torch.Tensor],
+    *,
+    tp: int = 1,
+    per_head: bool = False,
+    fmt: Fp8Format = E4M3FN,
+) -> ScaleTable:
+    """Wrap scales; layers that read another's cache carry a scale that must not matter."""
+    shared = {
+        attention.site(role): torch.full_like(values[owner.site(role)], 3.0)
+        for _, attention in subject.geometry.attentions()
+        if attention.producer is not None
+        for owner in [producers(subject)[attention.producer]]
+        for role in (Role.K, Role.V)
+    }
+    scales = {
+        site: Scale(values=value, origin=Origin.OBSERVED)
+        for site, value in {**shared, **values}.items()
+    }
+    return ScaleTable(geometry=subject.geometry, fmt=fmt, tp=tp, per_head=per_head, scales=scales)
+
+
+def factor(site: Site) -> float:
+    """Make K clip and V flush."""
+    return TOO_SMALL if site.role is Role.K else TOO_LARGE
+
+
+def by_heads(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Lay a scale per KV head beside [B, H, S, D], whose heads may be repeated."""
+    repeats = x.shape[1] // len(scales)
+    each = [scales[head // repeats] for head in range(x.shape[1])]
+    return torch.stack(each).reshape(1, -1, 1, 1)
+
+
+def hand_forward(
+    subject: Subject, batch: Any, scales: dict[Site, torch.Tensor], quantize: Any = cast
+) -> torch.Tensor:
+    """Run a plain forward; `scales` are per KV head."""
+
+    def change(site: Site) -> Change:
+        return lambda x: quantize(x, by_heads(x, scales[site]))
+
+    changes = {
+        index: (change(attention.site(Role.K)), change(attention.site(Role.V)))
+        for index, attention in producers(subject).items()
+    }
+    return plain_forward(subject.model, batch, HandCache(text_config(subject.model), changes))
+
+
+def assert_same(
+    subject: Subject,
+    table: ScaleTable,
+    scales: dict[Site, torch.Tensor],
+    *,
+    profile: EngineProfile = PLAIN,
+    quantize: Any = cast,
+) -> None:
+    """Compare the emulation with the plain forward, bit for bit."""
+    quantizers = emulate_kv(table, profile)
+    assert set(quantizers) == set(scales), "no site of a layer that reads another's cache"
+    found = emulate(subject, Emulation(quantizers=quantizers), *BATCHES)
+    for batch, hidden in zip(BATCHES, found, strict=True):
+        assert torch.equal(hidden, hand_forward(subject, batch, scales, quantize))
+        assert not torch.equal(hidden, plain_forward(subject.model, batch))
+
+
+def test_one_scale_per_tensor_gives_what_a_quantized_cache_gives(subject: Subject) -> None:
+    scales = {
+        site: (amax.max() / 448 * factor(site)).reshape(1)
+        for site, amax in head_amaxes(subject).items()
+    }
+    spread = {site: value.expand(heads(subject, site)) for site, value in scales.items()}
+    assert_same(subject, make_table(subject, scales), spread)
+
+
+def heads(subject: Subject, site: Site) -> int:
+    """Tell how many KV heads a layer has."""
+    return next(a.num_kv_heads for a in producers(subject).values() if a.module == site.module)
+
+
+def test_a_scale_per_head_belongs_to_its_head(subject: Subject) -> None:
+    scales = {
+        site: amax / 448 * factor(site) * torch.linspace(0.7, 1.9, len(amax))
+        for site, amax in head_amaxes(subject).items()
+    }
+    values = {site: value.unsqueeze(0) for site, value in scales.items()}
+    assert_same(subject, make_table(subject, values, per_head=True), scales)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_scale_per_rank_belongs_to_the_heads_of_the_rank(subject: Subject, tp: int) -> None:
+    values, spread = {}, {}
+    for site, amax in head_amaxes(subject).items():
+        num_heads = len(amax)
+        count = min(tp, num_heads)
+        own = amax.max() / 448 * factor(site) * torch.linspace(0.7, 1.9, count)
+        # Each rank has heads of its own, or the ranks that share a head agree on its scale.
+        values[site] = torch.stack([own[rank * count // tp] for rank in range(tp)])
+        spread[site] = torch.stack([own[head * count // num_heads] for head in range(num_heads)])
+    assert_same(subject, make_table(subject, values, tp=tp), spread)
+
+
+def test_rounding_toward_zero_takes_the_value_a_search_finds(subject: Subject) -> None:
+    """The scales leave room: what is beyond the largest value has no neighbour toward zero."""
+    scales = {
+        site: (amax.max() / 448 * 1.37).reshape(1) for site, amax in head_amaxes(subject).items()
+    }
+    spread = {site: value.expand(heads(subject, site)) for site, value in scales.items()}
+    table = make_table(subject, scales)
+    assert_same(subject, table, spread, profile=TOWARD_ZERO, quantize=search_down)
+
+
+def test_no_scales_are_scales_of_one(subject: Subject) -> None:
+    ones = {
+        attention.site(role): torch.ones(attention.num_kv_heads)
+        for attention in producers(subject).values()
+        for role in (Role.K, Role.V)
+    }
+    assert_same(subject, make_unscaled_table(subject.geometry, E4M3FN), ones)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "largest"),
+    [(E4M3FNUZ, torch.float8_e4m3fnuz, 240.0), (E5M2, torch.float8_e5m2, 57344.0)],
+    ids=["e4m3fnuz", "e5m2"],
+)
+def test_other_formats_have_their_own_values(
+    fmt: Fp8Format, dtype: torch.dtype, largest: float, llama: Subject
+) -> None:
+    scales = {
+        site: (amax.max() / largest * factor(site)).reshape(1)
+        for site, amax in head_amaxes(llama).items()
+    }
+    spread = {site: value.expand(2) for site, value in scales.items()}
+    table = make_table(llama, scales, fmt=fmt)
+    assert_same(llama, table, spread, quantize=partial(cast, dtype=dtype))
+
+
+def test_scales_per_head_are_refused_where_the_engine_has_none(llama: Subject) -> None:
+    values = {site: amax.unsqueeze(0) for site, amax in head_amaxes(llama).items()}
+    profile = EngineProfile(name="plainest", version="", kv_per_head=False)
+    with pytest.raises(VerificationError, match="per head, and plainest loads one per tensor"):
+        emulate_kv(make_table(llama, values, per_head=True), profile)
+
+
+def test_one_scale_serves_k_and_v_where_the_engine_has_one(llama: Subject) -> None:
+    values = {
+        site: torch.tensor([3e-3 if site.role is Role.K else 7e-3]) for site in head_amaxes(llama)
+    }
+    profile = EngineProfile(name="joint", version="", kv_joint_scale=True)
+    larger = dict.fromkeys(values, torch.tensor([7e-3, 7e-3]))
+    assert_same(llama, make_table(llama, values), larger, profile=profile)
+
+
+def test_dividing_in_bfloat16_rounds_the_quotient_before_the_cast(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """As SGLang does it: x /= scale in the model's dtype, then the cast."""
+
+    def divide(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        quotient = x / scales.to(torch.bfloat16)
+        codes = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
+        return (codes.float() * scales).to(torch.bfloat16)
+
+    profile = EngineProfile(name="low", version="", kv_in_model_dtype=True)
+    model = zoo.build("llama").to(torch.bfloat16)
+    with opened(model, tmp_path_factory.mktemp("bfloat16")) as found:
+        values = {
+            site: (amax.max() / 448 * 1.3).reshape(1).float()
+            for site, amax in head_amaxes(found).items()
+        }
+        spread = {site: value.expand(2) for site, value in values.items()}
+        assert_same(found, make_table(found, values), spread, profile=profile, quantize=divide)
+
+
+# --- powers of two -----------------------------------------------------------------------------
+
+
+def seen_by_hand(subject: Subject, scales: dict[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
+    """Give K and V of every layer as the quantized forward computes them."""
+    changes = {
+        index: tuple(
+            partial(cast, scale=scales[attention.site(role)], dtype=torch.float8_e5m2)
+            for role in (Role.K, Role.V)
+        )
+        for index, attention in producers(subject).items()
+    }
+    cache = HandCache(text_config(subject.model), changes)  # type: ignore[arg-type]
+    plain_forward(subject.model, FULL, cache)
+    return {
+        attention.site(role): x
+        for index, attention in producers(subject).items()
+        for role, x in zip((Role.K, Role.V), cache.seen[index], strict=True)
+    }
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(octaves=st.lists(st.integers(-5, 5), min_size=4, max_size=4))
+def test_powers_of_two_on_scales_leave_a_whole_model_as_it_is(
+    llama: Subject, octaves: list[int]
+) -> None:
+    """In e5m2, whose range leaves room: each of the four scales is moved on its own."""
+    middle = {
+        site: amax.max().reshape(1) / 57344 * 2.0**8 for site, amax in head_amaxes(llama).items()
+    }
+    moved = {
+        site: scale * 2.0**octave
+        for (site, scale), octave in zip(middle.items(), octaves, strict=True)
+    }
+    for site, x in seen_by_hand(llama, middle).items():
+        for scale in (middle[site], moved[site]):
+            assert float(x.abs().max() / scale) < 57344
+            assert float(x.abs().min() / scale) > 2.0**-14
+    first, second = (
+        emulate(
+            llama,
+            Emulation(quantizers=emulate_kv(make_table(llama, values, fmt=E5M2), PLAIN)),
+            FULL,
+        )[0]
+        for values in (middle, moved)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, plain_forward(llama.model, FULL))
+
+
+# --- q -----------------------------------------------------------------------------------------
+
+
+def query_table(subject: Subject, values: dict[Site, torch.Tensor]) -> ScaleTable:
+    """Make K and V nearly lossless beside the scales of q: what differs comes of q."""
+    coarse = {
+        attention.site(role): torch.tensor([0.01])
+        for attention in producers(subject).values()
+        for role in (Role.K, Role.V)
+    }
+    return make_table(subject, {**coarse, **values})
+
+
+def test_q_is_quantized_on_its_way_into_attention(subject: Subject) -> None:
+    """Shared layers too; latent attention is left alone."""
+    family = text_config(subject.model).model_type
+    if family in BYPASSES_REGISTRY:
+        pytest.skip("q does not go through transformers' attention interface")
+    attentions = [attention for _, attention in subject.geometry.attentions()]
+    numbers = {a.site(Role.Q): 0.0123 + 0.004 * i for i, a in enumerate(attentions)}
+    table = query_table(subject, {s: torch.tensor([v]) for s, v in numbers.items()})
+    quantizers = emulate_kv(table, WITH_QUERY)
+    changes: list[Change] = [
+        torch.clone if a.kind == "latent" else partial(_cast_query, a, numbers[a.site(Role.Q)])
+        for a in attentions
+    ]
+    kv = {site: torch.full((1,), 0.01) for site in head_amaxes(subject)}
+    spread = {site: value.expand(heads(subject, site)) for site, value in kv.items()}
+    for batch in BATCHES:
+        (found,) = emulate(subject, Emulation(quantizers=quantizers), batch)
+        with changed_queries(subject.model, changes):
+            expected = hand_forward(subject, batch, spread)
+        assert torch.equal(found, expected)
+        without = hand_forward(subject, batch, spread)
+        assert torch.equal(found, without) == (family == "deepseek_v3")
+
+
+def _cast_query(attention: Attention, scale: float, query: torch.Tensor) -> torch.Tensor:
+    if attention.query_divisor == 1.0:
+        return cast(query, scale)
+    before_scaling = query / attention.query_divisor
+    return cast(before_scaling, scale) * attention.query_divisor
+
+
+def test_q_of_opt_is_quantized_before_the_model_scales_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """By hand where the projection ends; dividing its scaled output again may be an ulp off."""
+    with opened(zoo.build("opt"), tmp_path_factory.mktemp("opt")) as found:
+        values = {
+            attention.site(Role.Q): torch.tensor([0.02])
+            for _, attention in found.geometry.attentions()
+        }
+        quantizers = emulate_kv(query_table(found, values), WITH_QUERY)
+        (hidden,) = emulate(found, Emulation(quantizers=quantizers), FULL)
+        projections = [layer.self_attn.q_proj for layer in found.model.model.decoder.layers]
+        hooks = [
+            projection.register_forward_hook(lambda _m, _a, output: cast(output, 0.02))
+            for projection in projections
+        ]
+        spread = {site: torch.full((4,), 0.01) for site in head_amaxes_without(found)}
+        expected = hand_forward(found, FULL, spread)
+        for hook in hooks:
+            hook.remove()
+        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(hidden, hand_forward(found, FULL, spread), rtol=1e-3, atol=1e-3)
+
+
+def head_amaxes_without(subject: Subject) -> list[Site]:
+    """List the sites of K and V."""
+    return [a.site(role) for a in producers(subject).values() for role in (Role.K, Role.V)]
+
+
+def test_q_of_llama_is_what_attention_written_out_by_hand_multiplies(llama: Subject) -> None:
+    """Queries are scaled per head here, and attention is computed from its definition."""
+    module = sys.modules[type(llama.model).__module__]
+    per_head = torch.tensor([0.013, 0.021, 0.034, 0.055])
+
+    def attend(
+        owner: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        query = cast(query, per_head.reshape(1, 4, 1, 1))
+        key = key.repeat_interleave(2, 1)
+        value = value.repeat_interleave(2, 1)
+        scores = query @ key.transpose(2, 3) * scaling + mask
+        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        assert owner.num_key_value_groups == 2
+        return (weights @ value).transpose(1, 2).contiguous(), None
+
+    sites = head_amaxes_without(llama)
+    values = {site: torch.full((1, 2), 0.01) for site in sites}
+    queries = {
+        attention.site(Role.Q): per_head.unsqueeze(0)
+        for _, attention in llama.geometry.attentions()
+    }
+    table = make_table(llama, {**values, **queries}, per_head=True)
+    llama.model.set_attn_implementation("eager")
+    try:
+        (found,) = emulate(llama, Emulation(quantizers=emulate_kv(table, WITH_QUERY)), FULL)
+        with patch.object(module, "eager_attention_forward", attend):
+            spread = {site: torch.full((2,), 0.01) for site in sites}
+            expected = hand_forward(llama, FULL, spread)
+    finally:
+        llama.model.set_attn_implementation("sdpa")
+    # A score that differs in its last bit may round to another code in the next layer.
+    difference = (found - expected).abs()
+    assert float(difference.median()) < 1e-6
+    assert float(difference.max()) < 0.02
+
+
+def test_q_without_a_scale_is_quantized_at_one(llama: Subject) -> None:
+    quantizers = emulate_kv(make_unscaled_table(llama.geometry, E4M3FN), WITH_QUERY)
+    (found,) = emulate(llama, Emulation(quantizers=quantizers), FULL)
+    ones = {site: torch.ones(2) for site in head_amaxes_without(llama)}
+    with changed_queries(llama.model, [partial(cast, scale=1.0)] * 2):
+        assert torch.equal(found, hand_forward(llama, FULL, ones))

@@ -1,0 +1,269 @@
+"""Emulated weights and inputs against a copy of the model that was quantized by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES, Scheme
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.linears import emulate_scheme
+from tests import zoo
+from tests.truth.test_statistics import make_plan, run_calibration
+from tests.verification.by_hand import (
+    Subject,
+    cast,
+    cast_blocks,
+    cast_groups,
+    cast_rows,
+    emulate,
+    make_batch,
+    opened,
+    plain_forward,
+    tensor_scale,
+)
+from tests.verification.models_by_hand import (
+    ROUTERS,
+    Recipe,
+    is_experts,
+    quantize_by_hand,
+    quantize_expert,
+)
+
+PLAIN = EngineProfile(name="plain", version="")
+PADDED = make_batch([5, 20, 13])
+FULL = make_batch([20, 20], seed=12)
+BATCHES = (PADDED, FULL)
+MOE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
+_WIDE = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
+WIDE = {"llama": _WIDE, "gpt_oss": _WIDE, "gpt2": {"n_embd": 160}}
+Q_INPUT = Site("model.layers.0.self_attn.q_proj", Role.INPUT)
+
+
+def _per_tensor(weight: torch.Tensor, group: list[torch.Tensor]) -> torch.Tensor:
+    return cast(weight, tensor_scale(*group))
+
+
+RECIPES = {
+    "fp8-dynamic": Recipe(lambda weight, _: cast_rows(weight), lambda _: cast_rows),
+    "w8a16": Recipe(lambda weight, _: cast_rows(weight)),
+    "fp8-block": Recipe(lambda weight, _: cast_blocks(weight), lambda _: cast_groups),
+}
+
+
+# --- the schemes -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo") / "m") as found:
+        yield found
+
+
+def make_emulation(
+    subject: Subject,
+    scheme: Scheme,
+    *,
+    stats: CalibrationStats | None = None,
+    profile: EngineProfile = PLAIN,
+) -> Emulation:
+    """Ask the product what a scheme does to the model."""
+    modules = dict(subject.model.named_modules())
+    quantizers, weights = emulate_scheme(
+        scheme, subject.geometry, modules, profile, fmt=E4M3FN, stats=stats
+    )
+    return Emulation(quantizers=quantizers, weights=weights)
+
+
+def assert_same(subject: Subject, emulation: Emulation, expected_model: PreTrainedModel) -> None:
+    """Compare hidden states: bit for bit without experts, whose kernels add in another order."""
+    is_sparse = any(is_experts(module) for module in subject.model.modules())
+    for batch, hidden in zip(BATCHES, emulate(subject, emulation, *BATCHES), strict=True):
+        expected = plain_forward(expected_model, batch)
+        plain = plain_forward(subject.model, batch)
+        if not is_sparse:
+            assert torch.equal(hidden, expected)
+            assert not torch.equal(hidden, plain)
+            continue
+        real = torch.arange(hidden.shape[1])[None] < torch.tensor(batch.lengths)[:, None]
+        # A sum in another order may round a later input to the code beside it: few, and little.
+        wrong = (hidden - expected).abs()[real]
+        cost = (expected - plain).abs()[real]
+        assert float(wrong.median()) < 1e-5
+        assert float(wrong.mean()) < 0.05 * float(cost.mean())
+
+
+@pytest.mark.parametrize("scheme", RECIPES)
+def test_a_scheme_does_what_replacing_weights_and_inputs_does(
+    subject: Subject, scheme: str
+) -> None:
+    expected = quantize_by_hand(subject.model, RECIPES[scheme])
+    assert_same(subject, make_emulation(subject, SCHEMES[scheme]), expected)
+
+
+def test_static_scales_are_those_of_the_calibration(
+    subject: Subject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One per input, seen by hand in a plain forward; of experts, one for all of them."""
+    folder = tmp_path_factory.mktemp("static")
+    subject.model.save_pretrained(folder)
+    sequences = list(FULL.input_ids)
+    _, stats = run_calibration(folder, make_plan(sequences))
+    largest = largest_inputs(subject.model, FULL)
+    recipe = Recipe(_per_tensor, lambda name: lambda x: cast(x, torch.tensor(largest[name]) / 448))
+    emulation = make_emulation(subject, SCHEMES["fp8-static"], stats=stats)
+    for site, quantizer in emulation.quantizers.items():
+        # One sequence at a time is summed up in another order than a batch.
+        assert float(quantizer.scale) == pytest.approx(largest[site.module] / 448, rel=1e-5)  # type: ignore[arg-type]
+        largest[site.module] = float(quantizer.scale * 448)  # type: ignore[operator]
+    assert_same(subject, emulation, quantize_by_hand(subject.model, recipe))
+
+
+def largest_inputs(model: PreTrainedModel, batch: Any) -> dict[str, float]:
+    """Look at the input of every linear and expert in a plain forward."""
+    copy = deepcopy(model)
+    found: dict[str, float] = {}
+
+    def keep(name: str, x: torch.Tensor) -> torch.Tensor:
+        found[name] = max(found.get(name, 0.0), float(x.abs().max()))
+        return x
+
+    watching = Recipe(
+        lambda weight, _group: weight, lambda name: lambda x, name=name: keep(name, x)
+    )
+    watched = quantize_by_hand(copy, watching)
+    plain_forward(watched, batch)
+    for name in list(found):
+        if name.endswith(".experts.gate_proj"):
+            found[name.replace("gate_proj", "up_proj")] = found[name]
+    return found
+
+
+STATIC_WEIGHTS = replace(SCHEMES["fp8-static"], has_static_inputs=False)
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16", "fp8-block", "fp8-static"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
+def test_the_model_holds_the_weights_made_by_hand(family: str, scheme: str, tmp_path: Path) -> None:
+    """Larger than a block of 128 each way, the last one cut; at zero tolerance."""
+    with opened(zoo.build(family, **WIDE[family]), tmp_path / "m") as subject:
+        recipe = RECIPES.get(scheme, Recipe(_per_tensor))
+        expected = quantize_by_hand(subject.model, recipe)
+        modules = dict(expected.named_modules())
+        is_static = scheme == "fp8-static"
+        emulation = make_emulation(subject, STATIC_WEIGHTS if is_static else SCHEMES[scheme])
+        num_changed = 0
+        for name, held in weights_held(subject, emulation).items():
+            path, _, last = name.rpartition(".")
+            wanted = getattr(modules[path], last).detach()
+            if is_experts(modules[path]) and last.endswith("_proj"):
+                wanted = torch.stack(
+                    [
+                        quantize_expert(w, recipe, flip=True).T for w in wanted
+                    ]  # only gpt_oss has experts
+                )
+            assert torch.equal(held, wanted), name
+            num_changed += not torch.equal(held, subject.model.get_parameter(name))
+        layers = len(subject.geometry.layers)
+        assert num_changed == layers * {"llama": 7, "gpt2": 4, "gpt_oss": 6}[family]
+
+
+def weights_held(subject: Subject, emulation: Emulation) -> dict[str, torch.Tensor]:
+    """Copy every parameter while the emulation holds."""
+    taps = EmulatingTaps({})
+    with emulated(subject.model, subject.geometry, emulation, taps, originals=subject.originals):
+        return {name: p.detach().clone() for name, p in subject.model.named_parameters()}
+
+
+def test_projections_that_engines_fuse_share_one_scale(tmp_path: Path) -> None:
+    """V is 16 times k here, so that a scale of its own would show; o and down have their own."""
+    model = zoo.build("llama")
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.v_proj.weight *= 16
+        model.model.layers[0].mlp.up_proj.weight *= 16
+    with opened(model, tmp_path / "m") as subject:
+        held = weights_held(subject, make_emulation(subject, STATIC_WEIGHTS))
+    for names in (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("self_attn.o_proj",),
+        ("mlp.down_proj",),
+    ):
+        paths = [f"model.layers.0.{name}.weight" for name in names]
+        scale = tensor_scale(*(model.get_parameter(path).detach() for path in paths))
+        for path in paths:
+            assert torch.equal(held[path], cast(model.get_parameter(path).detach(), scale))
+    k_proj = model.get_parameter("model.layers.0.self_attn.k_proj.weight").detach()
+    own = cast(k_proj, tensor_scale(k_proj))
+    assert not torch.equal(held["model.layers.0.self_attn.k_proj.weight"], own)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_routers_heads_and_embeddings_stay_as_they_are(family: str, tmp_path: Path) -> None:
+    with opened(zoo.build(family), tmp_path / "m") as subject:
+        emulation = make_emulation(subject, SCHEMES["fp8-dynamic"])
+        held = weights_held(subject, emulation)
+        spared = [
+            name for name in held if name.split(".")[-2] in (*ROUTERS, "lm_head", "embed_tokens")
+        ]
+        assert len(spared) >= 3
+        for name in spared:
+            assert torch.equal(held[name], subject.model.get_parameter(name))
+        modules = {site.module.rpartition(".")[2] for site in emulation.quantizers}
+        assert not modules & {*ROUTERS, "lm_head"}
+
+
+def test_static_scales_without_statistics_are_refused(tmp_path: Path) -> None:
+    with (
+        opened(zoo.build("llama"), tmp_path / "m") as subject,
+        pytest.raises(VerificationError, match="--scheme fp8-static: its input scales come from"),
+    ):
+        make_emulation(subject, SCHEMES["fp8-static"])
+
+
+def test_multiplying_by_the_reciprocal_is_what_some_engines_do(tmp_path: Path) -> None:
+    """A scale of 3 tells them apart: 1/3 is rounded, and so is x / 3."""
+    profile = EngineProfile(name="reciprocal", version="", input_by_reciprocal=True)
+    folder = tmp_path / "m"
+    with opened(zoo.build("llama"), folder) as subject:
+        _, stats = run_calibration(folder, make_plan(list(FULL.input_ids)))
+        emulation = make_emulation(subject, SCHEMES["fp8-static"], stats=stats, profile=profile)
+    quantizer = replace(emulation.quantizers[Q_INPUT], scale=torch.tensor(3.0))
+    x = (torch.arange(4096) / 7).float()
+    expected = (x * (torch.tensor(1.0) / 3.0)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(quantizer.fake_quantize(x), expected.float() * 3.0)
+
+
+def test_dynamic_scales_have_the_lower_bound_of_the_engine(tmp_path: Path) -> None:
+    profile = EngineProfile(name="bounded", version="", smallest_dynamic_scale=0.5)
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        emulation = make_emulation(subject, SCHEMES["fp8-dynamic"], profile=profile)
+    x = torch.tensor([[1.0, 0.3], [448.0, 1.7]])
+    expected = torch.stack([cast(x[0], 0.5), cast(x[1], 1.0)])
+    assert torch.equal(emulation.quantizers[Q_INPUT].fake_quantize(x), expected)
+
+
+def test_one_layer_alone_is_what_only_keeps(tmp_path: Path) -> None:
+    """Sensitivity runs it so: the other layers' weights and inputs are left alone."""
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        emulation = make_emulation(subject, SCHEMES["fp8-dynamic"])
+        names = [linear.module for linear in subject.geometry.layers[1].linears]
+        (found,) = emulate(subject, emulation.only(frozenset(names)), FULL)
+        expected = quantize_by_hand(subject.model, RECIPES["fp8-dynamic"])
+        expected.model.layers[0] = subject.model.model.layers[0]
+        assert torch.equal(found, plain_forward(expected, FULL))

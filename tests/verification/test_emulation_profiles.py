@@ -1,0 +1,359 @@
+"""Each setting of a profile changes what is emulated to what torch's casts say it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8calib.engines.numerics import PROFILES, EngineProfile
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.fp8.schemes import SCHEMES, Dynamic
+from fp8calib.geometry.model_geometry import Attention
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.linears import emulate_scheme
+from tests import zoo
+from tests.truth.test_statistics import draw, make_plan, run_calibration
+from tests.verification.by_hand import (
+    LARGEST,
+    Subject,
+    cast,
+    cast_blocks,
+    cast_rows,
+    ceil_log2,
+    opened,
+    row_scales,
+    search_down,
+    tensor_scale,
+)
+
+PLAIN = EngineProfile(name="plain", version="")
+THIRD = 0.0371
+
+
+def near_ties(scale: float) -> torch.Tensor:
+    """Lay out what lies an ulp or two beside a tie: [codes, 5]; any other division shows there."""
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2 * torch.tensor(scale)
+    ulps = torch.arange(-2, 3, dtype=torch.int32)
+    return (ties.view(torch.int32).unsqueeze(1) + ulps).view(torch.float32)
+
+
+_OTHERS = torch.randn(1, 2, 63, 5, generator=torch.Generator().manual_seed(1)) * 5
+X = torch.cat([near_ties(THIRD).reshape(1, 2, 63, 5), _OTHERS])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    sizes = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
+    model = zoo.build("llama", **sizes)
+    with opened(model, tmp_path_factory.mktemp("llama") / "m") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    with opened(zoo.build("deepseek_v3"), tmp_path_factory.mktemp("mla") / "m") as found:
+        yield found
+
+
+def make_table(
+    subject: Subject, values: torch.Tensor, *, per_head: bool = False, **settings: Any
+) -> ScaleTable:
+    """Give every site of K, V and q the same scales."""
+    sites = [
+        attention.site(role)
+        for _, attention in subject.geometry.attentions()
+        for role in (Role.K, Role.V, Role.Q)
+    ]
+    scale = Scale(values=values, origin=Origin.OBSERVED)
+    return ScaleTable(
+        geometry=subject.geometry,
+        fmt=settings.get("fmt", E4M3FN),
+        tp=1,
+        per_head=per_head,
+        scales=dict.fromkeys(sites, scale),
+    )
+
+
+def first_attention(subject: Subject) -> Attention:
+    """Give the attention of layer 0."""
+    return next(attention for _, attention in subject.geometry.attentions())
+
+
+def quantizers(
+    subject: Subject, profile: EngineProfile, values: Any = (THIRD,), **settings: Any
+) -> dict[Role, Quantizer]:
+    """Give what the product does to K, V and q of layer 0."""
+    dialect = settings.pop("dialect", "")
+    table = make_table(subject, torch.tensor(values), **settings)
+    found = emulate_kv(table, profile, dialect=dialect)
+    attention = first_attention(subject)
+    roles = (Role.K, Role.V, Role.Q)
+    return {role: found[attention.site(role)] for role in roles if attention.site(role) in found}
+
+
+def by_reciprocal(x: torch.Tensor, scale: float, *, down: bool = False) -> torch.Tensor:
+    """Multiply by the reciprocal, rounded to fp32, and cast."""
+    factor = torch.tensor(1.0) / torch.tensor(scale)
+    if down:
+        return search_down(x * factor, 1.0) * torch.tensor(scale)
+    return (x * factor).clamp(-448, 448).to(torch.float8_e4m3fn).float() * torch.tensor(scale)
+
+
+def test_the_vllm_cpu_cache_multiplies_by_the_reciprocal_and_rounds_toward_zero(
+    llama: Subject,
+) -> None:
+    for role in (Role.K, Role.V):
+        found = quantizers(llama, PROFILES["vllm-cpu"])[role].fake_quantize(X)
+        assert torch.equal(found, by_reciprocal(X, THIRD, down=True))
+        assert not torch.equal(found, by_reciprocal(X, THIRD))
+
+
+def test_the_vllm_gpu_cache_divides_and_rounds_to_nearest(llama: Subject) -> None:
+    found = quantizers(llama, PROFILES["vllm"])
+    assert torch.equal(found[Role.K].fake_quantize(X), cast(X, THIRD))
+    assert torch.equal(found[Role.Q].fake_quantize(X), by_reciprocal(X, THIRD))
+
+
+def test_the_sglang_cache_divides_in_the_dtype_of_the_model_and_takes_q_at_one(
+    llama: Subject,
+) -> None:
+    x = X.to(torch.bfloat16)
+    found = quantizers(llama, PROFILES["sglang"])
+    quotient = x / torch.tensor(THIRD).to(torch.bfloat16)
+    codes = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
+    expected = (codes.float() * torch.tensor(THIRD)).to(torch.bfloat16)
+    assert torch.equal(found[Role.K].fake_quantize(x), expected)
+    assert torch.equal(found[Role.Q].fake_quantize(x), cast(x, 1.0))
+
+
+def test_the_tgi_cache_multiplies_by_the_reciprocal(llama: Subject) -> None:
+    found = quantizers(llama, PROFILES["tgi"])
+    assert torch.equal(found[Role.V].fake_quantize(X), by_reciprocal(X, THIRD))
+    assert Role.Q not in found
+
+
+def test_tgi_rounds_the_one_scale_of_its_own_dialect_to_bfloat16(llama: Subject) -> None:
+    rounded = float(torch.tensor(THIRD).to(torch.bfloat16))
+    assert rounded != pytest.approx(THIRD, rel=1e-4)
+    joint = quantizers(llama, PROFILES["tgi"], dialect="tgi")
+    others = quantizers(llama, PROFILES["tgi"], dialect="compressed-tensors")
+    assert float(joint[Role.K].scale) == rounded  # type: ignore[arg-type]
+    assert float(others[Role.K].scale) == pytest.approx(THIRD)  # type: ignore[arg-type]
+
+
+def test_the_largest_of_a_layers_heads_serves_them_all_in_vllm_cpu(llama: Subject) -> None:
+    found = quantizers(llama, PROFILES["vllm-cpu"], ((0.01, 0.07),), per_head=True)
+    assert torch.equal(found[Role.K].fake_quantize(X), by_reciprocal(X, 0.07, down=True))
+    own = quantizers(llama, PROFILES["vllm"], ((0.01, 0.07),), per_head=True)[Role.K]
+    expected = cast(X, torch.tensor([0.01, 0.07]).reshape(1, 2, 1, 1))
+    assert torch.equal(own.fake_quantize(X), expected)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tgi"])
+def test_scales_per_head_are_refused_by(engine: str, llama: Subject) -> None:
+    with pytest.raises(VerificationError, match=f"per head, and {engine} loads one per tensor"):
+        quantizers(llama, PROFILES[engine], ((0.01, 0.07),), per_head=True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dialect", "expected"),
+    [
+        ("vllm", "compressed-tensors", 1.0),
+        ("vllm", "modelopt", 1.0),
+        ("sglang", "kv-scales", 1.0),
+        ("reference", "", THIRD),
+        ("tgi", "", THIRD),
+    ],
+)
+def test_scales_of_latent_attention_reach(
+    engine: str, dialect: str, expected: float, latent: Subject
+) -> None:
+    found = quantizers(latent, PROFILES[engine], dialect=dialect)
+    assert set(found) == {Role.K, Role.V}
+    for quantizer in found.values():
+        assert float(quantizer.scale) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm-cpu", "tgi"])
+def test_an_e5m2_cache_has_no_scales_in(engine: str, llama: Subject) -> None:
+    with pytest.raises(VerificationError, match=f"{engine} uses no scales with an e5m2 KV cache"):
+        quantizers(llama, PROFILES[engine], fmt=E5M2)
+    ones = quantizers(llama, PROFILES[engine], (1.0,), fmt=E5M2)
+    x = X.clone().clamp(-400, 400)
+    expected = cast(x, 1.0, torch.float8_e5m2)
+    if engine == "vllm-cpu":
+        expected = search_down(x, 1.0, torch.float8_e5m2)
+    assert torch.equal(ones[Role.K].fake_quantize(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("engine", "values", "fmt", "saturates"),
+    [
+        ("tgi", (1.0,), E4M3FN, False),
+        ("tgi", (0.5,), E4M3FN, True),
+        ("vllm", (1.0,), E4M3FN, True),
+        ("sglang", (1.0,), E4M3FN, True),
+        ("sglang", (0.5,), E4M3FNUZ, False),
+        ("sglang", (0.5,), E5M2, False),
+    ],
+)
+def test_saturation_in(
+    engine: str, values: tuple[float], fmt: Any, saturates: bool, llama: Subject
+) -> None:
+    found = quantizers(llama, PROFILES[engine], values, fmt=fmt)
+    assert found[Role.K].saturates is found[Role.V].saturates is saturates
+
+
+def test_no_scales_saturate_nothing_in_tgi(llama: Subject) -> None:
+    table = make_unscaled_table(llama.geometry, E4M3FN)
+    found = emulate_kv(table, PROFILES["tgi"])
+    assert not any(quantizer.saturates for quantizer in found.values())
+
+
+# --- inputs ------------------------------------------------------------------------------------
+
+Q_INPUT = Site("model.layers.0.self_attn.q_proj", Role.INPUT)
+INPUTS = torch.randn(7, 160, generator=torch.Generator().manual_seed(2)) * 3
+
+
+def test_the_values_of_these_tests_tell_a_reciprocal_from_a_division() -> None:
+    assert not torch.equal(cast(X, THIRD), by_reciprocal(X, THIRD))
+
+
+def scheme_of(subject: Subject, name: str, profile: EngineProfile, stats: Any = None) -> Emulation:
+    """Ask the product what a scheme does in an engine."""
+    inputs, weights = emulate_scheme(
+        SCHEMES[name],
+        subject.geometry,
+        dict(subject.model.named_modules()),
+        profile,
+        fmt=E4M3FN,
+        stats=stats,
+    )
+    return Emulation(quantizers=inputs, weights=weights)
+
+
+def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
+    llama: Subject,
+) -> None:
+    ties = near_ties(THIRD).T
+    x = torch.cat([ties, torch.full((5, 1), float(448 * torch.tensor(THIRD)))], 1)
+    x[3] *= 1e-6
+    found = scheme_of(llama, "fp8-dynamic", PROFILES["vllm"]).quantizers[Q_INPUT]
+    scales = row_scales(x).clamp(min=1 / (448 * 512))
+    assert float(scales[3]) == pytest.approx(1 / (448 * 512))
+    expected = (x * (1.0 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
+    assert torch.equal(found.fake_quantize(x), expected)
+    assert not torch.equal(expected, cast(x, scales))
+
+
+def test_groups_have_scales_that_are_powers_of_two_in_vllm(llama: Subject) -> None:
+    """128 channels, and the 32 that are left."""
+    found = scheme_of(llama, "fp8-block", PROFILES["vllm"]).quantizers[Q_INPUT]
+    pieces = []
+    for piece in INPUTS.split(128, 1):
+        scales = [2.0 ** ceil_log2(float(row.abs().max()) / 448) for row in piece]
+        pieces.append(cast(piece, torch.tensor(scales).unsqueeze(1)))
+    assert torch.equal(found.fake_quantize(INPUTS), torch.cat(pieces, 1))
+    plain = scheme_of(llama, "fp8-block", PROFILES["sglang"]).quantizers[Q_INPUT]
+    expected = torch.cat([cast_rows(piece) for piece in INPUTS.split(128, 1)], 1)
+    assert torch.equal(plain.fake_quantize(INPUTS), expected)
+
+
+def test_powers_of_two_are_exact_over_the_whole_range() -> None:
+    quantizer = Quantizer(fmt=E4M3FN, scale=Dynamic.TOKEN, power_of_two=True)
+    exponents = range(-120, 110)
+    x = torch.tensor([[448 * 2.0**n] for n in exponents])
+    assert quantizer.scale_for(x).flatten().tolist() == [2.0**n for n in exponents]
+    above = torch.tensor([[448 * 2.0**n * 1.001] for n in exponents])
+    assert quantizer.scale_for(above).flatten().tolist() == [2.0 ** (n + 1) for n in exponents]
+
+
+def test_static_scales_are_multiplied_by_their_reciprocal_or_ignored(
+    llama: Subject, tmp_path: Path
+) -> None:
+    llama.model.save_pretrained(tmp_path)
+    _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
+    static = {
+        engine: scheme_of(llama, "fp8-static", PROFILES[engine], stats).quantizers[Q_INPUT]
+        for engine in ("reference", "vllm", "tgi")
+    }
+    scale = float(stats.sites[Q_INPUT].amax.max()) / 448
+    x = near_ties(scale)
+    assert torch.equal(static["vllm"].fake_quantize(x), by_reciprocal(x, scale))
+    assert torch.equal(static["reference"].fake_quantize(x), cast(x, torch.tensor(scale)))
+    assert not torch.equal(by_reciprocal(x, scale), cast(x, torch.tensor(scale)))
+    assert static["tgi"].scale is Dynamic.TOKEN
+    scheme_of(llama, "fp8-static", PROFILES["tgi"])  # needs no statistics: it takes none
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def weight_held(subject: Subject, emulation: Emulation, name: str) -> torch.Tensor:
+    """Copy a weight while the emulation holds."""
+    with emulated(
+        subject.model,
+        subject.geometry,
+        Emulation(weights=emulation.weights),
+        EmulatingTaps({}),
+        originals=subject.originals,
+    ):
+        return subject.model.get_parameter(name).detach().clone()
+
+
+def test_vllm_quantizes_blocks_again_with_scales_that_are_powers_of_two(llama: Subject) -> None:
+    """The checkpoint's own scales first, so both roundings show."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = llama.model.get_parameter(name).detach()
+    first = cast_blocks(weight)
+    strips = []
+    for strip in first.split(128, 0):
+        pieces = [
+            cast(piece, 2.0 ** ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
+        ]
+        strips.append(torch.cat(pieces, 1))
+    expected = torch.cat(strips, 0)
+    found = weight_held(llama, scheme_of(llama, "fp8-block", PROFILES["vllm"]), name)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, first)
+    reference = weight_held(llama, scheme_of(llama, "fp8-block", PROFILES["reference"]), name)
+    assert torch.equal(reference, first)
+
+
+def test_what_fp16_flushes_is_lost_where_weights_go_through_it(tmp_path: Path) -> None:
+    """A scale of 2**-20: codes up to 2**-6 lie under half of fp16's smallest number, 2**-24."""
+    model = zoo.build("llama")
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    with torch.no_grad():
+        weight.copy_(torch.logspace(-9, 8.8, weight.numel(), base=2.0).reshape(weight.shape))
+        weight[-1, -1] = 448.0
+        weight.mul_(2.0**-20)
+    profile = replace(PLAIN, weights_through_float16=True, static_inputs_ignored=True)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    with opened(model, tmp_path / "m") as subject:
+        found = weight_held(subject, scheme_of(subject, "fp8-static", profile), name)
+    once = cast(weight.detach(), 2.0**-20)
+    expected = cast(once.half().float(), 2.0**-20)
+    assert torch.equal(found, expected)
+    assert int((expected == 0).sum()) > int((once == 0).sum())
+
+
+@pytest.mark.parametrize("fmt", [E4M3FNUZ, E5M2])
+def test_the_formats_of_the_profiles_have_their_own_largest_value(fmt: Any, llama: Subject) -> None:
+    dtype = getattr(torch, f"float8_{fmt.name}")
+    found = quantizers(llama, PLAIN, (1e-4,), fmt=fmt)[Role.K].fake_quantize(X)
+    assert torch.equal(found, partial(cast, dtype=dtype)(X, 1e-4))
+    assert float(found.max()) <= LARGEST[dtype] * 1.0001e-4

@@ -1,0 +1,277 @@
+"""After an emulation the model is what it was: weights, hooks, attributes, interfaces, forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.plan import Batch
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.errors import CalibrationError, VerificationError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.model.load import load_model, open_source
+from fp8calib.model.topology.find import find_geometry, text_decoder
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.run.forward.lm_head import open_head
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, LookingTaps, emulated
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.verification.emulation.weights import Requantized, WeightParameter
+from tests import zoo
+from tests.verification.by_hand import Subject, emulate, make_batch, opened, plain_forward
+
+FAMILIES = ("llama", "gpt2", "mixtral", "gpt_oss", "falcon", "gemma3n_text", "qwen3_next")
+WITH_QUERY = EngineProfile(name="query", version="", quantizes_query=True)
+PADDED = make_batch([5, 20, 13])
+
+
+class Interrupted(Exception):  # noqa: N818 -- stands for anything that may happen
+    """What a test raises in the middle."""
+
+
+@dataclass
+class Picture:
+    """Everything of a model that an emulation could leave behind."""
+
+    tensors: dict[str, torch.Tensor]
+    addresses: dict[str, int]
+    attributes: dict[str, set[str]]
+    forward: dict[str, Any]
+    interfaces: tuple[Any, ...]
+
+
+def take(model: nn.Module) -> Picture:
+    """Take a picture of a model."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    modules = dict(model.named_modules())
+    return Picture(
+        tensors={name: value.detach().clone() for name, value in state.items()},
+        addresses={name: value.data_ptr() for name, value in state.items()},
+        attributes={name: set(vars(module)) for name, module in modules.items()},
+        forward={name: vars(module).get("forward") for name, module in modules.items()},
+        interfaces=(
+            AttentionInterface.get_interface,
+            ExpertsInterface.get_interface,
+            dict(ALL_ATTENTION_FUNCTIONS),
+            dict(ALL_EXPERTS_FUNCTIONS),
+        ),
+    )
+
+
+def assert_unchanged(model: nn.Module, before: Picture) -> None:
+    """Compare with the picture, bit for bit."""
+    after = take(model)
+    assert after.addresses == before.addresses
+    for name, value in before.tensors.items():
+        bits = (x.reshape(-1).view(torch.uint8) for x in (after.tensors[name], value))
+        assert torch.equal(*bits), name
+    assert after.attributes == before.attributes
+    assert after.forward == before.forward
+    assert after.interfaces == before.interfaces
+    for name, module in model.named_modules():
+        assert not module._forward_pre_hooks, name
+        assert not module._forward_hooks, name
+
+
+def make_emulation(subject: Subject, scheme: str = "fp8-dynamic") -> Emulation:
+    """Quantize everything there is: K, V, q, inputs and weights."""
+    modules = dict(subject.model.named_modules())
+    table = make_unscaled_table(subject.geometry, E4M3FN)
+    inputs, weights = emulate_scheme(
+        SCHEMES[scheme], subject.geometry, modules, WITH_QUERY, fmt=E4M3FN, stats=None
+    )
+    return Emulation(quantizers={**emulate_kv(table, WITH_QUERY), **inputs}, weights=weights)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo") / "m") as found:
+        yield found
+
+
+def test_an_emulation_leaves_nothing_behind(subject: Subject) -> None:
+    before = take(subject.model)
+    plain = plain_forward(subject.model, PADDED)
+    (found,) = emulate(subject, make_emulation(subject), PADDED)
+    assert not torch.equal(found, plain)
+    assert_unchanged(subject.model, before)
+    assert torch.equal(plain_forward(subject.model, PADDED), plain)
+
+
+@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
+def test_an_error_inside_leaves_nothing_behind(
+    subject: Subject, error: type[BaseException]
+) -> None:
+    before = take(subject.model)
+    emulation = make_emulation(subject)
+    taps = EmulatingTaps(emulation.quantizers)
+
+    def run_and_fail() -> None:
+        with emulated(
+            subject.model, subject.geometry, emulation, taps, originals=subject.originals
+        ) as runner:
+            runner.run(PADDED)
+            assert any(module._forward_pre_hooks for module in subject.model.modules())
+            raise error
+
+    with pytest.raises(error):
+        run_and_fail()
+    assert_unchanged(subject.model, before)
+
+
+def test_a_forward_pass_that_fails_leaves_nothing_behind(subject: Subject) -> None:
+    before = take(subject.model)
+    broken = Batch(first=4, input_ids=torch.tensor([[5, 1000]]), lengths=(2,), quarter=0)
+    with pytest.raises(CalibrationError, match="its forward pass failed at sample 4"):
+        emulate(subject, make_emulation(subject), broken)
+    assert_unchanged(subject.model, before)
+
+
+class _Failing:
+    """A change of weights that stops half-way, with one parameter already overwritten."""
+
+    def __init__(self, parameters: tuple[WeightParameter, ...]) -> None:
+        self.parameters = parameters
+
+    def apply(
+        self, values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
+        values[self.parameters[0].name].fill_(7.0)
+        yield self.parameters[0], torch.zeros(6, dtype=torch.float64)
+        raise Interrupted
+
+
+def test_weights_come_back_when_changing_them_fails_half_way(subject: Subject) -> None:
+    before = take(subject.model)
+    emulation = make_emulation(subject)
+    first, second, *_ = emulation.weights
+    failing = Emulation(weights=(first, _Failing(second.parameters)))
+    with pytest.raises(Interrupted):
+        emulate(subject, failing, PADDED)
+    assert_unchanged(subject.model, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_come_back_in_the_dtype_the_model_was_loaded_in(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The checkpoint is fp32, so what is read again is rounded as it was while loading."""
+    zoo.save(family, tmp_path / "m")
+    source = open_source(
+        str(tmp_path / "m"), revision=None, trust_remote_code=False, if_quantized="-"
+    )
+    model = load_model(source, dtype=dtype, device="cpu", device_map=None)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        originals = WeightSource(model, checkpoint)
+        geometry, _ = find_geometry(model, originals.whole, checkpoint_dtype="float32")
+        subject = Subject(model, geometry, originals)
+        before = take(model)
+        emulate(subject, make_emulation(subject, "fp8-block"), PADDED)
+        assert_unchanged(model, before)
+
+
+def test_an_offloaded_weight_is_refused_and_the_others_come_back(tmp_path: Path) -> None:
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        before = take(subject.model)
+        emulation = make_emulation(subject)
+        linear = subject.model.model.layers[1].mlp.down_proj
+        weight = linear.weight
+        linear.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+        with pytest.raises(
+            VerificationError, match=r"layers\.1\.mlp\.down_proj\.weight is offloaded"
+        ):
+            emulate(subject, emulation, PADDED)
+        linear.weight = weight
+        assert_unchanged(subject.model, before)
+
+
+def test_a_change_of_no_weights_touches_none(tmp_path: Path) -> None:
+    """Not even to read them again: the checkpoint may be gone."""
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        before = take(subject.model)
+        emulation = Emulation(quantizers=make_emulation(subject).quantizers)
+        nowhere = Subject(subject.model, subject.geometry, None)  # type: ignore[arg-type]
+        emulate(nowhere, emulation, PADDED)
+        assert_unchanged(subject.model, before)
+
+
+def test_one_parameter_may_be_changed_twice(tmp_path: Path) -> None:
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        before = take(subject.model)
+        weights = make_emulation(subject).weights
+        quantizer = Quantizer(fmt=E4M3FN, scale=torch.tensor(1.0))
+        again = tuple(Requantized(parameters=w.parameters, quantizer=quantizer) for w in weights)
+        emulate(subject, Emulation(weights=(*weights, *again)), PADDED)
+        assert_unchanged(subject.model, before)
+
+
+# --- the head ----------------------------------------------------------------------------------
+
+
+def test_the_decoder_gets_its_forward_back(subject: Subject) -> None:
+    before = take(subject.model)
+    decoder = text_decoder(subject.model)[1]
+    with open_head(subject.model) as head:
+        assert "forward" in vars(decoder)
+        head.logits(torch.zeros(3, subject.model.config.hidden_size))
+    assert_unchanged(subject.model, before)
+    with pytest.raises(Interrupted), open_head(subject.model):
+        raise Interrupted
+    assert_unchanged(subject.model, before)
+
+
+def test_a_forward_that_was_already_replaced_is_put_back(tmp_path: Path) -> None:
+    """Accelerate puts one on every module that it moves between devices."""
+    del tmp_path
+    model = zoo.build("llama")
+    decoder = text_decoder(model)[1]
+    replaced = partial(type(decoder).forward, decoder)
+    decoder.forward = replaced
+    with open_head(model) as head:
+        assert decoder.forward is not replaced
+        head.logits(torch.zeros(3, 32))
+    assert decoder.forward is replaced
+
+
+# --- looking -----------------------------------------------------------------------------------
+
+
+def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
+    """Bit for bit the plain forward, though 0.01 would ruin it; what is seen is in `found`."""
+    before = take(subject.model)
+    table = make_unscaled_table(subject.geometry, E4M3FN)
+    ones = emulate_kv(table, EngineProfile(name="plain", version=""))
+    small = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(1e-4)) for site in ones}
+    taps = LookingTaps({"unscaled": ones, "small": small})
+    (found,) = emulate(subject, Emulation(), PADDED, taps=taps)
+    assert torch.equal(found, plain_forward(subject.model, PADDED))
+    assert set(taps.found) == {(kind, site) for kind in ("unscaled", "small") for site in ones}
+    assert taps.damage == {}
+    assert_unchanged(subject.model, before)
+
+
+def test_looking_skips_batches_without_a_fourth_sequence(tmp_path: Path) -> None:
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        table = make_unscaled_table(subject.geometry, E4M3FN)
+        ones = emulate_kv(table, EngineProfile(name="plain", version=""))
+        seen = {}
+        for first in range(6):
+            taps = LookingTaps({"unscaled": ones})
+            emulate(subject, Emulation(), make_batch([9, 9], first=first), taps=taps)
+            seen[first] = bool(taps.found)
+    assert seen == {0: True, 1: False, 2: False, 3: True, 4: True, 5: False}

@@ -1,0 +1,302 @@
+"""Per-token scores against log_softmax of full logits that the whole model computed in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from fp8calib.data.plan import Batch
+from fp8calib.engines.numerics import EngineProfile
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.run.forward.lm_head import open_head
+from fp8calib.verification.compare import token_scores as scoring
+from fp8calib.verification.compare.token_scores import TokenScores, score_batch
+from fp8calib.verification.compare.whole import Compared, Comparison
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.linears import emulate_scheme
+from tests import zoo
+from tests.architectures import families
+from tests.verification.by_hand import Subject, make_batch, opened, padding_mask
+
+PLAIN = EngineProfile(name="plain", version="")
+BATCHES = [make_batch([5, 20, 13]), make_batch([20, 20], seed=12, first=3)]
+WITH_A_HEAD_OF_THEIR_OWN = {
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0},
+    "cohere2": {"logit_scale": 0.25},
+    "gemma3n_text": {"final_logit_softcapping": 1.5},
+    "llama": {},
+    "gpt2": {},
+    "opt": {},
+    "falcon": {},
+}
+
+
+def build(family: str, changes: dict[str, Any]) -> PreTrainedModel:
+    """Build a tiny model from whichever collection has it."""
+    if family in zoo.ZOO:
+        return zoo.build(family, **changes)
+    return families.build(family, {**families.FAMILIES[family], **changes})
+
+
+def build_vision_language() -> PreTrainedModel:
+    """Build a tiny gemma3 that also sees."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    text = {
+        **sizes,
+        "vocab_size": 128,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "final_logit_softcapping": 3.0,
+    }
+    vision = {**sizes, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.fixture(scope="module", params=[*WITH_A_HEAD_OF_THEIR_OWN, "gemma3"])
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    family = request.param
+    if family == "gemma3":
+        model = build_vision_language()
+    else:
+        model = build(family, WITH_A_HEAD_OF_THEIR_OWN[family])
+    with opened(model, tmp_path_factory.mktemp(family) / "m") as found:
+        yield found
+
+
+def full_logprobs(model: PreTrainedModel, batch: Batch) -> list[torch.Tensor]:
+    """Run the whole model at once: per sequence, log-probabilities [L - 1, V] in fp64."""
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids, attention_mask=padding_mask(batch)).logits
+    everything = torch.log_softmax(logits.double(), -1)
+    return [row[: length - 1] for row, length in zip(everything, batch.lengths, strict=True)]
+
+
+def targets(batch: Batch) -> list[torch.Tensor]:
+    """Give the tokens that are predicted."""
+    rows = zip(batch.input_ids, batch.lengths, strict=True)
+    return [row[1:length] for row, length in rows]
+
+
+def compare(subject: Subject, emulations: dict[str, Emulation]) -> Compared:
+    """Run the product."""
+    comparison = Comparison(subject.model, subject.geometry, subject.originals)
+    return comparison.run(BATCHES, emulations, advance=lambda _steps: None)
+
+
+def test_the_reference_has_the_logprobs_of_the_whole_model(subject: Subject) -> None:
+    found = compare(subject, {}).reference
+    expected = torch.cat(
+        [
+            logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+            for batch in BATCHES
+            for logprobs, tokens in zip(
+                full_logprobs(subject.model, batch), targets(batch), strict=True
+            )
+        ]
+    )
+    assert found.logprobs.shape == (4 + 19 + 12 + 19 + 19,)
+    torch.testing.assert_close(found.logprobs.double(), expected, rtol=2e-5, atol=2e-5)
+    assert float(found.klds.abs().max()) == 0.0
+    assert bool(found.agrees.all())
+
+
+def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) -> None:
+    """The other model's decoder is disturbed by a hook; it too is run in one go."""
+    batch = BATCHES[0]
+    generator = torch.Generator().manual_seed(8)
+    hidden = _decoder(subject.model)(
+        input_ids=batch.input_ids, attention_mask=padding_mask(batch)
+    ).last_hidden_state.detach()
+    disturbed = hidden + torch.randn(hidden.shape, generator=generator) * 0.1
+    with open_head(subject.model) as head:
+        scores = score_batch(batch, hidden, [disturbed], head.logits, 128)
+
+    def disturb(_module: nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = disturbed
+        return output
+
+    ours = torch.cat(full_logprobs(subject.model, batch))
+    hook = _decoder(subject.model).register_forward_hook(disturb)
+    theirs = torch.cat(full_logprobs(subject.model, batch))
+    hook.remove()
+    klds = (ours.exp() * (ours - theirs)).sum(-1)
+    logprobs = theirs.gather(1, torch.cat(targets(batch)).unsqueeze(1)).squeeze(1)
+    assert float(klds.min()) > 0
+    torch.testing.assert_close(scores[1].klds.double(), klds, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(scores[1].logprobs.double(), logprobs, rtol=2e-5, atol=2e-5)
+    assert torch.equal(scores[1].agrees, ours.argmax(-1) == theirs.argmax(-1))
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    return model.get_decoder()
+
+
+# --- blocks ------------------------------------------------------------------------------------
+
+
+def score(batch: Batch, *, seed: int = 0) -> list[TokenScores]:
+    """Score random hidden states with a head that is one matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    width = batch.input_ids.shape
+    hidden = [torch.randn(*width, 16, generator=generator) for _ in range(3)]
+    matrix = torch.randn(16, 128, generator=generator)
+    return score_batch(batch, hidden[0], hidden[1:], lambda rows: rows @ matrix, 128)
+
+
+@pytest.mark.parametrize("tokens_at_once", [16, 17, 35, 36, 1000])
+def test_where_blocks_end_makes_no_difference(tokens_at_once: int) -> None:
+    """35 tokens are scored: in one block, in several, and with one left over."""
+    batch = BATCHES[0]
+    whole = score(batch)
+    with patch.dict(scoring._BYTES_AT_ONCE, {4: tokens_at_once * 128 * 4}):
+        parts = score(batch)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.klds, other.klds, rtol=1e-5, atol=1e-5)
+        assert torch.equal(one.agrees, other.agrees)
+
+
+def test_logits_are_never_computed_for_more_than_a_block(tmp_path: Path) -> None:
+    """A spy on the head: the whole model would have given it 78 rows at once."""
+    rows: list[int] = []
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        spy = subject.model.lm_head.register_forward_hook(
+            lambda _module, args, _output: rows.append(args[0].flatten(0, -2).shape[0])
+        )
+        table = make_unscaled_table(subject.geometry, E4M3FN)
+        emulation = Emulation(quantizers=emulate_kv(table, PLAIN))
+        with patch.dict(scoring._BYTES_AT_ONCE, {4: 16 * 128 * 4}):
+            compare(subject, {"one": emulation, "two": emulation})
+        spy.remove()
+    assert max(rows) == 16
+    assert sum(rows) == 3 * (35 + 38)
+
+
+def test_a_token_after_padding_is_scored_nowhere() -> None:
+    """Only the lengths count: what stands on padding may be anything, NaN included."""
+    batch = BATCHES[0]
+    hidden = torch.randn(*batch.input_ids.shape, 16)
+    for row, length in enumerate(batch.lengths):
+        hidden[row, length - 1 :] = torch.nan
+    matrix = torch.randn(16, 128)
+    found = score_batch(batch, hidden, [hidden], lambda rows: rows @ matrix, 128)
+    assert all(bool(scores.logprobs.isfinite().all()) for scores in found)
+    assert len(found[1].klds) == 35
+
+
+def test_the_same_states_agree_exactly() -> None:
+    batch = BATCHES[1]
+    hidden = torch.randn(2, 20, 16)
+    matrix = torch.randn(16, 128) * 30
+    reference, same = score_batch(batch, hidden, [hidden], lambda rows: rows @ matrix, 128)
+    assert torch.equal(reference.logprobs, same.logprobs)
+    assert float(same.klds.abs().max()) == 0.0
+    assert bool(same.agrees.all())
+
+
+def test_a_divergence_by_hand() -> None:
+    """P = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): KL = 1/2 ln 2 - 1/4 ln 2."""
+    batch = Batch(first=0, input_ids=torch.tensor([[0, 2]]), lengths=(2,), quarter=0)
+    states = [torch.zeros(1, 2, 1), torch.ones(1, 2, 1)]
+    rows = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
+    reference, candidate = score_batch(
+        batch, states[0], states[1:], lambda x: rows[x[:, 0].long()] + 7.0, 3
+    )
+    assert reference.logprobs.tolist() == pytest.approx([np.log(0.25)])
+    assert candidate.klds.tolist() == pytest.approx([0.25 * np.log(2)], rel=1e-6)
+    assert candidate.agrees.tolist() == [False]
+
+
+# --- the comparison ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path: Path) -> None:
+    """Weights change once for a group of batches; each batch alone gives the same numbers."""
+    with opened(zoo.build(family), tmp_path / "m") as subject:
+        inputs, weights = emulate_scheme(
+            SCHEMES["fp8-dynamic"],
+            subject.geometry,
+            dict(subject.model.named_modules()),
+            PLAIN,
+            fmt=E4M3FN,
+            stats=None,
+        )
+        kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
+        emulations = {
+            "w8a8": Emulation(quantizers=inputs, weights=weights),
+            "kv": Emulation(quantizers=kv),
+        }
+        found = []
+        for limit in (0, 45, 10**6):
+            with patch.object(Comparison, "_tokens_at_once", lambda *_, limit=limit: limit):
+                found.append(compare(subject, emulations))
+    for other in found[1:]:
+        for name in emulations:
+            assert torch.equal(other.candidates[name].logprobs, found[0].candidates[name].logprobs)
+            assert other.damage[name].keys() == found[0].damage[name].keys()
+    assert float(found[0].candidates["w8a8"].klds.mean()) > 0
+
+
+def test_every_forward_pass_is_told(tmp_path: Path) -> None:
+    told: list[int] = []
+    with opened(zoo.build("llama"), tmp_path / "m") as subject:
+        kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
+        emulations = {"a": Emulation(quantizers=kv), "b": Emulation(quantizers=kv)}
+        comparison = Comparison(subject.model, subject.geometry, subject.originals)
+        comparison.run(BATCHES, emulations, advance=told.append)
+    assert sum(told) == 3 * (38 + 40)
+
+
+@pytest.mark.parametrize(("row", "place"), [(0, 2), (1, 11), (2, 0)])
+def test_nan_names_the_model_and_the_sample(row: int, place: int, tmp_path: Path) -> None:
+    batch = Batch(
+        first=40, input_ids=BATCHES[0].input_ids.clone(), lengths=BATCHES[0].lengths, quarter=0
+    )
+    batch.input_ids[batch.input_ids == 77] = 76
+    batch.input_ids[row, place] = 77
+    model = zoo.build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[77] = torch.nan
+    with opened(model, tmp_path / "m") as subject:
+        comparison = Comparison(subject.model, subject.geometry, subject.originals)
+        with pytest.raises(
+            VerificationError,
+            match=rf"the unquantized model: NaN or inf in the logits at sample {40 + row} ",
+        ):
+            comparison.run([batch], {}, advance=lambda _steps: None)
+
+
+def test_a_head_gives_the_logits_of_the_model(subject: Subject) -> None:
+    """Soft caps, scales and biases included; several calls do not disturb each other."""
+    batch = BATCHES[1]
+    hidden = _decoder(subject.model)(input_ids=batch.input_ids).last_hidden_state.detach()
+    with torch.no_grad():
+        expected = subject.model(input_ids=batch.input_ids).logits
+    with open_head(subject.model) as head:
+        for row in (1, 0):
+            torch.testing.assert_close(head.logits(hidden[row]), expected[row])
+        torch.testing.assert_close(head.logits(hidden[1, 3:4]), expected[1, 3:4])

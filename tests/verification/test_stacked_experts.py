@@ -1,0 +1,126 @@
+"""Checkpoints that `quantize` wrote of stacked experts, in the place of a model's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.aria import modeling_aria
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.engines.numerics import PROFILES
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import Site
+from fp8calib.model.load import load_model, open_source
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
+from fp8calib.verification.emulation.weights import WeightChange, changed_weights
+from tests.quantization.by_hand import read, run
+from tests.quantization.stacked import STACKED, find_experts
+
+REFERENCE = PROFILES["reference"]
+OWN_PRODUCTS = ("llama4", "llama4_text")
+"""Their experts multiply themselves, and no scheme reaches them; their stored weights do."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model as `verify` opens it."""
+
+    folder: Path
+    model: Any
+    geometry: ModelGeometry
+    originals: WeightSource
+
+    def read_changes(self, folder: Path) -> tuple[Any, tuple[WeightChange, ...]]:
+        """Open an FP8 checkpoint of it."""
+        checkpoint = Fp8Checkpoint.open(folder, fuse=REFERENCE.fused_share_scales)
+        source = WeightSource(self.model, checkpoint)
+        return emulate_checkpoint(
+            checkpoint, source, self.geometry, self.model, REFERENCE, is_changed=self._is_changed
+        )
+
+    def _is_changed(self, name: str) -> bool:
+        with Checkpoint.open(self.folder) as own:
+            return name not in own
+
+    def apply(self, changes: tuple[WeightChange, ...]) -> dict[str, torch.Tensor]:
+        """Give all parameters while the changes are in the model."""
+        damage: dict[Site, torch.Tensor] = {}
+        with changed_weights(self.model, changes, self.originals, damage):
+            return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+@pytest.fixture(scope="module", params=sorted(STACKED))
+def opened(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Opened]:
+    """Write a tiny model of every family, and open it as `verify` does."""
+    if request.param.startswith("aria") and hasattr(modeling_aria, "AriaGroupedExpertsGemm"):
+        pytest.skip("transformers 5.17 keeps aria's experts in modules of their own")
+    family = STACKED[request.param]
+    folder = tmp_path_factory.mktemp(request.param) / request.param
+    family.save(family.build(request.param), folder)
+    source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
+    model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
+    with Checkpoint.open(folder) as checkpoint:
+        originals = WeightSource(model, checkpoint)
+        geometry, _ = find_geometry(model, originals.whole, checkpoint_dtype="float32")
+        yield Opened(folder, model, geometry, originals)
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16"])
+def test_the_checkpoint_is_what_the_scheme_emulates(
+    opened: Opened, tmp_path: Path, scheme: str
+) -> None:
+    """Every weight in memory and every quantizer of inputs are the same, bit for bit."""
+    if opened.folder.name in OWN_PRODUCTS:
+        pytest.skip("no scheme reaches its experts")
+    left = [linear.module for _, linear in opened.geometry.linears() if linear.section == "other"]
+    run(opened.folder, tmp_path / "fp8", scheme)
+    quantizers, changes = opened.read_changes(tmp_path / "fp8")
+    modules = dict(opened.model.named_modules())
+    expected_quantizers, expected_changes = emulate_scheme(
+        SCHEMES[scheme], opened.geometry, modules, REFERENCE, fmt=E4M3FN, stats=None
+    )
+    found, expected = opened.apply(changes), opened.apply(expected_changes)
+    experts = [name for name in found if ".experts." in name and found[name].dim() == 3]
+    assert len(experts) >= 2
+    for name in found:
+        if name.removesuffix(".weight") not in left:
+            assert torch.equal(found[name], expected[name]), name
+    for site, quantizer in expected_quantizers.items():
+        if "experts" in site.module:
+            assert quantizers[site] == quantizer
+
+
+def test_every_expert_in_memory_is_the_one_on_disk(opened: Opened, tmp_path: Path) -> None:
+    """Codes times scales, joined by hand in the order in which transformers multiplies them."""
+    stored = read(run(opened.folder, tmp_path / "fp8", "fp8-dynamic").out)
+    _, changes = opened.read_changes(tmp_path / "fp8")
+    found = opened.apply(changes)
+    paths = find_experts(opened.model)
+    numbers = {int(path.split("layers.")[1].split(".")[0]): path for path in paths}
+    assert numbers
+    for number, path in numbers.items():
+        modules = [n for n in stored if f"layers.{number}." in n and ".experts.0.down_proj.w" in n]
+        base = modules[0].partition(".0.down_proj")[0]
+        for expert in range(4):
+            gate, up, down = (
+                stored[f"{base}.{expert}.{name}.weight"].float()
+                * stored[f"{base}.{expert}.{name}.weight_scale"]
+                for name in ("gate_proj", "up_proj", "down_proj")
+            )
+            gate_up = torch.cat([gate, up])
+            is_turned = found[f"{path}.gate_up_proj"].shape[1] == gate_up.shape[1]
+            for name, values in (("gate_up_proj", gate_up), ("down_proj", down)):
+                own = values.T if is_turned else values
+                assert torch.equal(found[f"{path}.{name}"][expert], own)

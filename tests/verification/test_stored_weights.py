@@ -1,0 +1,222 @@
+"""What an FP8 checkpoint did to the weights: what it clipped, and the scales it did it with.
+
+Checkpoints are written by torch's casts here; what clips is counted from the file, element by
+element.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.engines.numerics import PROFILES
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.geometry.sites import Site
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.verification.emulation.fake_quantize import Damage
+from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
+from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.stored_weights import find_clipped
+from fp8calib.verification.emulation.weights import WeightChange, changed_weights
+from tests import zoo
+from tests.dialects.fp8_handmade import AUTOFP8_DYNAMIC, CT_BLOCK, CT_CHANNEL
+from tests.verification.by_hand import Subject, opened
+
+Spread = Callable[[torch.Tensor], torch.Tensor]
+"""From a weight to its amax, in the shape in which scales are stored."""
+
+LARGEST = 448.0
+
+
+def per_tensor(weight: torch.Tensor) -> torch.Tensor:
+    return weight.abs().max()
+
+
+def per_channel(weight: torch.Tensor) -> torch.Tensor:
+    return weight.abs().amax(1, keepdim=True)
+
+
+def per_block(weight: torch.Tensor) -> torch.Tensor:
+    strips = weight.abs().split(128, 0)
+    return torch.tensor([[float(piece.max()) for piece in s.split(128, 1)] for s in strips])
+
+
+FORMS = {
+    "tensor": (per_tensor, AUTOFP8_DYNAMIC),
+    "channel": (per_channel, CT_CHANNEL),
+    "block": (per_block, CT_BLOCK),
+}
+
+
+def spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return scale[: shape[0], : shape[1]].expand(shape) if scale.dim() == 2 else scale.expand(shape)
+
+
+def is_quantized(name: str) -> bool:
+    return name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight"))
+
+
+def write(subject: Subject, folder: Path, form: str, factor: float, dtype: torch.dtype) -> Path:
+    """Quantize a saved model with scales that are `factor` times what they should be."""
+    find_amax, config = FORMS[form]
+    subject.model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in filter(is_quantized, list(tensors)):
+        scale = (find_amax(tensors[name]) / LARGEST * factor).to(dtype)
+        quotient = tensors[name] / spread(scale.float(), tensors[name].shape)
+        tensors[name] = quotient.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {"quantization_config": config}))
+    return folder
+
+
+def read(subject: Subject, folder: Path, engine: str = "reference") -> tuple[WeightChange, ...]:
+    profile = PROFILES[engine]
+    checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_share_scales)
+    source = WeightSource(subject.model, checkpoint)
+    _, weights = emulate_checkpoint(
+        checkpoint, source, subject.geometry, subject.model, profile, is_changed=lambda _: False
+    )
+    return weights
+
+
+def count_clipped(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[str, int]:
+    damage: dict[Site, torch.Tensor] = {}
+    with changed_weights(subject.model, weights, subject.originals, damage):
+        pass
+    return {site.module: int(Damage(*sums).clipped) for site, sums in damage.items()}
+
+
+def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:
+    """Count the elements of each file tensor that lie beyond 448 times their scale."""
+    stored = load_file(folder / "model.safetensors")
+    subject.model.save_pretrained(folder / "plain")
+    plain = load_file(folder / "plain" / "model.safetensors")
+    return {
+        name.removesuffix(".weight"): int(
+            (weight.abs() > LARGEST * spread(stored[f"{name}_scale"].float(), weight.shape)).sum()
+        )
+        for name, weight in plain.items()
+        if is_quantized(name)
+    }
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """Give a llama whose weights span several blocks in both directions."""
+    sizes = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
+    model = zoo.build("llama", **sizes)
+    with opened(model, tmp_path_factory.mktemp("wide") / "m") as found:
+        yield found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_what_a_checkpoint_clipped_is_counted(
+    wide: Subject, tmp_path: Path, form: str, engine: str
+) -> None:
+    folder = write(wide, tmp_path / "fp8", form, 1 / 3, torch.float32)
+    expected = count_by_hand(wide, folder)
+    assert min(expected.values()) > 0
+    assert count_clipped(wide, read(wide, folder, engine)) == expected
+
+
+def test_what_a_checkpoint_clipped_of_experts_is_counted(tmp_path: Path) -> None:
+    with opened(zoo.build("mixtral"), tmp_path / "m") as subject:
+        folder = write(subject, tmp_path / "fp8", "tensor", 1 / 3, torch.float32)
+        by_hand = count_by_hand(subject, folder)
+        found = count_clipped(subject, read(subject, folder))
+    for layer in range(2):
+        experts = {
+            name: count
+            for name, count in by_hand.items()
+            if f"layers.{layer}." in name and "experts" in name
+        }
+        ends = [sum(c for n, c in experts.items() if n.endswith(end)) for end in ("w1", "w3", "w2")]
+        module = f"model.layers.{layer}.mlp.experts"
+        assert found[f"{module}.down_proj"] == ends[2] > 0
+        assert found[f"{module}.gate_proj"] == found[f"{module}.up_proj"] == ends[0] + ends[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scale_that_fits_clips_nothing(
+    wide: Subject, tmp_path: Path, form: str, dtype: torch.dtype
+) -> None:
+    """In bfloat16 half of the scales are rounded down, which costs nobody anything."""
+    folder = write(wide, tmp_path / "fp8", form, 1.0, dtype)
+    assert set(count_clipped(wide, read(wide, folder)).values()) == {0}
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ, E5M2], ids=lambda fmt: fmt.name)
+def test_only_the_largest_code_can_have_been_clipped(fmt: Fp8Format) -> None:
+    """What was scaled before it was quantized (SmoothQuant) lies beyond, but at other codes."""
+    below = max(value for code in range(128) if (value := fmt.value_of(code)) < fmt.max)
+    exact = torch.tensor([fmt.max, fmt.max * 2, -fmt.max * 2, fmt.max * 2])
+    found = torch.tensor([fmt.max, fmt.max, -fmt.max, below])
+    clipped = find_clipped(exact, found, torch.full((4,), fmt.max), fmt)
+    assert clipped is not None
+    assert (clipped.abs() > fmt.max).tolist() == [False, True, True, False]
+    assert find_clipped(exact, found, torch.full((4,), fmt.max * 2), fmt) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_scales_of_a_checkpoint_are_told(wide: Subject, tmp_path: Path, form: str) -> None:
+    folder = write(wide, tmp_path / "fp8", form, 1.0, torch.float32)
+    stored = load_file(folder / "model.safetensors")
+    found = {p.name: scales for w in read(wide, folder) for p, scales in w.find_scales({})}
+    assert found == {
+        name: ScaleRange(
+            per=form,  # type: ignore[arg-type]
+            smallest=float(stored[f"{name}_scale"].min()),
+            largest=float(stored[f"{name}_scale"].max()),
+        )
+        for name in filter(is_quantized, stored)
+    }
+
+
+@pytest.mark.parametrize(
+    ("scheme", "per", "find_amax"),
+    [
+        ("fp8-dynamic", "channel", per_channel),
+        ("w8a16", "channel", per_channel),
+        ("fp8-block", "block", per_block),
+    ],
+)
+def test_the_scales_of_a_scheme_are_told(
+    wide: Subject, scheme: str, per: str, find_amax: Spread
+) -> None:
+    modules = dict(wide.model.named_modules())
+    _, weights = emulate_scheme(
+        SCHEMES[scheme], wide.geometry, modules, PROFILES["reference"], fmt=E4M3FN, stats=None
+    )
+    values = {name: p.data for name, p in wide.model.named_parameters()}
+    found = {p.name: scales for w in weights for p, scales in w.find_scales(values)}
+    assert len(found) == 2 * 7
+    for name, scales in found.items():
+        expected = find_amax(values[name]) / LARGEST
+        assert scales.per == per
+        assert scales.smallest == pytest.approx(float(expected.min()), rel=1e-6)
+        assert scales.largest == pytest.approx(float(expected.max()), rel=1e-6)
+
+
+def test_rounding_to_the_dtype_computed_in_is_no_clipping() -> None:
+    """1.005 is the largest of an fp32 weight, and so its reach; in bfloat16 it is 1.0078125."""
+    exact = torch.tensor([1.005, -1.005, 0.5], dtype=torch.bfloat16)
+    assert exact.tolist() == [1.0078125, -1.0078125, 0.5]
+    reach = torch.full((3,), 1.005)
+    assert find_clipped(exact, torch.tensor([1.005, -1.005, 0.5]), reach, E4M3FN) is None
+    clipped = find_clipped(exact, torch.tensor([0.9, -0.5, 0.5]), torch.full((3,), 0.9), E4M3FN)
+    assert clipped is not None
+    assert clipped.bool().tolist() == [True, False, False]

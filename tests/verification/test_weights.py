@@ -1,0 +1,282 @@
+"""Which weights belong together, and weights taken from an FP8 checkpoint that was made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.engines.numerics import PROFILES, EngineProfile
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import Dynamic
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.emulation.fake_quantize import Quantizer
+from fp8calib.verification.emulation.linears import emulate_checkpoint
+from fp8calib.verification.emulation.stored_weights import Stored
+from fp8calib.verification.emulation.weights import (
+    Requantized,
+    WeightParameter,
+    find_parameters,
+    sum_damage,
+)
+from tests import zoo
+from tests.verification.by_hand import (
+    Subject,
+    cast,
+    cast_blocks,
+    cast_groups,
+    ceil_log2,
+    emulate,
+    make_batch,
+    opened,
+    plain_forward,
+    tensor_scale,
+)
+from tests.verification.models_by_hand import Recipe, quantize_by_hand
+from tests.verification.test_emulation_linears import weights_held
+
+BATCH = make_batch([5, 20, 13])
+GROUPS = {
+    "llama": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ],
+    "phi3": [
+        ["self_attn.o_proj"],
+        ["self_attn.qkv_proj"],
+        ["mlp.gate_up_proj"],
+        ["mlp.down_proj"],
+    ],
+    "opt": [
+        ["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj"],
+        ["self_attn.out_proj"],
+        ["fc1"],
+        ["fc2"],
+    ],
+    "starcoder2": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.c_fc"],
+        ["mlp.c_proj"],
+    ],
+    "mixtral": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.experts.gate_up_proj"],
+        ["mlp.experts.down_proj"],
+    ],
+    "deepseek_v3": [
+        ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
+        ["self_attn.q_b_proj"],
+        ["self_attn.kv_b_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.experts.gate_up_proj"],
+        ["mlp.experts.down_proj"],
+        ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
+        ["mlp.shared_experts.down_proj"],
+    ],
+    "qwen3_next": [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.experts.gate_up_proj"],
+        ["mlp.experts.down_proj"],
+        ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
+        ["mlp.shared_expert.down_proj"],
+    ],
+}
+
+
+@pytest.mark.parametrize("family", GROUPS)
+def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: Path) -> None:
+    """Of the last layer; nothing else is in a group, and routers are in none."""
+    with opened(zoo.build(family), tmp_path / "m") as subject:
+        groups = find_parameters(subject.geometry, dict(subject.model.named_modules()))
+    prefix = f"{subject.geometry.layers[-1].module}."
+    found = [
+        [p.name.removeprefix(prefix).removesuffix(".weight") for p in group]
+        for group in groups
+        if group[0].name.startswith(prefix)
+    ]
+    assert found == GROUPS[family]
+
+
+@pytest.mark.parametrize("family", sorted(zoo.ZOO))
+def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_path: Path) -> None:
+    """A list made by hand of what stays: routers, and what is no projection."""
+    with opened(zoo.build(family), tmp_path / "m") as subject:
+        groups = find_parameters(subject.geometry, dict(subject.model.named_modules()))
+    listed = [parameter.name for group in groups for parameter in group]
+    assert len(listed) == len(set(listed))
+    layers = tuple(f"{layer.module}." for layer in subject.geometry.layers)
+    left = {
+        name.rpartition(".")[0].rpartition(".")[2]
+        for name, parameter in subject.model.named_parameters()
+        if name.startswith(layers) and parameter.ndim > 1 and name not in listed
+    }
+    assert left <= {"gate", "router", "shared_expert_gate", "conv1d", "experts"}
+    biases = {
+        name
+        for name, parameter in subject.model.named_parameters()
+        if "experts" in name and parameter.ndim > 1 and name not in listed
+    }
+    assert all("bias" in n or "shared_expert_gate" in n for n in biases)
+
+
+def test_slices_are_views_with_rows_for_outputs() -> None:
+    value = torch.arange(24.0).reshape(2, 3, 4)
+    site = (Site("a", Role.WEIGHT),)
+    plain = WeightParameter(name="a", sites=site, is_transposed=False, num_experts=2)
+    flipped = WeightParameter(name="a", sites=site, is_transposed=True, num_experts=2)
+    assert [s.shape for s in plain.slices(value)] == [(3, 4)] * 2
+    assert [s.shape for s in flipped.slices(value)] == [(4, 3)] * 2
+    one = WeightParameter(name="a", sites=site, is_transposed=True, num_experts=0)
+    (view,) = one.slices(value[0])
+    view.zero_()
+    assert float(value[0].abs().sum()) == 0.0
+
+
+def test_a_group_takes_its_scale_from_weights_as_they_were() -> None:
+    """What is replaced first has no say in the scale of the second."""
+    values = {name: torch.randn(8, 8) * size for name, size in (("a", 5.0), ("b", 1.0))}
+    before = {name: value.clone() for name, value in values.items()}
+    parameters = tuple(
+        WeightParameter(
+            name=name, sites=(Site(name, Role.WEIGHT),), is_transposed=False, num_experts=0
+        )
+        for name in values
+    )
+    change = Requantized(
+        parameters=parameters, quantizer=Quantizer(fmt=E4M3FN, scale=Dynamic.TENSOR)
+    )
+    assert [parameter.name for parameter, _ in change.apply(values)] == ["a", "b"]
+    scale = tensor_scale(*before.values())
+    for name, value in values.items():
+        assert torch.equal(value, cast(before[name], scale))
+
+
+def test_experts_have_scales_of_their_own() -> None:
+    values = {"e": torch.randn(3, 4, 6) * torch.tensor([1.0, 10.0, 100.0]).reshape(3, 1, 1)}
+    before = values["e"].clone()
+    parameter = WeightParameter(
+        name="e", sites=(Site("e", Role.WEIGHT),), is_transposed=True, num_experts=3
+    )
+    change = Requantized(
+        parameters=(parameter,), quantizer=Quantizer(fmt=E4M3FN, scale=Dynamic.TENSOR)
+    )
+    list(change.apply(values))
+    for value, original in zip(values["e"], before, strict=True):
+        assert torch.equal(value, cast(original, tensor_scale(original)))
+
+
+def test_sums_add_up_and_the_amax_is_the_largest() -> None:
+    parts = [
+        torch.tensor([1.0, 2, 3, 4, 5, 9]).double(),
+        torch.tensor([1.0, 1, 1, 1, 1, 2]).double(),
+    ]
+    assert sum_damage(parts).tolist() == [2, 3, 4, 5, 6, 9]
+
+
+# --- an FP8 checkpoint -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    sizes = {"hidden_size": 160, "intermediate_size": 200, "head_dim": 40}
+    model = zoo.build("llama", **sizes)
+    with opened(model, tmp_path_factory.mktemp("wide") / "m") as found:
+        yield found
+
+
+def write_blocks(model: nn.Module, folder: Path) -> Path:
+    """Write a model as DeepSeek does: codes, and a scale per block of 128 x 128."""
+    model.save_pretrained(folder)  # type: ignore[operator]
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        weight = tensors[name]
+        scales = [
+            [tensor_scale(piece) for piece in strip.split(128, 1)] for strip in weight.split(128, 0)
+        ]
+        spread = torch.tensor(scales).repeat_interleave(128, 0).repeat_interleave(128, 1)
+        spread = spread[: weight.shape[0], : weight.shape[1]]
+        tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.tensor(scales)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "fmt": "e4m3",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def stored(subject: Subject, folder: Path, profile: EngineProfile) -> Emulation:
+    """Ask the product what an engine makes of a checkpoint."""
+    checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_share_scales)
+    source = WeightSource(subject.model, checkpoint)
+    inputs, weights = emulate_checkpoint(
+        checkpoint, source, subject.geometry, subject.model, profile, is_changed=lambda _: False
+    )
+    return Emulation(quantizers=inputs, weights=weights)
+
+
+def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
+    wide: Subject, tmp_path: Path
+) -> None:
+    folder = write_blocks(wide.model, tmp_path / "fp8")
+    expected = quantize_by_hand(
+        wide.model, Recipe(lambda weight, _: cast_blocks(weight), lambda _: cast_groups)
+    )
+    (found,) = emulate(wide, stored(wide, folder, PROFILES["reference"]), BATCH)
+    assert torch.equal(found, plain_forward(expected, BATCH))
+    assert not torch.equal(found, plain_forward(wide.model, BATCH))
+
+
+def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path: Path) -> None:
+    folder = write_blocks(wide.model, tmp_path / "fp8")
+    held = weights_held(wide, stored(wide, folder, PROFILES["vllm"]))
+    name = "model.layers.1.mlp.gate_proj.weight"
+    strips = []
+    for strip in cast_blocks(wide.model.get_parameter(name).detach()).split(128, 0):
+        pieces = [
+            cast(piece, 2.0 ** ceil_log2(tensor_scale(piece))) for piece in strip.split(128, 1)
+        ]
+        strips.append(torch.cat(pieces, 1))
+    assert torch.equal(held[name], torch.cat(strips, 0))
+
+
+def test_a_checkpoint_of_another_shape_is_refused() -> None:
+    class Source:
+        """Gives one row too few."""
+
+        def read(self, _name: str) -> torch.Tensor:
+            return torch.zeros(3, 4)
+
+        def read_experts(self, _name: str) -> Iterator[torch.Tensor]:
+            return iter(())
+
+    parameter = WeightParameter(
+        name="w", sites=(Site("w", Role.WEIGHT),), is_transposed=False, num_experts=0
+    )
+    change = Stored(
+        parameters=(parameter,),
+        source=Source(),
+        quantizer=Quantizer(fmt=E4M3FN, scale=Dynamic.TENSOR),
+        reach=Source(),
+        scales={},
+    )
+    with pytest.raises(VerificationError, match=r"w is \[3, 4\] in the FP8 checkpoint and"):
+        list(change.apply({"w": torch.zeros(4, 4)}))

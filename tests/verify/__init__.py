@@ -1,1 +1,0 @@
-"""What FP8 costs a model: emulation, numbers, verdicts, the page."""
