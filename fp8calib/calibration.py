@@ -23,19 +23,19 @@ from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKEN
 from fp8calib.recipe import Recipe
 from fp8calib.run.forward.whole import WholeRunner
 from fp8calib.run.resume.journal import Journal
-from fp8calib.run.resume.work_share import WHOLE, Portion
+from fp8calib.run.resume.work_share import WHOLE, WorkShare
 from fp8calib.run.streaming.calibration import LayerObserver
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.stats.calibration_stats import (
     CalibrationStats,
     SiteStats,
     StatsHeader,
-    StatsPart,
+    StatsShard,
     join_ranges,
 )
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 
-__all__ = ["Portion", "Prepared", "Progress", "calibrate", "prepare"]
+__all__ = ["Prepared", "Progress", "WorkShare", "calibrate", "prepare"]
 
 
 class Progress(Protocol):
@@ -58,7 +58,7 @@ def calibrate(
     batch_size: int,
     progress: Progress,
     streaming: Streaming | None = None,
-    portion: Portion = WHOLE,
+    portion: WorkShare = WHOLE,
 ) -> CalibrationStats:
     """Gather the statistics that `recipe` asks for; `plan` is None when it asks for weights alone.
 
@@ -138,10 +138,12 @@ def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
 
 
-def _describe_part(shard: Share | None, plan: DataPlan | None, batch_size: int) -> StatsPart | None:
+def _describe_part(
+    shard: Share | None, plan: DataPlan | None, batch_size: int
+) -> StatsShard | None:
     if shard is None or plan is None:
         return None
-    return StatsPart(
+    return StatsShard(
         index=shard.index,
         count=shard.count,
         batch_size=batch_size,
@@ -150,7 +152,7 @@ def _describe_part(shard: Share | None, plan: DataPlan | None, batch_size: int) 
 
 
 def _weights(
-    prepared: Prepared, checkpoint: Checkpoint, progress: Progress, portion: Portion
+    prepared: Prepared, checkpoint: Checkpoint, progress: Progress, portion: WorkShare
 ) -> dict[Site, SiteStats]:
     linears = [linear for _, linear in prepared.geometry.linears()]
     chosen = portion.weights(linears)
@@ -176,7 +178,7 @@ def _layer_by_layer(
     recipe: Recipe,
     progress: Progress,
     streaming: Streaming,
-    portion: Portion,
+    portion: WorkShare,
 ) -> dict[Site, SiteStats]:
     num_layers = len(prepared.geometry.layers)
     used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in todo or ())]
@@ -214,7 +216,7 @@ def _activations(
     todo: Sequence[Batch],
     recipe: Recipe,
     progress: Progress,
-    portion: Portion,
+    portion: WorkShare,
 ) -> dict[Site, SiteStats]:
     observe = recipe.observe
     recorder = Recorder()

@@ -83,7 +83,7 @@ def _read_rule(value: Any) -> Rule:
 RuleField = Annotated[Rule, PlainValidator(_read_rule), PlainSerializer(str)]
 
 
-class Scales(_Section):
+class ScaleOptions(_Section):
     """How statistics become scales."""
 
     rule: RuleField = Field(
@@ -106,7 +106,7 @@ class Recipe(_Section):
     description: str = Field(default="", description="one sentence for people")
     observe: Observe = Field(default=Observe(), description="which sites to observe")
     data: Data = Field(default=Data(), description="which data to run")
-    scales: Scales = Field(default=Scales(), description="how statistics become scales")
+    scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
     formats: tuple[str, ...] = Field(
         default=("kv-overlay",), description="what to write beside stats and report"
     )

@@ -19,7 +19,7 @@ from fp8calib.cli.console import be_silent, drop_stdout, say, show_error
 from fp8calib.cli.option_types import spread_formats
 from fp8calib.cli.signals import listen
 from fp8calib.errors import Fp8CalibError, UsageError, fit_line
-from fp8calib.machine.launch import Place, find_place
+from fp8calib.machine.launch import ProcessRank, find_process_rank
 
 BUG_HINT = "this is a defect of fp8calib: please report it with the lines above"
 INTERRUPTED = 130
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     listen()
     _replace_closed_streams()
     try:
-        place = find_place(os.environ)
+        place = find_process_rank(os.environ)
     except UsageError as error:
         sys.exit(_show(error, arguments))
     if place.size > 1:
@@ -75,7 +75,7 @@ def _replace_closed_streams() -> None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
 
 
-def _wait_for_first(place: Place) -> None:
+def _wait_for_first(place: ProcessRank) -> None:
     """Let the first process tell of what all have met: its end, and that of all, comes meanwhile.
 
     What is told of here is what this process alone has met.
@@ -103,7 +103,7 @@ def _say_how_to_resume(arguments: Sequence[str]) -> str:
     if not arguments or arguments[0] not in _RESUMABLE or "--dry-run" in arguments:
         return ""
     again = arguments if "--resume" in arguments else [*arguments, "--resume"]
-    if find_place(os.environ).size > 1:
+    if find_process_rank(os.environ).size > 1:
         return "go on with: the same command and --resume, started alike or in one process"
     return f"go on with: {shlex.join(['fp8calib', *again])}"
 
@@ -114,7 +114,7 @@ def _show(error: Fp8CalibError, arguments: Sequence[str]) -> int:
     return show_error(error.kind, error.message, hint, as_json=as_json, exit_code=error.exit_code)
 
 
-def _check_others(arguments: Sequence[str], place: Place) -> None:
+def _check_others(arguments: Sequence[str], place: ProcessRank) -> None:
     """Refuse to do several times at once what one process is for."""
     if place.size > 1 and arguments and arguments[0] in _STAGES and arguments[0] != "calibrate":
         raise UsageError(
@@ -125,7 +125,7 @@ def _check_others(arguments: Sequence[str], place: Place) -> None:
 
 
 def _guarded(  # noqa: PLR0911 -- one return per kind of error
-    arguments: Sequence[str], place: Place
+    arguments: Sequence[str], place: ProcessRank
 ) -> int:
     as_json = "--json" in arguments
     try:

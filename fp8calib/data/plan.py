@@ -14,7 +14,7 @@ import torch
 from fp8calib.data.sources import Part, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes
-from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, encode_rows, keep_rows, pack_rows
+from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, keep_rows, pack_rows, tokenize_rows
 from fp8calib.errors import DataError, UsageError
 
 FEW_TOKENS = 4096
@@ -94,7 +94,7 @@ def build_plan(
     _check_sizes(samples=samples, seq_len=seq_len)
     parsed = [parse_spec(text) for text in specs or ("builtin",)]
     rows = mix_rows([(iter_rows(spec, part=part), spec.weight) for spec in parsed], seed=seed)
-    encoded = encode_rows(rows, tokenizer=functools.cache(tokenizer), vocab_size=vocab_size)
+    encoded = tokenize_rows(rows, tokenizer=functools.cache(tokenizer), vocab_size=vocab_size)
     found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
     sources = tuple(spec.label for spec in parsed)
     if not found.sequences:

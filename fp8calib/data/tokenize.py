@@ -73,7 +73,7 @@ class PackedRows:
     """Rows that were too short to use."""
 
 
-def encode_rows(
+def tokenize_rows(
     rows: Iterable[Row], *, tokenizer: Callable[[], Any], vocab_size: int
 ) -> Iterator[Sequence[int]]:
     """Yield the token ids of each row; `tokenizer` is called when a row needs it, and never else.

@@ -14,9 +14,9 @@ from fp8calib.engines.replay.verdicts import (
     CheckReport,
     EngineReport,
     LayerVerdict,
+    LoadVerdict,
     Refusal,
     Status,
-    Verdict,
     report_alike,
     report_refusal,
 )
@@ -96,17 +96,17 @@ def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
         check_heads(geometry, tp)
         check_cuts(geometry, tp)
     except UsageError as error:
-        return Refusal(f"{error.message}: the engine does not start", mend=error.hint)
+        return Refusal(f"{error.message}: the engine does not start", fix=error.hint)
     return None
 
 
 def _drop(geometry: ModelGeometry, why: str) -> EngineReport:
-    mend = "write a kv-overlay, which carries the scales in the checkpoint"
-    verdict = Verdict(status=Status.DROPPED, value=1.0, why=f"{why}: 1.0", mend=mend)
+    fix = "write a kv-overlay, which carries the scales in the checkpoint"
+    verdict = LoadVerdict(status=Status.DROPPED, value=1.0, why=f"{why}: 1.0", fix=fix)
     return report_alike(geometry, verdict)
 
 
-_MEND = "load it in the engine and read the scales in its log, or serve a known architecture"
+_FIX = "load it in the engine and read the scales in its log, or serve a known architecture"
 
 
 def amend_for_unknown(report: CheckReport, model_type: str) -> CheckReport:
@@ -131,8 +131,8 @@ def _amend(name: str, report: EngineReport, model_type: str) -> EngineReport:
     return report.model_copy(update={"layers": layers, "problems": (*report.problems, problem)})
 
 
-def _take_back(verdict: Verdict, why: str) -> Verdict:
+def _take_back(verdict: LoadVerdict, why: str) -> LoadVerdict:
     if verdict.status is not Status.USED:
         return verdict
     text = f"{why} ({verdict.why})"
-    return Verdict(status=Status.DROPPED, value=None, why=text, mend=_MEND)
+    return LoadVerdict(status=Status.DROPPED, value=None, why=text, fix=_FIX)

@@ -19,7 +19,7 @@ _PORTS = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessRank:
     """Which of several processes this one is."""
 
     rank: int
@@ -34,10 +34,10 @@ class Place:
         return self.rank == 0
 
 
-ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
+ALONE = ProcessRank(rank=0, size=1, local_rank=0, local_size=1)
 
 
-def find_place(environment: Mapping[str, str]) -> Place:
+def find_process_rank(environment: Mapping[str, str]) -> ProcessRank:
     """Read one's place; `ALONE` where nothing says that there are others.
 
     Raises:
@@ -50,7 +50,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
     )
     if port >= _PORTS:
         raise UsageError(f"MASTER_PORT={port}: cannot be", hint="start all processes with torchrun")
-    place = Place(
+    place = ProcessRank(
         rank=rank,
         size=size,
         local_rank=_read(environment, "LOCAL_RANK", rank),

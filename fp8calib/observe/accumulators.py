@@ -12,7 +12,7 @@ from fp8calib.stats.positions import NUM_RANGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Observation:
     """One observation, which counts once its batch is whole."""
 
     site: Site
@@ -26,7 +26,7 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Running:
+class SiteAccumulator:
     """The running statistics of one site."""
 
     count: int = 0
@@ -40,7 +40,7 @@ class Running:
     expert_counts: torch.Tensor | None = None
     histogram: torch.Tensor | None = None
 
-    def observe(self, seen: Seen) -> None:
+    def observe(self, seen: Observation) -> None:
         """Count an observation of the open quarter."""
         self.count += seen.num_tokens
         if self.is_open or self.quarter is None:
@@ -68,7 +68,7 @@ class Running:
         self.is_open = False
 
 
-def freeze(running: Running) -> SiteStats:
+def freeze(running: SiteAccumulator) -> SiteStats:
     """Give what was seen, on the CPU; no quarter may be open."""
     progress = torch.zeros(NUM_QUARTERS)
     for quarter, amax in enumerate(running.progress):

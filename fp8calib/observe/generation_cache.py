@@ -15,11 +15,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import text_decoder
-from fp8calib.observe.hooks import Taps, find_attention, own_attentions
+from fp8calib.observe.hooks import TensorHooks, find_attention, own_attentions
 
 
 @contextmanager
-def tapped_caches(model: PreTrainedModel, geometry: ModelGeometry, taps: Taps) -> Iterator[None]:
+def tapped_caches(
+    model: PreTrainedModel, geometry: ModelGeometry, taps: TensorHooks
+) -> Iterator[None]:
     """Tap K and V on their way into whatever cache `model` is called with, or none.
 
     No other model may run in this process while the context is open.
@@ -29,7 +31,7 @@ def tapped_caches(model: PreTrainedModel, geometry: ModelGeometry, taps: Taps) -
 
 
 @contextmanager
-def _tapped_updates(geometry: ModelGeometry, taps: Taps) -> Iterator[None]:
+def _tapped_updates(geometry: ModelGeometry, taps: TensorHooks) -> Iterator[None]:
     attentions = own_attentions(geometry)
     original = Cache.update
 

@@ -41,7 +41,7 @@ class ExpertsCall:
         return int(self.module.down_proj.shape[0])
 
 
-class Taps(Protocol):
+class TensorHooks(Protocol):
     """What is done at the seams: each method is given tensors and says what goes on in their place.
 
     Shapes: B batch, S sequence, H heads, D head size, N tokens, K experts a token goes to, C
@@ -77,7 +77,7 @@ class TappedCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         config: Any,
         attentions: Mapping[int, Attention],
         ignored: Collection[str],
-        taps: Taps,
+        taps: TensorHooks,
     ) -> None:
         super().__init__(config=config)
         self._attentions = attentions
@@ -145,7 +145,7 @@ def own_attentions(geometry: ModelGeometry) -> dict[int, Attention]:
 def tapped(
     model: PreTrainedModel,
     geometry: ModelGeometry,
-    taps: Taps,
+    taps: TensorHooks,
     *,
     query: bool,
     inputs: bool,
@@ -178,7 +178,7 @@ def tapped(
 def _tap_linears(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    taps: Taps,
+    taps: TensorHooks,
     ignored: Collection[str],
 ) -> Iterator[None]:
     with ExitStack() as stack:
@@ -190,7 +190,7 @@ def _tap_linears(
         yield
 
 
-def _input_hook(linear: Linear, taps: Taps) -> Callable[..., Any]:
+def _input_hook(linear: Linear, taps: TensorHooks) -> Callable[..., Any]:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (taps.tap_input(linear, args[0]), *args[1:]), kwargs
@@ -206,7 +206,7 @@ def _input_hook(linear: Linear, taps: Taps) -> Callable[..., Any]:
 def _tap_queries(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    taps: Taps,
+    taps: TensorHooks,
     ignored: Collection[str],
 ) -> Iterator[None]:
     attentions = {
@@ -251,7 +251,7 @@ def _wrapped_lookup(
 def _tap_experts(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    taps: Taps,
+    taps: TensorHooks,
     ignored: Collection[str],
 ) -> Iterator[None]:
     blocks: dict[nn.Module, tuple[str, int]] = {}
@@ -279,7 +279,7 @@ def _tap_experts(
 
 
 @contextmanager
-def _tapped_down(call: ExpertsCall, taps: Taps) -> Iterator[None]:
+def _tapped_down(call: ExpertsCall, taps: TensorHooks) -> Iterator[None]:
     """Tap the input of down, which `grouped_mm` computes with rows sorted by expert."""
     module = call.module
     if not module.has_gate:

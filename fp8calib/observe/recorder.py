@@ -15,7 +15,7 @@ import torch
 from fp8calib.errors import CalibrationError
 from fp8calib.fp8.amax import channel_amax, head_amax, tokens_first
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.accumulators import Running, Seen, freeze
+from fp8calib.observe.accumulators import Observation, SiteAccumulator, freeze
 from fp8calib.stats.calibration_stats import SiteStats
 from fp8calib.stats.histogram import count_bins
 from fp8calib.stats.positions import split_positions
@@ -141,8 +141,8 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._running: dict[Site, Running] = {}
-        self._pending: list[Seen] = []
+        self._running: dict[Site, SiteAccumulator] = {}
+        self._pending: list[Observation] = []
         self._sequences: list[tuple[int, int]] = []
         self._is_settled = True
         self._quarter = 0
@@ -212,7 +212,7 @@ class Recorder:
         if site.role is not Role.Q and len(batch.kv_sample):
             bins = count_bins(tokens_first(x)[self.rows("kv_sample", x.device)])
         self._pending.append(
-            Seen(
+            Observation(
                 site=site,
                 num_tokens=batch.num_tokens,
                 amax=amax,
@@ -225,7 +225,7 @@ class Recorder:
         """Take the input of a linear: [..., C], the leading axes ending in (B, S) or flat."""
         seen = self._input(site, x)
         self._pending.append(
-            Seen(
+            Observation(
                 site=site,
                 num_tokens=self._num_rows(x),
                 amax=seen.amax,
@@ -237,7 +237,7 @@ class Recorder:
     def observe_experts(self, site: Site, seen: ExpertRows) -> None:
         """Take what the experts of a layer were given, as one projection."""
         self._pending.append(
-            Seen(
+            Observation(
                 site=site,
                 num_tokens=self.batch.num_tokens,
                 amax=seen.amax,
@@ -289,10 +289,10 @@ class Recorder:
         """Tokens seen per site so far."""
         return {site: running.count for site, running in self._running.items()}
 
-    def _site(self, site: Site) -> Running:
+    def _site(self, site: Site) -> SiteAccumulator:
         running = self._running.get(site)
         if running is None:
-            running = self._running[site] = Running()
+            running = self._running[site] = SiteAccumulator()
         return running
 
     def _close_quarter(self) -> None:

@@ -20,8 +20,8 @@ from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.quantization.checkpoint_dialects import Form
-from fp8calib.quantization.plan import NO_SCALES, Scales, Settings
+from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
+from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
 from fp8calib.quantization.selection.patterns import list_paths, span_layers, spell_options
 from fp8calib.quantization.selection.select import Matrix, select
 from fp8calib.scales.compute import (
@@ -45,7 +45,7 @@ _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 class Calibrated:
     """Scales from statistics, and what a user should know of them."""
 
-    scales: Scales
+    scales: CalibratedScales
     notes: tuple[str, ...]
 
 
@@ -79,7 +79,10 @@ def check_same_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
 
 
 def find_kv_scales(
-    stats: CalibrationStats, checkpoint: Checkpoint, form: Form, choice: Choice = PLAIN_CHOICE
+    stats: CalibrationStats,
+    checkpoint: Checkpoint,
+    form: CheckpointDialect,
+    choice: Choice = PLAIN_CHOICE,
 ) -> Calibrated:
     """Make the scales of K and V, where the statistics hold them: else there are none.
 
@@ -97,13 +100,15 @@ def find_kv_scales(
             value = table.scales[pair.site(role)].values[0]
             names = form.name_kv(pair, role, has_projections)
             named |= dict.fromkeys(names, value)
-    return Calibrated(scales=Scales(inputs={}, kv=named), notes=tuple(_describe_origins(table)))
+    return Calibrated(
+        scales=CalibratedScales(inputs={}, kv=named), notes=tuple(_describe_origins(table))
+    )
 
 
 def find_scales(
     stats: CalibrationStats,
     checkpoint: Checkpoint,
-    settings: Settings,
+    settings: PlanSettings,
     choice: Choice = PLAIN_CHOICE,
 ) -> Calibrated:
     """Make all scales that a checkpoint takes from statistics: of K and V, and static inputs.
@@ -120,7 +125,7 @@ def find_scales(
         inputs = find_input_scales(
             stats, selection.taken, shares_scales=settings.shares_scales, choice=choice
         )
-    scales = Scales(inputs=inputs.scales.inputs, kv=kv.scales.kv)
+    scales = CalibratedScales(inputs=inputs.scales.inputs, kv=kv.scales.kv)
     if scales.inputs or scales.kv:
         scales = replace(scales, measured_on=stats.measured_on)
     return Calibrated(scales=scales, notes=(*inputs.notes, *kv.notes))
@@ -155,7 +160,7 @@ def find_input_scales(
             largest[group] = torch.maximum(largest[group], found[module])
         found = {module: largest[group] for module, group in groups.items()}
     return Calibrated(
-        scales=Scales(inputs=found, kv={}), notes=tuple(_describe_origins(inputs.table))
+        scales=CalibratedScales(inputs=found, kv={}), notes=tuple(_describe_origins(inputs.table))
     )
 
 

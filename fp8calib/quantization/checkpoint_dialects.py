@@ -23,7 +23,7 @@ _NUMBER: Mapping[str, object] = {"num_bits": 8, "type": "float"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class CheckpointDialect:
     """One way to write an FP8 checkpoint."""
 
     name: str
@@ -53,7 +53,7 @@ class Form:
         return {MODELOPT_CONFIG_NAME: _make_modelopt_file(scheme, left, has_kv)}
 
 
-def find_form(name: str, scheme: Scheme) -> Form:
+def find_form(name: str, scheme: Scheme) -> CheckpointDialect:
     """Give the form called `name`, if it can say `scheme`.
 
     Raises:
@@ -213,10 +213,10 @@ def _list_ends(left: Sequence[Left]) -> list[str]:
     return list(dict.fromkeys(end for item in left for end in item.ends))
 
 
-FORMS: Mapping[str, Form] = {
+FORMS: Mapping[str, CheckpointDialect] = {
     form.name: form
     for form in (
-        Form(
+        CheckpointDialect(
             name="compressed-tensors",
             scale_shapes={
                 Dynamic.TENSOR: lambda _rows, _columns: (1,),
@@ -228,7 +228,7 @@ FORMS: Mapping[str, Form] = {
             make_config=_make_compressed_tensors_config,
             name_kv=_name_plain,
         ),
-        Form(
+        CheckpointDialect(
             name="autofp8",
             scale_shapes={
                 Dynamic.TENSOR: lambda _rows, _columns: (),
@@ -239,7 +239,7 @@ FORMS: Mapping[str, Form] = {
             make_config=_make_autofp8_config,
             name_kv=_name_plain,
         ),
-        Form(
+        CheckpointDialect(
             name="modelopt",
             scale_shapes={
                 Dynamic.TENSOR: lambda _rows, _columns: (),

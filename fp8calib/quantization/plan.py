@@ -17,12 +17,12 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.dialects.kv.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
-from fp8calib.quantization.checkpoint_dialects import MODELOPT_CONFIG_NAME, Form
+from fp8calib.quantization.checkpoint_dialects import MODELOPT_CONFIG_NAME, CheckpointDialect
 from fp8calib.quantization.selection.select import Matrix, Selection, select
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
-    Copied,
+    CopiedTensor,
     Cut,
     OutputTensor,
     ShardLayout,
@@ -30,7 +30,7 @@ from fp8calib.quantization.shard_layout import (
     lay_out,
 )
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.measured_on import MeasuredOn
+from fp8calib.stats.measured_on import CalibrationOrigin
 
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
 """What says of the source's weights what is no longer so."""
@@ -41,36 +41,36 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PlanSettings:
     """What is asked for."""
 
     scheme: Scheme
-    form: Form
+    form: CheckpointDialect
     ignore: tuple[str, ...] = ()
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scales:
+class CalibratedScales:
     """Scales that come from calibration: fp32 []."""
 
     inputs: Mapping[str, torch.Tensor]
     """By the linear's path in the checkpoint."""
     kv: Mapping[str, torch.Tensor]
     """By the tensor's name."""
-    measured_on: MeasuredOn | None = None
+    measured_on: CalibrationOrigin | None = None
     """The model and the text they come from; None where nobody knows, or there are none."""
 
 
-NO_SCALES = Scales(inputs={}, kv={})
+NO_SCALES = CalibratedScales(inputs={}, kv={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizePlan:
     """Everything that is decided before a weight is read."""
 
-    settings: Settings
+    settings: PlanSettings
     selection: Selection
     shards: tuple[ShardLayout, ...]
     config: Mapping[str, object]
@@ -106,7 +106,7 @@ class QuantizePlan:
 
 
 def make_plan(
-    checkpoint: Checkpoint, settings: Settings, *, scales: Scales = NO_SCALES
+    checkpoint: Checkpoint, settings: PlanSettings, *, scales: CalibratedScales = NO_SCALES
 ) -> QuantizePlan:
     """Decide what is written where; nothing but headers and config is read.
 
@@ -161,7 +161,10 @@ def _list_unlisted(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _make_tag(
-    checkpoint: Checkpoint, config: Mapping[str, object], settings: Settings, scales: Scales
+    checkpoint: Checkpoint,
+    config: Mapping[str, object],
+    settings: PlanSettings,
+    scales: CalibratedScales,
 ) -> str:
     asked = [
         _VERSION,
@@ -180,7 +183,11 @@ def _make_tag(
 
 
 def _lay_out_shards(
-    checkpoint: Checkpoint, settings: Settings, selection: Selection, scales: Scales, tag: str
+    checkpoint: Checkpoint,
+    settings: PlanSettings,
+    selection: Selection,
+    scales: CalibratedScales,
+    tag: str,
 ) -> Iterable[ShardLayout]:
     taken, apart = _by_source(selection.taken), _by_source(selection.apart)
     by_file: dict[str, list[OutputTensor]] = defaultdict(list)
@@ -199,7 +206,9 @@ def _lay_out_shards(
         else:
             entry = checkpoint.tensors[name]
             by_file[file].append(
-                OutputTensor(name=name, dtype=entry.dtype, shape=entry.shape, content=Copied(name))
+                OutputTensor(
+                    name=name, dtype=entry.dtype, shape=entry.shape, content=CopiedTensor(name)
+                )
             )
     last = checkpoint.weight_files[-1].name
     by_file[last] += [
@@ -220,7 +229,7 @@ def _by_source(matrices: Iterable[Matrix]) -> dict[str, list[Matrix]]:
 
 
 def _quantized_tensors(
-    matrix: Matrix, settings: Settings, scales: Scales
+    matrix: Matrix, settings: PlanSettings, scales: CalibratedScales
 ) -> Iterable[OutputTensor]:
     form, scheme = settings.form, settings.scheme
     yield OutputTensor(
@@ -236,7 +245,7 @@ def _quantized_tensors(
         yield _constant(f"{matrix.module}.input_scale", scales.inputs[matrix.module], form)
 
 
-def _constant(name: str, value: torch.Tensor, form: Form) -> OutputTensor:
+def _constant(name: str, value: torch.Tensor, form: CheckpointDialect) -> OutputTensor:
     return OutputTensor(name=name, dtype="F32", shape=form.scalar_shape, content=Constant(value))
 
 

@@ -23,9 +23,9 @@ from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder
 from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.quantization.plan import QuantizePlan, write_json
 from fp8calib.quantization.shard_layout import ShardLayout
-from fp8calib.quantization.shard_writer import Progress, ShardWriter
+from fp8calib.quantization.shard_writer import ShardWriter, WriteProgress
 from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.quantization.weight_scales import Dead, WeightScales
+from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 
 _MAX_THREADS = 16
 
@@ -35,7 +35,7 @@ class Written:
     """What a run has done."""
 
     files: tuple[str, ...]
-    dead: tuple[Dead, ...]
+    dead: tuple[AllZeroWeight, ...]
     resumed: tuple[str, ...]
     """Shards that an interrupted run had finished."""
 
@@ -46,7 +46,7 @@ def quantize(
     out: Path,
     *,
     device: torch.device,
-    progress: Progress,
+    progress: WriteProgress,
     resume: bool = False,
     force: bool = False,
     inputs: Collection[Path] = (),
@@ -127,18 +127,18 @@ class _Journal:
         self._folder = folder
         self._document = json.loads((folder / MARK_NAME).read_bytes())
         self._dead = {
-            name: [Dead(**fields) for fields in items]
+            name: [AllZeroWeight(**fields) for fields in items]
             for name, items in self._document.get("dead", {}).items()
         }
 
     @property
-    def dead(self) -> tuple[Dead, ...]:
+    def dead(self) -> tuple[AllZeroWeight, ...]:
         return tuple(item for items in self._dead.values() for item in items)
 
     def has(self, shard: ShardLayout) -> bool:
         return shard.name in self._dead and _is_shard(self._folder / shard.name, shard)
 
-    def add(self, shard: ShardLayout, dead: list[Dead]) -> None:
+    def add(self, shard: ShardLayout, dead: list[AllZeroWeight]) -> None:
         self._dead[shard.name] = dead
         items = {name: [asdict(item) for item in items] for name, items in self._dead.items()}
         temporary = self._folder / f"{MARK_NAME}.new"

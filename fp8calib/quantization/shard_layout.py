@@ -13,7 +13,7 @@ from fp8calib.quantization.selection.select import Matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopiedTensor:
     """A tensor of the source as it is."""
 
     tensor: str
@@ -47,7 +47,7 @@ class Constant:
     value: torch.Tensor
 
 
-Content = Copied | Cut | Codes | WeightScale | Constant
+Content = CopiedTensor | Cut | Codes | WeightScale | Constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

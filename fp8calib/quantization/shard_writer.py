@@ -20,21 +20,21 @@ from fp8calib.quantization.selection.select import Matrix
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
-    Copied,
+    CopiedTensor,
     Cut,
     OutputTensor,
     ShardLayout,
     WeightScale,
 )
 from fp8calib.quantization.weight_reader import BLOCK_BYTES, WeightReader, reduce_rows, split_rows
-from fp8calib.quantization.weight_scales import Dead, WeightScales
+from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 from fp8calib.scales.compute import scale_of
 
 _TASKS_AHEAD = 64
 """Blocks that may wait for a thread; none is in memory before its turn."""
 
 
-class Progress(Protocol):
+class WriteProgress(Protocol):
     """Whoever wants to know how far the work is."""
 
     def advance(self, steps: int) -> None:
@@ -68,9 +68,9 @@ class ShardWriter:
             for tensor in shard.tensors
             if isinstance(tensor.content, WeightScale)
         }
-        self._dead: list[Dead] = []
+        self._dead: list[AllZeroWeight] = []
 
-    def write(self, path: Path, progress: Progress) -> list[Dead]:
+    def write(self, path: Path, progress: WriteProgress) -> list[AllZeroWeight]:
         """Write the file, and list the weights of which something is all zeros.
 
         Raises:
@@ -99,7 +99,7 @@ class ShardWriter:
             content = tensor.content
             if isinstance(content, Constant):
                 self._put_scale(tensor, content.value)
-            elif isinstance(content, Copied):
+            elif isinstance(content, CopiedTensor):
                 yield self._start_copy(tensor, content.tensor)
             elif isinstance(content, Cut):
                 yield self._start_cut(tensor, content.matrix)
@@ -181,12 +181,12 @@ class ShardWriter:
             written = os.pwrite(self._file, view, offset)
             view, offset = view[written:], offset + written
 
-    def _note(self, dead: Dead | None) -> None:
+    def _note(self, dead: AllZeroWeight | None) -> None:
         if dead is not None:
             self._dead.append(dead)
 
 
-def _finish(started: _Started, progress: Progress) -> None:
+def _finish(started: _Started, progress: WriteProgress) -> None:
     started.finish([task.result() for task in started.tasks])
     progress.advance(started.size_bytes)
 

@@ -19,7 +19,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dead:
+class AllZeroWeight:
     """A weight of which something was all zeros."""
 
     tensor: str
@@ -50,7 +50,7 @@ class WeightScales:
         """List the weights that share one per-tensor scale with this one, itself included."""
         return self._groups[self._plan.group(matrix)]
 
-    def of_group(self, matrix: Matrix) -> tuple[torch.Tensor, Dead | None]:
+    def of_group(self, matrix: Matrix) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the one scale of a weight and of what it shares it with: fp32 []."""
         amax = torch.tensor(self._reader.measure(self.group_of(matrix)))
         own = torch.tensor(self._reader.measure([matrix]))
@@ -59,7 +59,9 @@ class WeightScales:
             return scale_of(amax.max(), E4M3FN), dead
         return self._substitute(matrix), dead
 
-    def of_parts(self, matrix: Matrix, amax: torch.Tensor) -> tuple[torch.Tensor, Dead | None]:
+    def of_parts(
+        self, matrix: Matrix, amax: torch.Tensor
+    ) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
         dead = _describe(matrix, amax)
         scales = scale_of(amax, E4M3FN)
@@ -82,6 +84,6 @@ def _name_siblings(matrix: Matrix) -> str:
     return _EXPERT.sub(".experts.*.", matrix.module)
 
 
-def _describe(matrix: Matrix, amax: torch.Tensor) -> Dead | None:
+def _describe(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:
     count = int((amax == 0).sum())
-    return Dead(tensor=matrix.tensor, count=count, total=amax.numel()) if count else None
+    return AllZeroWeight(tensor=matrix.tensor, count=count, total=amax.numel()) if count else None

@@ -27,9 +27,9 @@ from fp8calib.geometry.tensor_parallel import (
     owned_rows,
     rank_range,
 )
-from fp8calib.scales.rules import AMAX, Reach, Rule, find_reach
+from fp8calib.scales.rules import AMAX, ClipRange, Rule, find_reach
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
-from fp8calib.stats.measured_on import MeasuredOn
+from fp8calib.stats.measured_on import CalibrationOrigin
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""
@@ -83,7 +83,7 @@ class ScaleTable:
     scales: Mapping[Site, Scale]
     kept_amax: Mapping[Site, str] = field(default_factory=dict)
     """Why the rule that was asked for could not be followed at a site, whose amax stands."""
-    measured_on: MeasuredOn | None = None
+    measured_on: CalibrationOrigin | None = None
     """None where nobody wrote it down."""
 
     def kv(self, attention: Attention, rank: int = 0) -> float:
@@ -246,7 +246,7 @@ def _in_one_cache(
     return [_find(stats, owner.site(each), fallback) for each in roles]
 
 
-def _find_reach(rule: Rule, seen: Sequence[SiteStats], fmt: Fp8Format) -> Reach:
+def _find_reach(rule: Rule, seen: Sequence[SiteStats], fmt: Fp8Format) -> ClipRange:
     """Find what `rule` makes of sites that share a scale."""
     amax = max(float(site.amax.max()) for site in seen)
     histograms = [site.histogram for site in seen if site.histogram is not None]
@@ -259,7 +259,7 @@ def _kv_scale(
     attention: Attention,
     role: Role,
     seen: SiteStats,
-    reach: Reach,
+    reach: ClipRange,
     fmt: Fp8Format,
     *,
     tp: int,
@@ -288,7 +288,13 @@ def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:
 
 
 def _linear_scales(
-    seen: SiteStats, reach: Reach, linear: Linear, part: Part, role: Role, fmt: Fp8Format, tp: int
+    seen: SiteStats,
+    reach: ClipRange,
+    linear: Linear,
+    part: Part,
+    role: Role,
+    fmt: Fp8Format,
+    tp: int,
 ) -> dict[int | None, Scale]:
     if linear.num_experts:
         return _expert_scales(seen, reach, linear, fmt, tp)
@@ -310,7 +316,7 @@ def _rank_amax(
 
 
 def _expert_scales(
-    seen: SiteStats, reach: Reach, linear: Linear, fmt: Fp8Format, tp: int
+    seen: SiteStats, reach: ClipRange, linear: Linear, fmt: Fp8Format, tp: int
 ) -> dict[int | None, Scale]:
     assert seen.experts is not None  # noqa: S101 -- an expert projection's stats always hold it
     blocks = seen.experts

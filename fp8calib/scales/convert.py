@@ -22,7 +22,7 @@ from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable
 _NOT_PER_HEAD = "there is one scale for all heads, and every head gets it: nothing is gained"
 
 
-def fit_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: bool) -> ScaleTable:
+def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: bool) -> ScaleTable:
     """Say the same scales for another format, other ranks, or per head.
 
     Heads go by the ranks that hold them: of finer scales a rank takes the largest of its heads, of

@@ -96,7 +96,7 @@ def _refusal(message: str) -> UsageError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class ClipRange:
     """What a rule makes of every amax of one site: of its tensor, its heads, its channels."""
 
     limit: float = inf
@@ -111,7 +111,9 @@ class Reach:
         return (amax.clamp(max=self.limit) * self.factor).clamp(max=largest)
 
 
-def find_reach(rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: Fp8Format) -> Reach:
+def find_reach(
+    rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: Fp8Format
+) -> ClipRange:
     """Find what `rule` makes of a site whose largest magnitude is `amax`.
 
     A limit that comes from a histogram is one for the whole site: heads and ranks whose own amax
@@ -119,11 +121,11 @@ def find_reach(rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: 
     and counts as one value. `percentile:100` is the amax exactly.
     """
     if rule.kind is RuleKind.HEADROOM:
-        return Reach(factor=rule.number)
+        return ClipRange(factor=rule.number)
     if rule.kind is RuleKind.AMAX or rule == Rule(RuleKind.PERCENTILE, 100) or not amax > 0:
-        return Reach()
+        return ClipRange()
     if histogram is None or not int(histogram.sum()):
-        return Reach(kept_amax=f"no histogram, which {rule} needs: amax is used")
+        return ClipRange(kept_amax=f"no histogram, which {rule} needs: amax is used")
     spread = spread_counts(histogram, amax=amax)
     if rule.kind is RuleKind.MSE:
         limit = _least_error(spread, amax, fmt)
@@ -131,8 +133,8 @@ def find_reach(rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: 
         limit = spread.quantile(rule.number / 100)
     if not limit:
         kind_of_values = f"values that are zero or under 2**{LOWEST_OCTAVE}"
-        return Reach(kept_amax=f"{rule} meets nothing but {kind_of_values}: amax is used")
-    return Reach(limit=min(limit, amax))
+        return ClipRange(kept_amax=f"{rule} meets nothing but {kind_of_values}: amax is used")
+    return ClipRange(limit=min(limit, amax))
 
 
 def _least_error(spread: Spread, amax: float, fmt: Fp8Format) -> float:

@@ -20,7 +20,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import DataError, ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
-from fp8calib.stats.measured_on import MeasuredOn
+from fp8calib.stats.measured_on import CalibrationOrigin
 
 STATS_NAME = "stats.safetensors"
 """What commands call the file in a folder of theirs."""
@@ -97,7 +97,7 @@ class CalibrationStats:
     header: StatsHeader
     sites: Mapping[Site, SiteStats]
     text_hashes: torch.Tensor
-    part: StatsPart | None = None
+    part: StatsShard | None = None
     """What part of a run they are of; None for the whole. Header and hashes are the whole's."""
 
     @property
@@ -106,10 +106,10 @@ class CalibrationStats:
         return self.header.geometry
 
     @property
-    def measured_on(self) -> MeasuredOn:
+    def measured_on(self) -> CalibrationOrigin:
         """The model and the text, as files of scales name them."""
         header = self.header
-        return MeasuredOn(
+        return CalibrationOrigin(
             model=header.model_fingerprint, data=header.data_fingerprint, text=self.text_hashes
         )
 
@@ -180,7 +180,7 @@ def load_stats(path: Path, *, takes_part: bool = False) -> CalibrationStats:
             raise DataError(f"{path} is not a stats file of this tool", hint=hint)
         envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
         part_text = metadata.get(PART_KEY, "")
-        part = StatsPart.model_validate_json(part_text) if part_text else None
+        part = StatsShard.model_validate_json(part_text) if part_text else None
         with TensorFile(path) as file:
             tensors = {name: file.read(name) for name in file.tensors}
         sites = _build_sites(envelope, tensors)
@@ -253,7 +253,7 @@ def _build_site(text: str, count: int, found: Mapping[str, torch.Tensor]) -> Sit
     return SiteStats(count=count, **found)
 
 
-class StatsPart(BaseModel):
+class StatsShard(BaseModel):
     """The sequences of a data plan that statistics come from, and what was meant to be run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

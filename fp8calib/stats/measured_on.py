@@ -23,7 +23,7 @@ _FINGERPRINT_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MeasuredOn:
+class CalibrationOrigin:
     """The model that scales belong to, and the text that they come from where that is known."""
 
     model: str

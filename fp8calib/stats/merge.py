@@ -15,7 +15,7 @@ from fp8calib.stats.calibration_stats import (
     CalibrationStats,
     SiteStats,
     StatsHeader,
-    StatsPart,
+    StatsShard,
     join_ranges,
 )
 from fp8calib.stats.measured_on import explain_difference
@@ -68,7 +68,7 @@ def merge_parts(parts: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSta
     return replace(first, sites=merge_sites(stats.sites for _, stats in parts), part=None)
 
 
-def _part_of(name: str, stats: CalibrationStats) -> StatsPart:
+def _part_of(name: str, stats: CalibrationStats) -> StatsShard:
     if stats.part is None:
         raise UsageError(
             f"{name} is whole: there is nothing to merge it with",
@@ -130,7 +130,7 @@ def _spell_recipe(header: StatsHeader) -> str:
     return f"{header.recipe_name} {header.recipe_hash[:8]}"
 
 
-def _check_one_cut(name: str, part: StatsPart, other_name: str, other: StatsPart) -> None:
+def _check_one_cut(name: str, part: StatsShard, other_name: str, other: StatsShard) -> None:
     if part.count != other.count:
         raise UsageError(
             f"{name} is {part.describe()}, {other_name} is {other.describe()}: not of one set",
@@ -144,7 +144,7 @@ def _check_one_cut(name: str, part: StatsPart, other_name: str, other: StatsPart
         )
 
 
-def _check_set(parts: Sequence[tuple[str, StatsPart]]) -> None:
+def _check_set(parts: Sequence[tuple[str, StatsShard]]) -> None:
     by_index: dict[int, str] = {}
     for name, part in parts:
         if part.index in by_index:
@@ -164,7 +164,7 @@ def _check_set(parts: Sequence[tuple[str, StatsPart]]) -> None:
         )
 
 
-def _check_complete(parts: Sequence[tuple[str, StatsPart]], header: StatsHeader) -> None:
+def _check_complete(parts: Sequence[tuple[str, StatsShard]], header: StatsHeader) -> None:
     """Refuse a checkpoint of an interrupted run, which says what part it is of all the same."""
     joined = join_ranges([each for _, part in parts for each in part.sequences])
     if joined != ((0, header.num_sequences),):

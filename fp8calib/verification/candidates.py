@@ -22,7 +22,7 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import ScaleTable, compute_kv_scales
 from fp8calib.scales.rules import AMAX, Rule
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
-from fp8calib.stats.measured_on import MeasuredOn, explain_difference
+from fp8calib.stats.measured_on import CalibrationOrigin, explain_difference
 from fp8calib.verification.emulation.coverage import missed_by_scheme, outside_of_layers
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import (
@@ -57,7 +57,7 @@ class Opened:
     checkpoint: Fp8Checkpoint | None = None
 
     @property
-    def measured_on(self) -> MeasuredOn | None:
+    def measured_on(self) -> CalibrationOrigin | None:
         """Tell which text it was measured on; None where it does not say."""
         if self.checkpoint is not None:
             return self.checkpoint.measured_on

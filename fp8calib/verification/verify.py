@@ -29,7 +29,7 @@ from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer
 from fp8calib.verification.emulation.scale_range import find_ranges
 from fp8calib.verification.emulation.weights import Originals
 from fp8calib.verification.judge.advice import advise
-from fp8calib.verification.judge.gates import GATES, Gate, judge, look_behind
+from fp8calib.verification.judge.gates import GATES, Gate, downgrade_if_misleading, judge
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -214,7 +214,7 @@ def _result(
     scores, reference = compared.candidates[candidate.name], compared.reference
     summary = summarize(scores, reference, lengths)
     gate = question.gate or GATES[candidate.default_gate]
-    verdict, why = look_behind(
+    verdict, why = downgrade_if_misleading(
         *judge(summary, gate),
         candidate=candidate.name,
         kld_mean=summary.kld_mean,

@@ -106,7 +106,7 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert outcome.code == 8
     assert "vllm: ok, 2 of 2 layers served" in outcome.out
     assert "sglang: not ok, 0 of 2 layers served" in outcome.out
-    assert "mend: " in outcome.out
+    assert "fix: " in outcome.out
     assert outcome.out.endswith("not ok\n")
     assert "FlashAttention 3" in outcome.err
     assert succeed("check", calibrated[0] / "tgi", "--engine", "tgi").out.endswith(": ok\n")
@@ -353,7 +353,7 @@ def test_what_stops_any_model_is_told_of_unknown_ones_too(overlay: Path) -> None
     report = check(8, overlay, "--engine", "vllm")
 
     assert statuses(report, "vllm") == {"refused"}
-    assert "quantization_config" in report["engines"]["vllm"]["layers"][0]["k"]["mend"]
+    assert "quantization_config" in report["engines"]["vllm"]["layers"][0]["k"]["fix"]
 
 
 @pytest.mark.parametrize(
@@ -401,8 +401,8 @@ def test_every_scale_that_is_not_used_has_a_mend_that_is_printed(
     ]
     assert verdicts
     for verdict in verdicts:
-        assert verdict["mend"], verdict["why"]
-        assert f"mend: {verdict['mend']}" in shown.out
+        assert verdict["fix"], verdict["why"]
+        assert f"fix: {verdict['fix']}" in shown.out
 
 
 def test_the_folder_that_calibrate_writes_is_told_from_a_checkpoint(

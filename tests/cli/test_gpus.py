@@ -19,7 +19,7 @@ from transformers.integrations import accelerate as placing
 
 from fp8calib.cli.calibrate import memory as calibrate_memory
 from fp8calib.cli.verify import memory as verify_memory
-from fp8calib.fp8.formats import FORMATS
+from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.scales.compute import scale_of
 from tests import zoo
@@ -120,7 +120,7 @@ def test_pretended_gpus_refuse_what_gpus_refuse() -> None:
 def test_scales_of_a_gpu_are_those_of_the_cpu() -> None:
     """CUDA divides by a number of the host's as it multiplies: by 448, half of all is 1 ulp off."""
     amax = torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    for fmt in FORMATS.values():
+    for fmt in FP8_FORMATS.values():
         expected = amax.numpy() / np.float32(fmt.max)
         with gpus():
             found = scale_of(amax.to("cuda"), fmt).cpu()

@@ -8,7 +8,7 @@ import pytest
 
 from fp8calib.data.rows import Row
 from fp8calib.data.text_hashes import TextHashes, hash_text
-from fp8calib.data.tokenize import PackedRows, encode_rows, keep_rows, pack_rows
+from fp8calib.data.tokenize import PackedRows, keep_rows, pack_rows, tokenize_rows
 from fp8calib.errors import DataError
 from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
 
@@ -18,7 +18,9 @@ def refuse_tokenizer() -> Any:
 
 
 def encode(*rows: Row, vocab_size: int = 12, **options: Any) -> list[list[int]]:
-    encoded = encode_rows(rows, tokenizer=lambda: make_tokenizer(**options), vocab_size=vocab_size)
+    encoded = tokenize_rows(
+        rows, tokenizer=lambda: make_tokenizer(**options), vocab_size=vocab_size
+    )
     return [list(ids) for ids in encoded]
 
 
@@ -47,7 +49,7 @@ def test_conversations_are_rendered_and_blank_text_has_no_tokens() -> None:
 
 def test_input_ids_are_taken_as_they_are_without_a_tokenizer() -> None:
     rows = [Row("x:1", input_ids=(0, 11, 5))]
-    encoded = encode_rows(rows, tokenizer=refuse_tokenizer, vocab_size=12)
+    encoded = tokenize_rows(rows, tokenizer=refuse_tokenizer, vocab_size=12)
     assert list(encoded) == [(0, 11, 5)]
 
 

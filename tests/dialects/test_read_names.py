@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.dialects.kv.tensor_names import (
-    Form,
+    NameForm,
     Owners,
     ScaleName,
     find_owners,
@@ -47,17 +47,19 @@ def _indices(owners: Owners, geometry: ModelGeometry) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "path", "form", "roles"),
     [
-        ("m.0.self_attn.k_scale", "m.0.self_attn", Form.ATTENTION, (Role.K,)),
-        ("m.0.self_attn.q_scale", "m.0.self_attn", Form.ATTENTION, (Role.Q,)),
-        ("m.0.self_attn.kv_scale", "m.0.self_attn", Form.SINGLE, BOTH),
-        ("m.0.self_attn.k_proj.k_scale", "m.0.self_attn", Form.PROJECTION, (Role.K,)),
-        ("m.0.mixer.v_proj.v_scale", "m.0.mixer", Form.PROJECTION, (Role.V,)),
-        ("m.0.self_attn.qkv_proj.v_scale", "m.0.self_attn", Form.PROJECTION, (Role.V,)),
-        ("m.0.self_attn.v_proj.output_scale", "m.0.self_attn", Form.OUTPUT, (Role.V,)),
-        ("m.0.self_attn.k_zero_point", "m.0.self_attn", Form.ZERO_POINT, (Role.K,)),
+        ("m.0.self_attn.k_scale", "m.0.self_attn", NameForm.ATTENTION, (Role.K,)),
+        ("m.0.self_attn.q_scale", "m.0.self_attn", NameForm.ATTENTION, (Role.Q,)),
+        ("m.0.self_attn.kv_scale", "m.0.self_attn", NameForm.SINGLE, BOTH),
+        ("m.0.self_attn.k_proj.k_scale", "m.0.self_attn", NameForm.PROJECTION, (Role.K,)),
+        ("m.0.mixer.v_proj.v_scale", "m.0.mixer", NameForm.PROJECTION, (Role.V,)),
+        ("m.0.self_attn.qkv_proj.v_scale", "m.0.self_attn", NameForm.PROJECTION, (Role.V,)),
+        ("m.0.self_attn.v_proj.output_scale", "m.0.self_attn", NameForm.OUTPUT, (Role.V,)),
+        ("m.0.self_attn.k_zero_point", "m.0.self_attn", NameForm.ZERO_POINT, (Role.K,)),
     ],
 )
-def test_a_name_is_taken_apart(name: str, path: str, form: Form, roles: tuple[Role, ...]) -> None:
+def test_a_name_is_taken_apart(
+    name: str, path: str, form: NameForm, roles: tuple[Role, ...]
+) -> None:
     assert parse_name(name) == ScaleName(name, path, form, roles)
 
 

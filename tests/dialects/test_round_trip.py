@@ -17,7 +17,7 @@ from fp8calib.dialects.registry import FORMATS, write_table
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
-from fp8calib.scales.convert import fit_table
+from fp8calib.scales.convert import convert_table
 from tests.dialects.handmade import make_attention, make_geometry, make_stats, save_source
 
 HEADS, KV_HEADS = 8, 4
@@ -119,7 +119,7 @@ def test_every_form_gives_back_what_it_can_say(
     data: st.DataObject, table: ScaleTable, fmt: Fp8Format, name: str
 ) -> None:
     tp = data.draw(st.sampled_from([1, 2, 4, 8])) if name in RANKED else 1
-    fitted = fit_table(table, fmt=fmt, tp=tp, per_head=name in PER_HEAD)
+    fitted = convert_table(table, fmt=fmt, tp=tp, per_head=name in PER_HEAD)
 
     back = _round_trip(fitted, name)
 
@@ -139,8 +139,8 @@ def test_a_form_loses_nothing_twice() -> None:
     }
     table = ScaleTable(geometry=PLAIN, fmt=E4M3FN, tp=1, per_head=True, scales=found)
     for first, second in itertools.product(FORMATS, FORMATS):
-        once = _round_trip(fit_table(table, fmt=E4M3FN, per_head=first in PER_HEAD), first)
-        twice = _round_trip(fit_table(once, fmt=E4M3FN, per_head=second in PER_HEAD), second)
-        again = _round_trip(fit_table(twice, fmt=E4M3FN, per_head=second in PER_HEAD), second)
+        once = _round_trip(convert_table(table, fmt=E4M3FN, per_head=first in PER_HEAD), first)
+        twice = _round_trip(convert_table(once, fmt=E4M3FN, per_head=second in PER_HEAD), second)
+        again = _round_trip(convert_table(twice, fmt=E4M3FN, per_head=second in PER_HEAD), second)
         same = {site: scale.values.tolist() for site, scale in twice.scales.items()}
         assert {site: scale.values.tolist() for site, scale in again.scales.items()} == same

@@ -19,7 +19,7 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Status
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.scales.convert import fit_table
+from fp8calib.scales.convert import convert_table
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 
@@ -128,7 +128,7 @@ def test_what_tools_wrote(tmp_path: Path, name: str) -> None:
 def test_what_we_write(tmp_path: Path, form: str) -> None:
     geometry = find_geometry("llama")
     table = read_scales(FOLDER / "llmcompressor-kv-head", geometry).table
-    fitted = fit_table(table, fmt=E4M3FN, per_head=form == "kv-overlay-head")
+    fitted = convert_table(table, fmt=E4M3FN, per_head=form == "kv-overlay-head")
     with Checkpoint.open(FOLDER / "llama") as source:
         write_table(fitted, form, tmp_path / "out", source=source)
 

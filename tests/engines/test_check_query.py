@@ -122,7 +122,7 @@ def test_hunyuans_names_are_known(tmp_path: Path) -> None:
     for engine in ("sglang", "tgi", "transformers"):
         report = ask(engine, folder)
         assert statuses(report) == both("dropped")
-        assert all(layer.k.mend and layer.v.mend for layer in report.layers)
+        assert all(layer.k.fix and layer.v.fix for layer in report.layers)
 
 
 @pytest.mark.parametrize(

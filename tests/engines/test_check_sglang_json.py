@@ -91,7 +91,7 @@ def test_what_the_loader_throws_away_is_one_for_all_layers(
     assert statuses(report) == both("defaulted")
     assert values(report) == [(1.0, 1.0)] * 2
     assert why in report.layers[0].k.why
-    assert "vllm-json" in report.layers[0].k.mend
+    assert "vllm-json" in report.layers[0].k.fix
 
 
 def test_a_file_in_utf_16_is_thrown_away(path: Path) -> None:

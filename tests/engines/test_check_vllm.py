@@ -97,7 +97,7 @@ def test_bare_scales_without_a_quantization_config_are_refused(
     assert statuses(report) == both("refused")
     assert values(report) == [(None, None)] * 2
     assert "without a quantization_config" in report.layers[0].k.why
-    assert "quantization_config of kv-overlay" in report.layers[0].k.mend
+    assert "quantization_config of kv-overlay" in report.layers[0].k.fix
 
 
 def test_a_plain_checkpoint_is_served_with_ones(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_shard_that_the_index_does_not_name_is_skipped(
     assert statuses(report) == both("defaulted")
     assert values(report) == [(1.0, 1.0)] * 2
     assert SCALES in report.layers[0].k.why
-    assert "index" in report.layers[0].k.mend
+    assert "index" in report.layers[0].k.fix
 
 
 def test_without_an_index_every_file_is_read(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_the_attn_name_of_gpt2_is_refused_and_the_inner_one_used(tmp_path: Path)
     inner = save_folder(tmp_path / "inner", spell(*PAIR, path=inner_path), quantization=PER_TENSOR)
 
     assert statuses(ask("vllm", outer, geometry)) == both("refused")
-    assert ".attn.attn.k_scale" in ask("vllm", outer, geometry).layers[0].k.mend
+    assert ".attn.attn.k_scale" in ask("vllm", outer, geometry).layers[0].k.fix
     assert ask("vllm", inner, geometry).ok
 
 

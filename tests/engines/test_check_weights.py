@@ -19,7 +19,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.checkpoint_dialects import FORMS
-from fp8calib.quantization.plan import Settings
+from fp8calib.quantization.plan import PlanSettings
 from tests import zoo
 from tests.architectures import families
 from tests.architectures.families import FAMILIES
@@ -40,7 +40,7 @@ def make(
     else:
         families.save(family, FAMILIES[family], folder / "model")
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
-    settings = Settings(scheme=find_scheme(scheme), form=FORMS[form])
+    settings = PlanSettings(scheme=find_scheme(scheme), form=FORMS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
         scales = find_scales(stats, checkpoint, settings).scales
     ignored = (ignore,) if ignore else ()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, FORMATS, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, FP8_FORMATS, Fp8Format
 
 OTHERS = [
     (E4M3FN, ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),
@@ -32,7 +32,7 @@ def test_the_ends_of_the_range(fmt: Fp8Format, largest: float, smallest: float) 
     assert fmt.smallest_subnormal == smallest
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "_torch_dtype"), OTHERS, ids=list(FORMATS))
+@pytest.mark.parametrize(("fmt", "dtype", "_torch_dtype"), OTHERS, ids=list(FP8_FORMATS))
 def test_other_libraries_have_the_same_ends(
     fmt: Fp8Format, dtype: type, _torch_dtype: torch.dtype
 ) -> None:
@@ -42,7 +42,7 @@ def test_other_libraries_have_the_same_ends(
     assert (fmt.exponent_bits, fmt.mantissa_bits) == (info.nexp, info.nmant)
 
 
-@pytest.mark.parametrize(("fmt", "_dtype", "torch_dtype"), OTHERS, ids=list(FORMATS))
+@pytest.mark.parametrize(("fmt", "_dtype", "torch_dtype"), OTHERS, ids=list(FP8_FORMATS))
 def test_of_all_256_codes_none_is_beyond_the_ends(
     fmt: Fp8Format, _dtype: type, torch_dtype: torch.dtype
 ) -> None:
@@ -55,10 +55,10 @@ def test_of_all_256_codes_none_is_beyond_the_ends(
 
 
 def test_formats_are_found_by_name() -> None:
-    assert FORMATS == {"e4m3fn": E4M3FN, "e4m3fnuz": E4M3FNUZ, "e5m2": E5M2}
+    assert FP8_FORMATS == {"e4m3fn": E4M3FN, "e4m3fnuz": E4M3FNUZ, "e5m2": E5M2}
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "_torch_dtype"), OTHERS, ids=list(FORMATS))
+@pytest.mark.parametrize(("fmt", "dtype", "_torch_dtype"), OTHERS, ids=list(FP8_FORMATS))
 def test_what_still_rounds_to_the_largest_value(
     fmt: Fp8Format, dtype: type, _torch_dtype: torch.dtype
 ) -> None:

@@ -18,7 +18,7 @@ from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.quantization.checkpoint_dialects import find_form
-from fp8calib.quantization.plan import Scales, Settings, make_plan
+from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from tests.architectures.families import FAMILIES
@@ -191,7 +191,7 @@ def test_gate_and_up_of_one_expert_share_a_scale(tmp_path: Path, is_shared: bool
     """A static scheme has one scale per weight: each expert its own, gate and up the same."""
     tensors, matrices = make_stacks(is_turned=True)
     save(tmp_path / "m", tensors, model_type="llama4_text")
-    scales = Scales(inputs={module: torch.tensor(0.5) for module in matrices}, kv={})
+    scales = CalibratedScales(inputs={module: torch.tensor(0.5) for module in matrices}, kv={})
     found: Run = run(
         tmp_path / "m", tmp_path / "fp8", "fp8-static", scales=scales, shares_scales=is_shared
     )
@@ -361,7 +361,7 @@ def test_stacks_that_are_stored_in_fp8_are_quantized_anew(tmp_path: Path) -> Non
         tmp_path / "m", tensors, model_type="qwen3_5_moe_text", quantization_config=quantization
     )
     found = find_scheme("fp8-dynamic")
-    settings = Settings(scheme=found, form=find_form("compressed-tensors", found))
+    settings = PlanSettings(scheme=found, form=find_form("compressed-tensors", found))
     with DequantizedCheckpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, settings)
         device = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fp8calib.errors import UsageError
-from fp8calib.machine.launch import ALONE, Place, find_place, tell_starter
+from fp8calib.machine.launch import ALONE, ProcessRank, find_process_rank, tell_starter
 
 TORCHRUN = {
     "RANK": "5",
@@ -21,21 +21,21 @@ TORCHRUN = {
 
 
 def test_torchrun_says_it_all() -> None:
-    place = find_place(TORCHRUN)
-    assert place == Place(rank=5, size=8, local_rank=1, local_size=4)
+    place = find_process_rank(TORCHRUN)
+    assert place == ProcessRank(rank=5, size=8, local_rank=1, local_size=4)
     assert not place.is_first
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_variable_that_others_set_too_says_nothing_alone(missing: str) -> None:
-    assert find_place({**TORCHRUN, missing: ""}) == ALONE
-    assert find_place({}) == ALONE
+    assert find_process_rank({**TORCHRUN, missing: ""}) == ALONE
+    assert find_process_rank({}) == ALONE
     assert ALONE.is_first
 
 
 def test_without_local_variables_all_are_on_one_machine() -> None:
     environment = {key: value for key, value in TORCHRUN.items() if "LOCAL" not in key}
-    assert find_place(environment) == Place(rank=5, size=8, local_rank=5, local_size=8)
+    assert find_process_rank(environment) == ProcessRank(rank=5, size=8, local_rank=5, local_size=8)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_without_local_variables_all_are_on_one_machine() -> None:
 )
 def test_places_that_cannot_be_are_refused(change: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"cannot be|no number"):
-        find_place({**TORCHRUN, **change})
+        find_process_rank({**TORCHRUN, **change})
 
 
 def test_the_starter_is_told_of_an_error_where_torchrun_reads_it(tmp_path: Path) -> None:

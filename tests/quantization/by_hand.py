@@ -20,7 +20,13 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.checkpoint_dialects import find_form
-from fp8calib.quantization.plan import NO_SCALES, QuantizePlan, Scales, Settings, make_plan
+from fp8calib.quantization.plan import (
+    NO_SCALES,
+    CalibratedScales,
+    PlanSettings,
+    QuantizePlan,
+    make_plan,
+)
 from fp8calib.quantization.quantize import Written, quantize
 
 Tensors = dict[str, torch.Tensor]
@@ -117,14 +123,14 @@ def run(
     scheme: str,
     form: str = "compressed-tensors",
     *,
-    scales: Scales = NO_SCALES,
+    scales: CalibratedScales = NO_SCALES,
     resume: bool = False,
     force: bool = False,
     **settings: Any,
 ) -> Run:
     """Quantize a checkpoint."""
     found = find_scheme(scheme)
-    asked = Settings(scheme=found, form=find_form(form, found), **settings)
+    asked = PlanSettings(scheme=found, form=find_form(form, found), **settings)
     with Checkpoint.open(source) as checkpoint:
         plan = make_plan(checkpoint, asked, scales=scales)
         written = quantize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.quantization.plan import Scales
+from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import (
     LAYER,
     Run,
@@ -85,7 +85,9 @@ def test_less_common_groups_share_their_scale(tmp_path: Path, group: tuple[str, 
     }
     inputs = dict.fromkeys((*names, other), torch.tensor(1.0))
     source = save(tmp_path / "source", tensors)
-    found = run(source, tmp_path / "out", "fp8-static", scales=Scales(inputs=inputs, kv={}))
+    found = run(
+        source, tmp_path / "out", "fp8-static", scales=CalibratedScales(inputs=inputs, kv={})
+    )
     check_tensor_scales(tensors, found, (group, ("self_attn.o_proj",)))
 
 
@@ -96,10 +98,10 @@ def test_static_weights_keep_their_own_scales_on_request(tmp_path: Path) -> None
     check_tensor_scales(tensors, found, tuple((name,) for name in LINEARS))
 
 
-def unit_inputs() -> Scales:
+def unit_inputs() -> CalibratedScales:
     """Give an input scale for every linear."""
     inputs = {f"{LAYER}.{name}": torch.tensor(0.25 + i) for i, name in enumerate(LINEARS)}
-    return Scales(inputs=inputs, kv={})
+    return CalibratedScales(inputs=inputs, kv={})
 
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16"])

@@ -19,7 +19,7 @@ from fp8calib.quantization.calibrated_scales import (
     list_unmeasured,
 )
 from fp8calib.quantization.checkpoint_dialects import FORMS
-from fp8calib.quantization.plan import Scales
+from fp8calib.quantization.plan import CalibratedScales
 from fp8calib.quantization.selection.select import Matrix, select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
@@ -150,7 +150,9 @@ def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None
     _, stats = run_calibration(folder, make_plan(draw([20, 20])))
     with Checkpoint.open(folder) as checkpoint:
         kv = find_kv_scales(stats, checkpoint, FORMS["compressed-tensors"]).scales.kv
-    out = run(folder, tmp_path / "out", "fp8-dynamic", scales=Scales(inputs={}, kv=kv)).out
+    out = run(
+        folder, tmp_path / "out", "fp8-dynamic", scales=CalibratedScales(inputs={}, kv=kv)
+    ).out
     with Checkpoint.open(out) as checkpoint:
         assert checkpoint.is_sharded
         for name, value in kv.items():

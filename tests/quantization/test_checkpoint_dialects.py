@@ -15,7 +15,7 @@ from fp8calib.dialects.fp8.checkpoint import ActivationKind, Fp8Checkpoint
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import HUB_FILES
-from fp8calib.quantization.plan import Scales
+from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, make_tensors, random, run, save
 
 PAIRS = {
@@ -45,7 +45,7 @@ def write(folder: Path, form: str, scheme: str, *, kv: bool = False) -> Run:
     linears = [name.removesuffix(".weight") for name in make_tensors() if "_proj" in name]
     inputs = dict.fromkeys(linears, torch.tensor(INPUT_SCALE))
     pair = {f"{LAYER}.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
-    scales = Scales(inputs=inputs, kv=pair if kv else {})
+    scales = CalibratedScales(inputs=inputs, kv=pair if kv else {})
     return run(source, folder / f"{form}-{scheme}", scheme, form, scales=scales)
 
 

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.checkpoint_dialects import find_form
-from fp8calib.quantization.plan import Settings, make_plan
+from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.already_quantized import check_source
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
@@ -59,7 +59,7 @@ def run(source: Path, out: Path, scheme: str, *ignore: str) -> dict[str, torch.T
     form = find_form("compressed-tensors", found)
     with DequantizedCheckpoint.open(source) as checkpoint:
         check_source(checkpoint)
-        plan = make_plan(checkpoint, Settings(scheme=found, form=form, ignore=ignore))
+        plan = make_plan(checkpoint, PlanSettings(scheme=found, form=form, ignore=ignore))
         quantize(checkpoint, plan, out, device=torch.device("cpu"), progress=Silent())
     return read(out)
 

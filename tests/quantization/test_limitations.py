@@ -9,7 +9,7 @@ import torch
 
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes
 from fp8calib.quantization.limitations import list_commands, list_limitations
-from fp8calib.quantization.plan import Scales
+from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, Tensors, random, run, save
 
 SERVED_BY = {
@@ -27,7 +27,7 @@ SERVED_BY = {
 def make(folder: Path, form: str, scheme: str, tensors: Tensors | None = None, *ignore: str) -> Run:
     tensors = tensors or whole_blocks()
     linears = [name.removesuffix(".weight") for name in tensors if "_proj" in name]
-    scales = Scales(inputs=dict.fromkeys(linears, torch.tensor(1.0)), kv={})
+    scales = CalibratedScales(inputs=dict.fromkeys(linears, torch.tensor(1.0)), kv={})
     source = save(folder / "source", tensors)
     return run(source, folder / "out", scheme, form, scales=scales, ignore=ignore)
 

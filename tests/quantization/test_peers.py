@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.quantization.plan import Scales
+from fp8calib.quantization.plan import CalibratedScales
 from tests.dialects.foreign import FOLDER, load_tensors
 from tests.quantization.by_hand import Tensors, codes_of, run
 
@@ -34,7 +34,7 @@ def quantize(theirs: Tensors, out: Path, form: str, scheme: str) -> Tensors:
         for name, value in theirs.items()
         if name.endswith(".input_scale")
     }
-    scales = Scales(inputs=inputs, kv={})
+    scales = CalibratedScales(inputs=inputs, kv={})
     return run(FOLDER / "llama", out, scheme, form, scales=scales, shares_scales=False).tensors()
 
 

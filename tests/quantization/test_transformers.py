@@ -21,7 +21,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
 from fp8calib.quantization.calibrated_scales import find_input_scales
-from fp8calib.quantization.plan import NO_SCALES, Scales
+from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
 from fp8calib.quantization.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation
@@ -75,7 +75,7 @@ def test_logits_are_those_the_emulation_predicts(
     with Checkpoint.open(folder) as checkpoint:
         taken = select(checkpoint, checkpoint.load_config(), ignore=()).taken
     inputs = find_input_scales(stats, taken, shares_scales=True).scales.inputs
-    scales = Scales(inputs=inputs, kv={}) if scheme == "fp8-static" else NO_SCALES
+    scales = CalibratedScales(inputs=inputs, kv={}) if scheme == "fp8-static" else NO_SCALES
     out = run(folder, tmp_path / "out", scheme, scales=scales).out
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     decompress(loaded)

@@ -12,7 +12,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.checkpoint_dialects import FORMS
-from fp8calib.quantization.plan import Settings
+from fp8calib.quantization.plan import PlanSettings
 from tests import zoo
 from tests.quantization.by_hand import run
 from tests.real_engines.vllm_job import load_in_vllm
@@ -46,7 +46,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
         stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
         with Checkpoint.open(folder / "model") as checkpoint:
             for _, form, scheme in (case for case in CASES if case[0] == family):
-                settings = Settings(scheme=find_scheme(scheme), form=FORMS[form])
+                settings = PlanSettings(scheme=find_scheme(scheme), form=FORMS[form])
                 scales = find_scales(stats, checkpoint, settings).scales
                 out = folder / f"{form}-{scheme}"
                 run(folder / "model", out, scheme, form, scales=scales)

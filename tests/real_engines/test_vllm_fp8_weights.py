@@ -13,7 +13,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.checkpoint_dialects import FORMS
-from fp8calib.quantization.plan import Settings
+from fp8calib.quantization.plan import PlanSettings
 from tests import zoo
 from tests.quantization.by_hand import run
 from tests.real_engines.vllm_job import load_in_vllm
@@ -45,7 +45,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
     outs = {}
     with Checkpoint.open(folder / "model") as checkpoint:
         for form, scheme, shared in CASES:
-            settings = Settings(scheme=find_scheme(scheme), form=FORMS[form], shares_scales=shared)
+            settings = PlanSettings(
+                scheme=find_scheme(scheme), form=FORMS[form], shares_scales=shared
+            )
             scales = find_scales(stats, checkpoint, settings).scales
             out = folder / f"{form}-{scheme}-{shared}"
             run(folder / "model", out, scheme, form, scales=scales, shares_scales=shared)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration import Portion, Prepared, calibrate, prepare
+from fp8calib.calibration import Prepared, WorkShare, calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
@@ -34,7 +34,7 @@ class Subject:
 
     def calibrate(
         self,
-        portion: Portion | None = None,
+        portion: WorkShare | None = None,
         *,
         plan: DataPlan | None = None,
         batch_size: int = 2,
@@ -51,7 +51,7 @@ class Subject:
             batch_size=batch_size,
             progress=progress or Silent(),
             streaming=self.streaming,
-            portion=portion or Portion(),
+            portion=portion or WorkShare(),
         )
 
 

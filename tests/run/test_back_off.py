@@ -12,7 +12,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.whole import BackOff
-from fp8calib.run.resume.work_share import Portion
+from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.run.streaming.calibration import LayerObserver
 from fp8calib.run.streaming.model import open_streamed
 from tests import zoo
@@ -60,7 +60,7 @@ def test_the_run_goes_on_with_half_the_batch_as_if_it_had_been_asked_for(
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
-        portion = Portion()
+        portion = WorkShare()
         handle = limit_memory(subject, error, sequences=2)
         found = subject.calibrate(portion, batch_size=4)
         handle.remove()
@@ -73,7 +73,7 @@ def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         whole = subject.calibrate(batch_size=4)
-        portion = Portion()
+        portion = WorkShare()
         handle = limit_memory(subject, ERRORS[0], sequences=1, from_call=1)
         found = subject.calibrate(portion, batch_size=4)
         handle.remove()
@@ -110,7 +110,7 @@ def test_a_streamed_run_begins_anew_with_half_the_batch(error: Exception, tmp_pa
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model", streamed=True) as subject:
         halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
-        portion, bar = Portion(), Bar()
+        portion, bar = WorkShare(), Bar()
         handle = limit_memory(subject, error, sequences=2)
         found = subject.calibrate(portion, batch_size=4, progress=bar)
         handle.remove()

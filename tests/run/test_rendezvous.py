@@ -9,12 +9,12 @@ import pytest
 from torch.distributed import HashStore
 
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.launch import Place
+from fp8calib.machine.launch import ProcessRank
 from fp8calib.run.distributed import rendezvous as meeting
 
 
-def place(rank: int, size: int) -> Place:
-    return Place(rank=rank, size=size, local_rank=rank, local_size=size)
+def place(rank: int, size: int) -> ProcessRank:
+    return ProcessRank(rank=rank, size=size, local_rank=rank, local_size=size)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration import Portion, describe_run
+from fp8calib.calibration import WorkShare, describe_run
 from fp8calib.data.shares import Share
 from fp8calib.errors import DataError, ExportError, UsageError
 from fp8calib.recipe import Observe, Recipe
@@ -74,7 +74,7 @@ def keep_in(
     recipe: Recipe = RECIPE,
     seed: int = 9,
     **changes: object,
-) -> Portion:
+) -> WorkShare:
     """Open a journal over what a folder holds."""
     folder.mkdir(exist_ok=True)
     plan = rows_of(LENGTHS, seed=seed)
@@ -85,7 +85,7 @@ def keep_in(
         folder, header, plan.text.hashes, shard=shard, batch_size=batch_size, warn=fail
     )
     journal.load()
-    return Portion(shard=shard, journal=journal)
+    return WorkShare(shard=shard, journal=journal)
 
 
 def end_and_go_on(
@@ -159,11 +159,11 @@ def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
     with opened(tmp_path / "model") as subject:
         whole = as_bytes(subject.calibrate(), tmp_path)
         calls = 0
-        from fp8calib.observe.accumulators import Running  # noqa: PLC0415
+        from fp8calib.observe.accumulators import SiteAccumulator  # noqa: PLC0415
 
-        observe = Running.observe
+        observe = SiteAccumulator.observe
 
-        def observe_and_stop(self: Running, seen: object) -> None:
+        def observe_and_stop(self: SiteAccumulator, seen: object) -> None:
             nonlocal calls
             calls += 1
             observe(self, seen)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Running, "observe", observe_and_stop)
+            patch.setattr(SiteAccumulator, "observe", observe_and_stop)
             with pytest.raises(KeyboardInterrupt):
                 subject.calibrate(keep_in(tmp_path / "kept", subject))
         portion = keep_in(tmp_path / "kept", subject)
@@ -271,7 +271,7 @@ def test_a_shard_goes_on_too(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     shard = Share(index=2, count=2)
     with opened(tmp_path / "model") as subject:
-        whole = as_bytes(subject.calibrate(Portion(shard=shard)), tmp_path)
+        whole = as_bytes(subject.calibrate(WorkShare(shard=shard)), tmp_path)
         kept = tmp_path / "kept"
         assert end_and_go_on(subject, kept, [Stopping(9, kill)], shard=shard) == whole
         with pytest.raises(UsageError, match="part 2 of 2, and part 1 of 2"):

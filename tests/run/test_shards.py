@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration import Portion
+from fp8calib.calibration import WorkShare
 from fp8calib.data.shares import Share
 from fp8calib.errors import UsageError
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats, save_stats
@@ -45,7 +45,7 @@ def test_shards_merge_to_the_whole_in_any_order(
         for count in (1, 3):
             shards = [Share(index=index, count=count) for index in range(1, count + 1)]
             parts = through_files(
-                [subject.calibrate(Portion(shard=shard)) for shard in shards], tmp_path
+                [subject.calibrate(WorkShare(shard=shard)) for shard in shards], tmp_path
             )
             for order in (parts, parts[::-1], parts[1:] + parts[:1]):
                 assert as_bytes(merge_parts(order), tmp_path) == whole
@@ -54,7 +54,7 @@ def test_shards_merge_to_the_whole_in_any_order(
 def test_a_shard_runs_its_sequences_and_reads_its_weights(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
-        parts = [subject.calibrate(Portion(shard=Share(index=i, count=2))) for i in (1, 2)]
+        parts = [subject.calibrate(WorkShare(shard=Share(index=i, count=2))) for i in (1, 2)]
     # 13 sequences in quarters of 4, 3, 3 and 3, cut in twos: 0-1 2-3 4-5 6 7-8 9 10-11 12
     assert [part.part.sequences for part in parts if part.part] == [((0, 7),), ((7, 13),)]
     weights = [
@@ -69,4 +69,4 @@ def test_a_shard_runs_its_sequences_and_reads_its_weights(tmp_path: Path) -> Non
 def test_more_shards_than_batches_are_refused(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject, pytest.raises(UsageError, match="only 8 batches"):
-        subject.calibrate(Portion(shard=Share(index=1, count=9)))
+        subject.calibrate(WorkShare(shard=Share(index=1, count=9)))

@@ -12,7 +12,7 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
-from fp8calib.scales.convert import explain_fit, explain_joint, fit_table, fits_heads
+from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, fits_heads
 from tests.dialects.handmade import make_attention, make_geometry
 
 FOUR_HEADS = make_geometry([make_attention(0, num_heads=8, num_kv_heads=4)])
@@ -66,7 +66,7 @@ def _pair(*numbers: float) -> dict[Role, Sequence[float]]:
 )
 def test_a_rank_takes_the_largest_of_its_heads(tp: int, expected: list[float]) -> None:
     table = _table(_pair(1, 2, 3, 4), per_head=True)
-    fitted = fit_table(table, fmt=E4M3FN, tp=tp, per_head=False)
+    fitted = convert_table(table, fmt=E4M3FN, tp=tp, per_head=False)
     assert (fitted.tp, fitted.per_head, fitted.fmt) == (tp, False, E4M3FN)
     assert _values(fitted) == expected
     assert _values(fitted, Role.V) == [2 * number for number in expected]
@@ -90,7 +90,7 @@ def test_the_ranks_of_one_table_become_those_of_another(
     found: Sequence[float], tp: int, expected: list[float]
 ) -> None:
     table = _table(_pair(*found))
-    assert _values(fit_table(table, fmt=E4M3FN, tp=tp, per_head=False)) == expected
+    assert _values(convert_table(table, fmt=E4M3FN, tp=tp, per_head=False)) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,28 +104,28 @@ def test_the_ranks_of_one_table_become_those_of_another(
 def test_every_head_gets_the_scale_of_the_ranks_that_hold_it(
     found: Sequence[float], expected: list[float]
 ) -> None:
-    fitted = fit_table(_table(_pair(*found)), fmt=E4M3FN, per_head=True)
+    fitted = convert_table(_table(_pair(*found)), fmt=E4M3FN, per_head=True)
     assert (fitted.tp, fitted.per_head) == (1, True)
     assert _values(fitted) == expected
 
 
 def test_q_has_as_many_heads_as_the_model_has() -> None:
     table = _table({**_pair(1.0), Role.Q: (6.0,)})
-    fitted = fit_table(table, fmt=E4M3FN, per_head=True)
+    fitted = convert_table(table, fmt=E4M3FN, per_head=True)
     assert _values(fitted, Role.Q) == [6.0] * 8
-    back = fit_table(fitted, fmt=E4M3FN, tp=2, per_head=False)
+    back = convert_table(fitted, fmt=E4M3FN, tp=2, per_head=False)
     assert _values(back, Role.Q) == [6.0, 6.0]
 
 
 def test_a_latent_is_whole_on_every_rank() -> None:
     table = _table(_pair(1.0, 3.0, 2.0, 2.0), geometry=LATENT)
-    assert _values(fit_table(table, fmt=E4M3FN, tp=2, per_head=False)) == [3.0, 3.0]
-    assert _values(fit_table(table, fmt=E4M3FN, per_head=True)) == [3.0]
+    assert _values(convert_table(table, fmt=E4M3FN, tp=2, per_head=False)) == [3.0, 3.0]
+    assert _values(convert_table(table, fmt=E4M3FN, per_head=True)) == [3.0]
 
 
 def test_ranks_that_the_heads_cannot_lie_on_become_their_largest() -> None:
     table = _table(_pair(1.0, 5.0, 2.0))
-    fitted = fit_table(table, fmt=E4M3FN, tp=2, per_head=False)
+    fitted = convert_table(table, fmt=E4M3FN, tp=2, per_head=False)
     assert _values(fitted) == [5.0, 5.0]
     (note,) = explain_fit(table, fitted)
     assert note.endswith("do not fit the model's heads: the largest is used everywhere")
@@ -136,7 +136,7 @@ def test_degrees_that_fit_are_told_from_those_that_do_not(tp: int, fits: bool) -
     assert fits_heads(TWO_HEADS, tp) is fits
     if not fits:
         with pytest.raises(UsageError, match=f"--tp {tp}"):
-            fit_table(_table(_pair(1.0)), fmt=E4M3FN, tp=tp, per_head=False)
+            convert_table(_table(_pair(1.0)), fmt=E4M3FN, tp=tp, per_head=False)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_every_code_keeps_its_value_in_the_other_format(
     source: Fp8Format, target: Fp8Format, factor: float
 ) -> None:
     table = _table(_pair(0.1, 0.3), fmt=source)
-    fitted = fit_table(table, fmt=target, tp=2, per_head=False)
+    fitted = convert_table(table, fmt=target, tp=2, per_head=False)
     before = table.scales[_attention(FOUR_HEADS).site(Role.K)].values
     assert fitted.fmt is target
     assert _values(fitted) == (before * factor).tolist()
@@ -163,24 +163,24 @@ def test_every_code_keeps_its_value_in_the_other_format(
 
 def test_what_a_change_of_format_costs_is_said() -> None:
     fnuz = _table(_pair(0.25), fmt=E4M3FNUZ)
-    assert explain_fit(fnuz, fit_table(fnuz, fmt=E4M3FN, per_head=False)) == (
+    assert explain_fit(fnuz, convert_table(fnuz, fmt=E4M3FN, per_head=False)) == (
         "the scales for e4m3fnuz are halved for e4m3fn, so that every code keeps the value it "
         "stood for",
         "values in the uppermost 6.7 % of e4m3fnuz's range clip",
     )
     plain = _table(_pair(0.25))
-    (note,) = explain_fit(plain, fit_table(plain, fmt=E4M3FNUZ, per_head=False))
+    (note,) = explain_fit(plain, convert_table(plain, fmt=E4M3FNUZ, per_head=False))
     assert note.startswith("the scales for e4m3fn are doubled for e4m3fnuz")
 
 
 def test_scales_at_the_ends_of_fp32_stay_scales() -> None:
     smallest = _table(_pair(2.0**-126), fmt=E4M3FNUZ)
-    assert _values(fit_table(smallest, fmt=E4M3FN, per_head=False)) == [2.0**-126]
+    assert _values(convert_table(smallest, fmt=E4M3FN, per_head=False)) == [2.0**-126]
     tiny = _table(_pair(2.0**-140))
-    assert _values(fit_table(tiny, fmt=E4M3FN, per_head=False)) == [2.0**-140]
+    assert _values(convert_table(tiny, fmt=E4M3FN, per_head=False)) == [2.0**-140]
     largest = _table({Role.K: (3e38,), Role.V: (1.0,)})
     with pytest.raises(ExportError, match=r"self_attn\.k: 3e\+38 cannot"):
-        fit_table(largest, fmt=E4M3FNUZ, per_head=False)
+        convert_table(largest, fmt=E4M3FNUZ, per_head=False)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_what_became_of_ranks_and_heads_is_said(
     found: Sequence[float], tp: int, per_head: bool, note: str
 ) -> None:
     table = _table(_pair(*found))
-    fitted = fit_table(table, fmt=E4M3FN, tp=tp, per_head=per_head)
+    fitted = convert_table(table, fmt=E4M3FN, tp=tp, per_head=per_head)
     assert explain_fit(table, fitted) == (note,)
 
 
@@ -229,13 +229,13 @@ def test_nothing_is_said_where_nothing_was_done() -> None:
         _table(_pair(1.0, 2.0)),
         _table(_pair(1, 2, 3, 4), per_head=True),
     ):
-        fitted = fit_table(table, fmt=E4M3FN, tp=table.tp, per_head=table.per_head)
+        fitted = convert_table(table, fmt=E4M3FN, tp=table.tp, per_head=table.per_head)
         assert explain_fit(table, fitted) == ()
         assert fitted.scales == table.scales
 
 
 def test_the_origin_of_a_scale_stays_with_it() -> None:
-    fitted = fit_table(_table(_pair(1.0)), fmt=E4M3FNUZ, tp=2, per_head=False)
+    fitted = convert_table(_table(_pair(1.0)), fmt=E4M3FNUZ, tp=2, per_head=False)
     assert {scale.origin for scale in fitted.scales.values()} == {Origin.SHARED}
 
 
@@ -262,7 +262,7 @@ def test_the_same_bytes_mean_the_same_numbers_to_torch(
 ) -> None:
     dtypes = {E4M3FN: torch.float8_e4m3fn, E4M3FNUZ: torch.float8_e4m3fnuz}
     table = _table(_pair(scale), fmt=source)
-    (fitted,) = _values(fit_table(table, fmt=target, per_head=False))
+    (fitted,) = _values(convert_table(table, fmt=target, per_head=False))
     codes = torch.arange(256, dtype=torch.int64).to(torch.uint8)
     was = codes.view(dtypes[source]).float() * scale
     now = codes.view(dtypes[target]).float() * fitted

@@ -10,7 +10,15 @@ import torch
 
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
-from fp8calib.scales.rules import AMAX, KNOWN_RULES, Reach, Rule, RuleKind, find_reach, parse_rule
+from fp8calib.scales.rules import (
+    AMAX,
+    KNOWN_RULES,
+    ClipRange,
+    Rule,
+    RuleKind,
+    find_reach,
+    parse_rule,
+)
 from fp8calib.stats.histogram import count_bins
 from tests.stats.test_histogram_estimates import (
     FOREIGN,
@@ -99,7 +107,7 @@ def test_amax_leaves_every_magnitude_as_it_is() -> None:
     amax = torch.tensor([0.0, 1e-45, 1e-7, 1 / 3, 448.0, 3.4028234663852886e38])
     for rule in (AMAX, parse_rule("percentile:100"), parse_rule("headroom:1")):
         reach = find_reach(rule, amax=3.4e38, histogram=None, fmt=E4M3FN)
-        assert reach == Reach()
+        assert reach == ClipRange()
         assert torch.equal(reach.apply(amax), amax)
 
 
@@ -211,7 +219,7 @@ def test_the_limit_follows_the_values_by_octaves(text: str) -> None:
 def test_a_site_without_a_histogram_keeps_its_amax_and_says_so(text: str) -> None:
     for histogram in (None, make_histogram({})):
         reach = find_reach(parse_rule(text), amax=3.0, histogram=histogram, fmt=E4M3FN)
-        assert reach == Reach(kept_amax=f"no histogram, which {text} needs: amax is used")
+        assert reach == ClipRange(kept_amax=f"no histogram, which {text} needs: amax is used")
 
 
 @pytest.mark.parametrize("text", ["mse", "percentile:99.9"])
@@ -225,4 +233,6 @@ def test_a_site_of_sampled_zeros_keeps_its_amax_and_says_so(text: str) -> None:
 @pytest.mark.parametrize("text", ["mse", "percentile:99.9"])
 def test_a_site_of_zeros_alone_is_left_to_the_fallback(text: str) -> None:
     for histogram in (None, make_histogram({0: 10})):
-        assert find_reach(parse_rule(text), amax=0.0, histogram=histogram, fmt=E4M3FN) == Reach()
+        assert (
+            find_reach(parse_rule(text), amax=0.0, histogram=histogram, fmt=E4M3FN) == ClipRange()
+        )

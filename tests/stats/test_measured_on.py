@@ -8,7 +8,12 @@ import struct
 import pytest
 import torch
 
-from fp8calib.stats.measured_on import SKETCH_SIZE, MeasuredOn, estimate_overlap, explain_difference
+from fp8calib.stats.measured_on import (
+    SKETCH_SIZE,
+    CalibrationOrigin,
+    estimate_overlap,
+    explain_difference,
+)
 
 MODEL, DATA = "01" * 32, "ef" * 32
 NUMBERS = [-(2**63), 7, 2**63 - 1]
@@ -17,22 +22,24 @@ FIELDS = {"model": MODEL, "data": DATA, "text": TEXT}
 
 
 def test_it_is_said_in_strings_and_read_back() -> None:
-    measured = MeasuredOn(model=MODEL, data=DATA, text=torch.tensor(NUMBERS))
+    measured = CalibrationOrigin(model=MODEL, data=DATA, text=torch.tensor(NUMBERS))
     assert measured.to_fields() == FIELDS
-    again = MeasuredOn.from_fields(FIELDS)
+    again = CalibrationOrigin.from_fields(FIELDS)
     assert (again.model, again.data, again.text.tolist()) == (MODEL, DATA, NUMBERS)
 
 
 def test_a_model_alone_says_nothing_of_a_text() -> None:
-    measured = MeasuredOn.of_model(MODEL)
+    measured = CalibrationOrigin.of_model(MODEL)
     assert measured.to_fields() == {"model": MODEL}
-    assert MeasuredOn.from_fields({"model": MODEL}).text.tolist() == []
+    assert CalibrationOrigin.from_fields({"model": MODEL}).text.tolist() == []
 
 
 def test_of_many_hashes_the_smallest_are_kept() -> None:
     text = torch.arange(-1000, 1000)
-    fields = MeasuredOn(model=MODEL, data=DATA, text=text).to_fields()
-    assert MeasuredOn.from_fields(fields).text.tolist() == list(range(-1000, -1000 + SKETCH_SIZE))
+    fields = CalibrationOrigin(model=MODEL, data=DATA, text=text).to_fields()
+    assert CalibrationOrigin.from_fields(fields).text.tolist() == list(
+        range(-1000, -1000 + SKETCH_SIZE)
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def test_of_many_hashes_the_smallest_are_kept() -> None:
 )
 def test_what_is_damaged_is_refused(fields: object) -> None:
     with pytest.raises(ValueError, match=r"not an object|fingerprint|hashes of the text"):
-        MeasuredOn.from_fields(fields)
+        CalibrationOrigin.from_fields(fields)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fp8calib.errors import UsageError
 from fp8calib.stats.calibration_stats import (
     CalibrationStats,
     SiteStats,
-    StatsPart,
+    StatsShard,
     join_ranges,
     load_stats,
     save_stats,
@@ -37,7 +37,7 @@ def make_parts(count: int = 2) -> list[tuple[str, CalibrationStats]]:
             replace(
                 whole,
                 sites={K: whole.sites[K], **({} if index else {WEIGHT: whole.sites[WEIGHT]})},
-                part=StatsPart(
+                part=StatsShard(
                     index=index + 1,
                     count=count,
                     batch_size=1,

@@ -9,7 +9,7 @@ import pytest
 
 from fp8calib.errors import UsageError
 from fp8calib.verification.compare.summary import Summary
-from fp8calib.verification.judge.gates import GATES, Gate, judge, load_gate, look_behind
+from fp8calib.verification.judge.gates import GATES, Gate, downgrade_if_misleading, judge, load_gate
 from fp8calib.verification.report import LayerResult, Verdict
 
 PASS, WARN, FAIL, SAME = Verdict.PASS, Verdict.WARN, Verdict.FAIL, Verdict.NO_DIFFERENCE
@@ -138,7 +138,9 @@ def test_a_broken_site_makes_a_warning_of_a_good_verdict(
     verdict: Verdict, row: LayerResult, is_broken: bool
 ) -> None:
     rows = [*[make_row(30.0, role=role) for role in ("v", "v", "input", "input")], row]
-    found = look_behind(verdict, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"])
+    found = downgrade_if_misleading(
+        verdict, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"]
+    )
     if is_broken and verdict in {PASS, SAME}:
         assert found[0] is WARN
         assert found[1].startswith(f"why, but {row.site} (layer 7) is broken: ")
@@ -148,9 +150,9 @@ def test_a_broken_site_makes_a_warning_of_a_good_verdict(
 
 def test_the_worst_site_is_described() -> None:
     rows = [make_row(3.21, clipped=0.25), make_row(5.0, clipped=0.5)]
-    assert look_behind(PASS, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"])[
-        1
-    ] == (
+    assert downgrade_if_misleading(
+        PASS, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"]
+    )[1] == (
         "why, but layers.7.attn.v (layer 7) is broken: an SQNR of 3.2 dB, 25.0% clipped, 0.0% "
         "flushed to zero"
     )
@@ -173,7 +175,10 @@ def test_a_divergence_worth_a_failing_ratio_is_a_warning(
     gate: Gate, kld: float, expected: Verdict
 ) -> None:
     """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own goes before it."""
-    assert look_behind(PASS, "why", candidate="it", kld_mean=kld, rows=[], gate=gate)[0] is expected
+    assert (
+        downgrade_if_misleading(PASS, "why", candidate="it", kld_mean=kld, rows=[], gate=gate)[0]
+        is expected
+    )
 
 
 # --- files -------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def calibrate_command(
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
     with heavy_imports():
-        from fp8calib.cli.calibrate.job import Settings  # noqa: PLC0415
+        from fp8calib.cli.calibrate.job import CalibrateSettings  # noqa: PLC0415
         from fp8calib.cli.calibrate.processes import leave_out_formats  # noqa: PLC0415
         from fp8calib.cli.calibrate.run import run_calibrate  # noqa: PLC0415
         from fp8calib.cli.recipe_options import override_recipe  # noqa: PLC0415
@@ -117,7 +117,7 @@ def calibrate_command(
             warn("--format: a shard writes no scales; `fp8calib export` does, after the merge")
         resolved = leave_out_formats(resolved)
     run_calibrate(
-        Settings(
+        CalibrateSettings(
             model=model,
             recipe=resolved,
             out=out,

@@ -18,7 +18,7 @@ REPORT_NAME = "report.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class CalibrateSettings:
     """The command line, resolved."""
 
     model: str
@@ -42,7 +42,7 @@ class Settings:
 class Job:
     """Everything decided before a weight is loaded."""
 
-    settings: Settings
+    settings: CalibrateSettings
     source: ModelSource
     checkpoint: Checkpoint
     prepared: Prepared

@@ -14,7 +14,7 @@ from fp8calib.calibration import Prepared
 from fp8calib.cli.calibrate.job import Job
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import Share, share_out
-from fp8calib.machine.launch import Place, find_place
+from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import build_skeleton
 from fp8calib.model.weight_source import WeightSource
@@ -52,7 +52,7 @@ def choose_mode(job: Job) -> Mode:
     if settings.device_map is not None:
         refuse_device_map(settings.memory)
         return Mode(plan=None, prepared=job.prepared)
-    place = find_place(os.environ)
+    place = find_process_rank(os.environ)
     limits = find_limits(job.device, settings.memory, sharers=place.local_size)
     found = list(_take_batches(job, place))
     subject = _describe(job, job.prepared, found)
@@ -70,7 +70,7 @@ def choose_mode(job: Job) -> Mode:
     return _stream(job, prepared, planner, found)
 
 
-def _take_batches(job: Job, place: Place) -> Sequence[Batch]:
+def _take_batches(job: Job, place: ProcessRank) -> Sequence[Batch]:
     """Give the batches that this process will run; what is done already is not known here."""
     if job.plan is None:
         return []

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from fp8calib.cli.calibrate.job import Job, Settings
+from fp8calib.cli.calibrate.job import CalibrateSettings, Job
 from fp8calib.data.shares import share_out
 from fp8calib.errors import UsageError
-from fp8calib.machine.launch import Place
+from fp8calib.machine.launch import ProcessRank
 from fp8calib.model.load import choose_device
 from fp8calib.recipe import Recipe
-from fp8calib.run.distributed.group import Crew
+from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.whole import BackOff
-from fp8calib.run.resume.work_share import Portion
+from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
 
 
-def choose_rank_device(settings: Settings, place: Place) -> str:
+def choose_rank_device(settings: CalibrateSettings, place: ProcessRank) -> str:
     """Choose the device of one process: of those on a machine, each has a GPU to itself.
 
     Raises:
@@ -46,13 +46,13 @@ def choose_rank_device(settings: Settings, place: Place) -> str:
     return f"cuda:{place.local_rank}"
 
 
-def describe_crew(crew: Crew) -> str:
+def describe_crew(crew: ProcessGroup) -> str:
     """Say how many processes run."""
     threads = torch.get_num_threads()
     return f"{crew.place.size} processes share the data, with {threads} threads each"
 
 
-def gather_back_offs(portion: Portion) -> tuple[BackOff, ...]:
+def gather_back_offs(portion: WorkShare) -> tuple[BackOff, ...]:
     """Learn of all processes where batches became smaller."""
     own = [asdict(each) for each in portion.back_offs]
     told = [own] if portion.crew is None else portion.crew.gather(own)

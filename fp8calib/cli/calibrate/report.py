@@ -15,8 +15,7 @@ from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_
 from fp8calib.cli.console import list_top_level, print_text, say, warn
 from fp8calib.dialects.registry import FORMATS, Note
 from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
-from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
+from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.whole import BackOff
 from fp8calib.scales.compute import Fallback

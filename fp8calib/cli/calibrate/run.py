@@ -19,7 +19,7 @@ from fp8calib.cli.calibrate.checkpoint import (
     merge_report,
     write_checkpoint,
 )
-from fp8calib.cli.calibrate.job import REPORT_NAME, Job, Settings
+from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateSettings, Job
 from fp8calib.cli.calibrate.memory import Mode, choose_mode, describe_mode
 from fp8calib.cli.calibrate.processes import (
     check_shard,
@@ -55,27 +55,27 @@ from fp8calib.dialects.registry import (
     write_formats,
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
-from fp8calib.fp8.formats import FORMATS
-from fp8calib.machine.launch import find_place
+from fp8calib.fp8.formats import FP8_FORMATS
+from fp8calib.machine.launch import find_process_rank
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
 from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load_model, open_source
 from fp8calib.model.prepared import Prepared, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
-from fp8calib.run.distributed.group import Crew, open_crew
+from fp8calib.run.distributed.group import ProcessGroup, open_crew
 from fp8calib.run.resume.journal import Done, is_checkpoint
-from fp8calib.run.resume.work_share import Portion
+from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def run_calibrate(settings: Settings) -> None:
+def run_calibrate(settings: CalibrateSettings) -> None:
     """Calibrate as the settings say, and show the outcome."""
     quiet_libraries()
-    place = find_place(os.environ)
+    place = find_process_rank(os.environ)
     settings = replace(settings, device=choose_rank_device(settings, place))
     with open_crew(place, settings.device) as crew, _opened(settings) as job:
         for text in job.plan.warnings if job.plan else ():
@@ -107,7 +107,9 @@ def run_calibrate(settings: Settings) -> None:
     show_report(job, stats, report)
 
 
-def _find_finished(job: Job, header: StatsHeader, crew: Crew | None) -> Mapping[str, Any] | None:
+def _find_finished(
+    job: Job, header: StatsHeader, crew: ProcessGroup | None
+) -> Mapping[str, Any] | None:
     """Let the first process look for a finished output: it may write one before others look."""
     if crew is None:
         return find_finished(job, header)
@@ -122,7 +124,7 @@ def _show_finished(job: Job, report: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _opened(settings: Settings) -> Iterator[Job]:
+def _opened(settings: CalibrateSettings) -> Iterator[Job]:
     recipe = settings.recipe
     check_formats(recipe.formats)
     _check_observed(recipe)
@@ -182,7 +184,7 @@ def _check_observed(recipe: Recipe) -> None:
         raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
 
 
-def _plan(settings: Settings, source: ModelSource) -> DataPlan | None:
+def _plan(settings: CalibrateSettings, source: ModelSource) -> DataPlan | None:
     data = settings.recipe.data
     if not settings.recipe.observe.needs_forward:
         return None
@@ -198,13 +200,13 @@ def _plan(settings: Settings, source: ModelSource) -> DataPlan | None:
 
 
 def _run(
-    job: Job, mode: Mode, work: WorkFolder, crew: Crew | None, bar: Bar
+    job: Job, mode: Mode, work: WorkFolder, crew: ProcessGroup | None, bar: Bar
 ) -> tuple[CalibrationStats, Measured]:
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
     if crew is not None:
         say(describe_crew(crew))
     started = time.monotonic()
-    portion = Portion(shard=job.settings.shard, journal=work.journal, crew=crew)
+    portion = WorkShare(shard=job.settings.shard, journal=work.journal, crew=crew)
     with PeakMemory() as memory, nullcontext() if crew is None else crew.in_touch():
         stats = calibrate(
             _load(job, bar) if mode.streaming is None else mode.prepared,
@@ -287,7 +289,7 @@ def _write_all(
         stats,
         recipe.formats,
         folder,
-        fmt=FORMATS[recipe.scales.fp8_dtype],
+        fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
         tps=recipe.tp,
         source=job.checkpoint,
         query=recipe.query_scale,

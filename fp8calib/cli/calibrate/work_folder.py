@@ -17,7 +17,7 @@ from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forge
 from fp8calib.cli.calibrate.job import REPORT_NAME, Job
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import DataError, ExportError
-from fp8calib.run.distributed.group import Crew, RankLostError
+from fp8calib.run.distributed.group import ProcessGroup, RankLostError
 from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, load_stats
 from fp8calib.stats.merge import explain_other_run
@@ -99,7 +99,7 @@ def _is_of_run(job: Job, header: StatsHeader, stats: CalibrationStats) -> bool:
 
 
 @contextmanager
-def work_folder(job: Job, header: StatsHeader, crew: Crew | None) -> Iterator[WorkFolder]:
+def work_folder(job: Job, header: StatsHeader, crew: ProcessGroup | None) -> Iterator[WorkFolder]:
     """Open the folder of a run; it becomes the output in the end.
 
     An interruption, the death of another process, and a disk that takes no output leave it for
@@ -154,7 +154,7 @@ def _find_complete(job: Job, header: StatsHeader, staging: Path) -> Mapping[str,
     return _read_finished(job, header, staging)
 
 
-def _join(job: Job, header: StatsHeader, crew: Crew) -> WorkFolder:
+def _join(job: Job, header: StatsHeader, crew: ProcessGroup) -> WorkFolder:
     """Open the folder that the first process has made, where it can be seen."""
     told = crew.share(dict)
     folder = Path(told.pop("folder"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8calib.cli.console import print_json, print_table, print_text, warn
-from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, Verdict
+from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
 
 
 def show_report(report: CheckReport, path: str, *, as_json: bool) -> None:
@@ -19,8 +19,8 @@ def show_report(report: CheckReport, path: str, *, as_json: bool) -> None:
         )
         if engine.weights is not None:
             print_text(f"  weights {engine.weights.status}: {engine.weights.why}")
-        for mend in _list_mends(engine):
-            print_text(f"  mend: {mend}")
+        for fix in _list_fixes(engine):
+            print_text(f"  fix: {fix}")
         for problem in engine.problems:
             warn(f"{name}: {problem}")
     print_text(f"{path}: {'ok' if report.ok else 'not ok'}")
@@ -35,7 +35,7 @@ def _rows(engine: EngineReport) -> list[list[str]]:
     rows = []
     for role in ("k", "v"):
         for layers in _group(engine, role).values():
-            first: Verdict = getattr(layers[0], role)
+            first: LoadVerdict = getattr(layers[0], role)
             values = [getattr(layer, role).value for layer in layers]
             indices = [layer.layer for layer in layers]
             rows.append(
@@ -66,7 +66,7 @@ def _spell_values(values: list[float | None]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _list_mends(engine: EngineReport) -> list[str]:
+def _list_fixes(engine: EngineReport) -> list[str]:
     verdicts = [verdict for layer in engine.layers for verdict in (layer.k, layer.v)]
     verdicts += [engine.weights] if engine.weights is not None else []
-    return list(dict.fromkeys(verdict.mend for verdict in verdicts if verdict.mend))
+    return list(dict.fromkeys(verdict.fix for verdict in verdicts if verdict.fix))

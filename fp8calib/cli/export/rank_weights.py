@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.errors import ExportError
-from fp8calib.fp8.formats import FORMATS
+from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.model_geometry import find_difference
 from fp8calib.model.load import LoadedModel, build_skeleton, open_source
 from fp8calib.model.projections import LinearWeight, read_linears
@@ -94,7 +94,7 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
 def _compute_scales(stats: CalibrationStats, recipe: Recipe, tp: int) -> ScaleTable:
     return compute_linear_scales(
         stats,
-        FORMATS[recipe.scales.fp8_dtype],
+        FP8_FORMATS[recipe.scales.fp8_dtype],
         tp=tp,
         fallback=recipe.scales.fallback,
         rule=recipe.scales.rule,

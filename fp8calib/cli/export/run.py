@@ -21,7 +21,7 @@ from fp8calib.dialects.registry import (
     write_formats,
 )
 from fp8calib.errors import ExportError, UsageError
-from fp8calib.fp8.formats import FORMATS as FP8_FORMATS
+from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.sources.already_quantized import check_source
 from fp8calib.quantization.sources.int4 import is_int4_source
 from fp8calib.recipe import Recipe

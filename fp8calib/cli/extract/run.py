@@ -26,9 +26,9 @@ from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import ScaleTable
-from fp8calib.scales.convert import explain_fit, explain_joint, fit_table, fits_heads
+from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, fits_heads
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.measured_on import MeasuredOn
+from fp8calib.stats.measured_on import CalibrationOrigin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,8 @@ def _extract(
         drops_bad_query=True,
     )
     check_same_model(str(settings.quantized_model), found.table.measured_on, fingerprint)
-    known = found.table.measured_on or MeasuredOn.of_model(fingerprint)
-    table = fit_table(
+    known = found.table.measured_on or CalibrationOrigin.of_model(fingerprint)
+    table = convert_table(
         replace(found.table, measured_on=known),
         fmt=SOURCE_DTYPES[settings.fp8_dtype],
         tp=_choose_tp(settings, found.table),

@@ -17,7 +17,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.machine.devices import find_device
 from fp8calib.quantization.calibrated_scales import Calibrated, check_same_model, find_scales
 from fp8calib.quantization.checkpoint_dialects import find_form
-from fp8calib.quantization.plan import NO_SCALES, QuantizePlan, Settings, make_plan
+from fp8calib.quantization.plan import NO_SCALES, PlanSettings, QuantizePlan, make_plan
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantization.sources.already_quantized import check_source
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
@@ -73,7 +73,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
     show_report(build_report(outcome), as_json=settings.as_json)
 
 
-def _resolve(settings: QuantizeSettings) -> Settings:
+def _resolve(settings: QuantizeSettings) -> PlanSettings:
     scheme = find_scheme(settings.scheme)
     form = find_form(settings.form, scheme)
     if scheme.has_static_inputs and settings.stats is None:
@@ -82,7 +82,7 @@ def _resolve(settings: QuantizeSettings) -> Settings:
             hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose "
             "fp8-dynamic, which needs no data",
         )
-    return Settings(
+    return PlanSettings(
         scheme=scheme, form=form, ignore=settings.ignore, shares_scales=settings.shares_scales
     )
 
@@ -101,7 +101,7 @@ def _find_folder(settings: QuantizeSettings) -> Path:
 
 
 def _find_scales(
-    stats: CalibrationStats | None, checkpoint: Checkpoint, asked: Settings
+    stats: CalibrationStats | None, checkpoint: Checkpoint, asked: PlanSettings
 ) -> Calibrated:
     if stats is None:
         return Calibrated(scales=NO_SCALES, notes=())

@@ -21,7 +21,7 @@ from fp8calib.cli.verify.show import describe_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.engines.numerics import find_profile
 from fp8calib.errors import UsageError, VerificationError
-from fp8calib.fp8.formats import FORMATS
+from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
@@ -91,15 +91,16 @@ def _choose(settings: VerifySettings) -> Choices:
 
         require_plotly()
     _check_tasks(settings)
-    if settings.fp8_dtype not in FORMATS:
+    if settings.fp8_dtype not in FP8_FORMATS:
         raise UsageError(
-            f"--fp8-dtype {settings.fp8_dtype}: unknown format", hint=f"known: {', '.join(FORMATS)}"
+            f"--fp8-dtype {settings.fp8_dtype}: unknown format",
+            hint=f"known: {', '.join(FP8_FORMATS)}",
         )
     return Choices(
         profile=find_profile(settings.engine),
         scheme=None if settings.scheme is None else find_scheme(settings.scheme),
         rules=_parse_rules(settings.rules),
-        fmt=FORMATS[settings.fp8_dtype],
+        fmt=FP8_FORMATS[settings.fp8_dtype],
         gate=None if settings.gate is None else load_gate(settings.gate),
         device=choose_device(settings.device),
     )

@@ -12,7 +12,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     Arguments,
     Fields,
     FindScheme,
-    Scheme,
+    StoredScheme,
     contradiction,
     make_fbgemm_finder,
     make_fp8_finder,
@@ -82,7 +82,7 @@ def _make_group_finder(path: Path, config: Fields) -> FindScheme:
         if isinstance(target, str)
     }
 
-    def find(module: str) -> Scheme:
+    def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, operator.eq)
         group = targets.get(_find_target(path, module, targets) or "")
         if group is None:
@@ -169,7 +169,7 @@ def _make_modelopt_finder(path: Path, config: Fields) -> FindScheme:
     by_layer = layers if isinstance(layers, dict) else {}
     algorithm = fields.get("quant_algo")
 
-    def find(module: str) -> Scheme:
+    def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, fnmatchcase)
         own = _find_layer(module, by_layer) if algorithm == "MIXED_PRECISION" else algorithm
         arguments = _MODELOPT_ALGORITHMS.get(str(own).upper())
@@ -199,7 +199,7 @@ def _make_quark_finder(path: Path, config: Fields) -> FindScheme:
     of_linears = (by_class[name] for name in by_class if "Linear" in name)
     fallback = next(of_linears, config.get("global_quant_config"))
 
-    def find(module: str) -> Scheme:
+    def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, fnmatchcase)
         named = (by_name[pattern] for pattern in by_name if fnmatchcase(module, pattern))
         fields = next(named, fallback)

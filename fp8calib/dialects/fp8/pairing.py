@@ -13,7 +13,7 @@ from fp8calib.checkpoint.weight_index import find_weights
 from fp8calib.dialects.fp8.quantization_config import (
     ActivationKind,
     FindScheme,
-    Scheme,
+    StoredScheme,
     contradiction,
 )
 from fp8calib.dialects.fp8.weights import (
@@ -41,7 +41,7 @@ class Pairing:
     """The FP8 weights of a checkpoint with their scales."""
 
     weights: Mapping[str, Fp8Weight]
-    schemes: Mapping[str, Scheme]
+    schemes: Mapping[str, StoredScheme]
     """What the config says, by the weight's name."""
     fmt: Fp8Format
     zero_points: tuple[str, ...]
@@ -121,7 +121,9 @@ def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
     return WEIGHT_FORMATS[dtype]
 
 
-def _describe(checkpoint: Checkpoint, name: str, names: Companions, scheme: Scheme) -> Fp8Weight:
+def _describe(
+    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
+) -> Fp8Weight:
     scale_name = _choose(checkpoint, name, names.scales)
     if scale_name is None:
         fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
@@ -163,7 +165,7 @@ def _explain_missing(checkpoint: Checkpoint, candidates: Collection[str]) -> str
     return _NO_SCALE_HINT
 
 
-def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: Scheme) -> None:
+def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: StoredScheme) -> None:
     shape, scale_shape = checkpoint.shape(name), checkpoint.shape(scale_name)
     if len(shape) not in (2, 3) or 0 in shape:
         fault = f"{name} is FP8 of shape {list(shape)}"
@@ -185,7 +187,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: Sch
 
 
 def _find_input_scale(
-    checkpoint: Checkpoint, name: str, names: Companions, scheme: Scheme
+    checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
 ) -> str | None:
     found = _choose(checkpoint, name, names.input_scales)
     is_static = scheme.input is ActivationKind.STATIC

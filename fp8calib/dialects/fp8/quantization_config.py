@@ -46,7 +46,7 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme:
+class StoredScheme:
     """What a config says of one linear."""
 
     granularity: Granularity
@@ -55,7 +55,7 @@ class Scheme:
     upper_bound: float | None = None
 
 
-FindScheme = Callable[[str], Scheme]
+FindScheme = Callable[[str], StoredScheme]
 """From a linear's path to its scheme; raises VerificationError where there is none."""
 
 
@@ -113,7 +113,9 @@ def take_block(path: Path, key: str, value: object) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def make_scheme(path: Path, module: str, weights: Arguments, inputs: Arguments | None) -> Scheme:
+def make_scheme(
+    path: Path, module: str, weights: Arguments, inputs: Arguments | None
+) -> StoredScheme:
     """Put the scheme of a linear together from what a config says of its weight and input.
 
     Raises:
@@ -126,7 +128,7 @@ def make_scheme(path: Path, module: str, weights: Arguments, inputs: Arguments |
     if granularity is Granularity.BLOCK and weights.block is None:
         raise refusal(path, f"{module}: weights in blocks without a size of the blocks")
     kind = ActivationKind.NONE if inputs is None else _find_kind(path, module, inputs)
-    return Scheme(granularity=granularity, block=weights.block or BLOCK, input=kind)
+    return StoredScheme(granularity=granularity, block=weights.block or BLOCK, input=kind)
 
 
 def make_fp8_finder(path: Path, config: Fields) -> FindScheme:
@@ -153,7 +155,7 @@ def make_fp8_finder(path: Path, config: Fields) -> FindScheme:
         block=None,
     )
 
-    def find(module: str) -> Scheme:
+    def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, _is_below)
         return make_scheme(path, module, weights, inputs)
 
@@ -168,9 +170,9 @@ def make_fbgemm_finder(path: Path, config: Fields) -> FindScheme:
     ignored = take_list(path, config, "modules_to_not_convert")
     upper_bound = float(bound)
 
-    def find(module: str) -> Scheme:
+    def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, _is_below)
-        return Scheme(
+        return StoredScheme(
             granularity=Granularity.CHANNEL, input=ActivationKind.TOKEN, upper_bound=upper_bound
         )
 

@@ -24,7 +24,7 @@ from fp8calib.dialects.kv.metadata import (
 )
 from fp8calib.dialects.kv.validate import (
     ONE_FILLS_BOTH,
-    Reading,
+    ParsedScales,
     check_scales,
     cut_list,
     join_ranks,
@@ -32,7 +32,7 @@ from fp8calib.dialects.kv.validate import (
 )
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.scales.compute import ScaleTable
-from fp8calib.stats.measured_on import MeasuredOn
+from fp8calib.stats.measured_on import CalibrationOrigin
 
 
 def write_vllm_json(table: ScaleTable, path: Path, *, provenance: Provenance | None = None) -> None:
@@ -88,7 +88,7 @@ _FEW_EXTRA = 1000
 _FORM_HINT = 'expected {"model_type": ..., "kv_cache": {"dtype": ..., "scaling_factor": {...}}}'
 
 
-def read_json(path: Path, geometry: ModelGeometry) -> Reading:
+def read_json(path: Path, geometry: ModelGeometry) -> ParsedScales:
     """Read the KV scales of a JSON file; its sections about weights are not looked at.
 
     Raises:
@@ -110,7 +110,7 @@ def read_json(path: Path, geometry: ModelGeometry) -> Reading:
         int(_RANK_KEYS[dialect].sub(r"\1", key)): _read_rank(path, key, layers)
         for key, layers in factors.items()
     }
-    return Reading(
+    return ParsedScales(
         dialect=dialect,
         values=join_ranks(path, geometry, ranks),
         tp=len(ranks),
@@ -157,7 +157,7 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def _find_recorded(path: Path, document: Mapping[str, object]) -> MeasuredOn | None:
+def _find_recorded(path: Path, document: Mapping[str, object]) -> CalibrationOrigin | None:
     if JSON_MEASURED_KEY not in document:
         return None
     return find_measured_on(path, JSON_MEASURED_KEY, document[JSON_MEASURED_KEY])

@@ -14,7 +14,7 @@ from pathlib import Path
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.kv.validate import refusal
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.stats.measured_on import MeasuredOn
+from fp8calib.stats.measured_on import CalibrationOrigin
 
 KV_DTYPES: Mapping[str, Fp8Format] = {f"float8_{fmt.name}": fmt for fmt in (E4M3FN, E4M3FNUZ)}
 JSON_MEASURED_KEY = "_fp8calib"
@@ -51,7 +51,7 @@ class Provenance:
 
 
 def make_metadata(
-    *, fmt: Fp8Format | None, measured_on: MeasuredOn | None, provenance: Provenance | None
+    *, fmt: Fp8Format | None, measured_on: CalibrationOrigin | None, provenance: Provenance | None
 ) -> dict[str, str]:
     """Make the metadata of a file of scales; None is not mentioned."""
     metadata = {} if fmt is None else {DTYPE_KEY: name_dtype(fmt)}
@@ -74,7 +74,7 @@ def find_recorded_format(file: TensorFile) -> Fp8Format | None:
     return find_format(file.path, DTYPE_KEY, metadata[DTYPE_KEY])
 
 
-def find_measurement(place: Path, files: Iterable[TensorFile]) -> MeasuredOn | None:
+def find_measurement(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin | None:
     """Find the model and the text that files of ours say their scales were measured on.
 
     One file without a word leaves it to the others.
@@ -89,7 +89,7 @@ def find_measurement(place: Path, files: Iterable[TensorFile]) -> MeasuredOn | N
     return named[0] if named else None
 
 
-def _find_recorded_measurement(file: TensorFile) -> MeasuredOn | None:
+def _find_recorded_measurement(file: TensorFile) -> CalibrationOrigin | None:
     text = file.header.metadata.get(MEASURED_KEY)
     if text is None:
         return None
@@ -113,10 +113,10 @@ def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
     return KV_DTYPES[dtype]
 
 
-def find_measured_on(path: Path, key: str, fields: object) -> MeasuredOn:
+def find_measured_on(path: Path, key: str, fields: object) -> CalibrationOrigin:
     """Read what a file of ours says its scales were measured on."""
     try:
-        return MeasuredOn.from_fields(fields)
+        return CalibrationOrigin.from_fields(fields)
     except ValueError as error:
         hint = "it tells which model the scales are of; write the file again"
         raise refusal(path, f"{key} is damaged: {error}", hint=hint) from error

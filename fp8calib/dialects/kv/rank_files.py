@@ -18,7 +18,7 @@ from fp8calib.dialects.kv.config import CheckpointConfig
 from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK
 from fp8calib.dialects.kv.validate import (
     ONE_FILLS_BOTH,
-    Reading,
+    ParsedScales,
     check_precision,
     check_scales,
     cut_list,
@@ -35,7 +35,7 @@ _LAYER = re.compile(r"\d+", re.ASCII)
 
 def read_ranks(
     place: Path, files: Sequence[Path], geometry: ModelGeometry, config: CheckpointConfig
-) -> Reading:
+) -> ParsedScales:
     """Read the scales of rank files, of which each holds every layer.
 
     Args:
@@ -60,7 +60,7 @@ def read_ranks(
     if config.tp is not None and len(ranks) < config.tp:
         fault = f"{len(ranks)} of {config.tp} rank files are there ({cut_list(sorted(ranks))})"
         raise refusal(place, fault, hint="config.json tells how many there are; copy all of them")
-    return Reading(
+    return ParsedScales(
         dialect="trtllm",
         values=join_ranks(place, geometry, ranks),
         tp=len(ranks),

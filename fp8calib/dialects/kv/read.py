@@ -17,14 +17,20 @@ from fp8calib.dialects.kv.json import is_scales_json, load_object, read_json
 from fp8calib.dialects.kv.rank_files import list_tensor_names, read_ranks
 from fp8calib.dialects.kv.read_tensors import list_indexed_scales, read_tensors
 from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK, has_kv_form
-from fp8calib.dialects.kv.validate import Reading, cut_list, fill_shared, reading_errors, refusal
+from fp8calib.dialects.kv.validate import (
+    ParsedScales,
+    cut_list,
+    fill_shared,
+    reading_errors,
+    refusal,
+)
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import Origin, Scale, ScaleTable
 from fp8calib.stats.calibration_stats import METADATA_KEY
-from fp8calib.stats.measured_on import MeasuredOn, explain_difference
+from fp8calib.stats.measured_on import CalibrationOrigin, explain_difference
 
 SOURCE_DTYPES = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
 _E4M3FN_DIALECTS = ("compressed-tensors", "autofp8", "modelopt", "quark")
@@ -122,7 +128,7 @@ def read_scales(
     )
 
 
-def _explain_expanded(reading: Reading, geometry: ModelGeometry) -> Iterator[str]:
+def _explain_expanded(reading: ParsedScales, geometry: ModelGeometry) -> Iterator[str]:
     """Tell of scales that ModelOpt itself measured on the arguments of latent attention."""
     is_foreign = reading.dialect == "modelopt" and reading.measured_on is None
     if is_foreign and geometry.has_latent_attention:
@@ -132,7 +138,7 @@ def _explain_expanded(reading: Reading, geometry: ModelGeometry) -> Iterator[str
         )
 
 
-def check_same_model(name: str, measured: MeasuredOn | None, fingerprint: str) -> None:
+def check_same_model(name: str, measured: CalibrationOrigin | None, fingerprint: str) -> None:
     """Refuse scales that say themselves that they are of another model; most tools do not say.
 
     Args:
@@ -162,7 +168,7 @@ def has_kv_scales(path: Path) -> bool:
     return source.has_tensors or bool(source.rank_files or source.json_files)
 
 
-def _read(source: _Source, geometry: ModelGeometry, *, drops_bad_query: bool) -> Reading:
+def _read(source: _Source, geometry: ModelGeometry, *, drops_bad_query: bool) -> ParsedScales:
     if source.rank_files:
         config = read_config(source.folder, geometry)
         return read_ranks(source.place, source.rank_files, geometry, config)
@@ -251,7 +257,7 @@ def _find_source_format(source_dtype: str | None) -> Fp8Format | None:
 
 
 def _agree_on_format(
-    path: Path, reading: Reading, asked: Fp8Format | None, *, needs_dtype: bool
+    path: Path, reading: ParsedScales, asked: Fp8Format | None, *, needs_dtype: bool
 ) -> Fp8Format:
     named = reading.fmt
     if named is not None and asked is not None and named is not asked:

@@ -16,7 +16,7 @@ RANK_FILE_MARK = "kv_cache_scaling_factor"
 """What the scales of TensorRT-LLM and AMMO rank files are called."""
 
 
-class Form(StrEnum):
+class NameForm(StrEnum):
     """How a scale is attached to its attention module."""
 
     ATTENTION = "k_scale"
@@ -39,7 +39,7 @@ class ScaleName:
 
     full: str
     path: str
-    form: Form
+    form: NameForm
     roles: tuple[Role, ...]
 
 
@@ -51,18 +51,18 @@ class Owners:
     ignored: tuple[str, ...]
 
 
-_SUFFIXES: Mapping[str, tuple[Form, tuple[Role, ...]]] = {
+_SUFFIXES: Mapping[str, tuple[NameForm, tuple[Role, ...]]] = {
     f".{suffix}": (form, roles)
     for role in (Role.K, Role.V, Role.Q)
     for suffix, form, roles in (
-        (f"{role}_proj.{role}_scale", Form.PROJECTION, (role,)),
-        (f"qkv_proj.{role}_scale", Form.PROJECTION, (role,)),
-        (f"qkqkv_proj.{role}_scale", Form.PROJECTION, (role,)),
-        ("q.scale" if role is Role.Q else f"{role}_cache.scale", Form.CACHE, (role,)),
-        (f"{role}_proj.output_scale", Form.OUTPUT, (role,)),
-        (f"{role}_zero_point", Form.ZERO_POINT, (role,)),
-        (f"{role}_scale", Form.ATTENTION, (role,)),
-        ("kv_scale", Form.SINGLE, KV_ROLES),
+        (f"{role}_proj.{role}_scale", NameForm.PROJECTION, (role,)),
+        (f"qkv_proj.{role}_scale", NameForm.PROJECTION, (role,)),
+        (f"qkqkv_proj.{role}_scale", NameForm.PROJECTION, (role,)),
+        ("q.scale" if role is Role.Q else f"{role}_cache.scale", NameForm.CACHE, (role,)),
+        (f"{role}_proj.output_scale", NameForm.OUTPUT, (role,)),
+        (f"{role}_zero_point", NameForm.ZERO_POINT, (role,)),
+        (f"{role}_scale", NameForm.ATTENTION, (role,)),
+        ("kv_scale", NameForm.SINGLE, KV_ROLES),
     )
 }
 _LAYER = re.compile(r"(?:(?P<root>.*)\.)?(?P<index>[0-9]+)\.(?P<rest>.+?)", re.DOTALL)
@@ -89,7 +89,7 @@ def has_kv_form(name: str) -> bool:
     parsed = parse_name(name)
     if parsed is None:
         return RANK_FILE_MARK in name
-    return parsed.form is not Form.ZERO_POINT and parsed.roles != (Role.Q,)
+    return parsed.form is not NameForm.ZERO_POINT and parsed.roles != (Role.Q,)
 
 
 def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName]) -> Owners:

@@ -14,7 +14,7 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import SMALLEST_SCALE
-from fp8calib.stats.measured_on import MeasuredOn
+from fp8calib.stats.measured_on import CalibrationOrigin
 
 MAX_LISTED = 8
 KV_ROLES = (Role.K, Role.V)
@@ -24,7 +24,7 @@ ONE_FILLS_BOTH = "one scale a layer fills k and v"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ParsedScales:
     """The scales of one file or folder, as they stand there."""
 
     dialect: str
@@ -34,7 +34,7 @@ class Reading:
     per_head: bool = False
     fmt: Fp8Format | None = None
     """The format the file names; None where it names none."""
-    measured_on: MeasuredOn | None = None
+    measured_on: CalibrationOrigin | None = None
     """None where the file does not say it."""
     has_weights: bool = False
     files: tuple[Path, ...] = ()
@@ -139,7 +139,9 @@ def join_ranks(
     }
 
 
-def fill_shared(geometry: ModelGeometry, reading: Reading) -> tuple[Reading, frozenset[Site]]:
+def fill_shared(
+    geometry: ModelGeometry, reading: ParsedScales
+) -> tuple[ParsedScales, frozenset[Site]]:
     """Give layers that read another layer's cache its scale; tell which sites have one like it."""
     values = dict(reading.values)
     shared: set[Site] = set()

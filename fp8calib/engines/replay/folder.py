@@ -15,7 +15,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.kv.metadata import DTYPE_KEY
 from fp8calib.dialects.kv.tensor_names import is_of_draft_layer, is_probability_scale, parse_name
-from fp8calib.engines.replay.verdicts import Refusal, Status, Verdict
+from fp8calib.engines.replay.verdicts import LoadVerdict, Refusal, Status
 from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -188,13 +188,13 @@ def find_indexed(folder: ScaleFolder, *, error: str) -> list[str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
-        raise Refusal(f"{INDEX_NAME} has no weight_map of names to files", mend="write it anew")
+        raise Refusal(f"{INDEX_NAME} has no weight_map of names to files", fix="write it anew")
     listed = set(weight_map.values())
     missing = sorted(listed.difference(folder.files))
     if missing:
         shown = ", ".join(map(shorten, missing[:3]))
         why = f"the index names files that are not beside it ({shown}): {error}"
-        raise Refusal(why, mend="complete the download, or take them out of the index")
+        raise Refusal(why, fix="complete the download, or take them out of the index")
     return sorted(listed)
 
 
@@ -206,13 +206,13 @@ def require_readable(folder: ScaleFolder, files: Sequence[str]) -> None:
     """
     if not files:
         why = f"there are no safetensors weights to load ({len(folder.files)} files)"
-        raise Refusal(why, mend="download the weights, or convert them to safetensors")
+        raise Refusal(why, fix="download the weights, or convert them to safetensors")
     for file in files:
         if file in folder.faults:
-            raise Refusal(folder.faults[file], mend="download or write the file again")
+            raise Refusal(folder.faults[file], fix="download or write the file again")
 
 
-class Scene:
+class LoadContext:
     """What an engine that opens some of a folder's files sees of the model's scales."""
 
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, files: Sequence[str]) -> None:
@@ -247,20 +247,20 @@ class Scene:
             loaded[slot] = held
         return loaded
 
-    def absent(self, slot: Slot, *, value: float | None = 1.0, why: str, mend: str) -> Verdict:
+    def absent(self, slot: Slot, *, value: float | None = 1.0, why: str, fix: str) -> LoadVerdict:
         """Say of a slot that got no scale whether one was there to be had."""
         if slot in self._meant:
             text = f"{self._meant[slot]}: {why}"
-            return Verdict(status=Status.DROPPED, value=value, why=text, mend=mend)
+            return LoadVerdict(status=Status.DROPPED, value=value, why=text, fix=fix)
         if slot in self._elsewhere:
             status = Status.DEFAULTED if value == 1.0 else Status.DROPPED
             text = f"{self._elsewhere[slot]} is not opened, so the engine finds no scale"
-            mend = "list the file in the index, or put the scales into a file that is opened"
-            return Verdict(status=status, value=value, why=text, mend=mend)
+            fix = "list the file in the index, or put the scales into a file that is opened"
+            return LoadVerdict(status=status, value=value, why=text, fix=fix)
         status = Status.DEFAULTED if value == 1.0 else Status.MISREAD
         text = f"the checkpoint has no {slot[1]}_scale for this layer"
-        mend = "calibrate the layer, or write the scale of the cache it reads"
-        return Verdict(status=status, value=value, why=text, mend=mend)
+        fix = "calibrate the layer, or write the scale of the cache it reads"
+        return LoadVerdict(status=status, value=value, why=text, fix=fix)
 
 
 def _is_of_draft_layer(geometry: ModelGeometry, name: str) -> bool:

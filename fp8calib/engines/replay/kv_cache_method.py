@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp8calib.engines.replay.folder import HeldScale, Scene, Slot
-from fp8calib.engines.replay.verdicts import LayerVerdict, Refusal, Status, Verdict, judge_number
+from fp8calib.engines.replay.folder import HeldScale, LoadContext, Slot
+from fp8calib.engines.replay.verdicts import (
+    LayerVerdict,
+    LoadVerdict,
+    Refusal,
+    Status,
+    judge_number,
+)
 from fp8calib.geometry.sites import Role
 
 _SINGLE = ".kv_scale"
@@ -26,7 +32,7 @@ class PairRules:
     engine: str
     is_unset: Unset
     absent_why: str
-    absent_mend: str
+    absent_fix: str
 
 
 def is_negative(value: float) -> bool:
@@ -47,12 +53,12 @@ def require_scalar(held: HeldScale, engine: str) -> float:
     """
     if held.numel != 1:
         why = f"{held} has shape {list(held.shape)}, and {engine} loads one number"
-        raise Refusal(why, mend="store one number for the layer (kv-overlay, not kv-overlay-head)")
+        raise Refusal(why, fix="store one number for the layer (kv-overlay, not kv-overlay-head)")
     return held.values[0]
 
 
 def judge_pair(
-    scene: Scene, index: int, loaded: dict[Slot, HeldScale], rules: PairRules
+    scene: LoadContext, index: int, loaded: dict[Slot, HeldScale], rules: PairRules
 ) -> LayerVerdict:
     """Say what a layer's k and v become.
 
@@ -79,18 +85,18 @@ def judge_pair(
     if not k > 0:
         found = f"k {_spell(held[Role.K], k)}, v {_spell(held[Role.V], v)}"
         why = f"layer {index}: {rules.engine} asserts k_scale > 0 and fails: {found}"
-        raise Refusal(why, mend=_BOTH_MEND)
+        raise Refusal(why, fix=_BOTH_MEND)
     return _copied(index, held, k, v, rules)
 
 
 def _unset(
-    scene: Scene, slot: Slot, held: HeldScale | None, value: float, rules: PairRules
-) -> Verdict:
+    scene: LoadContext, slot: Slot, held: HeldScale | None, value: float, rules: PairRules
+) -> LoadVerdict:
     if held is None:
-        return scene.absent(slot, why=rules.absent_why, mend=rules.absent_mend)
+        return scene.absent(slot, why=rules.absent_why, fix=rules.absent_fix)
     why = f"{held} is {value:g}, which {rules.engine} takes for no scale: 1.0"
-    mend = "calibrate the layer again; a scale is a finite number above zero"
-    return Verdict(status=Status.DEFAULTED, value=1.0, why=why, mend=mend)
+    fix = "calibrate the layer again; a scale is a finite number above zero"
+    return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
 
 
 def _copied(
@@ -102,7 +108,7 @@ def _copied(
     if held[Role.V] is None and source is not None and source.name.endswith(_SINGLE):
         return LayerVerdict(layer=index, k=one, v=one)
     why = f"v {_spell(held[Role.V], v)}, so {rules.engine} gives it k_scale's number"
-    wrong = Verdict(status=Status.MISREAD, value=one.value, why=why, mend=_BOTH_MEND)
+    wrong = LoadVerdict(status=Status.MISREAD, value=one.value, why=why, fix=_BOTH_MEND)
     return LayerVerdict(layer=index, k=one, v=wrong)
 
 

@@ -8,7 +8,7 @@ from fp8calib.engines.replay.verdicts import Refusal
 
 _NESTED_QUANTIFIER = re.compile(r"\)[*+{?]")
 _LONGEST = 1000
-_MEND = "name modules as they are, or by a plain regular expression"
+_FIX = "name modules as they are, or by a plain regular expression"
 
 
 def matches_target(target: object, *names: str) -> bool:
@@ -27,8 +27,8 @@ def matches_target(target: object, *names: str) -> bool:
         return target in names
     pattern = target.removeprefix("re:")
     if len(pattern) > _LONGEST or _NESTED_QUANTIFIER.search(pattern):
-        raise Refusal(f"target {target!a:.60}: an expression that check does not try", mend=_MEND)
+        raise Refusal(f"target {target!a:.60}: an expression that check does not try", fix=_FIX)
     try:
         return any(re.match(pattern, name) for name in names)
     except (re.error, OverflowError, RecursionError) as error:
-        raise Refusal(f"target {target!a:.60}: no expression: {error}", mend=_MEND) from error
+        raise Refusal(f"target {target!a:.60}: no expression: {error}", fix=_FIX) from error

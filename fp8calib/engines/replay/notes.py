@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fp8calib.dialects.kv.tensor_names import is_probability_scale, parse_name
-from fp8calib.engines.replay.folder import HeldScale, ScaleFolder, Scene
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Status, Verdict
+from fp8calib.engines.replay.folder import HeldScale, LoadContext, ScaleFolder
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Status
 from fp8calib.engines.replay.vllm_config import KvMethod
 from fp8calib.geometry.sites import Role
 
 
-def list_queries(scene: Scene) -> list[HeldScale]:
+def list_queries(scene: LoadContext) -> list[HeldScale]:
     """List the scales of q that the engine's files hold."""
     found = ((held, parse_name(name)) for name, held in scene.scales.items())
     return [
@@ -21,7 +21,7 @@ def list_queries(scene: Scene) -> list[HeldScale]:
     ]
 
 
-def list_zero_points(scene: Scene) -> list[HeldScale]:
+def list_zero_points(scene: LoadContext) -> list[HeldScale]:
     """List the zero points of q, k and v that the engine's files hold."""
     found = ((held, parse_name(name)) for name, held in scene.scales.items())
     return [
@@ -29,19 +29,19 @@ def list_zero_points(scene: Scene) -> list[HeldScale]:
     ]
 
 
-def list_probabilities(scene: Scene) -> list[HeldScale]:
+def list_probabilities(scene: LoadContext) -> list[HeldScale]:
     """List the scales of attention's probabilities that the engine's files hold."""
     return [held for name, held in scene.scales.items() if is_probability_scale(name)]
 
 
-def note_unread(scene: Scene, why: str) -> None:
+def note_unread(scene: LoadContext, why: str) -> None:
     """Say that the engine does without these scales, where there are any."""
     for what, found in _both(scene):
         if found:
             scene.problems.append(f"{what} ({len(found)}, such as {found[0]}): {why}")
 
 
-def note_loaded(scene: Scene, method: KvMethod) -> None:
+def note_loaded(scene: LoadContext, method: KvMethod) -> None:
     """Say what vLLM does with these scales, where there are any."""
     for what, found in _both(scene):
         bad = [held for held in found if not all(0 < v < float("inf") for v in held.values)]
@@ -56,7 +56,7 @@ def note_loaded(scene: Scene, method: KvMethod) -> None:
             )
 
 
-def _both(scene: Scene) -> tuple[tuple[str, list[HeldScale]], ...]:
+def _both(scene: LoadContext) -> tuple[tuple[str, list[HeldScale]], ...]:
     return ("q_scale", list_queries(scene)), ("prob_scale", list_probabilities(scene))
 
 
@@ -100,24 +100,22 @@ def amend_for_dtype(report: EngineReport, dtype: str, fnuz: str, e5m2: str) -> E
         e5m2: what it does with one for e5m2.
     """
     if "fnuz" in dtype:
-        why, mend = fnuz, "convert the scales to e4m3fn: half of each, and record that dtype"
+        why, fix = fnuz, "convert the scales to e4m3fn: half of each, and record that dtype"
     elif "e5m2" in dtype:
-        why, mend = e5m2, "calibrate for e4m3fn; engines use no scales with e5m2"
+        why, fix = e5m2, "calibrate for e4m3fn; engines use no scales with e5m2"
     elif dtype:
-        why, mend = _OTHER, "calibrate for e4m3fn, or serve it with the cache it was made for"
+        why, fix = _OTHER, "calibrate for e4m3fn, or serve it with the cache it was made for"
     else:
         return report
     text = f"recorded for {dtype[:40]!a}: {why}"
     layers = tuple(
-        LayerVerdict(
-            layer=layer.layer, k=_amend(layer.k, text, mend), v=_amend(layer.v, text, mend)
-        )
+        LayerVerdict(layer=layer.layer, k=_amend(layer.k, text, fix), v=_amend(layer.v, text, fix))
         for layer in report.layers
     )
     return report.model_copy(update={"layers": layers})
 
 
-def _amend(verdict: Verdict, why: str, mend: str) -> Verdict:
+def _amend(verdict: LoadVerdict, why: str, fix: str) -> LoadVerdict:
     if verdict.status is not Status.USED:
         return verdict
-    return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "mend": mend})
+    return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": fix})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fp8calib.dialects.kv.tensor_names import Form, parse_name
+from fp8calib.dialects.kv.tensor_names import NameForm, parse_name
 from fp8calib.engines.models import (
     SGLANG_FUSING_TYPES,
     SGLANG_LOSING_TYPES,
@@ -20,8 +20,8 @@ from fp8calib.engines.models import (
 )
 from fp8calib.engines.replay.folder import (
     HeldScale,
+    LoadContext,
     ScaleFolder,
-    Scene,
     Slot,
     find_indexed,
     require_readable,
@@ -46,7 +46,7 @@ _NO_PROJECTIONS = "gemma3n_text"
 """It fuses names under a projection first, and goes on without them."""
 _PASSING_SINGLE = ("granite", "granite_swa", "olmoe")
 _NEARLY = 1e-6
-_MEND = "name it as the parameter is called in SGLang's model ({path}.k_scale and .v_scale)"
+_FIX = "name it as the parameter is called in SGLang's model ({path}.k_scale and .v_scale)"
 
 
 def check_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
@@ -69,7 +69,7 @@ def has_kv_method(folder: ScaleFolder) -> bool:
 def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     files = find_indexed(folder, error="RuntimeError") if folder.has_index else folder.files
     require_readable(folder, files)
-    scene = Scene(folder, geometry, files)
+    scene = LoadContext(folder, geometry, files)
     fault = _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
     places = {} if fault else _find_places(geometry)
     model_type = find_sglang_type(geometry)
@@ -110,7 +110,7 @@ def _find_scheme_fault(scheme: object) -> str:
     if scheme is None:
         return "there is no kv_cache_scheme, so no layer has a place for KV scales: 1.0"
     if not isinstance(scheme, dict):
-        raise Refusal("kv_cache_scheme is not an object", mend="write the scheme of kv-overlay")
+        raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
     is_static = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
     wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
     if is_static and all(scheme.get(key) == value for key, value in wanted.items()):
@@ -125,7 +125,7 @@ def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
     section = nested if isinstance(nested, dict) else {}
     if section.get("quant_algo") is None:
         why = "Cannot find 'quant_algo' in the model's quantization config"
-        raise Refusal(why, mend="write the scales in compressed-tensors' form (kv-overlay)")
+        raise Refusal(why, fix="write the scales in compressed-tensors' form (kv-overlay)")
     scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
         algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
@@ -161,8 +161,8 @@ def _is_lost(name: str, model_type: str) -> bool:
     """Tell whether a name under a projection is fused away before it could be remapped."""
     parsed = parse_name(name)
     form = None if parsed is None else parsed.form
-    return (model_type == _NO_PROJECTIONS and form in (Form.PROJECTION, Form.OUTPUT)) or (
-        model_type == "minimax_m2" and form is Form.OUTPUT
+    return (model_type == _NO_PROJECTIONS and form in (NameForm.PROJECTION, NameForm.OUTPUT)) or (
+        model_type == "minimax_m2" and form is NameForm.OUTPUT
     )
 
 
@@ -183,16 +183,16 @@ def _remap(name: str) -> str:
     return name
 
 
-def _refuse_strays(scene: Scene, places: Mapping[str, Slot], model_type: str) -> None:
+def _refuse_strays(scene: LoadContext, places: Mapping[str, Slot], model_type: str) -> None:
     for name, held in scene.scales.items():
         is_stray = map_name(name, model_type) not in places
         if model_type in SGLANG_STRICT_TYPES and is_stray and not _is_passed(held, model_type):
             error = "AssertionError" if model_type == "qwen3_next" else "KeyError"
             why = f"{held}: SGLang's {model_type} has no such parameter ({error})"
-            raise Refusal(why, mend=_MEND.format(path=_example(scene.geometry)))
+            raise Refusal(why, fix=_FIX.format(path=_example(scene.geometry)))
         if model_type in SGLANG_FUSING_TYPES and _PROJECTION.search(name):
             why = f"{held}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
-            raise Refusal(why, mend=_MEND.format(path=_example(scene.geometry)))
+            raise Refusal(why, fix=_FIX.format(path=_example(scene.geometry)))
 
 
 def _is_passed(held: HeldScale, model_type: str) -> bool:
@@ -207,13 +207,13 @@ def _example(geometry: ModelGeometry) -> str:
 
 
 def _judge(
-    scene: Scene, loaded: dict[Slot, HeldScale], index: int, attention: Attention, fault: str
+    scene: LoadContext, loaded: dict[Slot, HeldScale], index: int, attention: Attention, fault: str
 ) -> LayerVerdict:
     path = _inner_path(attention)
     why = f"the model's loader looks for {path}.k_scale alone and warns of others: 1.0"
     if fault:
-        mend = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
-        k, v = (scene.absent((index, role), why=fault, mend=mend) for role in (Role.K, Role.V))
+        fix = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
+        k, v = (scene.absent((index, role), why=fault, fix=fix) for role in (Role.K, Role.V))
         return LayerVerdict(layer=index, k=k, v=v)
-    rules = PairRules("SGLang", is_not_positive, why, _MEND.format(path=path))
+    rules = PairRules("SGLang", is_not_positive, why, _FIX.format(path=path))
     return judge_pair(scene, index, loaded, rules)

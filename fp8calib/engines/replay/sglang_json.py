@@ -16,9 +16,9 @@ from fp8calib.engines.replay.folder import load_lenient
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
+    LoadVerdict,
     Refusal,
     Status,
-    Verdict,
     judge_number,
     report_alike,
     report_refusal,
@@ -31,7 +31,7 @@ _EFFECT = (
     "SGLang parses the file; what the scales do depends on the attention backend (FlashAttention "
     "fails on them, Triton and FlashInfer take 1.0): kv-overlay is the sturdier form"
 )
-_MEND = "export --format vllm-json --tp {tp} for this model writes a file that is taken"
+_FIX = "export --format vllm-json --tp {tp} for this model writes a file that is taken"
 
 
 class _KvCache(BaseModel):
@@ -60,19 +60,19 @@ def check_sglang_json(
         why = (
             f"SGLang's {find_sglang_type(geometry)} takes no file of scales: RuntimeError at start"
         )
-        return report_refusal(geometry, Refusal(why, mend="serve a kv-overlay instead"))
+        return report_refusal(geometry, Refusal(why, fix="serve a kv-overlay instead"))
     try:
         document = _Schema.model_validate(load_lenient(path))
         _check_context(document, geometry, tp)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         why = f"the file is thrown away, all scales are 1.0: {_explain(error)}"
-        mend = _MEND.format(tp=tp)
+        fix = _FIX.format(tp=tp)
         return report_alike(
-            geometry, Verdict(status=Status.DEFAULTED, value=1.0, why=why, mend=mend)
+            geometry, LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
         )
     if has_kv_method:
         why = "the model's quantization_config makes k_scale a parameter: a float is a TypeError"
-        return report_refusal(geometry, Refusal(why, mend="store the scales in the checkpoint"))
+        return report_refusal(geometry, Refusal(why, fix="store the scales in the checkpoint"))
     return _judge(document.kv_cache.scaling_factor, geometry)
 
 
@@ -113,7 +113,7 @@ def _judge(ranks: Ranks, geometry: ModelGeometry) -> EngineReport:
     return EngineReport(layers=tuple(verdicts), problems=(_EFFECT,))
 
 
-def _judge_ranks(numbers: list[float]) -> Verdict:
+def _judge_ranks(numbers: list[float]) -> LoadVerdict:
     stored = [_to_fp32(number) for number in numbers]
     bad = next((number for number in stored if not 0 < number < float("inf")), None)
     shared = "one number for k and v"

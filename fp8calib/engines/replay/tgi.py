@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from fp8calib.engines.models import TGI_TYPES
-from fp8calib.engines.replay.folder import HeldScale, ScaleFolder, Scene, require_readable
+from fp8calib.engines.replay.folder import HeldScale, LoadContext, ScaleFolder, require_readable
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.notes import amend_for_dtype, find_recorded_dtype, note_unread
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
+    LoadVerdict,
     Refusal,
     Status,
-    Verdict,
     judge_number,
     report_refusal,
 )
@@ -58,7 +58,7 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     quantization = find_quantization(folder, keys=("quantization_config", "compression_config"))
     if quantization is not None and quantization.get("quant_method") == "compressed-tensors":
         _check_compressed(quantization, geometry)
-    scene = Scene(folder, geometry, files)
+    scene = LoadContext(folder, geometry, files)
     layers = [_judge(scene, layer.index, attention) for layer, attention in geometry.attentions()]
     note_unread(scene, "TGI does not ask for it")
     report = EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(scene.problems)))
@@ -75,7 +75,7 @@ def _refuse_doubled(folder: ScaleFolder, files: list[str]) -> None:
         for name in folder.tensors[file]:
             if name in held:
                 why = f"{shorten(name)} stands in {held[name]} and in {file}: RuntimeError"
-                raise Refusal(why, mend="TGI opens every file, index or not: remove one of them")
+                raise Refusal(why, fix="TGI opens every file, index or not: remove one of them")
             held[name] = file
 
 
@@ -83,11 +83,11 @@ def _check_compressed(quantization: Mapping[str, object], geometry: ModelGeometr
     """Replay `CompressedTensorsLoader`: every linear must be ignored or be of a known group."""
     groups, ignore = quantization.get("config_groups"), quantization.get("ignore") or []
     if not isinstance(groups, dict) or not isinstance(ignore, list):
-        raise Refusal(f"{_UNPARSED}: config_groups or ignore", mend=_GROUPS_MEND)
+        raise Refusal(f"{_UNPARSED}: config_groups or ignore", fix=_GROUPS_MEND)
     if quantization.get("quantization_status") not in ("compressed", "frozen"):
         raise Refusal(
             "Model quantization was not finished: quantization_status",
-            mend='write "quantization_status": "compressed"',
+            fix='write "quantization_status": "compressed"',
         )
     targets = [*ignore]
     for name, group in groups.items():
@@ -95,18 +95,18 @@ def _check_compressed(quantization: Mapping[str, object], geometry: ModelGeometr
     for module in _list_linears(geometry):
         if not any(matches_target(target, module, "Linear") for target in targets):
             why = f"Cannot find compressed-tensors target for prefix: {module}"
-            raise Refusal(why, mend='"ignore": ["re:.*"] leaves every module as it is')
+            raise Refusal(why, fix='"ignore": ["re:.*"] leaves every module as it is')
 
 
 def _list_targets(name: str, group: object, form: object) -> list[object]:
     weights = group.get("weights") if isinstance(group, dict) else None
     targets = group.get("targets") if isinstance(group, dict) else None
     if not isinstance(targets, list):
-        raise Refusal(f"{_UNPARSED}: group {name!a:.40}", mend=_GROUPS_MEND)
+        raise Refusal(f"{_UNPARSED}: group {name!a:.40}", fix=_GROUPS_MEND)
     if form not in _find_formats(weights):
         why = f"Group {name!a:.40} has unsupported compressed-tensors configuration: format is "
-        mend = 'leave config_groups empty, or give a float group "format": "naive-quantized"'
-        raise Refusal(f"{why}{form!a:.40}", mend=mend)
+        fix = 'leave config_groups empty, or give a float group "format": "naive-quantized"'
+        raise Refusal(f"{why}{form!a:.40}", fix=fix)
     return targets
 
 
@@ -124,7 +124,7 @@ def _list_linears(geometry: ModelGeometry) -> Iterator[str]:
             yield (linear.checkpoint_name or f"{linear.module}.weight").removesuffix(".weight")
 
 
-def _judge(scene: Scene, index: int, attention: Attention) -> LayerVerdict:
+def _judge(scene: LoadContext, index: int, attention: Attention) -> LayerVerdict:
     prefix, model_type = attention.checkpoint_module, scene.geometry.model_type
     if model_type not in TGI_TYPES:
         why = f"TGI's {model_type} does not ask for KV scales: 1.0"
@@ -140,15 +140,15 @@ def _judge(scene: Scene, index: int, attention: Attention) -> LayerVerdict:
     return _absent(scene, index, why, _NAMES_MEND)
 
 
-def _absent(scene: Scene, index: int, why: str, mend: str) -> LayerVerdict:
-    k, v = (scene.absent((index, role), why=why, mend=mend) for role in (Role.K, Role.V))
+def _absent(scene: LoadContext, index: int, why: str, fix: str) -> LayerVerdict:
+    k, v = (scene.absent((index, role), why=why, fix=fix) for role in (Role.K, Role.V))
     return LayerVerdict(layer=index, k=k, v=v)
 
 
 def _number(held: HeldScale) -> float:
     if held.numel != 1:
         why = f"{held} has shape {list(held.shape)}: Key and value scales must be scalar tensors"
-        raise Refusal(why, mend="store one number for the layer")
+        raise Refusal(why, fix="store one number for the layer")
     return held.values[0]
 
 
@@ -158,7 +158,7 @@ def _round(value: float, geometry: ModelGeometry) -> float:
 
 
 def _judge_pair(
-    scene: Scene,
+    scene: LoadContext,
     index: int,
     attention: Attention,
     k: tuple[HeldScale, float],
@@ -173,9 +173,9 @@ def _judge_pair(
     return LayerVerdict(layer=index, k=first, v=second)
 
 
-def _judge_one(held: HeldScale, value: float, wrong: str) -> Verdict:
+def _judge_one(held: HeldScale, value: float, wrong: str) -> LoadVerdict:
     verdict = judge_number(value, str(held), held=wrong)
     if value == 0 and held.values[0] > 0:
         why = f"{held} is {held.values[0]:g}, and 0 in the model's dtype"
-        return Verdict(status=Status.MISREAD, value=0.0, why=why, mend=_NAMES_MEND)
+        return LoadVerdict(status=Status.MISREAD, value=0.0, why=why, fix=_NAMES_MEND)
     return verdict

@@ -16,8 +16,8 @@ from fp8calib.engines.limitations import REBUILT
 from fp8calib.engines.models import TRANSFORMERS_REBUILT_TYPES, TRANSFORMERS_UNEXPECTED_TYPES
 from fp8calib.engines.replay.folder import (
     HeldScale,
+    LoadContext,
     ScaleFolder,
-    Scene,
     Slot,
     find_indexed,
     require_readable,
@@ -26,9 +26,9 @@ from fp8calib.engines.replay.notes import amend_for_dtype, find_recorded_dtype, 
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
+    LoadVerdict,
     Refusal,
     Status,
-    Verdict,
     judge_number,
     report_refusal,
 )
@@ -37,7 +37,7 @@ from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-_MEND = "write a kv-overlay: compressed-tensors with kv_cache_scheme, scales of shape [1]"
+_FIX = "write a kv-overlay: compressed-tensors with kv_cache_scheme, scales of shape [1]"
 _UNSET = "the scale is MISSING, and the parameter keeps whatever its memory held"
 
 
@@ -51,10 +51,10 @@ def check_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) ->
 
 
 def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
-    scene = Scene(folder, geometry, _find_files(folder))
+    scene = LoadContext(folder, geometry, _find_files(folder))
     quantization = find_quantization(folder, keys=("quantization_config",)) or {}
     if quantization.get("quant_method") == "quark":
-        raise Refusal("a Quark checkpoint needs AMD's Quark package (ImportError)", mend=_MEND)
+        raise Refusal("a Quark checkpoint needs AMD's Quark package (ImportError)", fix=_FIX)
     scheme = _find_scheme(quantization, folder, geometry)
     if SINGLE_FILE_NAME in folder.files and folder.has_index:
         scene.problems.append(
@@ -89,7 +89,7 @@ def _find_files(folder: ScaleFolder) -> list[str]:
         files = find_indexed(folder, error="OSError")
     else:
         why = f"no file named {SINGLE_FILE_NAME} and no {INDEX_NAME} (OSError)"
-        raise Refusal(why, mend="rename the one file, or write an index")
+        raise Refusal(why, fix="rename the one file, or write an index")
     require_readable(folder, files)
     return files
 
@@ -106,22 +106,22 @@ def _find_scheme(
         return None
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict):
-        raise Refusal("config_groups is not an object (ValidationError)", mend=_MEND)
+        raise Refusal("config_groups is not an object (ValidationError)", fix=_FIX)
     if not groups and any(linear.num_experts for _, linear in geometry.linears()):
         why = "empty config_groups on a model with experts: IndexError in get_experts_scheme"
-        raise Refusal(why, mend='add a group that matches nothing: "targets": ["re:^no-module$"]')
+        raise Refusal(why, fix='add a group that matches nothing: "targets": ["re:^no-module$"]')
     scheme = quantization.get("kv_cache_scheme")
     if scheme is None or geometry.model_type in TRANSFORMERS_UNEXPECTED_TYPES:
         return None
     if not isinstance(scheme, dict):
-        raise Refusal("kv_cache_scheme is not an object (ValidationError)", mend=_MEND)
+        raise Refusal("kv_cache_scheme is not an object (ValidationError)", fix=_FIX)
     if geometry.model_type == "opt" and "num_key_value_heads" not in folder.config:
-        raise Refusal("OPT's config has no num_key_value_heads: ValueError", mend="use vLLM")
+        raise Refusal("OPT's config has no num_key_value_heads: ValueError", fix="use vLLM")
     return None if scheme.get("dynamic") is True else scheme
 
 
 def _judge(
-    scene: Scene, index: int, attention: Attention, scheme: Mapping[str, object] | None
+    scene: LoadContext, index: int, attention: Attention, scheme: Mapping[str, object] | None
 ) -> LayerVerdict:
     if attention.producer is not None and scheme is not None:
         scene.problems.append(
@@ -137,21 +137,21 @@ def _judge(
 
 
 def _judge_role(
-    scene: Scene, slot: Slot, attention: Attention, scheme: Mapping[str, object] | None
-) -> Verdict:
+    scene: LoadContext, slot: Slot, attention: Attention, scheme: Mapping[str, object] | None
+) -> LoadVerdict:
     if scheme is None:
         why = "reported as unexpected, and the cache is not quantized"
-        verdict = scene.absent(slot, why=why, mend=_MEND)
+        verdict = scene.absent(slot, why=why, fix=_FIX)
         return verdict.model_copy(update={"value": None})
     held = scene.scales.get(f"{attention.checkpoint_module}.{slot[1]}_scale")
     if held is None:
-        verdict = scene.absent(slot, value=None, why=_UNSET, mend=_MEND)
+        verdict = scene.absent(slot, value=None, why=_UNSET, fix=_FIX)
         why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
         return verdict.model_copy(update={"why": why})
     _check_shape(held, attention, per_head=scheme.get("strategy") == "attn_head")
     if (scheme.get("type", "int"), scheme.get("num_bits", 8)) != ("float", 8):
         why = f"{held}: kv_cache_scheme is not FP8, so it scales other numbers"
-        misread = {"status": Status.MISREAD, "why": why, "mend": _MEND}
+        misread = {"status": Status.MISREAD, "why": why, "fix": _FIX}
         return _judge_rounded(scene, held).model_copy(update=misread)
     return _judge_rounded(scene, held)
 
@@ -159,14 +159,14 @@ def _judge_role(
 def _check_shape(held: HeldScale, attention: Attention, *, per_head: bool) -> None:
     heads = attention.num_kv_heads
     if attention.kind == "latent" and per_head:
-        raise Refusal("attn_head scales of latent attention: RuntimeError", mend=_MEND)
+        raise Refusal("attn_head scales of latent attention: RuntimeError", fix=_FIX)
     wanted = (heads, 1, 1) if per_head else (1,)
     if held.shape != wanted:
         why = f"{held} has shape {list(held.shape)}, the parameter {list(wanted)}: RuntimeError"
-        raise Refusal(why, mend=f"store it in shape {list(wanted)}")
+        raise Refusal(why, fix=f"store it in shape {list(wanted)}")
 
 
-def _judge_rounded(scene: Scene, held: HeldScale) -> Verdict:
+def _judge_rounded(scene: LoadContext, held: HeldScale) -> LoadVerdict:
     dtype = _DTYPES.get(scene.geometry.checkpoint_dtype, torch.float32)
     values = torch.tensor(held.values).to(dtype).float().tolist()
     if dtype is not torch.float32:

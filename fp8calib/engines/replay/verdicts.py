@@ -30,22 +30,22 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Verdict(_Frozen):
+class LoadVerdict(_Frozen):
     """What becomes of one scale."""
 
     status: Status
     value: float | None = None
     """What the engine multiplies by; None where it does not start, or where it is no number."""
     why: str
-    mend: str = ""
+    fix: str = ""
 
 
 class LayerVerdict(_Frozen):
     """What becomes of the scales of one layer."""
 
     layer: int
-    k: Verdict
-    v: Verdict
+    k: LoadVerdict
+    v: LoadVerdict
 
     @property
     def ok(self) -> bool:
@@ -59,7 +59,7 @@ class EngineReport(_Frozen):
     layers: tuple[LayerVerdict, ...]
     problems: tuple[str, ...] = ()
     """What the engine swallows or what holds under a condition; it does not count against it."""
-    weights: Verdict | None = None
+    weights: LoadVerdict | None = None
     """What becomes of weights that the engine does not compute with as the file means them."""
 
     @property
@@ -93,13 +93,13 @@ class CheckReport(_Frozen):
 class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no error of ours
     """An engine does not start, for a reason, with a mend."""
 
-    def __init__(self, why: str, *, mend: str) -> None:
+    def __init__(self, why: str, *, fix: str) -> None:
         super().__init__(why)
         self.why = why
-        self.mend = mend
+        self.fix = fix
 
 
-def judge_number(value: float, why: str, *, held: str = "") -> Verdict:
+def judge_number(value: float, why: str, *, held: str = "") -> LoadVerdict:
     """Say what an engine's number is worth: finite and above zero, or no scale.
 
     Args:
@@ -110,16 +110,16 @@ def judge_number(value: float, why: str, *, held: str = "") -> Verdict:
     finite = value if math.isfinite(value) else None
     if finite is None or finite <= 0:
         fault = f"{value:g} is no scale, and the engine takes it as it stands ({why})"
-        mend = "calibrate the layer again; a scale is a finite number above zero"
-        return Verdict(status=Status.MISREAD, value=finite, why=fault, mend=mend)
+        fix = "calibrate the layer again; a scale is a finite number above zero"
+        return LoadVerdict(status=Status.MISREAD, value=finite, why=fault, fix=fix)
     if held:
-        mend = "serve it with another engine, or without scales"
-        return Verdict(status=Status.MISREAD, value=finite, why=held, mend=mend)
-    return Verdict(status=Status.USED, value=finite, why=why)
+        fix = "serve it with another engine, or without scales"
+        return LoadVerdict(status=Status.MISREAD, value=finite, why=held, fix=fix)
+    return LoadVerdict(status=Status.USED, value=finite, why=why)
 
 
 def report_alike(
-    geometry: ModelGeometry, verdict: Verdict, problems: Iterable[str] = ()
+    geometry: ModelGeometry, verdict: LoadVerdict, problems: Iterable[str] = ()
 ) -> EngineReport:
     """Give every layer with a KV cache the same verdict."""
     layers = (
@@ -130,5 +130,5 @@ def report_alike(
 
 def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:
     """Say of every layer that the engine does not start."""
-    verdict = Verdict(status=Status.REFUSED, why=refusal.why, mend=refusal.mend)
+    verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
     return report_alike(geometry, verdict)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from fp8calib.engines.models import VLLM_EXPANDED_TYPES, VLLM_UNRUN_TYPES
 from fp8calib.engines.replay.folder import (
     HeldScale,
+    LoadContext,
     ScaleFolder,
-    Scene,
     Slot,
     find_indexed,
     require_readable,
@@ -30,9 +30,9 @@ from fp8calib.engines.replay.notes import (
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
+    LoadVerdict,
     Refusal,
     Status,
-    Verdict,
     judge_number,
     report_refusal,
 )
@@ -60,10 +60,10 @@ def check_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
 
 def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
     if geometry.model_type in VLLM_UNRUN_TYPES:
-        raise Refusal(f"vLLM 0.32 runs no {geometry.model_type}", mend="use another engine")
+        raise Refusal(f"vLLM 0.32 runs no {geometry.model_type}", fix="use another engine")
     files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
     require_readable(folder, files)
-    scene = Scene(folder, geometry, files)
+    scene = LoadContext(folder, geometry, files)
     quantization = find_quantization(folder, keys=_CONFIG_KEYS)
     if quantization is None:
         return _check_unquantized(scene)
@@ -97,7 +97,7 @@ def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
 _EXPANDED = {
     "status": Status.MISREAD,
     "why": "vLLM caches K and V of this model expanded to heads, the scales are of the latents",
-    "mend": "serve it with --kv-cache-dtype auto, or without scales",
+    "fix": "serve it with --kv-cache-dtype auto, or without scales",
 }
 
 
@@ -109,19 +109,19 @@ _FNUZ = dict.fromkeys(KvMethod, _DOUBLED) | {
 }
 
 
-def _check_unquantized(scene: Scene) -> EngineReport:
+def _check_unquantized(scene: LoadContext) -> EngineReport:
     stray = next(iter(scene.scales.values()), None)
     if stray is not None:
         why = f"{stray}: without a quantization_config no module has a place for it (ValueError)"
-        mend = "add the quantization_config of kv-overlay to config.json"
-        raise Refusal(why, mend=mend)
+        fix = "add the quantization_config of kv-overlay to config.json"
+        raise Refusal(why, fix=fix)
     return EngineReport(layers=tuple(_absent_layers(scene)))
 
 
-def _absent_layers(scene: Scene) -> list[LayerVerdict]:
+def _absent_layers(scene: LoadContext) -> list[LayerVerdict]:
     verdicts = []
     for index, _ in _attentions(scene.geometry):
-        k, v = (scene.absent((index, role), why="", mend="") for role in (Role.K, Role.V))
+        k, v = (scene.absent((index, role), why="", fix="") for role in (Role.K, Role.V))
         verdicts.append(LayerVerdict(layer=index, k=k, v=v))
     return verdicts
 
@@ -136,7 +136,9 @@ def _list_excluded(quantization: Mapping[str, object], method: KvMethod) -> list
     return excluded if method is KvMethod.QUARK and isinstance(excluded, list) else []
 
 
-def _load(scene: Scene, method: KvMethod, excluded: Sequence[object]) -> dict[Slot, HeldScale]:
+def _load(
+    scene: LoadContext, method: KvMethod, excluded: Sequence[object]
+) -> dict[Slot, HeldScale]:
     places: dict[str, Slot] = {
         f"{layer}.{role}_scale": (index, role)
         for index, attention in _attentions(scene.geometry)
@@ -149,12 +151,12 @@ def _load(scene: Scene, method: KvMethod, excluded: Sequence[object]) -> dict[Sl
     return scene.load(lambda name: places.get(map_name(name, method)))
 
 
-def _has_place(scene: Scene, attention: Attention) -> bool:
+def _has_place(scene: LoadContext, attention: Attention) -> bool:
     return attention.kind == "heads" or scene.geometry.model_type in VLLM_EXPANDED_TYPES
 
 
 def _judge(
-    scene: Scene,
+    scene: LoadContext,
     method: KvMethod,
     loaded: dict[Slot, HeldScale],
     index: int,
@@ -166,16 +168,16 @@ def _judge(
     return judge_pair(scene, index, loaded, rules)
 
 
-def _placeless(scene: Scene, index: int, attention: Attention) -> LayerVerdict:
-    why, mend = "the quantization method has no place for KV scales", "write a kv-overlay"
+def _placeless(scene: LoadContext, index: int, attention: Attention) -> LayerVerdict:
+    why, fix = "the quantization method has no place for KV scales", "write a kv-overlay"
     if attention.kind == "latent":
         why = "no KV scale reaches multi-head latent attention in vLLM 0.32: 1.0"
-        mend = "serve it with 1.0, or with SGLang in ModelOpt's names"
-    k, v = (scene.absent((index, role), why=why, mend=mend) for role in (Role.K, Role.V))
+        fix = "serve it with 1.0, or with SGLang in ModelOpt's names"
+    k, v = (scene.absent((index, role), why=why, fix=fix) for role in (Role.K, Role.V))
     return LayerVerdict(layer=index, k=k, v=v)
 
 
-def _check_shapes(scene: Scene, quantization: Mapping[str, object], method: KvMethod) -> None:
+def _check_shapes(scene: LoadContext, quantization: Mapping[str, object], method: KvMethod) -> None:
     """Refuse scales of q, and zero points, in a shape that no parameter has."""
     scheme = quantization.get("kv_cache_scheme")
     per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
@@ -184,7 +186,7 @@ def _check_shapes(scene: Scene, quantization: Mapping[str, object], method: KvMe
             require_scalar(held, "vLLM")
         elif not any(_fits_query(held, attention) for _, attention in _attentions(scene.geometry)):
             why = f"{held} has shape {list(held.shape)}, which no number of heads goes with"
-            raise Refusal(f"{why}: RuntimeError", mend="store one number a head of q, or none")
+            raise Refusal(f"{why}: RuntimeError", fix="store one number a head of q, or none")
     if method is KvMethod.COMPRESSED_TENSORS and not per_head:
         for held in list_zero_points(scene):
             require_scalar(held, "vLLM")
@@ -196,13 +198,15 @@ def _fits_query(held: HeldScale, attention: Attention) -> bool:
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
-def _check_compressed(scene: Scene, loaded: dict[Slot, HeldScale], tp: int) -> list[LayerVerdict]:
+def _check_compressed(
+    scene: LoadContext, loaded: dict[Slot, HeldScale], tp: int
+) -> list[LayerVerdict]:
     quantization = find_quantization(scene.folder, keys=_CONFIG_KEYS) or {}
     scheme = quantization.get("kv_cache_scheme")
     per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
     if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
         why = "attn_head without config_groups: vLLM does not learn the number of heads, and stops"
-        raise Refusal(why, mend="add config_groups, with a group that matches nothing")
+        raise Refusal(why, fix="add config_groups, with a group that matches nothing")
     verdicts = []
     for index, attention in _attentions(scene.geometry):
         if not _has_place(scene, attention):
@@ -217,12 +221,12 @@ def _check_compressed(scene: Scene, loaded: dict[Slot, HeldScale], tp: int) -> l
 
 
 def _judge_compressed(
-    scene: Scene,
+    scene: LoadContext,
     slot: Slot,
     loaded: dict[Slot, HeldScale],
     heads: Attention | None,
     tp: int,
-) -> Verdict:
+) -> LoadVerdict:
     held = loaded.get(slot)
     if held is None:
         return _unloaded(scene, slot, loaded)
@@ -231,20 +235,20 @@ def _judge_compressed(
     return judge_number(require_scalar(held, "vLLM"), str(held))
 
 
-def _unloaded(scene: Scene, slot: Slot, loaded: dict[Slot, HeldScale]) -> Verdict:
+def _unloaded(scene: LoadContext, slot: Slot, loaded: dict[Slot, HeldScale]) -> LoadVerdict:
     k = loaded.get((slot[0], Role.K))
     if k is not None and k.name.endswith(".kv_scale"):
         why = f"{k} becomes k_scale, and compressed-tensors' method copies it to no v_scale: 1.0"
-        mend = "store it as k_scale and as v_scale"
-        return Verdict(status=Status.DEFAULTED, value=1.0, why=why, mend=mend)
-    return scene.absent(slot, why=_NO_PLACE, mend=NAMES_MEND)
+        fix = "store it as k_scale and as v_scale"
+        return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
+    return scene.absent(slot, why=_NO_PLACE, fix=NAMES_MEND)
 
 
-def _judge_heads(scene: Scene, held: HeldScale, num_heads: int, tp: int) -> Verdict:
+def _judge_heads(scene: LoadContext, held: HeldScale, num_heads: int, tp: int) -> LoadVerdict:
     """Judge a scale for each head: ranks take their slice, and one number spreads over one rank."""
     if held.numel < num_heads and not (held.numel == 1 and tp == 1):
         why = f"{held} has shape {list(held.shape)} for {num_heads} KV heads: RuntimeError"
-        raise Refusal(why, mend=f"store [{num_heads}, 1, 1], or strategy tensor with one number")
+        raise Refusal(why, fix=f"store [{num_heads}, 1, 1], or strategy tensor with one number")
     taken = held.values[:num_heads]
     bad = [value for value in taken if not 0 < value < float("inf")]
     if bad:
@@ -252,13 +256,13 @@ def _judge_heads(scene: Scene, held: HeldScale, num_heads: int, tp: int) -> Verd
     largest = max(taken)
     if held.numel > num_heads:
         why = f"{held} has {held.numel} numbers, of which the first {num_heads} are taken"
-        return Verdict(status=Status.MISREAD, value=largest, why=why, mend="write one a KV head")
+        return LoadVerdict(status=Status.MISREAD, value=largest, why=why, fix="write one a KV head")
     if held.numel < num_heads:
         scene.problems.append("attn_head with one number a layer: it is spread over all heads")
     return judge_number(largest, f"the largest of {held.numel} heads, {held}")
 
 
-def _note_conditions(scene: Scene, method: KvMethod) -> None:
+def _note_conditions(scene: LoadContext, method: KvMethod) -> None:
     quantization = find_quantization(scene.folder, keys=_CONFIG_KEYS) or {}
     scheme = quantization.get("kv_cache_scheme")
     if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":

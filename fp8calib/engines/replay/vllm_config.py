@@ -67,7 +67,7 @@ def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[
         if found is None:
             continue
         if not isinstance(found, dict):
-            raise Refusal(f"{key} is not an object", mend="write it as a JSON object")
+            raise Refusal(f"{key} is not an object", fix="write it as a JSON object")
         return found
     return None
 
@@ -96,7 +96,7 @@ def find_kv_method(quantization: Mapping[str, object], *, beside: object = None)
         return None
     if method in _DEPRECATED:
         why = f"quant_method {method} is refused without --allow-deprecated-quantization"
-        raise Refusal(why, mend="quantize with compressed-tensors instead")
+        raise Refusal(why, fix="quantize with compressed-tensors instead")
     if method.startswith("modelopt"):
         return _check_modelopt(quantization, beside)
     checks = {"compressed-tensors": _check_compressed, "fp8": _check_fp8, "quark": _check_quark}
@@ -106,7 +106,7 @@ def find_kv_method(quantization: Mapping[str, object], *, beside: object = None)
         return KvMethod.MODELOPT
     if method in _WITHOUT_KV:
         return KvMethod.NONE
-    raise Refusal(f"quant_method {method!a:.60} is unknown to vLLM 0.32", mend="correct the name")
+    raise Refusal(f"quant_method {method!a:.60} is unknown to vLLM 0.32", fix="correct the name")
 
 
 def _name_method(quantization: Mapping[str, object]) -> str:
@@ -118,11 +118,11 @@ def _name_method(quantization: Mapping[str, object]) -> str:
     if algorithm is not None and (is_own_file or "modelopt_quant_config" in section):
         if str(algorithm).upper() not in _OWN_FILE_ALGORITHMS:
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
-            raise Refusal(why, mend="vLLM knows more of them in config.json's quantization_config")
+            raise Refusal(why, fix="vLLM knows more of them in config.json's quantization_config")
         return "modelopt"
     method = quantization.get("quant_method", "")
     if not isinstance(method, str):
-        raise Refusal("quant_method is not text", mend="name the method there")
+        raise Refusal("quant_method is not text", fix="name the method there")
     return method.lower().replace("compressed_tensors", "compressed-tensors")
 
 
@@ -131,11 +131,11 @@ def _check_modelopt(quantization: Mapping[str, object], beside: object) -> KvMet
     algorithm = section.get("quant_algo") if isinstance(section, dict) else None
     if not algorithm:
         why = "a ModelOpt config without quant_algo is refused, KV cache alone is no scheme there"
-        mend = "write the scales in compressed-tensors' form (kv-overlay)"
-        raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", mend=mend)
+        fix = "write the scales in compressed-tensors' form (kv-overlay)"
+        raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", fix=fix)
     if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
         why = f"quant_algo {algorithm!a:.60} is unknown to vLLM 0.32"
-        raise Refusal(why, mend=f"it knows {', '.join(MODELOPT_ALGORITHMS)}")
+        raise Refusal(why, fix=f"it knows {', '.join(MODELOPT_ALGORITHMS)}")
     if str(algorithm).upper() == "MIXED_PRECISION":
         return _check_mixed(quantization if "quantized_layers" in quantization else beside)
     return KvMethod.MODELOPT
@@ -148,7 +148,7 @@ def _check_mixed(quantization: object) -> KvMethod:
     section = nested if isinstance(nested, dict) else outer
     if not section.get("quantized_layers"):
         why = "MIXED_PRECISION without quantized_layers, nor hf_quant_config.json that has them"
-        raise Refusal(why, mend="export the checkpoint again, with hf_quant_config.json")
+        raise Refusal(why, fix="export the checkpoint again, with hf_quant_config.json")
     scheme = outer.get("kv_cache_scheme")
     is_fp8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == (
         "float",
@@ -162,7 +162,7 @@ def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
     _check_scheme(quantization.get("kv_cache_scheme"))
     groups = quantization.get("config_groups", {})
     if not isinstance(groups, dict):
-        raise Refusal("config_groups is not an object (AttributeError)", mend=_GROUPS_MEND)
+        raise Refusal("config_groups is not an object (AttributeError)", fix=_GROUPS_MEND)
     for name, group in groups.items():
         _check_group(name, group if isinstance(group, dict) else {})
     sparsity = quantization.get("sparsity_config")
@@ -170,7 +170,7 @@ def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
         why = (
             "sparsity_config names targets, and vLLM has no sparsity any more (DeprecationWarning)"
         )
-        raise Refusal(why, mend="take a model without sparsity")
+        raise Refusal(why, fix="take a model without sparsity")
     return KvMethod.COMPRESSED_TENSORS
 
 
@@ -178,18 +178,18 @@ def _check_group(name: str, group: Mapping[str, object]) -> None:
     """Refuse a group without weights, but for one that targets an attention class alone."""
     targets = group.get("targets")
     if not isinstance(targets, list):
-        raise Refusal(f"group {name!a:.40} of config_groups has no targets", mend=_GROUPS_MEND)
+        raise Refusal(f"group {name!a:.40} of config_groups has no targets", fix=_GROUPS_MEND)
     is_attention = len(targets) == 1 and str(targets[0]).endswith("Attention")
     if targets and not is_attention and not isinstance(group.get("weights"), dict):
         why = f"group {name!a:.40} of config_groups says nothing of weights (ValidationError)"
-        raise Refusal(why, mend=_GROUPS_MEND)
+        raise Refusal(why, fix=_GROUPS_MEND)
 
 
 def _check_scheme(scheme: object) -> None:
     if scheme is None:
         return
     if not isinstance(scheme, dict):
-        raise Refusal("kv_cache_scheme is not an object", mend="write the scheme of kv-overlay")
+        raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
     faults = {
         "type": scheme.get("type") != "float",
         "num_bits": scheme.get("num_bits") != 8,
@@ -199,27 +199,27 @@ def _check_scheme(scheme: object) -> None:
     for key, is_wrong in faults.items():
         if is_wrong:
             why = f"kv_cache_scheme.{key} is {scheme.get(key)!a:.40}: NotImplementedError at start"
-            mend = "symmetric float of 8 bits, strategy tensor or attn_head"
-            raise Refusal(why, mend=mend)
+            fix = "symmetric float of 8 bits, strategy tensor or attn_head"
+            raise Refusal(why, fix=fix)
 
 
 def _check_fp8(quantization: Mapping[str, object]) -> KvMethod:
     scheme = quantization.get("activation_scheme")
     if scheme not in ("static", "dynamic"):
         why = f"activation_scheme is {scheme!a:.40}, and quant_method fp8 wants static or dynamic"
-        raise Refusal(why, mend="say which; weights alone in 16 bits want kv-overlay")
+        raise Refusal(why, fix="say which; weights alone in 16 bits want kv-overlay")
     if quantization.get("weight_block_size") is not None and scheme != "dynamic":
         why = "weight_block_size with static activations is a ValueError"
-        raise Refusal(why, mend="activation_scheme dynamic is what blocks go with")
+        raise Refusal(why, fix="activation_scheme dynamic is what blocks go with")
     return KvMethod.FP8
 
 
 def _check_quark(quantization: Mapping[str, object]) -> KvMethod:
     export = quantization.get("export")
     if not isinstance(export, dict) or not isinstance(export.get("kv_cache_group"), list):
-        raise Refusal("a Quark config needs export.kv_cache_group", mend="export with Quark 0.13")
+        raise Refusal("a Quark config needs export.kv_cache_group", fix="export with Quark 0.13")
     if not isinstance(quantization.get("exclude"), list):
-        raise Refusal("a Quark config needs the list exclude (TypeError)", mend="write [] there")
+        raise Refusal("a Quark config needs the list exclude (TypeError)", fix="write [] there")
     group = [pattern for pattern in export["kv_cache_group"] if isinstance(pattern, str)]
     if group:
         _check_quark_outputs(quantization.get("layer_quant_config"), group)
@@ -234,8 +234,8 @@ def _check_quark_outputs(layers: object, group: list[str]) -> None:
     ]
     if not found or any(tensors != found[0] for tensors in found):
         why = "layer_quant_config has no one output_tensors for all of export.kv_cache_group"
-        raise Refusal(why, mend="quantize k_proj and v_proj alike")
+        raise Refusal(why, fix="quantize k_proj and v_proj alike")
     tensors = found[0] if isinstance(found[0], dict) else {}
     if (tensors.get("dtype"), tensors.get("qscheme")) != ("fp8_e4m3", "per_tensor"):
         why = "Quark's KV scales must be fp8_e4m3 and per_tensor: NotImplementedError at start"
-        raise Refusal(why, mend="quantize the cache per tensor")
+        raise Refusal(why, fix="quantize the cache per tensor")

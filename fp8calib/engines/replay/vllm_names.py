@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from fp8calib.engines.models import VLLM_PLACELESS_TYPES
-from fp8calib.engines.replay.folder import Scene
+from fp8calib.engines.replay.folder import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.replay.vllm_config import KvMethod
 
@@ -49,7 +49,7 @@ def map_name(name: str, method: KvMethod) -> str:
     return name
 
 
-def refuse_unmapped(scene: Scene, method: KvMethod) -> None:
+def refuse_unmapped(scene: LoadContext, method: KvMethod) -> None:
     """Refuse where a scale's name stops the loader.
 
     Raises:
@@ -58,7 +58,7 @@ def refuse_unmapped(scene: Scene, method: KvMethod) -> None:
     modules = [attention.checkpoint_module for _, attention in scene.geometry.attentions()]
     for name, scale in scene.scales.items():
         if why := _find_fault(scene.geometry.model_type, modules, map_name(name, method), method):
-            raise Refusal(f"{scale}: {why}", mend=_find_mend(scene.geometry.model_type))
+            raise Refusal(f"{scale}: {why}", fix=_find_mend(scene.geometry.model_type))
 
 
 def _find_fault(model_type: str, modules: list[str], mapped: str, method: KvMethod) -> str:

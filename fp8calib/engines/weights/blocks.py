@@ -19,8 +19,8 @@ from fp8calib.engines.weights.faults import (
     QuantizedLinear,
     QuantizedWeights,
     WeightFault,
+    fault_per_engine,
     name_fused_group,
-    tell_each,
 )
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
 from fp8calib.geometry.tensor_parallel import rank_range
@@ -38,9 +38,9 @@ _SGLANG_JOINED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
 """What SGLang loads into one weight in every model; the others in some."""
 _ROW_EXPERTS = ("down_proj", "w2")
 """Projections of experts whose inputs are cut for ranks; of the others it is the outputs."""
-_MEND = "quantize with one scale per tensor or per channel"
-_MEND_RANKS = f"serve it with fewer ranks, or {_MEND}"
-_MEND_EXPERTS = f"serve it with expert parallelism or fewer ranks, or {_MEND}"
+_FIX = "quantize with one scale per tensor or per channel"
+_MEND_RANKS = f"serve it with fewer ranks, or {_FIX}"
+_MEND_EXPERTS = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def list_joined_faults(weights: QuantizedWeights) -> list[WeightFault]:
     if weights.form not in _FORMS:
         return []
     return [
-        *_judge_experts(weights, 1, _MEND),
+        *_judge_experts(weights, 1, _FIX),
         *_judge(_join_by_name(weights.linears), weights.form),
     ]
 
@@ -99,7 +99,7 @@ def list_rank_faults(
     blocks = {each.module: each.block for each in weights.linears if each.block is not None}
     found = list(_find_linears(blocks, geometry))
     if tp > 1 and (why := next(filter(None, (_explain_cut(*each, tp) for each in found)), "")):
-        return list(tell_each(_SOURCES, Effect.REFUSED, why, _MEND_RANKS))
+        return list(fault_per_engine(_SOURCES, Effect.REFUSED, why, _MEND_RANKS))
     joined = _join_on_ranks(found, tp)
     return [
         *(_judge_experts(weights, tp, _MEND_EXPERTS) if tp > 1 else ()),
@@ -136,7 +136,7 @@ def _judge_one(engine: str, joined: _Joined, form: str) -> WeightFault | None:
         why=f"{torn.module} has {torn.rows} outputs{where}, no multiple of {joined.block}, and "
         f"{what}{end}",
         source=_SOURCES[engine],
-        mend=_MEND if joined.tp == 1 else _MEND_RANKS,
+        fix=_FIX if joined.tp == 1 else _MEND_RANKS,
     )
 
 
@@ -180,7 +180,7 @@ def _copy_scales(joined: _Joined) -> Effect | None:
     return Effect.MISREAD if is_misread else None
 
 
-def _judge_experts(weights: QuantizedWeights, tp: int, mend: str) -> Iterator[WeightFault]:
+def _judge_experts(weights: QuantizedWeights, tp: int, fix: str) -> Iterator[WeightFault]:
     """Judge the first projection of an expert that ends inside a block, alone or on a rank.
 
     The scales of all experts of a layer are one tensor, in which every part fills its blocks.
@@ -190,7 +190,7 @@ def _judge_experts(weights: QuantizedWeights, tp: int, mend: str) -> Iterator[We
     if expert is None:
         return
     finer = _find_finer_block(expert, tp) if weights.form == "autofp8" else 0
-    for fault in tell_each(_SOURCES, Effect.REFUSED, f"{why}: ValueError", mend):
+    for fault in fault_per_engine(_SOURCES, Effect.REFUSED, f"{why}: ValueError", fix):
         if fault.engine == VLLM and finer:
             yield replace(
                 fault,

@@ -10,12 +10,18 @@ from fp8calib.dialects.fp8.quantization_config import (
     ActivationKind,
     ContradictionError,
     FindScheme,
-    Scheme,
+    StoredScheme,
 )
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, Granularity
 from fp8calib.engines.limitations import SGLANG, TGI, TRANSFORMERS, VLLM
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Status, Verdict, report_refusal
+from fp8calib.engines.replay.verdicts import (
+    EngineReport,
+    LoadVerdict,
+    Refusal,
+    Status,
+    report_refusal,
+)
 from fp8calib.engines.weights.blocks import list_rank_faults
 from fp8calib.engines.weights.faults import Effect, QuantizedLinear, QuantizedWeights, WeightFault
 from fp8calib.engines.weights.rules import FINEGRAINED, list_weight_faults
@@ -81,7 +87,7 @@ class WeightCheck:
         own = [fault for fault in self._faults if fault.engine == _NAMES[engine]]
         for fault in own:
             if fault.effect is Effect.REFUSED:
-                return report_refusal(self._geometry, Refusal(fault.why, mend=fault.mend))
+                return report_refusal(self._geometry, Refusal(fault.why, fix=fault.fix))
         misread = next((fault for fault in own if fault.effect is Effect.MISREAD), None)
         told = [fault.why for fault in own if fault.effect is Effect.CONDITION]
         told += [self._problem] if self._problem else []
@@ -93,8 +99,8 @@ class WeightCheck:
         )
 
 
-def _misread(fault: WeightFault) -> Verdict:
-    return Verdict(status=Status.MISREAD, why=fault.why, mend=fault.mend)
+def _misread(fault: WeightFault) -> LoadVerdict:
+    return LoadVerdict(status=Status.MISREAD, why=fault.why, fix=fault.fix)
 
 
 def _list_tensors(folder: ScaleFolder) -> dict[str, TensorEntry]:
@@ -114,7 +120,7 @@ def _list_tensors(folder: ScaleFolder) -> dict[str, TensorEntry]:
 
 
 def _name_form(
-    method: str, schemes: Mapping[str, Scheme], tensors: Mapping[str, TensorEntry]
+    method: str, schemes: Mapping[str, StoredScheme], tensors: Mapping[str, TensorEntry]
 ) -> str:
     """Name the form; `finegrained` is one scale per tensor under transformers' own names."""
     if method != "fp8":
@@ -179,7 +185,7 @@ def _list_contradictions(
                 effect=Effect.REFUSED,
                 why=f"{error.message}: no parameter has a place for its scale (ValueError)",
                 source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried",
-                mend="take the config that the weights were quantized with",
+                fix="take the config that the weights were quantized with",
             )
             return
 
@@ -209,7 +215,7 @@ def _list_forgotten(
             effect=Effect.MISREAD,
             why=f"{module} is not FP8, and the config calls it so: it is cast without a scale",
             source="vLLM 0.32.0 model_executor/parameter.py, tried",
-            mend="leave it out in the config, or quantize it",
+            fix="leave it out in the config, or quantize it",
         )
         return
 
@@ -228,7 +234,7 @@ def _list_texts(config: object) -> Iterator[str]:
         yield from _list_texts(value)
 
 
-def _describe(module: str, entry: TensorEntry, scheme: Scheme) -> QuantizedLinear:
+def _describe(module: str, entry: TensorEntry, scheme: StoredScheme) -> QuantizedLinear:
     rows, columns = entry.shape
     return QuantizedLinear(
         module=shorten(module),
@@ -238,7 +244,7 @@ def _describe(module: str, entry: TensorEntry, scheme: Scheme) -> QuantizedLinea
     )
 
 
-def _name_scheme(scheme: Scheme) -> str:
+def _name_scheme(scheme: StoredScheme) -> str:
     if scheme.input is ActivationKind.NONE:
         return "w8a16"
     if scheme.granularity is Granularity.BLOCK:

@@ -31,7 +31,7 @@ class WeightFault:
     effect: Effect
     why: str
     source: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +72,12 @@ class QuantizedWeights:
     """It is ModelOpt's MIXED_PRECISION, for which engines have a method of its own."""
 
 
-def tell_each(
-    sources: Mapping[str, str], effect: Effect, why: str, mend: str
+def fault_per_engine(
+    sources: Mapping[str, str], effect: Effect, why: str, fix: str
 ) -> Iterator[WeightFault]:
     """Say the same of several engines, each with the file of its own that says so."""
     for engine, source in sources.items():
-        yield WeightFault(engine=engine, effect=effect, why=why, source=source, mend=mend)
+        yield WeightFault(engine=engine, effect=effect, why=why, source=source, fix=fix)
 
 
 def name_fused_group(module: str) -> str:

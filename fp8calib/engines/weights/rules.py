@@ -202,7 +202,7 @@ def _list_fused_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
                 effect=Effect.REFUSED,
                 why=f"{group} is loaded into one weight, and only a part of it is quantized",
                 source="vLLM 0.32.0 quantization/utils/quant_utils.py (is_layer_skipped)",
-                mend="quantize all of it, or nothing of it",
+                fix="quantize all of it, or nothing of it",
             )
 
 
@@ -228,7 +228,7 @@ def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault
                 why="it joins the experts of a layer, and only a part of them is quantized "
                 f"({groups[0]}): it stops, or its answers are wrong",
                 source=sources[engine],
-                mend="quantize all of them, or none",
+                fix="quantize all of them, or none",
             )
 
 
@@ -270,7 +270,7 @@ def _list_named_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
             why="scales per tensor are called weight_scale and input_scale there, and here "
             "weight_scale_inv and activation_scale (ValueError)",
             source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried; models/mistral3.py",
-            mend="rename the scales: the numbers are the same",
+            fix="rename the scales: the numbers are the same",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8.quantization_config import ActivationKind, Scheme
+from fp8calib.dialects.fp8.quantization_config import ActivationKind, StoredScheme
 from fp8calib.dialects.fp8.weights import (
     Companions,
     Granularity,
@@ -18,7 +18,7 @@ from fp8calib.dialects.fp8.weights import (
     name_companions,
 )
 from fp8calib.engines.limitations import SGLANG, TRANSFORMERS, VLLM
-from fp8calib.engines.weights.faults import Effect, WeightFault, tell_each
+from fp8calib.engines.weights.faults import Effect, WeightFault, fault_per_engine
 from fp8calib.errors import shorten
 
 _MAKERS = {
@@ -35,7 +35,7 @@ _MEND_SHAPE = "take the config that the weights were quantized with"
 
 
 def list_scale_faults(
-    schemes: Mapping[str, Scheme], tensors: Mapping[str, TensorEntry]
+    schemes: Mapping[str, StoredScheme], tensors: Mapping[str, TensorEntry]
 ) -> Iterator[WeightFault]:
     """List the first scale that is missing, and the first that is of another shape.
 
@@ -52,10 +52,12 @@ def list_scale_faults(
     )
     if why := next(filter(None, missing), ""):
         held = f"{why}: it serves with what its memory held"
-        yield from tell_each(_MAKERS, Effect.MISREAD, held, _MEND_MISSING)
+        yield from fault_per_engine(_MAKERS, Effect.MISREAD, held, _MEND_MISSING)
     misfits = (_explain_misfit(names[each], schemes[each], tensors) for each in schemes)
     if why := next(filter(None, misfits), ""):
-        yield from tell_each(_LOADERS, Effect.REFUSED, f"{why} (AssertionError)", _MEND_SHAPE)
+        yield from fault_per_engine(
+            _LOADERS, Effect.REFUSED, f"{why} (AssertionError)", _MEND_SHAPE
+        )
 
 
 def _list_strange(tensors: Mapping[str, TensorEntry]) -> set[str]:
@@ -68,7 +70,9 @@ def _list_strange(tensors: Mapping[str, TensorEntry]) -> set[str]:
     }
 
 
-def _explain_missing(names: Companions, scheme: Scheme, tensors: Mapping[str, TensorEntry]) -> str:
+def _explain_missing(
+    names: Companions, scheme: StoredScheme, tensors: Mapping[str, TensorEntry]
+) -> str:
     wanted = [names.scales]
     if scheme.input is ActivationKind.STATIC:
         wanted.append(names.input_scales)
@@ -77,7 +81,9 @@ def _explain_missing(names: Companions, scheme: Scheme, tensors: Mapping[str, Te
     return f"there is no {shorten(first[0])} beside the FP8 weight" if first else ""
 
 
-def _explain_misfit(names: Companions, scheme: Scheme, tensors: Mapping[str, TensorEntry]) -> str:
+def _explain_misfit(
+    names: Companions, scheme: StoredScheme, tensors: Mapping[str, TensorEntry]
+) -> str:
     """Say that a scale is of another granularity; a shape that fits none is left to engines.
 
     One number for a weight with a scale per row is spread over an expert's rows, rightly.

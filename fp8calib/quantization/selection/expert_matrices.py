@@ -19,7 +19,7 @@ _STACK_AXES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StackPosition:
     """Where a matrix lies in a tensor of the source, [experts, ., .]."""
 
     tensor: str
@@ -38,7 +38,7 @@ class ExpertMatrix:
     """Its path where experts have a tensor each."""
     shape: tuple[int, int]
     """[out, in]."""
-    place: Place
+    place: StackPosition
 
 
 class ExpertStacks:
@@ -121,7 +121,7 @@ def _list_matrices(
             yield ExpertMatrix(
                 module=f"{base}.{expert}.{projection}",
                 shape=(rows, inputs),
-                place=Place(
+                place=StackPosition(
                     tensor=name, expert=expert, first=number * rows, is_transposed=is_transposed
                 ),
             )

@@ -10,7 +10,11 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.weights.faults import name_fused_group
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.quantization.selection.expert_matrices import ExpertMatrix, ExpertStacks, Place
+from fp8calib.quantization.selection.expert_matrices import (
+    ExpertMatrix,
+    ExpertStacks,
+    StackPosition,
+)
 from fp8calib.quantization.selection.patterns import (
     TOWER,
     Reason,
@@ -61,7 +65,7 @@ class Matrix:
     shape: tuple[int, int]
     dtype: str
     """As safetensors spells it."""
-    place: Place | None = None
+    place: StackPosition | None = None
     """Where it lies among others; None where a tensor of the source is its alone."""
 
     @property

@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fp8calib.data.shares import Item, Share
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry.sites import Site
-from fp8calib.machine.launch import Place
-from fp8calib.run.distributed.heartbeat import Lost, Watch
+from fp8calib.machine.launch import ProcessRank
+from fp8calib.run.distributed.heartbeat import FailureDetector, PeerFailure
 from fp8calib.run.distributed.rendezvous import POLL_S, START_HINT, meet, open_store, wait_for
 from fp8calib.stats.calibration_stats import COUNT_FIELDS, TENSOR_FIELDS, SiteStats
 
@@ -39,17 +39,19 @@ class RankLostError(CalibrationError):
 class _ToldError(Fp8CalibError):
     """The error of another process, as it is told here."""
 
-    def __init__(self, message: str, lost: Lost) -> None:
+    def __init__(self, message: str, lost: PeerFailure) -> None:
         super().__init__(message, hint=lost.hint)
         of_kind = {each.kind: each.exit_code for each in Fp8CalibError.__subclasses__()}
         self.kind = lost.kind or CalibrationError.kind  # type: ignore[misc]
         self.exit_code = of_kind.get(self.kind, CalibrationError.exit_code)  # type: ignore[misc]
 
 
-class Crew:
+class ProcessGroup:
     """The processes of a run; made by `open_crew`."""
 
-    def __init__(self, place: Place, store: Any, watch: Watch, device: torch.device) -> None:
+    def __init__(
+        self, place: ProcessRank, store: Any, watch: FailureDetector, device: torch.device
+    ) -> None:
         self.place = place
         self._store = store
         self._watch = watch
@@ -129,7 +131,7 @@ class Crew:
 
 
 @contextmanager
-def open_crew(place: Place, device: str) -> Iterator[Crew | None]:
+def open_crew(place: ProcessRank, device: str) -> Iterator[ProcessGroup | None]:
     """Meet the other processes; None where there are none.
 
     An error of one process ends all: the first one raises it, naming the rank it comes from.
@@ -145,9 +147,9 @@ def open_crew(place: Place, device: str) -> Iterator[Crew | None]:
     target = torch.device(device)
     store = PrefixStore("fp8calib", base := open_store(place))
     others = range(1, place.size) if place.is_first else [0]
-    watch = Watch(store, place.rank, others, lambda lost: _give_up(lost, place))
+    watch = FailureDetector(store, place.rank, others, lambda lost: _give_up(lost, place))
     watch.start()
-    crew = Crew(place, store, watch, target)
+    crew = ProcessGroup(place, store, watch, target)
     try:
         with crew.in_touch():
             meet(place, store)
@@ -169,7 +171,7 @@ def open_crew(place: Place, device: str) -> Iterator[Crew | None]:
     distributed.destroy_process_group()
 
 
-def choose_threads(place: Place, environment: Mapping[str, str]) -> int:
+def choose_threads(place: ProcessRank, environment: Mapping[str, str]) -> int:
     """Give the threads of each process: OMP_NUM_THREADS, or its part of the machine's cores."""
     asked = environment.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and int(asked) > 0:
@@ -177,7 +179,7 @@ def choose_threads(place: Place, environment: Mapping[str, str]) -> int:
     return max(len(os.sched_getaffinity(0)) // place.local_size, 1)
 
 
-def _join_group(crew: Crew, store: Any) -> None:
+def _join_group(crew: ProcessGroup, store: Any) -> None:
     """Open torch's process group over the store."""
     place = crew.place
     try:
@@ -209,7 +211,7 @@ def _is_answered(store: Any) -> bool:
     return False
 
 
-def _find_lost(watch: Watch) -> Lost | None:
+def _find_lost(watch: FailureDetector) -> PeerFailure | None:
     """Find out who is gone, when a connection has broken: the system may need a moment."""
     until = time.monotonic() + _NOTICE_S
     while (lost := watch.lost or watch.look()) is None and time.monotonic() < until:
@@ -217,7 +219,7 @@ def _find_lost(watch: Watch) -> Lost | None:
     return lost
 
 
-def _give_up(lost: Lost, place: Place) -> None:
+def _give_up(lost: PeerFailure, place: ProcessRank) -> None:
     """End this process, whose main thread is caught in torch; what all had seen is kept."""
     error = _explain(lost, place)
     if place.is_first:
@@ -226,7 +228,7 @@ def _give_up(lost: Lost, place: Place) -> None:
     os._exit(error.exit_code)
 
 
-def _explain(lost: Lost, place: Place) -> Fp8CalibError:
+def _explain(lost: PeerFailure, place: ProcessRank) -> Fp8CalibError:
     message = f"rank {lost.rank} of {place.size}: {lost.why}"
     if lost.kind is None:
         hint = "what all had seen is kept: start the same command with --resume"

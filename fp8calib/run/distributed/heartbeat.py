@@ -28,7 +28,7 @@ STUCK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class PeerFailure:
     """Why a run cannot go on."""
 
     rank: int
@@ -38,7 +38,7 @@ class Lost:
     """Of the error that the process told of; None where it died."""
 
 
-class Watch:
+class FailureDetector:
     """Watches some of the processes of a run while its thread is running.
 
     Args:
@@ -49,7 +49,11 @@ class Watch:
     """
 
     def __init__(
-        self, store: Any, rank: int, watched: Collection[int], give_up: Callable[[Lost], None]
+        self,
+        store: Any,
+        rank: int,
+        watched: Collection[int],
+        give_up: Callable[[PeerFailure], None],
     ) -> None:
         self._store = store
         self._rank = rank
@@ -58,7 +62,7 @@ class Watch:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.lost: Lost | None = None
+        self.lost: PeerFailure | None = None
 
     def start(self) -> None:
         """Tell where this process is, and begin."""
@@ -80,12 +84,14 @@ class Watch:
         told = {"why": error.message, "hint": error.hint, "kind": error.kind}
         self._store.set(f"failed/{self._rank}", json.dumps(told))
 
-    def look(self) -> Lost | None:
+    def look(self) -> PeerFailure | None:
         """Look after the others now."""
         try:
             return next(filter(None, map(self._look_after, self._watched)), None)
         except RuntimeError as error:
-            return Lost(rank=0, why=f"nothing is heard of it any more ({_first_line(error)})")
+            return PeerFailure(
+                rank=0, why=f"nothing is heard of it any more ({_first_line(error)})"
+            )
 
     def _run(self) -> None:
         number = 0
@@ -94,7 +100,9 @@ class Watch:
             try:
                 self._beat(number)
             except RuntimeError as error:
-                self.lost = Lost(rank=0, why=f"nothing is heard of it ({_first_line(error)})")
+                self.lost = PeerFailure(
+                    rank=0, why=f"nothing is heard of it ({_first_line(error)})"
+                )
             else:
                 self.lost = self.look()
             if self.lost is not None and not self._stopped.is_set():
@@ -106,22 +114,22 @@ class Watch:
     def _beat(self, number: int) -> None:
         self._store.set(f"alive/{self._rank}", str(number))
 
-    def _look_after(self, rank: int) -> Lost | None:
+    def _look_after(self, rank: int) -> PeerFailure | None:
         store = self._store
         if store.check([f"failed/{rank}"]):
-            return Lost(rank=rank, **json.loads(store.get(f"failed/{rank}")))
+            return PeerFailure(rank=rank, **json.loads(store.get(f"failed/{rank}")))
         if store.check([f"left/{rank}"]) or not store.check([f"where/{rank}"]):
             return None
         if _is_gone(store.get(f"where/{rank}").decode()):
             # It may have left, or told of an error, a moment ago.
             if store.check([f"left/{rank}"]) or store.check([f"failed/{rank}"]):
                 return None
-            return Lost(rank=rank, why="its process has died")
+            return PeerFailure(rank=rank, why="its process has died")
         beat, now = store.get(f"alive/{rank}"), time.monotonic()
         if rank not in self._seen or self._seen[rank][0] != beat:
             self._seen[rank] = (beat, now)
         if now - self._seen[rank][1] > SILENT_S:
-            return Lost(rank=rank, why=f"no sign of life for {SILENT_S:.0f} s")
+            return PeerFailure(rank=rank, why=f"no sign of life for {SILENT_S:.0f} s")
         return None
 
 

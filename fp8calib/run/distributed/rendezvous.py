@@ -11,7 +11,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from fp8calib.errors import CalibrationError
-from fp8calib.machine.launch import Place
+from fp8calib.machine.launch import ProcessRank
 
 MEETING_S = 40.0
 """Who begins so much later than the others counts as dead; no weight is loaded before."""
@@ -23,7 +23,7 @@ START_HINT = (
 _MET_KEY = "met"
 
 
-def open_store(place: Place) -> Any:
+def open_store(place: ProcessRank) -> Any:
     """Open the store that all reach: the one torchrun keeps, or the first process's own.
 
     Raises:
@@ -67,7 +67,7 @@ def _await_listener(address: str, port: int) -> None:
             return
 
 
-def meet(place: Place, store: Any) -> None:
+def meet(place: ProcessRank, store: Any) -> None:
     """Wait until all processes have told where they are; the first decides that one never will.
 
     Raises:

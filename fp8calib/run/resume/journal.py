@@ -24,7 +24,7 @@ from fp8calib.stats.calibration_stats import (
     CalibrationStats,
     SiteStats,
     StatsHeader,
-    StatsPart,
+    StatsShard,
     join_ranges,
     load_stats,
     save_stats,
@@ -186,7 +186,7 @@ class Journal:
     def _make_stats(
         self, sites: Mapping[Site, SiteStats], sequences: tuple[tuple[int, int], ...]
     ) -> CalibrationStats:
-        part = StatsPart(
+        part = StatsShard(
             index=self._shard.index,
             count=self._shard.count,
             batch_size=self._batch_size,
@@ -218,7 +218,7 @@ class Journal:
 
     def _explain_cut(self, stats: CalibrationStats) -> str:
         part = _part_of(stats)
-        here = StatsPart(
+        here = StatsShard(
             index=self._shard.index,
             count=self._shard.count,
             batch_size=self._batch_size,
@@ -249,7 +249,7 @@ def is_checkpoint(path: Path) -> bool:
     return path.name.startswith(_PREFIX)
 
 
-def _part_of(stats: CalibrationStats) -> StatsPart:
+def _part_of(stats: CalibrationStats) -> StatsShard:
     if stats.part is None:
         raise DataError("a checkpoint holds whole statistics", hint="leave out --resume")
     return stats.part

@@ -9,7 +9,7 @@ from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.data.shares import Share, leave_out, share_out
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
-from fp8calib.run.distributed.group import Crew
+from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.whole import BackOff
 from fp8calib.run.resume.journal import NOTHING, Done, Journal
 from fp8calib.stats.calibration_stats import SiteStats
@@ -17,14 +17,14 @@ from fp8calib.stats.merge import merge_sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Portion:
+class WorkShare:
     """What of a run is done here; all of it where nothing is said."""
 
     shard: Share | None = None
     """The part of the data, and of the weights."""
     journal: Journal | None = None
     """Where what was seen is kept, and what earlier runs have left."""
-    crew: Crew | None = None
+    crew: ProcessGroup | None = None
     """Other processes that run the rest."""
     back_offs: list[BackOff] = field(default_factory=list)
     """Filled by the run: where batches had to become smaller."""
@@ -66,4 +66,4 @@ class Portion:
         return self.is_first and (self.shard is None or self.shard.index == 1)
 
 
-WHOLE = Portion()
+WHOLE = WorkShare()

@@ -26,7 +26,7 @@ class _Slot:
     spec: Any
 
 
-class StateStore:
+class HiddenStateStore:
     """Keeps trees of tensors by number; what is put under a number replaces what was there.
 
     The file has no name, so that nothing is left of it however the process ends. Its room is taken

@@ -19,7 +19,7 @@ from fp8calib.data.shares import sequences_of
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Site
 from fp8calib.run.resume.journal import Journal
-from fp8calib.run.streaming.hidden_states import StateStore
+from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.stats.calibration_stats import STATS_NAME, SiteStats
 from fp8calib.stats.merge import merge_sites
 
@@ -44,7 +44,7 @@ class LayerJournal:
         self.sites: Mapping[Site, SiteStats] = {}
         """What an earlier run has seen, in the layers before the first."""
 
-    def load(self, store: StateStore) -> int:
+    def load(self, store: HiddenStateStore) -> int:
         """Take up what an earlier run of the same batches has left; give the first layer to run."""
         found = sorted(self._stem.parent.glob(f"{self._stem.name}-[0-9]*[0-9]"))
         if not found:
@@ -64,7 +64,7 @@ class LayerJournal:
         self.sites = sites
         return layer + 1
 
-    def note(self, layer: int, store: StateStore, sites: Mapping[Site, SiteStats]) -> None:
+    def note(self, layer: int, store: HiddenStateStore, sites: Mapping[Site, SiteStats]) -> None:
         """Keep the state after a layer, where the last that was kept is long enough ago."""
         started = time.monotonic()
         interval_s = max(_SHORTEST_INTERVAL_S, _INTERVAL_PER_COST * self._cost_s)
@@ -82,7 +82,7 @@ class LayerJournal:
     def _new_folder(self) -> Path:
         return self._stem.with_name(f"{self._stem.name}.new")
 
-    def _keep(self, layer: int, store: StateStore, sites: Mapping[Site, SiteStats]) -> None:
+    def _keep(self, layer: int, store: HiddenStateStore, sites: Mapping[Site, SiteStats]) -> None:
         new = self._new_folder
         shutil.rmtree(new, ignore_errors=True)
         needed = store.ram_bytes + store.file_bytes

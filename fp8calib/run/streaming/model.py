@@ -22,7 +22,7 @@ from fp8calib.run.streaming.embeddings import (
     embedded_by_row,
     embeddings_by_row,
 )
-from fp8calib.run.streaming.hidden_states import StateStore
+from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import LayerState
 from fp8calib.run.streaming.weights import HeldTensors, ModelPart, PartedWeights, ReadAhead
 
@@ -217,12 +217,12 @@ def _has_own(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def open_store(streaming: Streaming) -> StateStore:
+def open_store(streaming: Streaming) -> HiddenStateStore:
     """Open the store of hidden states that a way of streaming asks for."""
-    return StateStore(ram_limit_bytes=streaming.hidden_ram_bytes, folder=streaming.scratch)
+    return HiddenStateStore(ram_limit_bytes=streaming.hidden_ram_bytes, folder=streaming.scratch)
 
 
-def load_state(store: StateStore, number: int, device: torch.device) -> LayerState:
+def load_state(store: HiddenStateStore, number: int, device: torch.device) -> LayerState:
     """Take what a micro-batch has become out of the store."""
     output, shared = store.get(number, device)
     return LayerState(output=output, shared=shared)

@@ -18,7 +18,7 @@ from fp8calib.observe.hooks import TappedCache, own_attentions
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.whole import GPU_BATCHES_PER_CHECK, nonfinite_error, one_by_one
-from fp8calib.run.streaming.hidden_states import StateStore
+from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_journal import LayerJournal
 from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
 from fp8calib.run.streaming.model import (
@@ -142,7 +142,7 @@ class StreamedRunner:
     def _run_layer(
         self,
         steps: LayerSteps,
-        store: StateStore,
+        store: HiddenStateStore,
         layer: StreamedLayer,
         batches: Sequence[Batch],
         recorder: Recorder,
@@ -167,7 +167,7 @@ class StreamedRunner:
     def _step(
         self,
         steps: LayerSteps,
-        store: StateStore,
+        store: HiddenStateStore,
         index: int,
         number: int,
         batch: Batch,

@@ -24,7 +24,7 @@ from fp8calib.observe.hooks import TappedCache, own_attentions, tapped
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import open_head
 from fp8calib.run.streaming.embeddings import EmbeddingRows
-from fp8calib.run.streaming.hidden_states import StateStore
+from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
 from fp8calib.run.streaming.model import (
     StreamedLayer,
@@ -45,7 +45,7 @@ from fp8calib.verification.compare.whole import (
 )
 from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation
 from fp8calib.verification.emulation.scale_range import ScaleRange
-from fp8calib.verification.emulation.stored_weights import Copied
+from fp8calib.verification.emulation.stored_weights import CopiedParameter
 from fp8calib.verification.emulation.weights import Originals, WeightChange, changed_weights
 
 
@@ -159,7 +159,11 @@ class StreamedComparison:
     # --- the layers -----------------------------------------------------------------------------
 
     def _walk(
-        self, batches: Sequence[Batch], lanes: Sequence[_Lane], store: StateStore, advance: Advance
+        self,
+        batches: Sequence[Batch],
+        lanes: Sequence[_Lane],
+        store: HiddenStateStore,
+        advance: Advance,
     ) -> None:
         with ExitStack() as stack:
             steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
@@ -187,7 +191,7 @@ class StreamedComparison:
         lane: _Lane,
         index: int,
         batches: Sequence[Batch],
-        store: StateStore,
+        store: HiddenStateStore,
         advance: Advance,
     ) -> None:
         num_layers = len(self._streamed.geometry.layers)
@@ -255,7 +259,7 @@ class StreamedComparison:
     # --- after the layers -----------------------------------------------------------------------
 
     def _finish(
-        self, steps: LayerSteps, lane: _Lane, batches: Sequence[Batch], store: StateStore
+        self, steps: LayerSteps, lane: _Lane, batches: Sequence[Batch], store: HiddenStateStore
     ) -> None:
         with self._changed_around(lane):
             for place, batch in enumerate(batches):
@@ -268,7 +272,7 @@ class StreamedComparison:
         self,
         batches: Sequence[Batch],
         lanes: Sequence[_Lane],
-        store: StateStore,
+        store: HiddenStateStore,
         names: Sequence[str],
     ) -> list[TokenScores]:
         parts: list[list[TokenScores]] = []
@@ -299,7 +303,7 @@ class StreamedComparison:
 
 
 def _read_rows(embedding: EmbeddingRows, change: WeightChange) -> torch.Tensor:
-    assert isinstance(change, Copied)  # noqa: S101 -- no scheme quantizes an embedding
+    assert isinstance(change, CopiedParameter)  # noqa: S101 -- no scheme quantizes an embedding
     try:
         return embedding.read_others(change.read_rows)
     except (IndexError, RuntimeError) as error:

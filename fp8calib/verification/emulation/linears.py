@@ -23,7 +23,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.coverage import is_of_decoder
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.scale_range import Per, ScaleRange
-from fp8calib.verification.emulation.stored_weights import Copied, Stored, StoredReach
+from fp8calib.verification.emulation.stored_weights import CopiedParameter, Stored, StoredReach
 from fp8calib.verification.emulation.weights import (
     Requantized,
     WeightChange,
@@ -238,7 +238,7 @@ def _copied(
         names = source.names_of([name])
         if names and any(map(is_changed, names)):
             parameter = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
-            yield Copied(parameters=(parameter,), source=source)
+            yield CopiedParameter(parameters=(parameter,), source=source)
 
 
 def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource) -> bool:

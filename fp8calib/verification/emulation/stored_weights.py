@@ -99,7 +99,7 @@ def _read(source: Originals, parameter: WeightParameter) -> Iterator[torch.Tenso
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class CopiedParameter:
     """A tensor that is not quantized, taken from an FP8 checkpoint that holds another one.
 
     Some tools fold factors into norms and embeddings before they quantize (SmoothQuant).

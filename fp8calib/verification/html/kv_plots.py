@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
-from fp8calib.fp8.formats import E4M3FN, FORMATS
+from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.verification.html.plots import (
     Json,
     Plot,
@@ -76,7 +76,7 @@ def _amax_in_codes(row: LayerResult) -> float | None:
 def _find_limits(report: VerifyReport) -> Sequence[tuple[float, str]]:
     """Tell the formats in use from the histograms; without them e4m3fn, which engines store."""
     maxima = {round(row.largest / row.scale) for row in report.histograms}
-    used = [fmt for fmt in FORMATS.values() if fmt.max in maxima] or [E4M3FN]
+    used = [fmt for fmt in FP8_FORMATS.values() if fmt.max in maxima] or [E4M3FN]
     return [(fmt.max, f"{fmt.max:.0f}: the largest {fmt.name}") for fmt in used]
 
 

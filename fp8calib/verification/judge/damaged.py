@@ -31,7 +31,7 @@ def find_broken(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResu
     ]
 
 
-def find_ruined(candidate: str, layers: Sequence[LayerResult]) -> LayerResult | None:
+def find_damaged(candidate: str, layers: Sequence[LayerResult]) -> LayerResult | None:
     """Give the first site of a candidate that no good verdict can stand beside."""
     rows = [row for row in layers if row.candidate == candidate]
     ruined = (

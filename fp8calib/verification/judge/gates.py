@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fp8calib.errors import UsageError
 from fp8calib.verification.compare.summary import Summary
-from fp8calib.verification.judge.damaged import find_ruined
+from fp8calib.verification.judge.damaged import find_damaged
 from fp8calib.verification.report import LayerResult, Verdict, spell_error, spell_kld
 
 
@@ -96,7 +96,7 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     return verdict, f"ratio {summary.ppl_ratio:.4f} ± {spell_error(summary.ppl_ratio_se)} {why}"
 
 
-def look_behind(
+def downgrade_if_misleading(
     verdict: Verdict,
     why: str,
     *,
@@ -121,7 +121,7 @@ def look_behind(
     """
     if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         return verdict, why
-    broken = find_ruined(candidate, rows)
+    broken = find_damaged(candidate, rows)
     if broken is not None:
         return Verdict.WARN, f"{why}, but {_describe(broken)}"
     # FP8 itself costs a divergence: a gate that is stricter on the ratio asks for nothing else.
