@@ -46,7 +46,7 @@ def _build(source: Path, *command: str) -> None:
 
 def test_a_built_package_finds_the_recipes_it_carries(source: Path, tmp_path: Path) -> None:
     _build(source, "build_py", "--build-lib", str(tmp_path))
-    code = "from fp8calib.recipe_files import recipe_files as f; print(*map(str, f().values()))"
+    code = "from fp8calib.recipe import recipe_files as f; print(*map(str, f().values()))"
     told = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

@@ -42,16 +42,16 @@ ENGINE_TITLES: Mapping[str, str] = {
 STATS = "`stats.safetensors`"
 _TRANSFORMERS = "dialects/test_check_agrees_transformers.py"
 RUN: Mapping[tuple[str, str], tuple[str, str]] = {
-    ("kv-overlay", "vllm"): ("engines/test_vllm_overlays.py", "exports(name)"),
-    ("kv-overlay-head", "vllm"): ("engines/test_vllm_overlays.py", '"kv-overlay-head"'),
-    ("tgi", "vllm"): ("engines/test_vllm_limits.py", '"tgi"'),
-    ("vllm-json", "sglang"): ("engines/test_sglang_scales.py", '"vllm-json"'),
-    ("rfc", "sglang"): ("engines/test_sglang_scales.py", '"rfc"'),
+    ("kv-overlay", "vllm"): ("real_engines/test_vllm_overlays.py", "exports(name)"),
+    ("kv-overlay-head", "vllm"): ("real_engines/test_vllm_overlays.py", '"kv-overlay-head"'),
+    ("tgi", "vllm"): ("real_engines/test_vllm_limits.py", '"tgi"'),
+    ("vllm-json", "sglang"): ("real_engines/test_sglang_scales.py", '"vllm-json"'),
+    ("rfc", "sglang"): ("real_engines/test_sglang_scales.py", '"rfc"'),
     ("compressed-tensors, `attn_head`", "vllm"): (
-        "engines/test_foreign_files.py",
+        "real_engines/test_foreign_files.py",
         '"llmcompressor-kv-head"',
     ),
-    ("ModelOpt, KV cache alone", "vllm"): ("engines/test_foreign_files.py", '"modelopt-kv"'),
+    ("ModelOpt, KV cache alone", "vllm"): ("real_engines/test_foreign_files.py", '"modelopt-kv"'),
     ("kv-overlay", "transformers"): (_TRANSFORMERS, '"kv-overlay"'),
     ("kv-overlay-head", "transformers"): (_TRANSFORMERS, '"kv-overlay-head"'),
     ("tgi", "transformers"): (_TRANSFORMERS, '"tgi"'),

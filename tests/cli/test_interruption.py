@@ -11,7 +11,7 @@ import pytest
 CHILD = """
 import os, signal, sys
 from fp8calib.cli.console import Bar
-from fp8calib.cli.interruption import listen
+from fp8calib.cli.signals import listen
 
 class Deaf:
     def __del__(self):
@@ -45,7 +45,7 @@ def test_an_ignored_sigint_stays_ignored() -> None:
     """As in a job that a shell started in the background."""
     code = (
         "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from fp8calib.cli.interruption import listen; listen()\n"
+        "from fp8calib.cli.signals import listen; listen()\n"
         "os.kill(os.getpid(), signal.SIGINT); print('alive')"
     )
     done = subprocess.run(

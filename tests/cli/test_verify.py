@@ -580,7 +580,7 @@ def test_two_outputs_are_there_both_or_not_at_all(
     def refuse_to(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    place = "cli.verify_run" if failing == "save_tensors" else "verify.page"
+    place = "cli.verify.run" if failing == "save_tensors" else "verification.html.page"
     monkeypatch.setattr(f"fp8calib.{place}.{failing}", refuse_to)
     outputs = ("--dump", tmp_path / "d.safetensors", "--report", tmp_path / "r.html")
     outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)

@@ -13,12 +13,12 @@ PRELUDE = """
 import io, json, sys, zipfile
 from pathlib import Path
 import numpy as np
-from fp8calib.cli.show_scales import show_scales
-from fp8calib.dialects.check_engines import check_folder, ENGINES
-from fp8calib.dialects.check_files import open_folder
-from fp8calib.dialects.reading import read_scales
+from fp8calib.cli.show.scales import show_scales
+from fp8calib.engines.check import check_folder, ENGINES
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.dialects.kv.read import read_scales
 from fp8calib.errors import Fp8CalibError
-from tests.dialects.check_handmade import plain_geometry
+from tests.engines.check_handmade import plain_geometry
 
 path = Path(sys.argv[1])
 NAME = "model.layers.0.self_attn.k_scale"

@@ -25,7 +25,7 @@ FAMILIES = {
 }
 """Where experts lie in a layer, what they are called, and how large whole blocks make them."""
 REFUSED = {("compressed-tensors", "w8a16"), ("modelopt", "fp8-dynamic")}
-"""By vLLM, as `fp8calib.quantize.serving` says."""
+"""By vLLM, as `fp8calib.engines.weights.rules` says."""
 CASES = [
     (family, form.name, scheme)
     for family in FAMILIES

@@ -1,4 +1,4 @@
-"""What `fp8calib.dialects.engine_rules` says vLLM cannot do, vLLM does not."""
+"""What `fp8calib.engines.limitations` says vLLM cannot do, vLLM does not."""
 
 from __future__ import annotations
 

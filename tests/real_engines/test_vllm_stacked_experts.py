@@ -37,7 +37,7 @@ IGNORED = {
     ("llama4_text", "fp8-block"): ("*.self_attn.[qkv]_proj",),
     ("llama4_text", "fp8-dynamic"): ("*.0.feed_forward.experts",),
 }
-"""Its q and k are turned at load, which blocks cannot be (`fp8calib.quantize.serving`); and experts
+"""Its q and k are turned at load, which blocks cannot be (`fp8calib.engines.weights.rules`); and experts
 of single layers may be left alone."""
 Case = tuple[str, str]
 
