@@ -40,7 +40,7 @@ ENGINE_TITLES: Mapping[str, str] = {
     "transformers": "transformers 5.23",
 }
 STATS = "`stats.safetensors`"
-_TRANSFORMERS = "dialects/test_check_agrees_transformers.py"
+_TRANSFORMERS = "engines/test_check_agrees_transformers.py"
 RUN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("kv-overlay", "vllm"): ("real_engines/test_vllm_overlays.py", "exports(name)"),
     ("kv-overlay-head", "vllm"): ("real_engines/test_vllm_overlays.py", '"kv-overlay-head"'),
