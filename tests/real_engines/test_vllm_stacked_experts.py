@@ -37,8 +37,8 @@ IGNORED = {
     ("llama4_text", "fp8-block"): ("*.self_attn.[qkv]_proj",),
     ("llama4_text", "fp8-dynamic"): ("*.0.feed_forward.experts",),
 }
-"""vLLM reorders q and k at load, which blocks do not survive (`fp8calib.engines.weights.rules`). The
-experts of single layers may stay unquantized."""
+"""vLLM reorders q and k at load, which blocks do not survive (`fp8calib.engines.weights.rules`).
+The experts of single layers may stay unquantized."""
 Case = tuple[str, str]
 
 
