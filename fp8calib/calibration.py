@@ -15,7 +15,7 @@ from fp8calib.data.shares import Share, sequences_of, share_out
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import ModelSource
-from fp8calib.model.prepared import Prepared, list_skipped, prepare
+from fp8calib.model.prepared import PreparedModel, list_skipped, prepare
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.calibration_taps import ObservingTaps
 from fp8calib.observe.hooks import tapped
@@ -35,7 +35,7 @@ from fp8calib.stats.calibration_stats import (
 )
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 
-__all__ = ["Prepared", "Progress", "WorkShare", "calibrate", "prepare"]
+__all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
 
 
 class Progress(Protocol):
@@ -49,7 +49,7 @@ class Progress(Protocol):
 
 
 def calibrate(
-    prepared: Prepared,
+    prepared: PreparedModel,
     plan: DataPlan | None,
     source: ModelSource,
     checkpoint: Checkpoint,
@@ -98,7 +98,7 @@ def calibrate(
 
 
 def describe_run(
-    prepared: Prepared,
+    prepared: PreparedModel,
     plan: DataPlan | None,
     source: ModelSource,
     checkpoint: Checkpoint,
@@ -152,7 +152,7 @@ def _describe_part(
 
 
 def _weights(
-    prepared: Prepared, checkpoint: Checkpoint, progress: Progress, portion: WorkShare
+    prepared: PreparedModel, checkpoint: Checkpoint, progress: Progress, portion: WorkShare
 ) -> dict[Site, SiteStats]:
     linears = [linear for _, linear in prepared.geometry.linears()]
     chosen = portion.weights(linears)
@@ -172,7 +172,7 @@ def _weights(
 
 
 def _layer_by_layer(
-    prepared: Prepared,
+    prepared: PreparedModel,
     todo: Sequence[Batch] | None,
     checkpoint: Checkpoint,
     recipe: Recipe,
@@ -212,7 +212,7 @@ def _layer_by_layer(
 
 
 def _activations(
-    prepared: Prepared,
+    prepared: PreparedModel,
     todo: Sequence[Batch],
     recipe: Recipe,
     progress: Progress,
@@ -259,7 +259,7 @@ def _kept(recorder: Recorder, journal: Journal | None) -> Iterator[Callable[[], 
     journal.finish(recorder)
 
 
-def _require_kv(prepared: Prepared, sites: Mapping[Site, SiteStats]) -> None:
+def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> None:
     for layer, attention in prepared.geometry.attentions():
         is_own = attention.producer is None and attention.module not in prepared.ignored
         if is_own and attention.site(Role.K) not in sites:

@@ -14,10 +14,9 @@ import torch
 import transformers
 from bench_timing import load_batches, time_rounds
 
-from fp8calib.calibration import Prepared, calibrate, prepare
+from fp8calib.calibration import PreparedModel, calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, build_plan
-from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import ModelSource, load_model, open_source
 from fp8calib.recipe import Recipe, load_recipe
 
@@ -56,7 +55,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
         recipe = recipe.model_copy(
             update={"observe": recipe.observe.model_copy(update={"weights": False})}
         )
-        ready = prepare(model, checkpoint, recipe, checkpoint_dtype=stored_dtype(checkpoint))
+        ready = prepare(model, checkpoint, recipe)
         observe = _calibration(
             ready, plan_tokens(tokens, batches, model), source, checkpoint, recipe
         )
@@ -86,7 +85,11 @@ def plan_tokens(tokens: Path, batches: list[torch.Tensor], model: torch.nn.Modul
 
 
 def _calibration(
-    ready: Prepared, plan: DataPlan, source: ModelSource, checkpoint: Checkpoint, recipe: Recipe
+    ready: PreparedModel,
+    plan: DataPlan,
+    source: ModelSource,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
 ) -> Callable[[], object]:
     def run() -> object:
         return calibrate(

@@ -22,7 +22,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.numerics import find_profile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import load_model, open_source
 from fp8calib.recipe import load_recipe
 from fp8calib.scales.compute import compute_kv_scales
@@ -52,7 +51,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
 
     with Checkpoint.open(Path(folder)) as checkpoint:
         recipe = load_recipe("w8a8-static")
-        ready = prepare(model, checkpoint, recipe, checkpoint_dtype=stored_dtype(checkpoint))
+        ready = prepare(model, checkpoint, recipe)
         plan = plan_tokens(tokens, batches, model)
         stats = calibrate(
             ready, plan, source, checkpoint, recipe=recipe, batch_size=1, progress=Silent()

@@ -11,41 +11,34 @@ from transformers import PreTrainedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.topology.find import find_geometry, text_decoder
-from fp8calib.model.topology.survey import Unobserved, is_linear
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.structure import ModelStructure, find_structure
+from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.survey import is_linear
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A model, its geometry and what the recipe leaves out of it: ready to run."""
+class PreparedModel(ModelStructure):
+    """A model, its geometry, and the modules that the recipe excludes from calibration."""
 
-    model: PreTrainedModel
-    geometry: ModelGeometry
-    unobserved: tuple[Unobserved, ...]
     ignored: frozenset[str]
-    weights: WeightSource
 
 
-def prepare(
-    model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe, *, checkpoint_dtype: str
-) -> Prepared:
+def prepare(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> PreparedModel:
     """Find the geometry of `model` and resolve the recipe's patterns against it.
 
     Raises:
         ModelError: the architecture is not understood.
         RecipeError: a pattern matches no module.
     """
-    weights = WeightSource(model, checkpoint)
-    geometry, unobserved = find_geometry(model, weights.whole, checkpoint_dtype=checkpoint_dtype)
-    return Prepared(
+    found = find_structure(model, checkpoint)
+    return PreparedModel(
         model=model,
-        geometry=geometry,
-        unobserved=unobserved,
-        ignored=match_modules(recipe.observe.ignore, _module_names(geometry)),
-        weights=weights,
+        geometry=found.geometry,
+        unobserved=found.unobserved,
+        weights=found.weights,
+        ignored=match_modules(recipe.observe.ignore, _module_names(found.geometry)),
     )
 
 
@@ -60,7 +53,9 @@ def _module_names(geometry: ModelGeometry) -> list[str]:
 _UNUSED = "in the checkpoint, but no part of the text decoder: neither loaded nor run"
 
 
-def list_skipped(prepared: Prepared, recipe: Recipe, observed: Collection[Site]) -> list[Skipped]:
+def list_skipped(
+    prepared: PreparedModel, recipe: Recipe, observed: Collection[Site]
+) -> list[Skipped]:
     """List what is missing from the sites that were observed."""
     skipped = [Skipped(site=f"{item.module}.weight", why=item.why) for item in prepared.unobserved]
     for layer, attention in prepared.geometry.attentions():
@@ -93,7 +88,7 @@ def _without_own_cache(geometry: ModelGeometry) -> Iterator[Skipped]:
             yield Skipped(site=f"{attention.module}.k/v", why=why)
 
 
-def _between_layers(prepared: Prepared) -> Iterator[tuple[str, str]]:
+def _between_layers(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
     """Name the linears of the text decoder that are no part of a decoder layer."""
     path, decoder = text_decoder(prepared.model)
     layers = prepared.geometry.layers[0].module.rpartition(".")[0]

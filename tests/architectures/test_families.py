@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.calibration import Prepared
+from fp8calib.calibration import PreparedModel
 from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -21,11 +21,11 @@ BYPASS_THE_REGISTRY = {"bloom", "gptj", "mpt", "xglm"}
 KEEP_EXPERTS_TO_THEMSELVES = {"llama4_text"}
 
 
-def layers_of(prepared: Prepared) -> str:
+def layers_of(prepared: PreparedModel) -> str:
     return prepared.geometry.layers[0].module.rpartition(".")[0]
 
 
-def check_kv(prepared: Prepared, stats: CalibrationStats, truth: brute_force.Capture) -> None:
+def check_kv(prepared: PreparedModel, stats: CalibrationStats, truth: brute_force.Capture) -> None:
     own = {
         layer.index: found for layer, found in prepared.geometry.attentions() if not found.producer
     }
@@ -41,14 +41,18 @@ def check_kv(prepared: Prepared, stats: CalibrationStats, truth: brute_force.Cap
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def check_queries(prepared: Prepared, stats: CalibrationStats, truth: brute_force.Capture) -> None:
+def check_queries(
+    prepared: PreparedModel, stats: CalibrationStats, truth: brute_force.Capture
+) -> None:
     for place, (_, attention) in enumerate(prepared.geometry.attentions()):
         expected = brute_force.head_amax([q[place] for q in truth.queries], attention.num_heads)
         found = stats.sites[attention.site(Role.Q)].amax.numpy()
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def check_inputs(prepared: Prepared, stats: CalibrationStats, truth: brute_force.Capture) -> None:
+def check_inputs(
+    prepared: PreparedModel, stats: CalibrationStats, truth: brute_force.Capture
+) -> None:
     linears = {name for name in truth.inputs if name.startswith(f"{layers_of(prepared)}.")}
     observed = {
         site.module
@@ -69,7 +73,7 @@ class Case:
     family: str
     folder: Path
     rows: list[torch.Tensor]
-    prepared: Prepared
+    prepared: PreparedModel
     stats: CalibrationStats
     truth: brute_force.Capture
 

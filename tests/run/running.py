@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.calibration import Prepared, WorkShare, calibrate, prepare
+from fp8calib.calibration import PreparedModel, WorkShare, calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
@@ -27,7 +27,7 @@ LENGTHS = [7, 20, 13, 3, 20, 9, 20, 4, 11, 6, 18, 2, 15]
 class Subject:
     """A model that is open."""
 
-    prepared: Prepared
+    prepared: PreparedModel
     source: ModelSource
     checkpoint: Checkpoint
     streaming: Streaming | None
@@ -74,7 +74,7 @@ def opened(folder: Path, *, streamed: bool = False) -> Iterator[Subject]:
     else:
         model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:
-        prepared = prepare(model, checkpoint, RECIPE, checkpoint_dtype="float32")
+        prepared = prepare(model, checkpoint, RECIPE)
         yield Subject(prepared, source, checkpoint, streaming)
 
 

@@ -63,7 +63,7 @@ def stats_bytes(
         streaming = None
     with Checkpoint.open(folder) as checkpoint:
         stats = calibrate(
-            prepare(model, checkpoint, recipe, checkpoint_dtype="float32"),
+            prepare(model, checkpoint, recipe),
             plan,
             source,
             checkpoint,

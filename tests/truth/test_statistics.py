@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8calib.calibration import Prepared, calibrate, prepare
+from fp8calib.calibration import PreparedModel, calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.text_hashes import hash_text
@@ -46,7 +46,7 @@ class Case:
     family: str
     folder: Path
     model: Any
-    prepared: Prepared
+    prepared: PreparedModel
     stats: CalibrationStats
     truth: brute_force.Capture
 
@@ -76,13 +76,13 @@ def draw(lengths: list[int], *, seed: int = 7) -> list[torch.Tensor]:
 
 def run_calibration(
     folder: Path, plan: DataPlan, *, batch_size: int = 1, weights: bool = True
-) -> tuple[Prepared, CalibrationStats]:
+) -> tuple[PreparedModel, CalibrationStats]:
     """Open, load and calibrate a folder in fp32, with every observation on unless told."""
     recipe = Recipe(name="test", observe=Observe(weights=weights))
     source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:
-        prepared = prepare(model, checkpoint, recipe, checkpoint_dtype="float32")
+        prepared = prepare(model, checkpoint, recipe)
         stats = calibrate(
             prepared,
             plan,

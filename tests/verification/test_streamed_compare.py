@@ -116,7 +116,7 @@ def _measure(
 ) -> tuple[CalibrationStats, ModelGeometry]:
     source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
-    prepared = prepare(model, checkpoint, RECIPE, checkpoint_dtype="float32")
+    prepared = prepare(model, checkpoint, RECIPE)
     stats = calibrate(
         prepared, plan, source, checkpoint, recipe=RECIPE, batch_size=3, progress=Silent()
     )

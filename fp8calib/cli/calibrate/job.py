@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.calibration import Prepared
+from fp8calib.calibration import PreparedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share
@@ -45,7 +45,7 @@ class Job:
     settings: CalibrateSettings
     source: ModelSource
     checkpoint: Checkpoint
-    prepared: Prepared
+    prepared: PreparedModel
     """Of the model without weights."""
     plan: DataPlan | None
     out: Path

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.calibration import Prepared
+from fp8calib.calibration import PreparedModel
 from fp8calib.cli.calibrate.job import Job
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import Share, share_out
@@ -33,7 +33,7 @@ class Mode:
 
     plan: RunPlan | None
     """None where --device-map spreads it: nothing is planned then."""
-    prepared: Prepared
+    prepared: PreparedModel
     streaming: Streaming | None = None
     """None: whole."""
 
@@ -84,7 +84,7 @@ def describe_mode(mode: Mode) -> Iterator[str]:
         yield from describe_run(mode.plan)
 
 
-def _describe(job: Job, prepared: Prepared, found: list[Batch]) -> Streamable:
+def _describe(job: Job, prepared: PreparedModel, found: list[Batch]) -> Streamable:
     observe = job.recipe.observe
     statistics = stats_bytes(prepared.geometry, inputs=observe.inputs, weights=observe.weights)
     return Streamable(
@@ -98,7 +98,7 @@ def _describe(job: Job, prepared: Prepared, found: list[Batch]) -> Streamable:
     )
 
 
-def _stream(job: Job, prepared: Prepared, planner: StreamPlanner, found: list[Batch]) -> Mode:
+def _stream(job: Job, prepared: PreparedModel, planner: StreamPlanner, found: list[Batch]) -> Mode:
     plan = planner.plan()
     others = job.checkpoint.total_size_bytes if job.recipe.observe.weights else 0
     if found:
@@ -110,7 +110,7 @@ def _stream(job: Job, prepared: Prepared, planner: StreamPlanner, found: list[Ba
     return Mode(plan=plan, prepared=prepared, streaming=_streaming(job, plan))
 
 
-def _without_weights(job: Job) -> Prepared:
+def _without_weights(job: Job) -> PreparedModel:
     """Build the model once more, in the dtype it will compute in."""
     model = build_skeleton(job.source, dtype=DTYPES[job.dtype])
     return replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
@@ -125,7 +125,7 @@ def _streaming(job: Job, plan: RunPlan) -> Streaming:
     )
 
 
-def _probe(job: Job, prepared: Prepared, streaming: Streaming, batch: Batch) -> Probe:
+def _probe(job: Job, prepared: PreparedModel, streaming: Streaming, batch: Batch) -> Probe:
     with open_streamed(
         prepared.model,
         prepared.geometry,

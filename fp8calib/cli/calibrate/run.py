@@ -58,9 +58,9 @@ from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.model.dtype import DTYPES, choose_dtype, stored_dtype
+from fp8calib.model.dtype import DTYPES, choose_dtype
 from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load_model, open_source
-from fp8calib.model.prepared import Prepared, prepare
+from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_crew
@@ -140,9 +140,7 @@ def _opened(settings: CalibrateSettings) -> Iterator[Job]:
     out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         dtype, why = choose_dtype(settings.dtype, device=device, checkpoint=checkpoint)
-        prepared = prepare(
-            build_skeleton(source), checkpoint, recipe, checkpoint_dtype=stored_dtype(checkpoint)
-        )
+        prepared = prepare(build_skeleton(source), checkpoint, recipe)
         check_export(prepared.geometry, recipe.formats, recipe.tp)
         check_source(prepared.geometry, recipe.formats, checkpoint)
         job = Job(
@@ -238,7 +236,7 @@ def _count_tokens(plan: DataPlan | None, done: Done) -> int:
     return sum(len(each) for first, stop in done.sequences for each in plan.sequences[first:stop])
 
 
-def _load(job: Job, bar: Bar) -> Prepared:
+def _load(job: Job, bar: Bar) -> PreparedModel:
     bar.stage("loading the model", None)
     model = load_model(
         job.source,

@@ -21,10 +21,8 @@ from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, s
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.topology.find import find_geometry
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.structure import find_structure
 from fp8calib.scales.compute import ScaleTable
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, fits_heads
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -78,12 +76,7 @@ def run_extract(settings: ExtractSettings) -> None:
         if_quantized="--model is the unquantized model, which the scales are written beside",
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
-        skeleton = build_skeleton(source)
-        geometry, _ = find_geometry(
-            skeleton,
-            WeightSource(skeleton, checkpoint).whole,
-            checkpoint_dtype=stored_dtype(checkpoint),
-        )
+        geometry = find_structure(build_skeleton(source), checkpoint).geometry
         fingerprint = fingerprint_model(source.raw_config, checkpoint)
         extracted = _extract(settings, geometry, checkpoint, fingerprint)
     _show(settings, extracted)

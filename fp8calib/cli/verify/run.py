@@ -25,7 +25,7 @@ from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.fp8.schemes import Scheme, find_scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.model.dtype import choose_dtype, stored_dtype
+from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import (
     ModelSource,
     build_skeleton,
@@ -33,8 +33,7 @@ from fp8calib.model.load import (
     load_tokenizer,
     open_source,
 )
-from fp8calib.model.topology.find import find_geometry
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.structure import find_structure
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.measured_on import estimate_overlap
@@ -176,17 +175,12 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         dtype, why = choose_dtype(settings.dtype, device=choices.device, checkpoint=checkpoint)
-        skeleton = build_skeleton(source)
-        geometry, unobserved = find_geometry(
-            skeleton,
-            WeightSource(skeleton, checkpoint).whole,
-            checkpoint_dtype=stored_dtype(checkpoint),
-        )
+        found = find_structure(build_skeleton(source), checkpoint)
         target = Target(
             checkpoint=checkpoint,
             fingerprint=fingerprint_model(source.raw_config, checkpoint),
-            geometry=geometry,
-            unobserved=tuple(item.module for item in unobserved),
+            geometry=found.geometry,
+            unobserved=tuple(item.module for item in found.unobserved),
         )
         opened = tuple(open_candidate(name, target, choices.profile) for name in settings.scales)
         job = VerifyJob(
@@ -194,7 +188,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             choices=choices,
             source=source,
             checkpoint=checkpoint,
-            skeleton=skeleton,
+            skeleton=found.model,
             target=target,
             opened=opened,
             plan=_plan(settings, source),
@@ -203,7 +197,9 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             dtype_why=why,
             warnings=(),
         )
-        build_question(job, skeleton)  # what cannot be emulated is said before weights are loaded
+        build_question(
+            job, found.model
+        )  # what cannot be emulated is said before weights are loaded
         yield replace(
             job, warnings=(*_overlaps(job.plan, opened), *_kv_left_out(choices.scheme, opened))
         )
