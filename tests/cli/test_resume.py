@@ -131,7 +131,7 @@ def test_a_run_that_could_not_put_its_output_in_place_is_not_repeated(
 ) -> None:
     out = tmp_path / "out"
     command = ("calibrate", model, "--data", data, *QUICK, "--out", out)
-    show, seen = calibrate_run.build_report, []
+    show, seen = calibrate_run.build_calibration_report, []
 
     def build(*arguments: object, **options: object) -> object:
         out.mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ def test_a_run_that_could_not_put_its_output_in_place_is_not_repeated(
         seen.append(1)
         return show(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(calibrate_run, "build_report", build)
+    monkeypatch.setattr(calibrate_run, "build_calibration_report", build)
     assert "everything waits in" in fail(2, *command)
     (out / "precious").unlink()
     outcome = succeed(*command, "--resume", "--json")

@@ -14,7 +14,7 @@ from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate.job import Job
 from fp8calib.cli.console import Bar
-from fp8calib.cli.quantize.report import Outcome, build_report
+from fp8calib.cli.quantize.report import Outcome, build_quantization_report
 from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN
@@ -131,4 +131,4 @@ def _quantize(
             for module in settings.ignore
         ),
     )
-    return build_report(outcome)
+    return build_quantization_report(outcome)

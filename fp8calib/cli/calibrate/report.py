@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from fp8calib.cli.calibrate.job import Job
-from fp8calib.cli.calibrate.memory import Mode
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.console import list_top_level, print_text, say, warn
+from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.dialects.registry import FORMATS, Note
 from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
@@ -43,7 +43,7 @@ class Measured:
     num_ranks: int
 
 
-def build_report(
+def build_calibration_report(
     job: Job,
     stats: CalibrationStats,
     measured: Measured,
@@ -146,7 +146,7 @@ def _query_warnings(job: Job, stats: CalibrationStats) -> Iterator[str]:
             )
 
 
-def describe_plan(job: Job, mode: Mode) -> dict[str, Any]:
+def describe_calibration_plan(job: Job, mode: MemoryMode) -> dict[str, Any]:
     """Say what a run would do."""
     plan = job.plan
     return {
@@ -167,7 +167,7 @@ def describe_plan(job: Job, mode: Mode) -> dict[str, Any]:
     }
 
 
-def show_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) -> None:
+def show_calibration_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) -> None:
     """Print the report for people: on stderr when stdout is for JSON."""
     show = say if job.settings.as_json else print_text
     now = report["sequences"] - report["resumed_sequences"]

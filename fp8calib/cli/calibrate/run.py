@@ -20,7 +20,7 @@ from fp8calib.cli.calibrate.checkpoint import (
     write_checkpoint,
 )
 from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateSettings, Job
-from fp8calib.cli.calibrate.memory import Mode, choose_mode, describe_mode
+from fp8calib.cli.calibrate.memory import choose_calibration_mode
 from fp8calib.cli.calibrate.processes import (
     check_shard,
     choose_rank_device,
@@ -29,10 +29,10 @@ from fp8calib.cli.calibrate.processes import (
 )
 from fp8calib.cli.calibrate.report import (
     Measured,
-    build_report,
-    describe_plan,
+    build_calibration_report,
+    describe_calibration_plan,
     save_report,
-    show_report,
+    show_calibration_report,
 )
 from fp8calib.cli.calibrate.work_folder import (
     UnwrittenError,
@@ -44,6 +44,7 @@ from fp8calib.cli.calibrate.work_folder import (
     work_folder,
 )
 from fp8calib.cli.console import Bar, print_json, say, warn
+from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.data.plan import DataPlan
@@ -85,12 +86,12 @@ def run_calibrate(settings: CalibrateSettings) -> None:
         if finished is not None:
             _show_finished(job, finished)
             return
-        mode = choose_mode(job)
+        mode = choose_calibration_mode(job)
         if settings.dry_run:
             title = "plan (nothing was run or written)"
-            show_plan(describe_plan(job, mode), title, as_json=settings.as_json)
+            show_plan(describe_calibration_plan(job, mode), title, as_json=settings.as_json)
             return
-        for text in describe_mode(mode):
+        for text in mode.describe():
             say(text)
         with Bar() as bar, work_folder(job, header, crew) as work:
             finished = work.report
@@ -104,7 +105,7 @@ def run_calibrate(settings: CalibrateSettings) -> None:
             return
     if settings.as_json:
         print_json(report)
-    show_report(job, stats, report)
+    show_calibration_report(job, stats, report)
 
 
 def _find_finished(
@@ -198,7 +199,7 @@ def _plan(settings: CalibrateSettings, source: ModelSource) -> DataPlan | None:
 
 
 def _run(
-    job: Job, mode: Mode, work: WorkFolder, crew: ProcessGroup | None, bar: Bar
+    job: Job, mode: MemoryMode, work: WorkFolder, crew: ProcessGroup | None, bar: Bar
 ) -> tuple[CalibrationStats, Measured]:
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
     if crew is not None:
@@ -207,7 +208,7 @@ def _run(
     portion = WorkShare(shard=job.settings.shard, journal=work.journal, crew=crew)
     with PeakMemory() as memory, nullcontext() if crew is None else crew.in_touch():
         stats = calibrate(
-            _load(job, bar) if mode.streaming is None else mode.prepared,
+            _load(job, mode, bar),
             job.plan,
             job.source,
             job.checkpoint,
@@ -236,7 +237,9 @@ def _count_tokens(plan: DataPlan | None, done: Done) -> int:
     return sum(len(each) for first, stop in done.sequences for each in plan.sequences[first:stop])
 
 
-def _load(job: Job, bar: Bar) -> PreparedModel:
+def _load(job: Job, mode: MemoryMode, bar: Bar) -> PreparedModel:
+    if mode.streaming is not None:
+        return replace(job.prepared, model=mode.model, weights=mode.weights)
     bar.stage("loading the model", None)
     model = load_model(
         job.source,
@@ -295,7 +298,7 @@ def _write_all(
         rule=recipe.scales.rule,
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
-    report = build_report(job, stats, measured, files=files, notes=written.notes)
+    report = build_calibration_report(job, stats, measured, files=files, notes=written.notes)
     checkpoint = write_checkpoint(job, stats, folder, bar)
     if checkpoint is not None:
         merge_report(report, checkpoint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.cli.calibrate.job import REPORT_NAME
-from fp8calib.cli.check.show import show_report
+from fp8calib.cli.check.show import show_check_report
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.engines.check import ENGINES, amend_for_unknown, check_file, check_folder
 from fp8calib.engines.replay.folder import CONFIG_NAME, ScaleFolder, open_folder
@@ -39,7 +39,7 @@ def run_check(settings: CheckSettings) -> int:
     """Check, show, and give the exit code: 8 unless every layer of every engine is served."""
     quiet_libraries()
     report = _check(settings)
-    show_report(report, str(settings.path), as_json=settings.as_json)
+    show_check_report(report, str(settings.path), as_json=settings.as_json)
     return 0 if report.ok else VerificationError.exit_code
 
 

@@ -8,7 +8,7 @@ from fp8calib.cli.console import print_json, print_table, print_text, warn
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
 
 
-def show_report(report: CheckReport, path: str, *, as_json: bool) -> None:
+def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
     """Print every engine's verdicts, as tables or as one JSON object."""
     if as_json:
         print_json(report.to_json())

@@ -33,7 +33,7 @@ class Outcome:
     notes: tuple[str, ...]
 
 
-def build_report(outcome: Outcome) -> dict[str, Any]:
+def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
     """Gather what a user or a script wants to know."""
     plan, out = outcome.plan, outcome.out
     geometry = outcome.stats.geometry if outcome.stats and plan.has_kv else None
@@ -69,7 +69,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def show_report(report: Mapping[str, Any], *, as_json: bool) -> None:
+def show_quantization_report(report: Mapping[str, Any], *, as_json: bool) -> None:
     """Print a report, as JSON or for people."""
     for note in report["notes"]:
         warn(note)

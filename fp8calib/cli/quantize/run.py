@@ -11,7 +11,11 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.resumable_folder import forget_mark
 from fp8calib.cli.console import Bar, say
-from fp8calib.cli.quantize.report import Outcome, build_report, show_report
+from fp8calib.cli.quantize.report import (
+    Outcome,
+    build_quantization_report,
+    show_quantization_report,
+)
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.machine.devices import find_device
@@ -70,7 +74,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
             stats=stats,
             notes=calibrated.notes,
         )
-    show_report(build_report(outcome), as_json=settings.as_json)
+    show_quantization_report(build_quantization_report(outcome), as_json=settings.as_json)
 
 
 def _resolve(settings: QuantizeSettings) -> PlanSettings:

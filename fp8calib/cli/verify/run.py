@@ -12,12 +12,13 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output_files import OutputFiles
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
+from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.cli.verify.candidates import build_question
 from fp8calib.cli.verify.job import Choices, TaskJob, VerifyJob, VerifySettings
-from fp8calib.cli.verify.memory import VerifyMode, choose_mode, describe_mode, open_subject
-from fp8calib.cli.verify.show import describe_plan, show_verification
+from fp8calib.cli.verify.memory import choose_verification_mode, open_subject
+from fp8calib.cli.verify.show import describe_verification_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.engines.numerics import find_profile
 from fp8calib.errors import UsageError, VerificationError
@@ -55,12 +56,12 @@ def run_verify(settings: VerifySettings) -> int:
     with _opened(settings, choices) as job:
         for text in (*job.plan.warnings, *job.warnings):
             warn(text)
-        mode = choose_mode(job)
+        mode = choose_verification_mode(job)
         if settings.dry_run:
-            plan = describe_plan(job, mode)
+            plan = describe_verification_plan(job, mode)
             show_plan(plan, "plan (nothing was run)", as_json=settings.as_json)
             return 0
-        for text in describe_mode(mode):
+        for text in mode.describe():
             say(text)
         with Bar() as bar, PeakMemory() as memory:
             verified = _run(job, mode, bar)
@@ -252,7 +253,7 @@ def _kv_left_out(scheme: Scheme | None, opened: tuple[Opened, ...]) -> Iterator[
             )
 
 
-def _run(job: VerifyJob, mode: VerifyMode, bar: Bar) -> Verified:
+def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> Verified:
     say(f"computing in {job.dtype} on {job.choices.device} ({job.dtype_why})")
     if mode.streaming is None:
         bar.stage("loading the model", None)
@@ -271,7 +272,7 @@ def _run(job: VerifyJob, mode: VerifyMode, bar: Bar) -> Verified:
         return _add_tasks(job, subject, question, verified, bar)
 
 
-def _with_memory(verified: Verified, mode: VerifyMode, peak_bytes: int | None) -> Verified:
+def _with_memory(verified: Verified, mode: MemoryMode, peak_bytes: int | None) -> Verified:
     found = {"memory": {**mode.as_json(), "peak_measured_bytes": peak_bytes}}
     return replace(verified, report=verified.report.model_copy(update=found))
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp8calib.cli.console import print_table, print_text, say
+from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.verify.job import VerifyJob, VerifySettings
-from fp8calib.cli.verify.memory import VerifyMode
 from fp8calib.verification.report import (
     DiagnosisResult,
     LayerResult,
@@ -20,7 +20,7 @@ from fp8calib.verification.report import (
 _SHOWN_SITES = 8
 
 
-def describe_plan(job: VerifyJob, mode: VerifyMode) -> dict[str, Any]:
+def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, Any]:
     """Say what a run would do."""
     return {
         "plan": {

@@ -1,0 +1,100 @@
+"""Whether a model is held in memory whole or streamed layer by layer, decided before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fp8calib.errors import UsageError
+from fp8calib.model.dtype import DTYPES
+from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.run.planning.limits import Limits
+from fp8calib.run.planning.plan import RunPlan, Streamable, describe_run, plan_whole
+from fp8calib.run.planning.stream_plan import plan_streamed
+from fp8calib.run.streaming.model import Streaming
+from fp8calib.run.streaming.probe import Probe
+
+ProbeModel = Callable[[LoadedModel, WeightSource, Streaming], Probe | None]
+"""Measures the first layer of a model that is streamed; None where nothing runs through it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMode:
+    """How a model is held in memory while it runs."""
+
+    plan: RunPlan | None
+    """None with --device-map, which plans nothing."""
+    model: LoadedModel
+    """Without weights; when streamed, in the dtype it computes in."""
+    weights: WeightSource
+    streaming: Streaming | None = None
+    """None: the model is loaded whole."""
+
+    def as_json(self) -> Mapping[str, Any]:
+        """Give the mode as it appears in the JSON output and in report.json."""
+        return {"streamed": False} if self.plan is None else self.plan.as_json()
+
+    def describe(self) -> Iterator[str]:
+        """Describe the mode in a few lines."""
+        if self.plan is not None:
+            yield from describe_run(self.plan)
+
+
+def choose_memory_mode(
+    subject: Streamable,
+    limits: Limits,
+    *,
+    source: ModelSource,
+    dtype: str,
+    device: str,
+    scratch: Path,
+    probe: ProbeModel,
+    cannot_stream: UsageError | None = None,
+    total_bytes: int = 0,
+    further_walks: Sequence[float] = (),
+) -> MemoryMode:
+    """Hold the model whole where it fits, else plan to stream it.
+
+    Args:
+        subject: the model without weights, and what runs through it.
+        limits: the memory there is.
+        source: where the model is built from again, in the dtype it computes in.
+        dtype: that dtype.
+        device: where it computes.
+        scratch: the folder for hidden states that do not fit into memory.
+        probe: called once, and only when the model is streamed.
+        cannot_stream: raised where the model does not fit whole; None where it may be streamed.
+        total_bytes: bytes that are read at least, the layers included.
+        further_walks: for each further pass over the layers, its share of the first pass's work.
+
+    Raises:
+        UsageError: the model fits in neither way, or `cannot_stream`.
+    """
+    if (whole := plan_whole(subject, limits, scratch)) is not None:
+        return MemoryMode(plan=whole, model=subject.model, weights=subject.weights)
+    if cannot_stream is not None:
+        raise cannot_stream
+    model = build_skeleton(source, dtype=DTYPES[dtype])
+    weights = WeightSource(model, subject.checkpoint)
+    planner = plan_streamed(
+        replace(subject, model=model, weights=weights),
+        limits,
+        dtype=DTYPES[dtype],
+        device=device,
+        scratch=scratch,
+    )
+
+    def stream(plan: RunPlan) -> Streaming:
+        return Streaming(
+            dtype=DTYPES[dtype],
+            device=device,
+            hidden_ram_bytes=plan.hidden_ram_bytes,
+            scratch=plan.scratch,
+        )
+
+    measured = probe(model, weights, stream(planner.plan()))
+    plan = planner.plan(measured, total_bytes=total_bytes, further_walks=further_walks)
+    return MemoryMode(plan=plan, model=model, weights=weights, streaming=stream(plan))
