@@ -10,8 +10,8 @@ from fp8calib.data.plan import Batch, DataPlan, batches
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.compare.comparison import Comparison
 from fp8calib.verification.compare.summary import summarize
-from fp8calib.verification.compare.whole import Comparing
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.report import Sensitivity, SensitivityResult
 
@@ -24,7 +24,7 @@ _STANDS_OUT = 8.0
 
 
 def measure_sensitivity(
-    comparison: Comparing,
+    comparison: Comparison,
     geometry: ModelGeometry,
     emulation: Emulation,
     plan: DataPlan,

@@ -15,6 +15,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
+from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
 from fp8calib.verification.compare.summary import (
     compute_ppl,
     divergence_errors,
@@ -22,7 +23,7 @@ from fp8calib.verification.compare.summary import (
     summarize_positions,
 )
 from fp8calib.verification.compare.token_scores import TokenScores
-from fp8calib.verification.compare.whole import Compared, Comparing, Comparison
+from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import diagnose, index_layers, list_layers
 from fp8calib.verification.emulation.emulate import Emulation, LookingTaps
 from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer
@@ -96,7 +97,7 @@ def verify(
     *,
     batch_size: int,
     progress: Progress,
-    comparison: Comparing | None = None,
+    comparison: Comparison | None = None,
 ) -> Verified:
     """Answer `question` on the text of `plan`.
 
@@ -115,7 +116,7 @@ def verify(
     started = time.monotonic()
     looking = LookingTaps(question.kinds)
     if comparison is None:
-        comparison = Comparison(subject.model, subject.geometry, subject.originals)
+        comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
     emulations = list_emulations(question)
     progress.stage("verifying", plan.num_tokens * (len(emulations) + 1), unit="tokens")
     compared = comparison.run(
@@ -143,7 +144,7 @@ def _rule_key(rule: str) -> str:
 
 
 def _sensitivity(
-    comparison: Comparing,
+    comparison: Comparison,
     subject: Subject,
     question: Question,
     plan: DataPlan,
@@ -170,7 +171,7 @@ def _build_report(
     subject: Subject,
     question: Question,
     plan: DataPlan,
-    compared: Compared,
+    compared: ComparisonResult,
     looking: LookingTaps,
     sensitivity: Sensitivity | None,
     duration_s: float,
@@ -206,7 +207,7 @@ def _build_report(
 
 def _result(
     candidate: Candidate,
-    compared: Compared,
+    compared: ComparisonResult,
     question: Question,
     lengths: Sequence[int],
     layers: Sequence[LayerResult],
@@ -242,7 +243,7 @@ def _result(
     )
 
 
-def _never_met(question: Question, compared: Compared) -> Iterator[str]:
+def _never_met(question: Question, compared: ComparisonResult) -> Iterator[str]:
     """Tell what an engine quantizes and the model never showed (q of falcon, say)."""
     for candidate in question.candidates:
         met = compared.damage[candidate.name]
@@ -255,7 +256,7 @@ def _never_met(question: Question, compared: Compared) -> Iterator[str]:
             )
 
 
-def _overflowing(candidate: Candidate, compared: Compared) -> str:
+def _overflowing(candidate: Candidate, compared: ComparisonResult) -> str:
     """Name where values are too large and the engine does not saturate; empty where nowhere."""
     for site, sums in compared.damage[candidate.name].items():
         quantizer = candidate.emulation.quantizers.get(site)
@@ -266,7 +267,7 @@ def _overflowing(candidate: Candidate, compared: Compared) -> str:
 
 
 def _layer_rows(
-    candidates: Sequence[Candidate], compared: Compared, layer_of: Mapping[str, int]
+    candidates: Sequence[Candidate], compared: ComparisonResult, layer_of: Mapping[str, int]
 ) -> Iterator[LayerResult]:
     for candidate in candidates:
         scales = find_ranges(candidate.emulation.quantizers)
@@ -275,7 +276,7 @@ def _layer_rows(
 
 
 def _rank_rules(
-    question: Question, compared: Compared, lengths: Sequence[int]
+    question: Question, compared: ComparisonResult, lengths: Sequence[int]
 ) -> tuple[RuleResult, ...]:
     results = []
     for rule in question.rules:

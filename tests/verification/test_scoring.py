@@ -20,8 +20,9 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.run.forward.lm_head import open_head
 from fp8calib.verification.compare import token_scores as scoring
+from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.token_scores import TokenScores, score_batch
-from fp8calib.verification.compare.whole import Compared, Comparison
+from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.linears import emulate_scheme
@@ -100,9 +101,9 @@ def targets(batch: Batch) -> list[torch.Tensor]:
     return [row[1:length] for row, length in rows]
 
 
-def compare(subject: Subject, emulations: dict[str, Emulation]) -> Compared:
+def compare(subject: Subject, emulations: dict[str, Emulation]) -> ComparisonResult:
     """Run the product."""
-    comparison = Comparison(subject.model, subject.geometry, subject.originals)
+    comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
     return comparison.run(BATCHES, emulations, advance=lambda _steps: None)
 
 
@@ -252,7 +253,7 @@ def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path:
         }
         found = []
         for limit in (0, 45, 10**6):
-            with patch.object(Comparison, "_tokens_at_once", lambda *_, limit=limit: limit):
+            with patch.object(WholeComparison, "_tokens_at_once", lambda *_, limit=limit: limit):
                 found.append(compare(subject, emulations))
     for other in found[1:]:
         for name in emulations:
@@ -266,7 +267,7 @@ def test_every_forward_pass_is_told(tmp_path: Path) -> None:
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
         kv = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), PLAIN)
         emulations = {"a": Emulation(quantizers=kv), "b": Emulation(quantizers=kv)}
-        comparison = Comparison(subject.model, subject.geometry, subject.originals)
+        comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
         comparison.run(BATCHES, emulations, advance=told.append)
     assert sum(told) == 3 * (38 + 40)
 
@@ -282,7 +283,7 @@ def test_nan_names_the_model_and_the_sample(row: int, place: int, tmp_path: Path
     with torch.no_grad():
         model.model.embed_tokens.weight[77] = torch.nan
     with opened(model, tmp_path / "m") as subject:
-        comparison = Comparison(subject.model, subject.geometry, subject.originals)
+        comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
         with pytest.raises(
             VerificationError,
             match=rf"the unquantized model: NaN or inf in the logits at sample {40 + row} ",

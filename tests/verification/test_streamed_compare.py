@@ -21,8 +21,9 @@ from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.streamed import open_streamed_comparison
-from fp8calib.verification.compare.whole import Compared, Comparison
+from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation, LookingTaps
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.linears import emulate_scheme
@@ -81,7 +82,7 @@ def compare(
     dtype: torch.dtype = torch.float32,
     ram_bytes: int = 0,
     choose: Callable[[dict[str, Emulation]], Mapping[str, Emulation]] = lambda found: found,
-) -> tuple[Compared, LookingTaps]:
+) -> tuple[ComparisonResult, LookingTaps]:
     """Compare a folder's model with candidates of every kind, whole or streamed."""
     source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
     with Checkpoint.open(folder) as checkpoint:
@@ -97,7 +98,7 @@ def compare(
         weights = WeightSource(model, checkpoint)
         todo = batches(plan, 3)
         if not streamed:
-            comparison = Comparison(model, geometry, weights)
+            comparison = WholeComparison(model, geometry, weights)
             found = comparison.run(todo, emulations, reference_taps=looking, advance=_ignore)
             return found, looking
         streaming = Streaming(
@@ -127,7 +128,7 @@ def _ignore(steps: int) -> None:
     """Show no progress."""
 
 
-def require_same(whole: Compared, streamed: Compared) -> None:
+def require_same(whole: ComparisonResult, streamed: ComparisonResult) -> None:
     """Require the same bits everywhere."""
     assert streamed.candidates.keys() == whole.candidates.keys()
     pairs = [(whole.reference, streamed.reference)]

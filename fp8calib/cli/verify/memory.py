@@ -23,9 +23,9 @@ from fp8calib.run.planning.limits import find_limits, refuse_device_map
 from fp8calib.run.planning.plan import Streamable
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
+from fp8calib.verification.compare.comparison import Comparison
 from fp8calib.verification.compare.streamed import StreamedComparison, open_streamed_comparison
 from fp8calib.verification.compare.token_scores import scoring_bytes
-from fp8calib.verification.compare.whole import Comparing
 from fp8calib.verification.sensitivity import choose_batches, split_rounds
 from fp8calib.verification.verify import Question, Subject, list_emulations
 
@@ -64,7 +64,7 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
 
 
 @contextmanager
-def open_subject(job: VerifyJob, mode: MemoryMode) -> Iterator[tuple[Subject, Comparing | None]]:
+def open_subject(job: VerifyJob, mode: MemoryMode) -> Iterator[tuple[Subject, Comparison | None]]:
     """Load the model, or make it ready to be streamed, with how it is then compared."""
     if mode.streaming is None:
         model = load_model(

@@ -1,8 +1,8 @@
-"""The pass over a model that does not fit into memory: all models walk its layers side by side.
+"""Compare a model that does not fit into memory with its emulations, layer by layer.
 
-Each layer's weights are read once. The reference sees all batches through it, then each candidate,
-whose changes to that layer are made and undone while it is there. Batches, and the order in which
-a site sees them, are those of `fp8calib.verify.compare`: the numbers are the same, bit for bit.
+Each layer's weights are read once. The reference runs all batches through the layer, then each
+candidate does, with its changes to the layer's weights applied and undone. Batches, and their order
+at each site, are those of `compare/whole.py`: the numbers are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError, VerificationError
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.observe.hooks import TappedCache, own_attentions, tapped
+from fp8calib.observe.hooks import TappedCache, own_attentions
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import open_head
 from fp8calib.run.streaming.embeddings import EmbeddingRows
@@ -35,15 +35,14 @@ from fp8calib.run.streaming.model import (
     open_streamed,
 )
 from fp8calib.run.streaming.probe import FirstLayer, Probe, probe_layer
-from fp8calib.verification.compare.token_scores import Logits, TokenScores, join_scores, score_batch
-from fp8calib.verification.compare.whole import (
+from fp8calib.verification.compare.comparison import (
     Advance,
-    Compared,
+    ComparisonResult,
+    ScoreCollector,
     find_weight_scales,
-    on_cpu,
-    require_finite,
 )
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation
+from fp8calib.verification.compare.token_scores import Logits
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, open_hooks
 from fp8calib.verification.emulation.scale_range import ScaleRange
 from fp8calib.verification.emulation.stored_weights import CopiedParameter
 from fp8calib.verification.emulation.weights import Originals, WeightChange, changed_weights
@@ -65,7 +64,7 @@ class _Lane:
 
 
 class StreamedComparison:
-    """Compares as `fp8calib.verify.compare.Comparison` does; made by `open_streamed_comparison`."""
+    """Runs batches layer by layer through all models; made by `open_streamed_comparison`."""
 
     def __init__(self, streamed: StreamedModel, streaming: Streaming, originals: Originals) -> None:
         self._streamed = streamed
@@ -74,8 +73,6 @@ class StreamedComparison:
         self._model = streamed.model
         self._decoder = Decoder(streamed.model)
         self._attentions = own_attentions(streamed.geometry)
-        config = streamed.model.config.get_text_config(decoder=True)
-        self._vocab_size = int(config.vocab_size)
 
     def run(
         self,
@@ -84,20 +81,15 @@ class StreamedComparison:
         *,
         reference_taps: EmulatingTaps | None = None,
         advance: Advance,
-    ) -> Compared:
-        """Score every candidate on every batch (`fp8calib.verify.compare.Comparing.run`)."""
+    ) -> ComparisonResult:
+        """Score every candidate on every batch (`Comparison.run`)."""
         todo = list(batches)
         lanes = self._make_lanes(emulations, reference_taps or EmulatingTaps({}))
+        scores = ScoreCollector(self._model, emulations)
         with open_store(self._streaming) as store:
             self._walk(todo, lanes, store, advance)
-            scores = self._score(todo, lanes, store, list(emulations))
-        candidates = dict(zip(emulations, lanes[1:], strict=True))
-        return Compared(
-            reference=scores[0],
-            candidates=dict(zip(emulations, scores[1:], strict=True)),
-            damage={name: on_cpu(lane.taps.damage) for name, lane in candidates.items()},
-            weight_scales={name: lane.scales for name, lane in candidates.items()},
-        )
+            self._score(todo, lanes, store, scores)
+        return scores.finish([lane.taps for lane in lanes[1:]], [lane.scales for lane in lanes[1:]])
 
     def probe(self, batch: Batch, emulations: Mapping[str, Emulation]) -> Probe:
         """Measure the first layer: its changes, and one micro-batch of every model through it."""
@@ -180,10 +172,7 @@ class StreamedComparison:
 
     def _find_scales(self, lane: _Lane, index: int) -> None:
         if changes := lane.by_layer.get(index):
-            lane.scales |= find_weight_scales(changes, self._values())
-
-    def _values(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+            lane.scales |= find_weight_scales(self._model, changes)
 
     def _run_layer(
         self,
@@ -247,14 +236,8 @@ class StreamedComparison:
 
     def _seams(self, lane: _Lane, index: int) -> AbstractContextManager[None]:
         geometry = self._streamed.geometry
-        roles = {site.role for site in lane.emulation.quantizers}
-        return tapped(
-            self._model,
-            geometry.model_copy(update={"layers": (geometry.layers[index],)}),
-            lane.taps,
-            query=Role.Q in roles,
-            inputs=Role.INPUT in roles,
-        )
+        one_layer = geometry.model_copy(update={"layers": (geometry.layers[index],)})
+        return open_hooks(self._model, one_layer, lane.emulation, lane.taps)
 
     # --- after the layers -----------------------------------------------------------------------
 
@@ -273,26 +256,22 @@ class StreamedComparison:
         batches: Sequence[Batch],
         lanes: Sequence[_Lane],
         store: HiddenStateStore,
-        names: Sequence[str],
-    ) -> list[TokenScores]:
-        parts: list[list[TokenScores]] = []
+        scores: ScoreCollector,
+    ) -> None:
         device = self._decoder.device
         with self._streamed.with_head(), open_head(self._model) as head:
+            logits = self._whole_logits(head.logits, scores.vocab_size)
             for place, batch in enumerate(batches):
                 keys = [lane.number * len(batches) + place for lane in lanes]
-                reference, *others = (load_state(store, key, device).output for key in keys)
-                logits = self._whole_logits(head.logits)
-                scores = score_batch(batch, reference, others, logits, self._vocab_size)
-                require_finite(names, scores, batch, self._model.dtype)
-                parts.append(scores)
-        return [join_scores(each) for each in zip(*parts, strict=True)]
+                states = [load_state(store, key, device).output for key in keys]
+                scores.add(batch, states, logits)
 
-    def _whole_logits(self, logits: Logits) -> Logits:
+    def _whole_logits(self, logits: Logits, vocab_size: int) -> Logits:
         """Refuse a head that reads the embedding itself, of which only some rows are here."""
 
         def checked(hidden: torch.Tensor) -> torch.Tensor:
             found = logits(hidden)
-            if found.shape[-1] < self._vocab_size:
+            if found.shape[-1] < vocab_size:
                 raise ModelError(
                     f"{type(self._model).__name__} computes logits from its embedding directly",
                     hint="it cannot be streamed: leave out --memory, or use a larger machine",

@@ -7,7 +7,7 @@ from the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -209,13 +209,19 @@ def emulated(
         taps: made of the same emulation; keeps what was measured from one context to the next.
         originals: where the unquantized weights are read from when the context closes.
     """
-    roles = {site.role for site in emulation.quantizers}
-    with ExitStack() as stack:
-        if emulation.weights:
-            stack.enter_context(changed_weights(model, emulation.weights, originals, taps.damage))
-        seams = tapped(model, geometry, taps, query=Role.Q in roles, inputs=Role.INPUT in roles)
-        stack.enter_context(seams)
+    with (
+        changed_weights(model, emulation.weights, originals, taps.damage),
+        open_hooks(model, geometry, emulation, taps),
+    ):
         yield EmulatedModel(Decoder(model), geometry, taps)
+
+
+def open_hooks(
+    model: PreTrainedModel, geometry: ModelGeometry, emulation: Emulation, taps: EmulatingTaps
+) -> AbstractContextManager[None]:
+    """Open the hooks of q and of inputs of linears, where the emulation quantizes them."""
+    roles = {site.role for site in emulation.quantizers}
+    return tapped(model, geometry, taps, query=Role.Q in roles, inputs=Role.INPUT in roles)
 
 
 SEQUENCE_STRIDE = 4

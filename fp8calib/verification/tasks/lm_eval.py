@@ -11,7 +11,7 @@ import math
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -21,12 +21,9 @@ import torch
 
 from fp8calib.calibration import Progress
 from fp8calib.errors import Fp8CalibError, VerificationError
-from fp8calib.geometry.sites import Role
 from fp8calib.observe.generation_cache import tapped_caches
-from fp8calib.observe.hooks import tapped
 from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation
-from fp8calib.verification.emulation.weights import changed_weights
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verification.report import TaskResult, TaskSetup
 from fp8calib.verification.tasks.task_files import Tasks, quiet_harness
 from fp8calib.verification.verify import Subject
@@ -283,14 +280,11 @@ def emulated_model(subject: Subject, emulation: Emulation) -> Iterator[None]:
     """
     model, geometry = subject.model, subject.geometry
     taps = EmulatingTaps(emulation.quantizers)
-    roles = {site.role for site in emulation.quantizers}
-    with ExitStack() as stack:
-        if emulation.weights:
-            stack.enter_context(
-                changed_weights(model, emulation.weights, subject.originals, taps.damage)
-            )
-        seams = tapped(model, geometry, taps, query=Role.Q in roles, inputs=Role.INPUT in roles)
-        stack.enter_context(seams)
-        stack.enter_context(tapped_caches(model, geometry, taps))
-        stack.callback(taps.end_batch)
-        yield
+    with (
+        emulated(model, geometry, emulation, taps, originals=subject.originals),
+        tapped_caches(model, geometry, taps),
+    ):
+        try:
+            yield
+        finally:
+            taps.end_batch()

@@ -1,0 +1,140 @@
+"""What every comparison of a model with its emulations does: score batches, collect the results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fp8calib.data.plan import Batch
+from fp8calib.errors import VerificationError
+from fp8calib.geometry.sites import Site
+from fp8calib.model.load import LoadedModel
+from fp8calib.verification.compare.token_scores import (
+    Logits,
+    TokenScores,
+    join_scores,
+    score_batch,
+)
+from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation
+from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.weights import WeightChange
+
+_REFERENCE = "the unquantized model"
+_OVERFLOW = "float16 overflows at 65504: try --dtype bfloat16 or float32"
+_NO_OVERFLOW = {
+    True: "nothing is quantized in it: its files may be damaged, so compare them with their source",
+    False: "quantization turned finite numbers into them: look at its scales (`fp8calib show`)",
+}
+
+
+class Advance(Protocol):
+    """Receives the number of tokens that went through a model."""
+
+    def __call__(self, steps: int) -> None:
+        """Add `steps` tokens to the progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonResult:
+    """Scores of the reference and of every candidate, and what quantization did to tensors."""
+
+    reference: TokenScores
+    candidates: dict[str, TokenScores]
+    damage: dict[str, dict[Site, torch.Tensor]]
+    """Candidate -> site -> sums of `measure_damage`, on the CPU."""
+    weight_scales: dict[str, dict[Site, ScaleRange]]
+    """Candidate -> weight -> the scales it was quantized with."""
+
+
+class Comparison(Protocol):
+    """Compares the unquantized model with its emulations."""
+
+    def run(
+        self,
+        batches: Iterable[Batch],
+        emulations: Mapping[str, Emulation],
+        *,
+        reference_taps: EmulatingTaps | None = None,
+        advance: Advance,
+    ) -> ComparisonResult:
+        """Score every candidate on every batch.
+
+        Args:
+            batches: what to run.
+            emulations: the candidates by name.
+            reference_taps: measures tensors of the unquantized model without changing them.
+            advance: called with the number of tokens of every forward pass.
+
+        Raises:
+            VerificationError: a model gives NaN or inf; the message names it and the sample.
+        """
+
+
+class ScoreCollector:
+    """Scores the batches of a comparison, the reference first, then each candidate."""
+
+    def __init__(self, model: LoadedModel, emulations: Mapping[str, Emulation]) -> None:
+        self._names = tuple(emulations)
+        self._dtype = model.dtype
+        self._scores: list[list[TokenScores]] = []
+        self.vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+
+    def add(self, batch: Batch, hidden: Sequence[torch.Tensor], logits: Logits) -> None:
+        """Score one batch by the last hidden state [B, S, C] of every model.
+
+        Raises:
+            VerificationError: a score is NaN or inf; the message names the model and the sample.
+        """
+        reference, *others = hidden
+        scores = score_batch(batch, reference, others, logits, self.vocab_size)
+        for name, found in zip((_REFERENCE, *self._names), scores, strict=True):
+            _require_finite(name, found, batch, self._dtype)
+        self._scores.append(scores)
+
+    def finish(
+        self,
+        taps: Sequence[EmulatingTaps],
+        weight_scales: Sequence[dict[Site, ScaleRange]],
+    ) -> ComparisonResult:
+        """Join the scores of all batches with what was measured in each candidate."""
+        reference, *candidates = (join_scores(parts) for parts in zip(*self._scores, strict=True))
+        damage = [{site: sums.cpu() for site, sums in each.damage.items()} for each in taps]
+        return ComparisonResult(
+            reference=reference,
+            candidates=dict(zip(self._names, candidates, strict=True)),
+            damage=dict(zip(self._names, damage, strict=True)),
+            weight_scales=dict(zip(self._names, weight_scales, strict=True)),
+        )
+
+
+def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.dtype) -> None:
+    good = scores.logprobs.isfinite() & scores.klds.isfinite()
+    if bool(good.all()):
+        return
+    row = 0
+    bad = int((~good).nonzero()[0])
+    for length in batch.lengths:
+        if bad < length - 1:
+            break
+        bad -= length - 1
+        row += 1
+    raise VerificationError(
+        f"{name}: NaN or inf in the logits at sample {batch.first + row} (counting from 0)",
+        hint=_OVERFLOW if dtype is torch.float16 else _NO_OVERFLOW[name == _REFERENCE],
+    )
+
+
+def find_weight_scales(
+    model: LoadedModel, changes: Sequence[WeightChange]
+) -> dict[Site, ScaleRange]:
+    """Find the scales that the weights of `model`, unquantized now, are quantized with."""
+    values = {name: parameter.data for name, parameter in model.named_parameters()}
+    return {
+        site: found
+        for change in changes
+        for parameter, found in change.find_scales(values)
+        for site in parameter.sites
+    }
