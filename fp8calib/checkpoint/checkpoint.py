@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,12 @@ from typing import Self
 import torch
 
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
 from fp8calib.errors import ModelError
+
+CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +101,11 @@ class Checkpoint:
         Raises:
             ModelError: there is none, or it is not a JSON object.
         """
-        path = self.folder / "config.json"
+        path = self.folder / CONFIG_NAME
         if not path.is_file():
             message = f"{self.folder}: there is no config.json"
             raise ModelError(message, hint="name the folder that holds config.json and the weights")
-        try:
-            config = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"{path}: not valid JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ModelError(f"{path}: not a JSON object")
-        return config
+        return load_json_object(path)
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor whole, into memory of its own.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, NoReturn
 
+from fp8calib.checkpoint.json_files import parse_strict
 from fp8calib.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the cap of the reference implementation
@@ -40,7 +40,6 @@ PACKED_BITS: Mapping[str, int] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3
 """Formats of less than a byte: their tensors take whole bytes together, and are not read."""
 _ITEM_SIZE_BITS = {**{name: 8 * size for name, size in ITEM_SIZE_BYTES.items()}, **PACKED_BITS}
 _LFS_POINTER = b"version "
-_MAX_COUNT_DIGITS = 19
 _TORN_HINT = "download or copy the file again"
 
 
@@ -96,23 +95,6 @@ def read_header(path: Path) -> ShardHeader:
     return ShardHeader(path, MappingProxyType(tensors), MappingProxyType(metadata))
 
 
-def load_unique_json(text: str, *, counts_only: bool = False) -> object:
-    """Parse JSON in which no object repeats a key; `counts_only` also refuses negative integers.
-
-    Raises:
-        ValueError: with one line that says what is wrong.
-    """
-    try:
-        return json.loads(
-            text,
-            object_pairs_hook=_refuse_duplicates,
-            parse_int=_parse_count if counts_only else None,
-            parse_constant=_refuse_constant,
-        )
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def _read_raw_header(file: BinaryIO, *, path: Path, size_bytes: int) -> bytes:
     prefix = file.read(8)
     if prefix == _LFS_POINTER:
@@ -137,31 +119,12 @@ def _parse_header(raw: bytes, path: Path) -> dict[str, object]:
     if not raw.startswith(b"{"):
         _refuse(path, "not a safetensors file: its header is not a JSON object")
     try:
-        document = load_unique_json(raw.decode("utf-8"), counts_only=True)
+        document = parse_strict(raw.decode("utf-8"), counts_only=True)
     except ValueError as error:
         raise ModelError(f"{path}: the header is not valid: {error}") from error
     if not isinstance(document, dict):
         _refuse(path, "not a safetensors file: its header is not a JSON object")
     return document
-
-
-def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {repeated!a:.200} stands twice")
-    return fields
-
-
-def _parse_count(digits: str) -> int:
-    if digits.startswith("-") or len(digits) > _MAX_COUNT_DIGITS:
-        raise ValueError(f"{digits[:40]} is not a size or an offset")
-    return int(digits)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _check_metadata(value: object, path: Path) -> dict[str, str]:

@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.atomic import explain_os_error, require_free_space, write_file_atomic
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.errors import ExportError
 
-CONFIG_NAME = "config.json"
 _SINGLE_WEIGHTS_NAME = "model-00001-of-00002.safetensors"
 _SINGLE_SCALES_NAME = "model-00002-of-00002.safetensors"
 _SHARDED_SCALES_STEM = "model-kv-scales"  # TGI skips names with "arguments", "args", "training"

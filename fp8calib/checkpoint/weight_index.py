@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from fp8calib.checkpoint.header import MAX_HEADER_BYTES, load_unique_json
+from fp8calib.checkpoint.json_files import load_json_object, parse_strict
 from fp8calib.errors import ModelError, shorten
 
 SINGLE_FILE_NAME = "model.safetensors"
@@ -60,16 +60,7 @@ def read_index(path: Path) -> WeightIndex:
     Raises:
         ModelError: it is not JSON, has no weight_map, or names something that is no shard.
     """
-    try:
-        if path.stat().st_size > MAX_HEADER_BYTES:
-            raise ModelError(f"{path}: too large for an index")
-        document = load_unique_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ModelError(f"{path}: not a JSON object")
+    document = load_json_object(path, parse=parse_strict)
     weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path}: there is no weight_map that says where the tensors are")

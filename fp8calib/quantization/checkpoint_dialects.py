@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8calib import __version__
+from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.tensors import name_scales
 from fp8calib.errors import UsageError
 from fp8calib.fp8.encode import BLOCK
@@ -18,7 +19,6 @@ from fp8calib.quantization.selection.select import HEAD, Left
 Shape = tuple[int, ...]
 Config = dict[str, object]
 
-MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 _NUMBER: Mapping[str, object] = {"num_bits": 8, "type": "float"}
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_doubled
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, refuse_doubled
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.kv.config import CONFIG_NAME
+from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
-from fp8calib.quantization.checkpoint_dialects import MODELOPT_CONFIG_NAME, CheckpointDialect
+from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
 from fp8calib.quantization.selection.select import Matrix, Selection, select
 from fp8calib.quantization.shard_layout import (
     Codes,

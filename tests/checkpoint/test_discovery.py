@@ -100,14 +100,14 @@ def test_a_missing_folder_and_a_file_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        (b"{", "not valid JSON"),
-        (b"\xff{}", "not valid JSON"),
+        (b"{", "cannot be read as JSON"),
+        (b"\xff{}", "cannot be read as JSON"),
         (b"[" * 200_000, "nested too deeply"),
         ([], "not a JSON object"),
         ({}, "no weight_map"),
         ({"weight_map": {}}, "no weight_map"),
         ({"weight_map": ["a.safetensors"]}, "no weight_map"),
-        (b'{"weight_map":{"x":"a.safetensors","x":"b.safetensors"}}', "'x' stands twice"),
+        (b'{"weight_map":{"x":"a.safetensors","x":"b.safetensors"}}', "'x' occurs twice"),
         ({"weight_map": {"x": 1}}, "tensor 'x' points to 1"),
         ({"weight_map": {"x": "/etc/a.safetensors"}}, "points to '/etc/a.safetensors'"),
         ({"weight_map": {"x": "../a.safetensors"}}, "points to '../a.safetensors'"),

@@ -87,9 +87,9 @@ BROKEN = {
     "huge integer": (pack(b'{"a":' + b"9" * 9000 + b"}"), "not a size"),
     "duplicate tensor": (
         pack(b'{"a":%b,"a":%b}' % ((json.dumps(F32).encode(),) * 2), bytes(4)),
-        "'a' stands twice",
+        "'a' occurs twice",
     ),
-    "duplicate field": (pack(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "'dtype' stands twice"),
+    "duplicate field": (pack(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "'dtype' occurs twice"),
     "metadata list": (pack({"__metadata__": []}), "__metadata__"),
     "metadata number": (pack({"__metadata__": {"a": 1}}), "__metadata__"),
     "metadata surrogate": (pack(b'{"__metadata__":{"a":"\\ud800"}}'), "not valid Unicode"),

@@ -124,7 +124,12 @@ def test_the_config_is_asked_for_only_on_demand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "not valid JSON"), ("[1]", "not a JSON object"), ("", "not valid")]
+    ("text", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "not a JSON object"),
+        ("", "cannot be read as JSON"),
+    ],
 )
 def test_a_broken_config_is_a_model_error(tmp_path: Path, text: str, message: str) -> None:
     (_save_sharded(tmp_path) / "config.json").write_text(text)

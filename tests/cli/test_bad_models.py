@@ -81,7 +81,7 @@ def test_no_config(refused: Refused, folder: Path) -> None:
 @pytest.mark.parametrize("content", ["{ torn", "", "\xff"])
 def test_a_config_that_is_no_json(refused: Refused, folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content, encoding="latin-1")
-    assert f"{folder}/config.json: not valid JSON" in refused(4, folder)
+    assert f"{folder}/config.json: cannot be read as JSON" in refused(4, folder)
 
 
 def test_a_config_that_is_a_list(refused: Refused, folder: Path) -> None:

@@ -106,4 +106,5 @@ def test_other_kv_formats_of_modelopt_and_tensorrt_are_refused(
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1, "a": 2}'])
 @pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
 def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text: str) -> None:
-    assert _refusal(tmp_path, text, name).startswith("not ")
+    expected = "not a JSON object" if text == "[]" else "cannot be read as JSON: "
+    assert _refusal(tmp_path, text, name).startswith(expected)

@@ -197,9 +197,9 @@ def test_integers_without_end_are_no_scale(tmp_path: Path) -> None:
         ('"kv_cache":', '"model_type":"llama","kv_cache":', "model_type"),
     ],
 )
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path, old: str, new: str, key: str) -> None:
+def test_a_key_that_occurs_twice_is_refused(tmp_path: Path, old: str, new: str, key: str) -> None:
     message = _refusal(tmp_path, VLLM_TEXT.replace(old, new))
-    assert message == f"not valid JSON: the key '{key}' stands twice"
+    assert message == f"cannot be read as JSON: the key '{key}' occurs twice"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_a_rank_that_is_no_object_is_refused(tmp_path: Path, layers: object) -> 
 
 @pytest.mark.parametrize("text", ["", "{", VLLM_TEXT[:-20], "[1", "\ufeff{}", "not JSON"])
 def test_half_a_file_is_not_json(tmp_path: Path, text: str) -> None:
-    assert _refusal(tmp_path, text).startswith("not valid JSON: ")
+    assert _refusal(tmp_path, text).startswith("cannot be read as JSON: ")
 
 
 def test_what_is_json_but_no_object_is_refused(tmp_path: Path) -> None:
@@ -301,17 +301,17 @@ def test_what_is_json_but_no_object_is_refused(tmp_path: Path) -> None:
 
 def test_depth_without_end_is_refused(tmp_path: Path) -> None:
     text = '{"kv_cache": ' + "[" * 200_000
-    assert _refusal(tmp_path, text) == "not valid JSON: it is nested too deeply"
+    assert _refusal(tmp_path, text) == "cannot be read as JSON: nested too deeply"
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "scales.json").write_bytes(b'{"kv_cache": "\xff"}')
-    with pytest.raises(VerificationError, match="not valid JSON: 'utf-8' codec"):
+    with pytest.raises(VerificationError, match="cannot be read as JSON: 'utf-8' codec"):
         read_scales(tmp_path / "scales.json", TWO_LAYERS)
 
 
 def test_a_file_too_large_for_scales_is_not_read_into_memory(tmp_path: Path) -> None:
     with (tmp_path / "scales.json").open("wb") as file:
         file.truncate(100_000_001)
-    with pytest.raises(VerificationError, match="too large for a scales file"):
+    with pytest.raises(VerificationError, match="cannot be read as JSON: larger than 100 MB"):
         read_scales(tmp_path / "scales.json", TWO_LAYERS)

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from fp8calib.checkpoint.json_files import load_json
 from fp8calib.engines.check import ENGINES, check_folder
-from fp8calib.engines.replay.folder import load_lenient, open_folder
+from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.sglang_json import check_sglang_json
 from fp8calib.errors import VerificationError
 from tests.checkpoint.handmade import describe, pack
@@ -187,7 +188,7 @@ def test_json_is_read_as_engines_read_it(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"a": 1, "a": NaN}')
 
-    document = load_lenient(path)
+    document = load_json(path)
 
     assert isinstance(document, dict)
     assert math.isnan(document["a"])

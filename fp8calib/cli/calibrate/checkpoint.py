@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate.job import Job
 from fp8calib.cli.console import Bar
 from fp8calib.cli.quantize.report import Outcome, build_quantization_report
-from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme

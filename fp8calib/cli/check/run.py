@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.cli.calibrate.job import REPORT_NAME
 from fp8calib.cli.check.show import show_check_report
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.engines.check import ENGINES, amend_for_unknown, check_file, check_folder
-from fp8calib.engines.replay.folder import CONFIG_NAME, ScaleFolder, open_folder
+from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import UsageError, VerificationError, shorten

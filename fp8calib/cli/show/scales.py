@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import PACKED_BITS, load_unique_json
+from fp8calib.checkpoint.header import PACKED_BITS
+from fp8calib.checkpoint.json_files import parse_strict
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.console import print_json, print_table
 from fp8calib.dialects.kv.rank_files import list_arrays, read_number
@@ -82,7 +83,7 @@ def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[Row]:
 
 def _json_rows(path: Path) -> Iterator[Row]:
     try:
-        document = load_unique_json(path.read_text(encoding="utf-8"))
+        document = parse_strict(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         fault = shorten(str(error))
         raise DataError(f"{path}: cannot be read as JSON: {fault}") from error

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8.config_readers import load_finder
@@ -28,7 +28,6 @@ from fp8calib.dialects.fp8.weights import (
     requantize,
     spread_scale,
 )
-from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.dialects.kv.metadata import find_measurement
 from fp8calib.dialects.kv.validate import check_scales, reading_errors, refusal
 

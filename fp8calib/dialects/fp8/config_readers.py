@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.dialects.fp8.quantization_config import (
     GROUP_SIZE,
     Arguments,
@@ -23,11 +24,10 @@ from fp8calib.dialects.fp8.quantization_config import (
     take_list,
 )
 from fp8calib.dialects.fp8.weights import BLOCK
-from fp8calib.dialects.kv.config import CONFIG_NAME
+from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.json import load_object
 from fp8calib.dialects.kv.validate import refusal
 
-_MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 _KEYS = ("quantization_config", "compression_config")
 _INNER_CONFIGS = ("text_config", "llm_config", "language_config")
 _EMBEDDING_MARKS = ("embed", "wte", "word_embeddings")
@@ -41,8 +41,8 @@ def load_finder(folder: Path, config: Fields) -> tuple[str, FindScheme]:
     """
     path = folder / CONFIG_NAME
     section = _find_section(config)
-    if section is None and (folder / _MODELOPT_CONFIG_NAME).is_file():
-        path = folder / _MODELOPT_CONFIG_NAME
+    if section is None and (folder / MODELOPT_CONFIG_NAME).is_file():
+        path = folder / MODELOPT_CONFIG_NAME
         section = {**load_object(path), "quant_method": "modelopt"}
     if section is None:
         hint = "engines need it to know how inputs are quantized; copy the config of the checkpoint"

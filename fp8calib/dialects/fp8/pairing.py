@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import find_weights
@@ -26,7 +26,6 @@ from fp8calib.dialects.fp8.weights import (
     list_scale_shapes,
     name_companions,
 )
-from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.dialects.kv.validate import cut_list, reading_errors, refusal
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.links import refuse_link_out
 from fp8calib.dialects.kv.json import load_object
 from fp8calib.dialects.kv.metadata import find_format
@@ -13,8 +14,7 @@ from fp8calib.dialects.kv.validate import reading_errors, refusal
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 
-CONFIG_NAME = "config.json"
-_MODELOPT_CONFIG_NAME = "hf_quant_config.json"
+MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 _TGI_DTYPE_KEY = "kv_cache_torch_dtype"
 _ALGORITHM_KEY = "kv_cache_quant_algo"
 _ALGORITHM_SECTIONS = ("quantization", "quantization_config")
@@ -38,7 +38,7 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
     Raises:
         VerificationError: a config cannot be read, is of another model, or of another KV format.
     """
-    path, side = folder / CONFIG_NAME, folder / _MODELOPT_CONFIG_NAME
+    path, side = folder / CONFIG_NAME, folder / MODELOPT_CONFIG_NAME
     with reading_errors():
         refuse_link_out(path)
         refuse_link_out(side)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.atomic import write_file_atomic
+from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.dialects.kv.metadata import (
     JSON_MEASURED_KEY,
     Provenance,
@@ -28,6 +29,7 @@ from fp8calib.dialects.kv.validate import (
     check_scales,
     cut_list,
     join_ranks,
+    reading_errors,
     refusal,
 )
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -77,7 +79,6 @@ def save_json(path: Path, document: object) -> None:
     write_file_atomic(path, f"{text}\n".encode())
 
 
-MAX_JSON_BYTES = 100_000_000
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _RANK_KEYS = {
     "vllm-json": re.compile(rf"({_INDEX.pattern})"),
@@ -132,29 +133,8 @@ def load_object(path: Path) -> dict[str, object]:
     Raises:
         VerificationError: the file cannot be read, or is none.
     """
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise refusal(path, "too large for a scales file")
-        text = path.read_bytes().decode()
-        document = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except OSError as error:
-        raise refusal(path, f"cannot be read: {error.strerror}") from error
-    except RecursionError:
-        raise refusal(path, "not valid JSON: it is nested too deeply") from None
-    except ValueError as error:
-        raise refusal(path, f"not valid JSON: {error}", hint="it may be cut short") from error
-    if not isinstance(document, dict):
-        raise refusal(path, "not a JSON object", hint=_FORM_HINT)
-    return document
-
-
-def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields: dict[str, object] = {}
-    for key, value in pairs:
-        if key in fields:
-            raise ValueError(f"the key {key!a:.60} stands twice")
-        fields[key] = value
-    return fields
+    with reading_errors():
+        return load_json_object(path, parse=parse_unique_keys)
 
 
 def _find_recorded(path: Path, document: Mapping[str, object]) -> CalibrationOrigin | None:

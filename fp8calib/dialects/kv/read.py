@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.kv.config import CONFIG_NAME, read_config
+from fp8calib.dialects.kv.config import read_config
 from fp8calib.dialects.kv.json import is_scales_json, load_object, read_json
 from fp8calib.dialects.kv.rank_files import list_tensor_names, read_ranks
 from fp8calib.dialects.kv.read_tensors import list_indexed_scales, read_tensors

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
+from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
+from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.metadata import DTYPE_KEY
 from fp8calib.dialects.kv.tensor_names import is_of_draft_layer, is_probability_scale, parse_name
 from fp8calib.engines.replay.verdicts import LoadVerdict, Refusal, Status
@@ -20,10 +22,7 @@ from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
 
-CONFIG_NAME = "config.json"
-MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 KV_ROLES = (Role.K, Role.V)
-MAX_JSON_BYTES = 100_000_000
 _MAX_SCALE_BYTES = 1 << 20
 """More than any model has heads: what is larger is no scale, and is not read."""
 
@@ -76,21 +75,6 @@ class ScaleFolder:
         return sorted({*self.tensors, *self.faults})
 
 
-def load_lenient(path: Path) -> object:
-    """Load JSON as Python programs do: the last of equal keys wins, NaN is a number.
-
-    Raises:
-        ValueError: it is not UTF-8, not JSON, nested too deeply, or larger than 100 MB.
-        OSError: it cannot be read.
-    """
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError("larger than 100 MB")
-    try:
-        return json.loads(path.read_bytes().decode())
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def open_folder(path: Path) -> ScaleFolder:
     """Read the headers, the scales and the configs of a folder; no fault in them is refused.
 
@@ -129,7 +113,7 @@ def _load_config(path: Path) -> Mapping[str, object]:
     if not path.is_file():
         return {}
     try:
-        config = load_lenient(path)
+        config = load_json(path)
     except (OSError, ValueError) as error:
         hint = "engines stop at a config.json that is not UTF-8 JSON"
         raise VerificationError(f"{path}: not valid JSON: {error}", hint=hint) from error
@@ -143,7 +127,7 @@ def _load_or_none(path: Path) -> object:
     if not path.is_file():
         return None
     try:
-        return load_lenient(path)
+        return load_json(path)
     except (OSError, ValueError) as error:
         return f"not valid JSON: {error}"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from fp8calib.checkpoint.json_files import load_json
 from fp8calib.engines.models import find_sglang_type, takes_sglang_json
-from fp8calib.engines.replay.folder import load_lenient
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -62,7 +62,7 @@ def check_sglang_json(
         )
         return report_refusal(geometry, Refusal(why, fix="serve a kv-overlay instead"))
     try:
-        document = _Schema.model_validate(load_lenient(path))
+        document = _Schema.model_validate(load_json(path))
         _check_context(document, geometry, tp)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         why = f"the file is thrown away, all scales are 1.0: {_explain(error)}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS
 from fp8calib.dialects.fp8.weights import is_companion
-from fp8calib.dialects.kv.config import CONFIG_NAME
 from fp8calib.errors import ModelError
 
 _KEYS = ("quantization_config", "compression_config")

@@ -1,0 +1,103 @@
+"""Load the JSON files of a checkpoint folder, within a size limit; some parsers are strict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from fp8calib.errors import ModelError
+
+MAX_JSON_BYTES = 100_000_000
+_MAX_COUNT_DIGITS = 19
+
+
+def load_json(path: Path, *, parse: Callable[[str], object] = json.loads) -> object:
+    """Load a JSON file.
+
+    Args:
+        path: the file.
+        parse: `json.loads` (the last of equal keys wins, NaN is a number) or a stricter parser.
+
+    Raises:
+        ValueError: it is not UTF-8, not JSON, nested too deeply, or larger than 100 MB.
+        OSError: it cannot be read.
+    """
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError("larger than 100 MB")
+    try:
+        return parse(path.read_bytes().decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def load_json_object(
+    path: Path, *, parse: Callable[[str], object] = json.loads
+) -> dict[str, object]:
+    """Load a JSON file that holds an object, its keys in the file's order.
+
+    Raises:
+        ModelError: the file cannot be read, or is not a JSON object.
+    """
+    try:
+        document = load_json(path, parse=parse)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(
+            f"{path}: cannot be read as JSON: {error}", hint="the file may be truncated"
+        ) from error
+    if not isinstance(document, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return document
+
+
+def parse_unique_keys(text: str) -> object:
+    """Parse JSON in which no object repeats a key.
+
+    Raises:
+        ValueError: it is not JSON, or repeats a key.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_refuse_duplicates)
+
+
+def parse_strict(text: str, *, counts_only: bool = False) -> object:
+    """Parse JSON that repeats no key and holds neither NaN nor infinities.
+
+    Args:
+        text: the JSON.
+        counts_only: refuse negative and huge integers too.
+
+    Raises:
+        ValueError: with one line that says what is wrong.
+    """
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_refuse_duplicates,
+            parse_int=_parse_count if counts_only else None,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"the key {key!a:.200} occurs twice")
+        fields[key] = value
+    return fields
+
+
+def _parse_count(digits: str) -> int:
+    if digits.startswith("-") or len(digits) > _MAX_COUNT_DIGITS:
+        raise ValueError(f"{digits[:40]} is not a size or an offset")
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
