@@ -84,7 +84,7 @@ def calibrate(
     if plan is not None and recipe.observe.kv and portion.is_first:
         _require_kv(prepared, sites)
     header = (
-        describe_run(prepared, plan, source, checkpoint, recipe)
+        make_header(prepared, plan, source, checkpoint, recipe)
         if portion.journal is None
         else portion.journal.header
     )
@@ -93,11 +93,11 @@ def calibrate(
         header=header.model_copy(update={"skipped": skipped}),
         sites=sites,
         text_hashes=text_hashes_of(plan),
-        part=_describe_part(portion.shard, plan, batch_size),
+        shard=_make_shard(portion.shard, plan, batch_size),
     )
 
 
-def describe_run(
+def make_header(
     prepared: PreparedModel,
     plan: DataPlan | None,
     source: ModelSource,
@@ -138,9 +138,7 @@ def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
 
 
-def _describe_part(
-    shard: Share | None, plan: DataPlan | None, batch_size: int
-) -> StatsShard | None:
+def _make_shard(shard: Share | None, plan: DataPlan | None, batch_size: int) -> StatsShard | None:
     if shard is None or plan is None:
         return None
     return StatsShard(

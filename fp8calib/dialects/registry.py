@@ -20,7 +20,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
 from fp8calib.scales.compute import (
     Fallback,
-    Origin,
+    ScaleSource,
     ScaleTable,
     compute_kv_scales,
     compute_linear_scales,
@@ -29,9 +29,9 @@ from fp8calib.scales.rules import AMAX, Rule
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 WHY_NOT_OBSERVED = {
-    Origin.SHARED: "reads another layer's K and V, so it carries that layer's scale",
-    Origin.DEAD: "only zeros were seen, so its scale is the fallback",
-    Origin.UNSEEN: "no token came by, so its scale is the fallback",
+    ScaleSource.SHARED: "reads another layer's K and V, so it carries that layer's scale",
+    ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
+    ScaleSource.UNSEEN: "no token came by, so its scale is the fallback",
 }
 """Why a scale was not computed from what was seen at its site."""
 
@@ -377,7 +377,7 @@ class _Job:
 
 
 def _notes_of_origins(table: ScaleTable) -> Iterator[Note]:
-    return (Note(str(site), WHY_NOT_OBSERVED[scale.origin]) for site, scale in table.not_observed())
+    return (Note(str(site), WHY_NOT_OBSERVED[scale.source]) for site, scale in table.not_observed())
 
 
 def _notes_of_left_out(spec: FormatSpec, skipped: Mapping[str, str]) -> Iterator[Note]:

@@ -31,7 +31,7 @@ from fp8calib.scales.compute import (
     compute_linear_scales,
     scale_of,
 )
-from fp8calib.scales.rules import AMAX, Rule, find_reach
+from fp8calib.scales.rules import AMAX, Rule, find_clip_range
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 
@@ -127,7 +127,7 @@ def find_scales(
         )
     scales = CalibratedScales(inputs=inputs.scales.inputs, kv=kv.scales.kv)
     if scales.inputs or scales.kv:
-        scales = replace(scales, measured_on=stats.measured_on)
+        scales = replace(scales, origin=stats.origin)
     return Calibrated(scales=scales, notes=(*inputs.notes, *kv.notes))
 
 
@@ -264,7 +264,7 @@ class _Inputs:
             )
         seen = self._stats.sites[site]
         amax = seen.amax.max()
-        reach = find_reach(self._rule, amax=float(amax), histogram=seen.histogram, fmt=E4M3FN)
+        reach = find_clip_range(self._rule, amax=float(amax), histogram=seen.histogram, fmt=E4M3FN)
         return scale_of(reach.apply(amax), E4M3FN) if float(amax) > 0 else torch.tensor(1.0)
 
     def _of_expert(self, linear: Linear, expert: int) -> torch.Tensor:
@@ -289,4 +289,4 @@ def _name_input_group(matrix: Matrix) -> str:
 
 
 def _describe_origins(table: ScaleTable) -> Iterable[str]:
-    return (f"{site}: {WHY_NOT_OBSERVED[scale.origin]}" for site, scale in table.not_observed())
+    return (f"{site}: {WHY_NOT_OBSERVED[scale.source]}" for site, scale in table.not_observed())

@@ -30,7 +30,7 @@ from fp8calib.quantization.shard_layout import (
     lay_out,
 )
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.measured_on import CalibrationOrigin
+from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
 """What says of the source's weights what is no longer so."""
@@ -59,7 +59,7 @@ class CalibratedScales:
     """By the linear's path in the checkpoint."""
     kv: Mapping[str, torch.Tensor]
     """By the tensor's name."""
-    measured_on: CalibrationOrigin | None = None
+    origin: CalibrationOrigin | None = None
     """The model and the text they come from; None where nobody knows, or there are none."""
 
 
@@ -176,7 +176,7 @@ def _make_tag(
             [[name, float(value)] for name, value in sorted(part.items())]
             for part in (scales.inputs, scales.kv)
         ),
-        scales.measured_on and scales.measured_on.to_fields(),
+        scales.origin and scales.origin.to_fields(),
     ]
     text = fingerprint_model(config, checkpoint) + json.dumps(asked)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -214,7 +214,7 @@ def _lay_out_shards(
     by_file[last] += [
         _constant(name, value, settings.form) for name, value in sorted(scales.kv.items())
     ]
-    measured = make_metadata(fmt=None, measured_on=scales.measured_on, provenance=None)
+    measured = make_metadata(fmt=None, origin=scales.origin, provenance=None)
     for path in checkpoint.weight_files:
         name = path.name if checkpoint.is_sharded else SINGLE_FILE_NAME
         yield lay_out(name, by_file[path.name], metadata={_TAG_KEY: tag, **measured})

@@ -27,9 +27,9 @@ from fp8calib.geometry.tensor_parallel import (
     owned_rows,
     rank_range,
 )
-from fp8calib.scales.rules import AMAX, ClipRange, Rule, find_reach
+from fp8calib.scales.rules import AMAX, ClipRange, Rule, find_clip_range
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
-from fp8calib.stats.measured_on import CalibrationOrigin
+from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""
@@ -46,13 +46,13 @@ class Fallback(StrEnum):
     """An error that names the sites."""
 
 
-class Origin(StrEnum):
+class ScaleSource(StrEnum):
     """Where a scale comes from."""
 
     OBSERVED = "observed"
     SHARED = "shared"
     """Another layer's: this layer reads that layer's cache."""
-    DEAD = "dead"
+    ALL_ZERO = "all-zero"
     """The fallback: the amax was zero."""
     UNSEEN = "unseen"
     """The fallback: no token came by."""
@@ -63,7 +63,7 @@ class Scale:
     """The scales of one site: fp32 [tp], or [tp, heads] per head."""
 
     values: torch.Tensor
-    origin: Origin
+    source: ScaleSource
     is_substitute: bool = False
     """Nothing of it was computed from what was seen at the site."""
 
@@ -83,7 +83,7 @@ class ScaleTable:
     scales: Mapping[Site, Scale]
     kept_amax: Mapping[Site, str] = field(default_factory=dict)
     """Why the rule that was asked for could not be followed at a site, whose amax stands."""
-    measured_on: CalibrationOrigin | None = None
+    origin: CalibrationOrigin | None = None
     """None where nobody wrote it down."""
 
     def kv(self, attention: Attention, rank: int = 0) -> float:
@@ -97,7 +97,7 @@ class ScaleTable:
 
     def not_observed(self) -> list[tuple[Site, Scale]]:
         """List the sites whose scale was not computed from what was seen there."""
-        return [item for item in self.scales.items() if item[1].origin is not Origin.OBSERVED]
+        return [item for item in self.scales.items() if item[1].source is not ScaleSource.OBSERVED]
 
 
 def compute_kv_scales(
@@ -136,7 +136,7 @@ def compute_kv_scales(
             reach = _find_reach(rule, _in_one_cache(stats, owner, role, fallback), fmt)
             scale = _kv_scale(attention, role, seen, reach, fmt, tp=tp, per_head=per_head)
             if owner is not attention:
-                scale = Scale(values=scale.values, origin=Origin.SHARED)
+                scale = Scale(values=scale.values, source=ScaleSource.SHARED)
             elif reach.kept_amax:
                 kept_amax[site] = reach.kept_amax
             scales[site] = scale
@@ -150,7 +150,7 @@ def compute_kv_scales(
         per_head=per_head,
         scales=_fill(scales, pools, fallback),
         kept_amax=kept_amax,
-        measured_on=stats.measured_on,
+        origin=stats.origin,
     )
 
 
@@ -202,7 +202,7 @@ def compute_linear_scales(
         per_head=False,
         scales=_fill(scales, pools, fallback),
         kept_amax=kept_amax,
-        measured_on=stats.measured_on,
+        origin=stats.origin,
     )
 
 
@@ -252,7 +252,7 @@ def _find_reach(rule: Rule, seen: Sequence[SiteStats], fmt: Fp8Format) -> ClipRa
     histograms = [site.histogram for site in seen if site.histogram is not None]
     is_complete = len(histograms) == len(seen)
     histogram = torch.stack(histograms).sum(0) if is_complete else None
-    return find_reach(rule, amax=amax, histogram=histogram, fmt=fmt)
+    return find_clip_range(rule, amax=amax, histogram=histogram, fmt=fmt)
 
 
 def _kv_scale(
@@ -276,15 +276,15 @@ def _kv_scale(
         values = _scales_or_nan(
             torch.stack([amax[heads.start : heads.stop].max() for heads in ranges]), fmt
         )
-    return Scale(values=values, origin=_origin(values, unseen=unseen))
+    return Scale(values=values, source=_source(values, unseen=unseen))
 
 
 def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:
     k, v = (scales[attention.site(role)] for role in (Role.K, Role.V))
     values = torch.fmax(k.values, v.values)
-    origin = _origin(values, unseen=Origin.UNSEEN in {k.origin, v.origin})
+    source = _source(values, unseen=ScaleSource.UNSEEN in {k.source, v.source})
     for role in (Role.K, Role.V):
-        scales[attention.site(role)] = Scale(values=values, origin=origin)
+        scales[attention.site(role)] = Scale(values=values, source=source)
 
 
 def _linear_scales(
@@ -300,7 +300,7 @@ def _linear_scales(
         return _expert_scales(seen, reach, linear, fmt, tp)
     amax = torch.stack([_rank_amax(seen, linear, part, role, tp, rank) for rank in range(tp)])
     values = _scales_or_nan(reach.apply(amax), fmt)
-    return {None: Scale(values=values, origin=_origin(values, unseen=False))}
+    return {None: Scale(values=values, source=_source(values, unseen=False))}
 
 
 def _rank_amax(
@@ -330,7 +330,7 @@ def _expert_scales(
     return {
         expert: Scale(
             values=values[expert],
-            origin=_origin(values[expert], unseen=counts is not None and int(counts[expert]) == 0),
+            source=_source(values[expert], unseen=counts is not None and int(counts[expert]) == 0),
         )
         for expert in range(linear.num_experts)
     }
@@ -340,10 +340,10 @@ def _scales_or_nan(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     return torch.where(amax > 0, scale_of(amax, fmt), torch.nan)
 
 
-def _origin(values: torch.Tensor, *, unseen: bool) -> Origin:
+def _source(values: torch.Tensor, *, unseen: bool) -> ScaleSource:
     if unseen:
-        return Origin.UNSEEN
-    return Origin.DEAD if bool(values.isnan().any()) else Origin.OBSERVED
+        return ScaleSource.UNSEEN
+    return ScaleSource.ALL_ZERO if bool(values.isnan().any()) else ScaleSource.OBSERVED
 
 
 def _fill(
@@ -361,7 +361,7 @@ def _fill(
     return {
         site: Scale(
             values=_filled(scale, pools[site], fallback),
-            origin=scale.origin,
+            source=scale.source,
             is_substitute=bool(scale.values.isnan().all()),
         )
         for site, scale in scales.items()

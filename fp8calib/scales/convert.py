@@ -54,7 +54,7 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
         tp=1 if per_head else tp,
         per_head=per_head,
         scales=scales,
-        measured_on=table.measured_on,
+        origin=table.origin,
     )
 
 

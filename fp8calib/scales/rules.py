@@ -111,7 +111,7 @@ class ClipRange:
         return (amax.clamp(max=self.limit) * self.factor).clamp(max=largest)
 
 
-def find_reach(
+def find_clip_range(
     rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: Fp8Format
 ) -> ClipRange:
     """Find what `rule` makes of a site whose largest magnitude is `amax`.

@@ -20,12 +20,12 @@ from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import DataError, ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
-from fp8calib.stats.measured_on import CalibrationOrigin
+from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 STATS_NAME = "stats.safetensors"
 """What commands call the file in a folder of theirs."""
 METADATA_KEY = "fp8calib"
-PART_KEY = "fp8calib.part"
+SHARD_KEY = "fp8calib.part"
 """Stands only in files that hold a part of the statistics."""
 NUM_QUARTERS = 4
 _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
@@ -97,7 +97,7 @@ class CalibrationStats:
     header: StatsHeader
     sites: Mapping[Site, SiteStats]
     text_hashes: torch.Tensor
-    part: StatsShard | None = None
+    shard: StatsShard | None = None
     """What part of a run they are of; None for the whole. Header and hashes are the whole's."""
 
     @property
@@ -106,7 +106,7 @@ class CalibrationStats:
         return self.header.geometry
 
     @property
-    def measured_on(self) -> CalibrationOrigin:
+    def origin(self) -> CalibrationOrigin:
         """The model and the text, as files of scales name them."""
         header = self.header
         return CalibrationOrigin(
@@ -129,9 +129,9 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
                 aliases[key] = first
     counts = {str(site): stats.sites[site].count for site in sorted(stats.sites)}
     envelope = _Envelope(header=stats.header, counts=counts, aliases=aliases, digest="")
-    part = "" if stats.part is None else stats.part.model_dump_json()
-    envelope = envelope.model_copy(update={"digest": _digest(envelope, tensors, part)})
-    metadata = {METADATA_KEY: envelope.model_dump_json(), **({PART_KEY: part} if part else {})}
+    shard = "" if stats.shard is None else stats.shard.model_dump_json()
+    envelope = envelope.model_copy(update={"digest": _digest(envelope, tensors, shard)})
+    metadata = {METADATA_KEY: envelope.model_dump_json(), **({SHARD_KEY: shard} if shard else {})}
     save_tensors(path, tensors, metadata=metadata)
 
 
@@ -162,7 +162,7 @@ def is_stats_file(path: Path) -> bool:
         return False
 
 
-def load_stats(path: Path, *, takes_part: bool = False) -> CalibrationStats:
+def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
     """Read a stats file, or the one in the folder that `path` is.
 
     Raises:
@@ -179,13 +179,13 @@ def load_stats(path: Path, *, takes_part: bool = False) -> CalibrationStats:
             hint = f"{_HINT}; `fp8calib extract-kv-scales` converts files of scales"
             raise DataError(f"{path} is not a stats file of this tool", hint=hint)
         envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
-        part_text = metadata.get(PART_KEY, "")
-        part = StatsShard.model_validate_json(part_text) if part_text else None
+        shard_text = metadata.get(SHARD_KEY, "")
+        shard = StatsShard.model_validate_json(shard_text) if shard_text else None
         with TensorFile(path) as file:
             tensors = {name: file.read(name) for name in file.tensors}
         sites = _build_sites(envelope, tensors)
         text_hashes = tensors["text_hashes"].contiguous()
-        if envelope.digest != _digest(envelope, tensors, part_text):
+        if envelope.digest != _digest(envelope, tensors, shard_text):
             raise ValueError("its contents are not those that were written")
     except ModelError as error:
         raise DataError(error.message, hint=_HINT) from error
@@ -200,17 +200,19 @@ def load_stats(path: Path, *, takes_part: bool = False) -> CalibrationStats:
         ) from error
     except ValueError as error:
         raise DataError(f"{path} is damaged: {shorten(str(error))}", hint=_HINT) from error
-    if part is not None and not takes_part:
+    if shard is not None and not accepts_shard:
         raise UsageError(
-            f"{path} holds only {part.describe()} of the statistics",
+            f"{path} holds only {shard.describe()} of the statistics",
             hint="join all parts with `fp8calib merge`, and pass the file it writes",
         )
-    return CalibrationStats(header=envelope.header, sites=sites, text_hashes=text_hashes, part=part)
+    return CalibrationStats(
+        header=envelope.header, sites=sites, text_hashes=text_hashes, shard=shard
+    )
 
 
-def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor], part: str) -> str:
+def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor], shard: str) -> str:
     digest = hashlib.sha256(envelope.model_dump_json(exclude={"digest"}).encode())
-    digest.update(part.encode())
+    digest.update(shard.encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())

@@ -18,7 +18,7 @@ from fp8calib.stats.calibration_stats import (
     StatsShard,
     join_ranges,
 )
-from fp8calib.stats.measured_on import explain_difference
+from fp8calib.stats.calibration_origin import explain_difference
 
 _ONE_RUN = "parts come from runs that differ in nothing but --shard"
 
@@ -45,7 +45,7 @@ def _reduce(name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> 
     return one + other if name in COUNT_FIELDS else torch.maximum(one, other)
 
 
-def merge_parts(parts: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
+def merge_shards(parts: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
     """Join all parts of one run, in any order, to what the run would have given in one.
 
     Args:
@@ -55,7 +55,7 @@ def merge_parts(parts: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSta
         UsageError: they are of different runs, one is there twice, or one is missing; the message
             names it.
     """
-    found = [(name, stats, _part_of(name, stats)) for name, stats in parts]
+    found = [(name, stats, _shard_of(name, stats)) for name, stats in parts]
     if not found:
         raise UsageError("no parts to merge", hint="name the stats.safetensors of every part")
     found.sort(key=lambda each: each[2].index)  # names of the data are those of the first part
@@ -65,21 +65,21 @@ def merge_parts(parts: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSta
         _check_one_cut(first_name, first_part, name, part)
     _check_set([(name, part) for name, _, part in found])
     _check_complete([(name, part) for name, _, part in found], first.header)
-    return replace(first, sites=merge_sites(stats.sites for _, stats in parts), part=None)
+    return replace(first, sites=merge_sites(stats.sites for _, stats in parts), shard=None)
 
 
-def _part_of(name: str, stats: CalibrationStats) -> StatsShard:
-    if stats.part is None:
+def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
+    if stats.shard is None:
         raise UsageError(
             f"{name} is whole: there is nothing to merge it with",
             hint="leave it out; parts are written by `fp8calib calibrate --shard I/N`",
         )
-    if stats.part.is_checkpoint:
+    if stats.shard.is_checkpoint:
         raise UsageError(
             f"{name} was kept by a run that was interrupted: it is no finished part",
             hint="end that run first: repeat its command with --resume",
         )
-    return stats.part
+    return stats.shard
 
 
 def _check_one_run(name: str, header: StatsHeader, other_name: str, other: StatsHeader) -> None:

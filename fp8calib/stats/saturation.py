@@ -45,7 +45,7 @@ class Saturation(_Reached):
         return self._describe("saturation: at 1/4, 1/2, 3/4 of the data")
 
 
-class PositionReach(_Reached):
+class PositionSaturation(_Reached):
     """Whether long sequences need larger scales: shares of the tokens at the positions below.
 
     `slowest_site` is the one with the smallest share below the first of `below`.
@@ -67,13 +67,13 @@ class _Shares(TypedDict):
 
 def compute_saturation(stats: CalibrationStats) -> Saturation | None:
     """Compare each site's running amax with its final one; None when the data was not all run."""
-    if stats.part is not None:
+    if stats.shard is not None:
         return None
     shares = _compute_shares(stats, lambda site: site.progress, NUM_QUARTERS - 1, telling=1)
     return None if shares is None else Saturation(**shares)
 
 
-def compute_position_reach(stats: CalibrationStats) -> PositionReach | None:
+def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation | None:
     """Compare the amax of a sequence's first tokens with that of all; None if all were short."""
     reached = [site.positions for site in stats.sites.values() if site.positions is not None]
     if not reached:
@@ -82,7 +82,7 @@ def compute_position_reach(stats: CalibrationStats) -> PositionReach | None:
     if not below:
         return None
     shares = _compute_shares(stats, lambda site: site.positions, len(below), telling=0)
-    return None if shares is None else PositionReach(**shares, below=tuple(below))
+    return None if shares is None else PositionSaturation(**shares, below=tuple(below))
 
 
 def _compute_shares(

@@ -22,7 +22,7 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import ScaleTable, compute_kv_scales
 from fp8calib.scales.rules import AMAX, Rule
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
-from fp8calib.stats.measured_on import CalibrationOrigin, explain_difference
+from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.verification.emulation.coverage import missed_by_scheme, outside_of_layers
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import (
@@ -57,13 +57,13 @@ class Opened:
     checkpoint: Fp8Checkpoint | None = None
 
     @property
-    def measured_on(self) -> CalibrationOrigin | None:
+    def origin(self) -> CalibrationOrigin | None:
         """Tell which text it was measured on; None where it does not say."""
         if self.checkpoint is not None:
-            return self.checkpoint.measured_on
+            return self.checkpoint.origin
         if self.found is not None:
-            return self.found.table.measured_on
-        return None if self.stats is None else self.stats.measured_on
+            return self.found.table.origin
+        return None if self.stats is None else self.stats.origin
 
     def kv_table(self, fmt: Fp8Format, rule: Rule = AMAX) -> ScaleTable | None:
         """Give its KV scales, per tensor where it is statistics; None where it has none."""
@@ -113,7 +113,7 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
             fuse=profile.fused_share_scales,
             through_float16=profile.weights_through_float16,
         )
-        check_same_model(name, checkpoint.measured_on, target.fingerprint)
+        check_same_model(name, checkpoint.origin, target.fingerprint)
         found = _read(name, path, target) if has_kv_scales(path) else None
         return Opened(name=name, found=found, checkpoint=checkpoint)
     found = _read(name, path, target)
@@ -154,7 +154,7 @@ def _check_stats(name: str, stats: CalibrationStats, target: Target) -> None:
 
 def _read(name: str, path: Path, target: Target) -> FoundScales:
     found = read_scales(path, target.geometry)
-    check_same_model(name, found.table.measured_on, target.fingerprint)
+    check_same_model(name, found.table.origin, target.fingerprint)
     return found
 
 

@@ -14,7 +14,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import Origin
+from fp8calib.scales.compute import ScaleSource
 from tests.dialects.handmade import hybrid_stats, make_attention, make_geometry, shared_stats
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])
@@ -118,8 +118,13 @@ def test_layers_that_share_a_cache_may_be_missing_and_take_its_scale(tmp_path: P
 
     assert _values(found)["model.layers.2.self_attn.k"] == [2.0]
     assert _values(found)["model.layers.3.self_attn.v"] == [0.5]
-    origins = [found.table.scales[a.site(Role.K)].origin for _, a in geometry.attentions()]
-    assert origins == [Origin.OBSERVED, Origin.OBSERVED, Origin.SHARED, Origin.SHARED]
+    origins = [found.table.scales[a.site(Role.K)].source for _, a in geometry.attentions()]
+    assert origins == [
+        ScaleSource.OBSERVED,
+        ScaleSource.OBSERVED,
+        ScaleSource.SHARED,
+        ScaleSource.SHARED,
+    ]
 
 
 def test_a_shared_cache_that_is_read_with_another_scale_is_told(tmp_path: Path) -> None:
@@ -132,8 +137,8 @@ def test_a_shared_cache_that_is_read_with_another_scale_is_told(tmp_path: Path) 
         "layer 3: other scales than those of the layer whose cache is read there"
     )
     assert note.endswith("an engine that uses them misreads the cache")
-    assert found.table.scales[make_attention(3).site(Role.K)].origin is Origin.OBSERVED
-    assert found.table.scales[make_attention(2).site(Role.K)].origin is Origin.SHARED
+    assert found.table.scales[make_attention(3).site(Role.K)].source is ScaleSource.OBSERVED
+    assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.SHARED
 
 
 def test_a_model_type_of_null_fits_every_model(tmp_path: Path) -> None:

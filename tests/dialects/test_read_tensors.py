@@ -15,7 +15,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import Origin
+from fp8calib.scales.compute import ScaleSource
 from tests.dialects.handmade import latent_stats, make_attention, make_geometry, shared_stats
 
 Tensors = Mapping[str, torch.Tensor]
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_each_tool_is_read(tmp_path: Path, dialect: str, k: str,
     assert (found.table.tp, found.table.per_head, found.table.fmt) == (1, False, E4M3FN)
     assert found.has_weights
     assert found.notes == ()
-    assert {scale.origin for scale in found.table.scales.values()} == {Origin.OBSERVED}
+    assert {scale.source for scale in found.table.scales.values()} == {ScaleSource.OBSERVED}
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_layers_that_share_a_cache_take_its_scales_or_their_own_pair(tmp_path: P
     found = read_scales(_save(tmp_path / "a", _pair()), geometry)
     assert _values(found)["model.layers.2.self_attn.k"] == [2.0]
     assert _values(found)["model.layers.3.self_attn.v"] == [0.75]
-    assert found.table.scales[make_attention(2).site(Role.K)].origin is Origin.SHARED
+    assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.SHARED
 
     half = _pair() | {PREFIX.format(3) + "k_scale": _scalar(0.5)}
     message = _refusal(_save(tmp_path / "b", half), geometry)

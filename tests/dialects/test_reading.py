@@ -20,7 +20,12 @@ from fp8calib.dialects.kv.tgi import write_tgi_overlay
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import Origin, ScaleTable, compute_kv_scales, compute_linear_scales
+from fp8calib.scales.compute import (
+    ScaleSource,
+    ScaleTable,
+    compute_kv_scales,
+    compute_linear_scales,
+)
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.dialects.handmade import (
     hybrid_stats,
@@ -81,7 +86,9 @@ def _assert_same(found: ScaleTable, written: ScaleTable, *, one_value: bool) -> 
                 expected = torch.tensor([written.kv(attention, rank) for rank in ranks])
             assert torch.equal(found.scales[site].values, expected), site
             is_shared = attention.producer is not None and role is not Role.Q
-            assert found.scales[site].origin is (Origin.SHARED if is_shared else Origin.OBSERVED)
+            assert found.scales[site].source is (
+                ScaleSource.SHARED if is_shared else ScaleSource.OBSERVED
+            )
 
 
 @pytest.mark.parametrize("make", STATS.values(), ids=STATS)

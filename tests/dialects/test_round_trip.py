@@ -16,7 +16,7 @@ from fp8calib.dialects.kv.read import read_scales
 from fp8calib.dialects.registry import FORMATS, write_table
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 from fp8calib.scales.convert import convert_table
 from tests.dialects.handmade import make_attention, make_geometry, make_stats, save_source
 
@@ -54,7 +54,7 @@ def tables(draw: st.DrawFn) -> ScaleTable:
             count = heads if per_head else tp
             values = torch.tensor(draw(st.lists(scales, min_size=count, max_size=count)))
             found[attention.site(role)] = Scale(
-                values=values.unsqueeze(0) if per_head else values, origin=Origin.OBSERVED
+                values=values.unsqueeze(0) if per_head else values, source=ScaleSource.OBSERVED
             )
     for _, attention in geometry.attentions():
         if attention.producer is not None:
@@ -133,7 +133,7 @@ def test_every_form_gives_back_what_it_can_say(
 def test_a_form_loses_nothing_twice() -> None:
     values = {Role.K: (1.0, 2.0, 3.0, 4.0), Role.V: (0.5, 8.0, 0.25, 1.0)}
     found = {
-        attention.site(role): Scale(values=torch.tensor([numbers]), origin=Origin.OBSERVED)
+        attention.site(role): Scale(values=torch.tensor([numbers]), source=ScaleSource.OBSERVED)
         for _, attention in PLAIN.attentions()
         for role, numbers in values.items()
     }

@@ -37,12 +37,12 @@ def _save(path: Path, dtype: str) -> Path:
 
 
 def test_nothing_to_say_is_nothing_said() -> None:
-    assert make_metadata(fmt=None, measured_on=None, provenance=None) == {}
+    assert make_metadata(fmt=None, origin=None, provenance=None) == {}
 
 
 def test_the_format_and_the_origin_are_said() -> None:
     provenance = Provenance(dialect="quark", files=("q/a", "q/b"), has_fp8_weights=False)
-    metadata = make_metadata(fmt=E4M3FNUZ, measured_on=None, provenance=provenance)
+    metadata = make_metadata(fmt=E4M3FNUZ, origin=None, provenance=provenance)
     assert metadata["fp8calib.kv_cache_dtype"] == "float8_e4m3fnuz"
     assert json.loads(metadata["fp8calib.provenance"])["files"] == ["q/a", "q/b"]
     assert provenance.describe().startswith("scales of a quantized model (quark: q/a, q/b): ")
@@ -115,7 +115,7 @@ def _write_every_form(folder: Path) -> list[Path]:
 
 def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
     for path in _write_every_form(tmp_path):
-        measured = read_scales(path, STATS.geometry).table.measured_on
+        measured = read_scales(path, STATS.geometry).table.origin
         assert measured is not None, path
         assert (measured.model, measured.data) == (MODEL, DATA)
         assert torch.equal(measured.text, TEXT)
@@ -124,9 +124,9 @@ def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
 def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path) -> None:
     for path in _write_every_form(tmp_path):
         table = read_scales(path, STATS.geometry).table
-        check_same_model("x", table.measured_on, MODEL)
+        check_same_model("x", table.origin, MODEL)
         with pytest.raises(VerificationError) as caught:
-            check_same_model("x", table.measured_on, MODEL[:32] + "f" * 32)
+            check_same_model("x", table.origin, MODEL[:32] + "f" * 32)
         assert caught.value.message == (
             "x: these scales are of another model: other weights (01234567, here ffffffff)"
         )
@@ -136,8 +136,8 @@ def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path)
 def test_scales_that_do_not_say_are_taken(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "a.safetensors")
     table = read_scales(tmp_path / "a.safetensors", STATS.geometry).table
-    assert table.measured_on is None
-    check_same_model("x", table.measured_on, MODEL)
+    assert table.origin is None
+    check_same_model("x", table.origin, MODEL)
 
 
 @pytest.mark.parametrize("text", ["", "7", "[" * 100_000, "{}", '{"model": "aa"}'])

@@ -16,7 +16,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 from tests.architectures.families import FAMILIES, save
 
 pytest.importorskip("compressed_tensors")
@@ -32,7 +32,7 @@ def _export(family: str, folder: Path) -> Path:
     geometry = read_geometry(folder / "model", config)
     scales = {
         attention.site(role): Scale(
-            values=torch.tensor([part * (layer.index + 1)]), origin=Origin.OBSERVED
+            values=torch.tensor([part * (layer.index + 1)]), source=ScaleSource.OBSERVED
         )
         for layer, attention in geometry.attentions()
         for role, part in ((Role.K, 0.25), (Role.V, 0.5))

@@ -13,7 +13,7 @@ from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.projections import LinearWeight
 from fp8calib.quantization.rfc.compound_scales import adopt_scales
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 
 GATE, UP = (
     Part(name=n, count=2, unit=1, first=f, per_group=2) for n, f in (("gate", 0), ("up", 2))
@@ -35,7 +35,7 @@ def make_table(tp: int = 1) -> ScaleTable:
     """Make a table whose scales are all 9."""
     layer = Layer(index=0, module="m.0", mixer="", attention=None, linears=(FUSED,))
     geometry = ModelGeometry(architecture="", model_type="", checkpoint_dtype="", layers=(layer,))
-    scale = Scale(values=torch.full((tp,), 9.0), origin=Origin.DEAD, is_substitute=True)
+    scale = Scale(values=torch.full((tp,), 9.0), source=ScaleSource.ALL_ZERO, is_substitute=True)
     scales = dict.fromkeys(SITES.values(), scale)
     return ScaleTable(geometry=geometry, fmt=E4M3FN, tp=tp, per_head=False, scales=scales)
 
@@ -50,7 +50,7 @@ def test_fused_parts_have_scales_of_their_own() -> None:
     found = adopt_scales(make_table(tp=2), one(torch.ones(4, 3)), one(spread)).scales
     assert found[SITES["gate"]].per_rank() == [0.5, 0.5]
     assert found[SITES["up"]].per_rank() == [0.25, 0.25]
-    assert {scale.origin for scale in found.values()} == {Origin.OBSERVED}
+    assert {scale.source for scale in found.values()} == {ScaleSource.OBSERVED}
     assert not any(scale.is_substitute for scale in found.values())
 
 
@@ -69,9 +69,9 @@ def test_what_is_not_quantized_is_measured_rank_by_rank() -> None:
     found = adopt_scales(make_table(tp=2), one(weight), one(torch.zeros(4, 3))).scales
     gate, up = found[SITES["gate"]], found[SITES["up"]]
     assert gate.per_rank() == [0.5, 9.0]
-    assert (gate.origin, gate.is_substitute) == (Origin.DEAD, False)
+    assert (gate.source, gate.is_substitute) == (ScaleSource.ALL_ZERO, False)
     assert up.per_rank() == [9.0, 9.0]
-    assert (up.origin, up.is_substitute) == (Origin.DEAD, True)
+    assert (up.source, up.is_substitute) == (ScaleSource.ALL_ZERO, True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.calibration import WorkShare, describe_run
+from fp8calib.calibration import WorkShare, make_header
 from fp8calib.data.shares import Share
 from fp8calib.errors import DataError, ExportError, UsageError
 from fp8calib.recipe import Observe, Recipe
@@ -78,7 +78,7 @@ def keep_in(
     """Open a journal over what a folder holds."""
     folder.mkdir(exist_ok=True)
     plan = rows_of(LENGTHS, seed=seed)
-    header: StatsHeader = describe_run(
+    header: StatsHeader = make_header(
         subject.prepared, plan, subject.source, subject.checkpoint, recipe
     ).model_copy(update=changes)
     journal = Journal(
@@ -126,7 +126,7 @@ def test_a_killed_run_does_nothing_twice(tmp_path: Path) -> None:
         end_and_go_on(subject, tmp_path / "kept", [Stopping(weights + 4, kill)])
     # Of eight batches three were kept when the fourth was told of, five were left.
     parts = {
-        path.name: load_stats(path, takes_part=True).part
+        path.name: load_stats(path, accepts_shard=True).shard
         for path in (tmp_path / "kept").glob("checkpoint-0*")
     }
     assert {name: part.sequences for name, part in parts.items() if part} == {

@@ -11,7 +11,7 @@ from fp8calib.calibration import WorkShare
 from fp8calib.data.shares import Share
 from fp8calib.errors import UsageError
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats, save_stats
-from fp8calib.stats.merge import merge_parts
+from fp8calib.stats.merge import merge_shards
 from tests import zoo
 from tests.run.running import as_bytes, opened
 
@@ -29,7 +29,7 @@ def through_files(
     found = []
     for number, part in enumerate(parts):
         save_stats(part, folder / f"{number}.safetensors")
-        loaded = load_stats(folder / f"{number}.safetensors", takes_part=True)
+        loaded = load_stats(folder / f"{number}.safetensors", accepts_shard=True)
         found.append((f"file {number}", loaded))
     return found
 
@@ -48,7 +48,7 @@ def test_shards_merge_to_the_whole_in_any_order(
                 [subject.calibrate(WorkShare(shard=shard)) for shard in shards], tmp_path
             )
             for order in (parts, parts[::-1], parts[1:] + parts[:1]):
-                assert as_bytes(merge_parts(order), tmp_path) == whole
+                assert as_bytes(merge_shards(order), tmp_path) == whole
 
 
 def test_a_shard_runs_its_sequences_and_reads_its_weights(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_shard_runs_its_sequences_and_reads_its_weights(tmp_path: Path) -> Non
     with opened(tmp_path / "model") as subject:
         parts = [subject.calibrate(WorkShare(shard=Share(index=i, count=2))) for i in (1, 2)]
     # 13 sequences in quarters of 4, 3, 3 and 3, cut in twos: 0-1 2-3 4-5 6 7-8 9 10-11 12
-    assert [part.part.sequences for part in parts if part.part] == [((0, 7),), ((7, 13),)]
+    assert [part.shard.sequences for part in parts if part.shard] == [((0, 7),), ((7, 13),)]
     weights = [
         {str(site) for site in part.sites if str(site).endswith(".weight")} for part in parts
     ]

@@ -13,7 +13,7 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import (
     Fallback,
-    Origin,
+    ScaleSource,
     ScaleTable,
     compute_kv_scales,
     compute_linear_scales,
@@ -148,7 +148,7 @@ def test_layers_that_share_a_cache_carry_the_scale_the_rule_gave_its_writer() ->
     for reader, writer in ((2, 1), (3, 0)):
         for role in (Role.K, Role.V):
             assert values_of(table, reader, role) == values_of(table, writer, role)
-            assert table.scales[kv_site(reader, role)].origin is Origin.SHARED
+            assert table.scales[kv_site(reader, role)].source is ScaleSource.SHARED
     assert values_of(table, 3, Role.K) == [LIMIT]
     without = compute_kv_scales(shared_stats(), E4M3FN, rule=parse_rule("mse"))
     assert {site.module for site in without.kept_amax} == {
@@ -196,7 +196,7 @@ def test_zeros_take_the_fallback_under_every_rule(rule: str) -> None:
     dead = {"amax": torch.zeros(2), "histogram": make_histogram({0: 9})}
     stats = change(stats, site, **dead)
     table = compute_kv_scales(stats, E4M3FN, rule=parse_rule(rule))
-    assert table.scales[site].origin is Origin.DEAD
+    assert table.scales[site].source is ScaleSource.ALL_ZERO
     assert table.scales[site].is_substitute
     assert table.scales[site].values.tolist() == [1.0]
     assert table.kept_amax == {}

@@ -11,7 +11,7 @@ from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, fits_heads
 from tests.dialects.handmade import make_attention, make_geometry
 
@@ -36,7 +36,7 @@ def _table(
         per_head=per_head,
         scales={
             attention.site(role): Scale(
-                values=tensor.unsqueeze(0) if per_head else tensor, origin=Origin.SHARED
+                values=tensor.unsqueeze(0) if per_head else tensor, source=ScaleSource.SHARED
             )
             for role, tensor in tensors.items()
         },
@@ -236,7 +236,7 @@ def test_nothing_is_said_where_nothing_was_done() -> None:
 
 def test_the_origin_of_a_scale_stays_with_it() -> None:
     fitted = convert_table(_table(_pair(1.0)), fmt=E4M3FNUZ, tp=2, per_head=False)
-    assert {scale.origin for scale in fitted.scales.values()} == {Origin.SHARED}
+    assert {scale.source for scale in fitted.scales.values()} == {ScaleSource.SHARED}
 
 
 def test_what_one_scale_for_k_and_v_loses_is_said() -> None:

@@ -19,7 +19,7 @@ from fp8calib.stats.calibration_stats import (
     load_stats,
     save_stats,
 )
-from fp8calib.stats.merge import merge_parts, merge_sites
+from fp8calib.stats.merge import merge_shards, merge_sites
 from tests.stats.test_calibration_stats import UP, WEIGHT, K, make_stats
 
 
@@ -37,7 +37,7 @@ def make_parts(count: int = 2) -> list[tuple[str, CalibrationStats]]:
             replace(
                 whole,
                 sites={K: whole.sites[K], **({} if index else {WEIGHT: whole.sites[WEIGHT]})},
-                part=StatsShard(
+                shard=StatsShard(
                     index=index + 1,
                     count=count,
                     batch_size=1,
@@ -54,8 +54,8 @@ def with_header(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
 
 
 def with_part(stats: CalibrationStats, **changes: Any) -> CalibrationStats:
-    assert stats.part is not None
-    return replace(stats, part=stats.part.model_copy(update=changes))
+    assert stats.shard is not None
+    return replace(stats, shard=stats.shard.model_copy(update=changes))
 
 
 def test_counts_add_up_and_the_larger_magnitude_stays() -> None:
@@ -100,8 +100,8 @@ def test_a_histogram_that_one_part_has_not_is_the_others() -> None:
 
 def test_parts_make_the_whole_in_any_order() -> None:
     for parts in permutations(make_parts()):
-        merged = merge_parts(parts)
-        assert merged.part is None
+        merged = merge_shards(parts)
+        assert merged.shard is None
         assert merged.header == make_stats().header
         assert merged.sites.keys() == {K, WEIGHT}
         assert merged.sites[K].count == 16
@@ -110,7 +110,7 @@ def test_parts_make_the_whole_in_any_order() -> None:
 def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_path: Path) -> None:
     _, part = make_parts()[1]
     save_stats(part, tmp_path / "part.safetensors")
-    assert load_stats(tmp_path / "part.safetensors", takes_part=True).part == part.part
+    assert load_stats(tmp_path / "part.safetensors", accepts_shard=True).part == part.shard
     with pytest.raises(UsageError, match=r"holds only part 2 of 2") as refused:
         load_stats(tmp_path / "part.safetensors")
     assert "fp8calib merge" in refused.value.hint
@@ -120,7 +120,7 @@ def test_data_are_the_same_whatever_their_files_are_called() -> None:
     first, (name, second) = make_parts()
     renamed = (name, with_header(second, data_sources=("copy.jsonl",)))
     for parts in permutations([first, renamed]):
-        assert merge_parts(parts).header == first[1].header
+        assert merge_shards(parts).header == first[1].header
 
 
 CHANGED_HEADERS = {
@@ -142,7 +142,7 @@ def test_parts_of_two_runs_are_refused_and_the_difference_named(words: str) -> N
     )
     changed = with_header(second[1], **CHANGED_HEADERS[words])
     with pytest.raises(UsageError) as refused:
-        merge_parts([first, ("part2", changed)])
+        merge_shards([first, ("part2", changed)])
     assert words in refused.value.message
     assert "part2 and part1 are of different runs" in refused.value.message
 
@@ -150,37 +150,37 @@ def test_parts_of_two_runs_are_refused_and_the_difference_named(words: str) -> N
 def test_a_part_that_is_there_twice_is_refused() -> None:
     first, second = make_parts()
     with pytest.raises(UsageError, match="part1 and again are both part 1 of 2"):
-        merge_parts([first, second, ("again", first[1])])
+        merge_shards([first, second, ("again", first[1])])
 
 
 def test_a_missing_part_is_named() -> None:
     parts = make_parts(4)
     with pytest.raises(UsageError, match="parts 2, 4 of 4 are missing"):
-        merge_parts([parts[0], parts[2]])
+        merge_shards([parts[0], parts[2]])
     with pytest.raises(UsageError, match="part 1 of 2 is missing") as refused:
-        merge_parts(make_parts()[1:])
+        merge_shards(make_parts()[1:])
     assert "--shard 1/2" in refused.value.hint
 
 
 def test_parts_of_another_cut_are_refused() -> None:
     first, second = make_parts()
     with pytest.raises(UsageError, match="part1 is part 1 of 2, other is part 2 of 3"):
-        merge_parts([first, ("other", with_part(second[1], count=3))])
+        merge_shards([first, ("other", with_part(second[1], count=3))])
     with pytest.raises(UsageError, match="--batch-size 1, other with 4"):
-        merge_parts([first, ("other", with_part(second[1], batch_size=4))])
+        merge_shards([first, ("other", with_part(second[1], batch_size=4))])
 
 
 def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
     first, second = make_parts()
     with pytest.raises(UsageError, match="do not hold all 2 sequences"):
-        merge_parts([first, ("unfinished", with_part(second[1], sequences=()))])
+        merge_shards([first, ("unfinished", with_part(second[1], sequences=()))])
     with pytest.raises(UsageError, match="kept was kept by a run that was interrupted"):
-        merge_parts([first, ("kept", with_part(second[1], is_checkpoint=True))])
+        merge_shards([first, ("kept", with_part(second[1], is_checkpoint=True))])
 
 
 def test_the_whole_is_no_part() -> None:
     with pytest.raises(UsageError, match="stats is whole"):
-        merge_parts([("stats", make_stats())])
+        merge_shards([("stats", make_stats())])
 
 
 def test_ranges_are_joined_where_they_touch() -> None:

@@ -8,7 +8,7 @@ import torch
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.stats.positions import NUM_RANGES
-from fp8calib.stats.saturation import compute_position_reach, compute_saturation
+from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 from tests.dialects.handmade import make_geometry, make_stats
 
 
@@ -78,7 +78,7 @@ def positions_of(values: dict[Site, list[float] | None]) -> CalibrationStats:
 
 
 def test_reach_is_the_amax_below_a_position_over_the_final_one() -> None:
-    reach = compute_position_reach(
+    reach = compute_position_saturation(
         positions_of(
             {
                 Site("a", Role.K): [2.0, 1.0, 8.0],
@@ -111,4 +111,4 @@ def test_reach_is_the_amax_below_a_position_over_the_final_one() -> None:
     ],
 )
 def test_short_sequences_have_nothing_to_compare(values: dict[Site, list[float] | None]) -> None:
-    assert compute_position_reach(positions_of(values)) is None
+    assert compute_position_saturation(positions_of(values)) is None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SCALED, UNSCALED
 from fp8calib.verification.emulation.kv import emulate_kv
@@ -71,7 +71,7 @@ def make_table(subject: by_hand.Subject, values: dict[Site, float]) -> ScaleTabl
         tp=1,
         per_head=False,
         scales={
-            site: Scale(values=torch.tensor([value]), origin=Origin.OBSERVED)
+            site: Scale(values=torch.tensor([value]), source=ScaleSource.OBSERVED)
             for site, value in values.items()
         },
     )

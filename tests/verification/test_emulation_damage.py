@@ -17,7 +17,7 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 from fp8calib.verification.damage_rows import index_layers, list_layers
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, LookingTaps
@@ -82,7 +82,7 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
         tp=1,
         per_head=False,
         scales={
-            site: Scale(values=torch.tensor([value]), origin=Origin.OBSERVED)
+            site: Scale(values=torch.tensor([value]), source=ScaleSource.OBSERVED)
             for site, value in scales.items()
         },
     )

@@ -17,7 +17,7 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.fp8.schemes import SCHEMES, Dynamic
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
@@ -76,7 +76,7 @@ def make_table(
         for _, attention in subject.geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
     ]
-    scale = Scale(values=values, origin=Origin.OBSERVED)
+    scale = Scale(values=values, source=ScaleSource.OBSERVED)
     return ScaleTable(
         geometry=subject.geometry,
         fmt=settings.get("fmt", E4M3FN),

@@ -94,7 +94,7 @@ def count_planned(job: Job) -> Mapping[str, Any]:
 
 def count_run(job: Job, stats: CalibrationStats) -> Mapping[str, Any]:
     """Count the tokens and sequences that were run, and say of what part they are."""
-    part = stats.part
+    part = stats.shard
     if part is None or job.plan is None:
         return {"tokens": stats.header.num_tokens, "sequences": stats.header.num_sequences}
     run = [

@@ -20,7 +20,7 @@ from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.whole import BackOff
 from fp8calib.scales.compute import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.saturation import compute_position_reach, compute_saturation
+from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 
 UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
 """Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
@@ -56,7 +56,7 @@ def build_calibration_report(
     geometry = stats.geometry
     before, after = kv_bytes_per_token(geometry)
     saturation = compute_saturation(stats)
-    reach = compute_position_reach(stats)
+    reach = compute_position_saturation(stats)
     counted = count_run(job, stats)
     return {
         "model": job.settings.model,
@@ -181,7 +181,7 @@ def show_calibration_report(job: Job, stats: CalibrationStats, report: Mapping[s
         show(f"  not observed: {item.site}: {item.why}")
     if (saturation := compute_saturation(stats)) is not None:
         show(saturation.describe())
-    if (reach := compute_position_reach(stats)) is not None:
+    if (reach := compute_position_saturation(stats)) is not None:
         show(reach.describe())
     for text in describe_experts(report["experts"]):
         show(text)
@@ -212,7 +212,7 @@ def count_experts(stats: CalibrationStats, fallback: Fallback | None) -> dict[st
 
     Of a shard nothing is said: what it did not reach others may.
     """
-    if stats.part is not None:
+    if stats.shard is not None:
         return None
     counts = {
         site.module.rpartition(".")[0]: found.expert_counts.tolist()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8calib.calibration import describe_run, text_hashes_of
+from fp8calib.calibration import make_header, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
 from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forget_mark
@@ -47,7 +47,7 @@ def check_output_of(job: Job) -> None:
 
 def describe_job(job: Job) -> StatsHeader:
     """Say what the statistics of a job will belong to."""
-    return describe_run(
+    return make_header(
         job.prepared,
         job.plan,
         job.source,
@@ -84,7 +84,7 @@ def _has_all(job: Job, folder: Path) -> bool:
 def _read_finished(job: Job, header: StatsHeader, folder: Path) -> Mapping[str, Any] | None:
     """Read the report of a folder where this run had come to its end; None where it had not."""
     try:
-        stats = load_stats(folder / STATS_NAME, takes_part=True)
+        stats = load_stats(folder / STATS_NAME, accepts_shard=True)
         report: Mapping[str, Any] = json.loads((folder / REPORT_NAME).read_bytes())
     except (DataError, ValueError):
         return None
@@ -94,7 +94,7 @@ def _read_finished(job: Job, header: StatsHeader, folder: Path) -> Mapping[str, 
 def _is_of_run(job: Job, header: StatsHeader, stats: CalibrationStats) -> bool:
     shard = job.settings.shard
     cut = None if shard is None else (shard.index, shard.count)
-    found = None if stats.part is None else (stats.part.index, stats.part.count)
+    found = None if stats.shard is None else (stats.shard.index, stats.shard.count)
     return cut == found and not explain_other_run(stats.header, header)
 
 

@@ -22,7 +22,7 @@ from fp8calib.recipe import Recipe
 from fp8calib.scales.compute import ScaleTable, compute_linear_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.measured_on import explain_difference
+from fp8calib.stats.calibration_origin import explain_difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

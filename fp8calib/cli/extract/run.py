@@ -26,7 +26,7 @@ from fp8calib.model.structure import find_structure
 from fp8calib.scales.compute import ScaleTable
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, fits_heads
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.measured_on import CalibrationOrigin
+from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +108,10 @@ def _extract(
         needs_dtype=True,
         drops_bad_query=True,
     )
-    check_same_model(str(settings.quantized_model), found.table.measured_on, fingerprint)
-    known = found.table.measured_on or CalibrationOrigin.of_model(fingerprint)
+    check_same_model(str(settings.quantized_model), found.table.origin, fingerprint)
+    known = found.table.origin or CalibrationOrigin.of_model(fingerprint)
     table = convert_table(
-        replace(found.table, measured_on=known),
+        replace(found.table, origin=known),
         fmt=SOURCE_DTYPES[settings.fp8_dtype],
         tp=_choose_tp(settings, found.table),
         per_head=spec.per_head,
@@ -161,7 +161,7 @@ def _name_files(found: FoundScales) -> tuple[str, ...]:
 
 def _describe_source(found: FoundScales, files: tuple[str, ...]) -> Provenance | None:
     """Say that a quantized model's scales are biased; not of scales that calibrate measured."""
-    measured = found.table.measured_on
+    measured = found.table.origin
     if measured is not None and measured.data:
         return None
     return Provenance(dialect=found.dialect, files=files, has_fp8_weights=found.has_weights)

@@ -9,7 +9,7 @@ from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.cli.console import print_json, print_text
 from fp8calib.errors import UsageError
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats, save_stats
-from fp8calib.stats.merge import merge_parts
+from fp8calib.stats.merge import merge_shards
 
 
 def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
@@ -22,7 +22,7 @@ def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
     """
     files = [path / STATS_NAME if path.is_dir() else path for path in paths]
     _check_output(out, files)
-    merged = merge_parts([(str(path), load_stats(path, takes_part=True)) for path in files])
+    merged = merge_shards([(str(path), load_stats(path, accepts_shard=True)) for path in files])
     save_stats(merged, out)
     header = merged.header
     if as_json:

@@ -39,6 +39,6 @@ def show_command(
         refuse_links_out(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
-        show_stats(load_stats(path, takes_part=True), as_json=as_json)
+        show_stats(load_stats(path, accepts_shard=True), as_json=as_json)
     else:
         show_scales(path, as_json=as_json)

@@ -14,7 +14,11 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
 from fp8calib.stats.positions import range_starts
-from fp8calib.stats.saturation import PositionReach, compute_position_reach, compute_saturation
+from fp8calib.stats.saturation import (
+    PositionSaturation,
+    compute_position_saturation,
+    compute_saturation,
+)
 
 _KV_COLUMNS = (
     "layer",
@@ -45,7 +49,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
         print_json(
             {
                 "header": stats.header.model_dump(mode="json", exclude={"geometry"}),
-                "part": None if stats.part is None else stats.part.model_dump(mode="json"),
+                "part": None if stats.shard is None else stats.shard.model_dump(mode="json"),
                 "layers": layers,
                 "linears": linears,
                 "experts": _experts(stats),
@@ -60,7 +64,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
             }
         )
         return
-    reach = compute_position_reach(stats)
+    reach = compute_position_saturation(stats)
     _print_header(stats, reach)
     print_table("K, V and q", _KV_COLUMNS, [_cells(row) for row in layers])
     print_table("linears", _LINEAR_COLUMNS, [_cells(row) for row in linears])
@@ -76,7 +80,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
         print_text(f"not observed: {item.site}: {item.why}")
 
 
-def _print_header(stats: CalibrationStats, reach: PositionReach | None) -> None:
+def _print_header(stats: CalibrationStats, reach: PositionSaturation | None) -> None:
     header = stats.header
     geometry = header.geometry
     print_text(
@@ -88,7 +92,7 @@ def _print_header(stats: CalibrationStats, reach: PositionReach | None) -> None:
         f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
     )
     print_text(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
-    if (part := stats.part) is not None:
+    if (part := stats.shard) is not None:
         print_text(
             f"only {part.describe()} ({part.num_sequences} sequences): no scales can be made of it "
             "before `fp8calib merge` has joined all parts"
@@ -99,7 +103,7 @@ def _print_header(stats: CalibrationStats, reach: PositionReach | None) -> None:
         print_text(reach.describe())
 
 
-def _print_positions(stats: CalibrationStats, reach: PositionReach) -> None:
+def _print_positions(stats: CalibrationStats, reach: PositionSaturation) -> None:
     """Print K, V and q by range of positions."""
     starts = (0, *reach.below)
     rows = [

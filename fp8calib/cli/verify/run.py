@@ -37,7 +37,7 @@ from fp8calib.model.load import (
 from fp8calib.model.structure import find_structure
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.measured_on import estimate_overlap
+from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.verification.candidates import Opened, Target, find_candidate, open_candidate
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.report import SCALE_ONE, Verdict, VerifyReport
@@ -233,7 +233,7 @@ def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None
 def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
     text = plan.text.telling()
     for candidate in opened:
-        measured = candidate.measured_on
+        measured = candidate.origin
         share = 0.0 if measured is None else estimate_overlap(text, measured.text)
         if share:
             about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"

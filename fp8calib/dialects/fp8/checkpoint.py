@@ -48,7 +48,7 @@ class Fp8Checkpoint:
         method: `compressed-tensors`, `autofp8`, `modelopt`, `quark`, `fbgemm_fp8`, or `finegrained`
             where the scales are called `weight_scale_inv`.
         fmt: the format of all FP8 weights.
-        measured_on: the model and the text its scales come from; None where it does not say.
+        origin: the model and the text its scales come from; None where it does not say.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, fuse: bool, through_float16: bool) -> None:
@@ -62,7 +62,7 @@ class Fp8Checkpoint:
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(pairing.others)
         self.fmt = pairing.fmt
         self.method = self._name_method(method)
-        self.measured_on = find_measurement(self.folder, checkpoint.files)
+        self.origin = find_measurement(self.folder, checkpoint.files)
         for name in pairing.zero_points:
             self._check_zero_point(name)
         self._stored = self._load_tensor_scales()

@@ -20,7 +20,7 @@ from fp8calib.dialects.kv.metadata import (
     JSON_MEASURED_KEY,
     Provenance,
     find_format,
-    find_measured_on,
+    find_origin,
     name_dtype,
 )
 from fp8calib.dialects.kv.validate import (
@@ -34,7 +34,7 @@ from fp8calib.dialects.kv.validate import (
 )
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.scales.compute import ScaleTable
-from fp8calib.stats.measured_on import CalibrationOrigin
+from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 
 def write_vllm_json(table: ScaleTable, path: Path, *, provenance: Provenance | None = None) -> None:
@@ -66,7 +66,7 @@ def list_kv_scales(table: ScaleTable, rank: int) -> dict[str, float]:
 
 def describe_measurement(table: ScaleTable) -> dict[str, object]:
     """Say at the top of a document what the scales were measured on; readers pass over the key."""
-    return {} if table.measured_on is None else {JSON_MEASURED_KEY: table.measured_on.to_fields()}
+    return {} if table.origin is None else {JSON_MEASURED_KEY: table.origin.to_fields()}
 
 
 def save_json(path: Path, document: object) -> None:
@@ -116,7 +116,7 @@ def read_json(path: Path, geometry: ModelGeometry) -> ParsedScales:
         values=join_ranks(path, geometry, ranks),
         tp=len(ranks),
         fmt=fmt,
-        measured_on=_find_recorded(path, document),
+        origin=_find_recorded(path, document),
         files=(path,),
         notes=(ONE_FILLS_BOTH,),
     )
@@ -140,7 +140,7 @@ def load_object(path: Path) -> dict[str, object]:
 def _find_recorded(path: Path, document: Mapping[str, object]) -> CalibrationOrigin | None:
     if JSON_MEASURED_KEY not in document:
         return None
-    return find_measured_on(path, JSON_MEASURED_KEY, document[JSON_MEASURED_KEY])
+    return find_origin(path, JSON_MEASURED_KEY, document[JSON_MEASURED_KEY])
 
 
 def _find_dialect(path: Path, factors: Mapping[str, object]) -> str:

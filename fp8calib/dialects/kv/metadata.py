@@ -14,7 +14,7 @@ from pathlib import Path
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.kv.validate import refusal
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
-from fp8calib.stats.measured_on import CalibrationOrigin
+from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 KV_DTYPES: Mapping[str, Fp8Format] = {f"float8_{fmt.name}": fmt for fmt in (E4M3FN, E4M3FNUZ)}
 JSON_MEASURED_KEY = "_fp8calib"
@@ -51,12 +51,12 @@ class Provenance:
 
 
 def make_metadata(
-    *, fmt: Fp8Format | None, measured_on: CalibrationOrigin | None, provenance: Provenance | None
+    *, fmt: Fp8Format | None, origin: CalibrationOrigin | None, provenance: Provenance | None
 ) -> dict[str, str]:
     """Make the metadata of a file of scales; None is not mentioned."""
     metadata = {} if fmt is None else {DTYPE_KEY: name_dtype(fmt)}
-    if measured_on is not None:
-        metadata[MEASURED_KEY] = json.dumps(measured_on.to_fields())
+    if origin is not None:
+        metadata[MEASURED_KEY] = json.dumps(origin.to_fields())
     if provenance is not None:
         metadata[PROVENANCE_KEY] = provenance.to_json()
     return metadata
@@ -97,7 +97,7 @@ def _find_recorded_measurement(file: TensorFile) -> CalibrationOrigin | None:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = None
-    return find_measured_on(file.path, MEASURED_KEY, fields)
+    return find_origin(file.path, MEASURED_KEY, fields)
 
 
 def name_dtype(fmt: Fp8Format) -> str:
@@ -113,7 +113,7 @@ def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
     return KV_DTYPES[dtype]
 
 
-def find_measured_on(path: Path, key: str, fields: object) -> CalibrationOrigin:
+def find_origin(path: Path, key: str, fields: object) -> CalibrationOrigin:
     """Read what a file of ours says its scales were measured on."""
     try:
         return CalibrationOrigin.from_fields(fields)

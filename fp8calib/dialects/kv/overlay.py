@@ -51,7 +51,7 @@ def write_kv_overlay(
     scales = make_scale_tensors(table, scalar_shape=SCALAR_SHAPE)
     unlisted = _list_refused_by_vllm(table, scales)
     fmt = None if table.fmt is E4M3FN else table.fmt
-    metadata = make_metadata(fmt=fmt, measured_on=table.measured_on, provenance=provenance)
+    metadata = make_metadata(fmt=fmt, origin=table.origin, provenance=provenance)
     skipped = write_overlay(
         source,
         folder,

@@ -29,9 +29,9 @@ from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 from fp8calib.stats.calibration_stats import METADATA_KEY
-from fp8calib.stats.measured_on import CalibrationOrigin, explain_difference
+from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 
 SOURCE_DTYPES = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
 _E4M3FN_DIALECTS = ("compressed-tensors", "autofp8", "modelopt", "quark")
@@ -106,7 +106,7 @@ def read_scales(
     scales = {
         site: Scale(
             values=reading.values[site],
-            origin=Origin.SHARED if site in shared else Origin.OBSERVED,
+            source=ScaleSource.SHARED if site in shared else ScaleSource.OBSERVED,
         )
         for _, attention in geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
@@ -118,7 +118,7 @@ def read_scales(
         tp=reading.tp,
         per_head=reading.per_head,
         scales=scales,
-        measured_on=reading.measured_on,
+        origin=reading.origin,
     )
     return FoundScales(
         dialect=reading.dialect,
@@ -131,7 +131,7 @@ def read_scales(
 
 def _explain_expanded(reading: ParsedScales, geometry: ModelGeometry) -> Iterator[str]:
     """Tell of scales that ModelOpt itself measured on the arguments of latent attention."""
-    is_foreign = reading.dialect == "modelopt" and reading.measured_on is None
+    is_foreign = reading.dialect == "modelopt" and reading.origin is None
     if is_foreign and geometry.has_latent_attention:
         yield (
             "ModelOpt measures K and V of latent attention expanded to heads; where an engine "

@@ -108,7 +108,7 @@ def read_tensors(
         values=values,
         per_head=_is_per_head(place, values),
         fmt=_find_format(place, config, [item.file for _, item in scales]),
-        measured_on=find_measurement(place, [item.file for _, item in scales]),
+        origin=find_measurement(place, [item.file for _, item in scales]),
         has_weights=has_fp8_weights(files),
         files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
         notes=(

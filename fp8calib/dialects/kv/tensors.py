@@ -21,7 +21,7 @@ def write_kv_scales(table: ScaleTable, path: Path, *, provenance: Provenance | N
     Raises:
         ExportError: the file cannot be written.
     """
-    metadata = make_metadata(fmt=table.fmt, measured_on=table.measured_on, provenance=provenance)
+    metadata = make_metadata(fmt=table.fmt, origin=table.origin, provenance=provenance)
     save_tensors(path, make_scale_tensors(table), metadata={"format": "pt", **metadata})
 
 

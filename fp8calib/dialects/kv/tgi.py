@@ -34,5 +34,5 @@ def write_tgi_overlay(
         for _, attention in table.geometry.attentions()
     }
     updates = {"kv_cache_torch_dtype": name_dtype(table.fmt)}
-    metadata = make_metadata(fmt=None, measured_on=table.measured_on, provenance=provenance)
+    metadata = make_metadata(fmt=None, origin=table.origin, provenance=provenance)
     return write_overlay(source, folder, scales=scales, config_updates=updates, metadata=metadata)

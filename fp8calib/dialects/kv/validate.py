@@ -14,7 +14,7 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import SMALLEST_SCALE
-from fp8calib.stats.measured_on import CalibrationOrigin
+from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 MAX_LISTED = 8
 KV_ROLES = (Role.K, Role.V)
@@ -34,7 +34,7 @@ class ParsedScales:
     per_head: bool = False
     fmt: Fp8Format | None = None
     """The format the file names; None where it names none."""
-    measured_on: CalibrationOrigin | None = None
+    origin: CalibrationOrigin | None = None
     """None where the file does not say it."""
     has_weights: bool = False
     files: tuple[Path, ...] = ()

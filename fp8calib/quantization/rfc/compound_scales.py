@@ -20,7 +20,7 @@ from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.projections import LinearWeight
-from fp8calib.scales.compute import Origin, Scale, ScaleTable, scale_of
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable, scale_of
 
 FP8_SCALE = 1.0
 
@@ -50,7 +50,7 @@ def adopt_scales(
             site = Site(weight.linear.logical(part, weight.expert), Role.WEIGHT)
             int4 = _find_scale(site, part, shared.values)
             scales[site] = (
-                Scale(values=(int4 * FP8_SCALE).expand(table.tp), origin=Origin.OBSERVED)
+                Scale(values=(int4 * FP8_SCALE).expand(table.tp), source=ScaleSource.OBSERVED)
                 if bool(int4)
                 else _measure(table, site, part, weight)
             )
@@ -93,7 +93,7 @@ def _measure(table: ScaleTable, site: Site, part: Part, weight: LinearWeight) ->
     is_there = amax > 0
     return Scale(
         values=torch.where(is_there, scale_of(amax, table.fmt), kept.values),
-        origin=Origin.OBSERVED if bool(is_there.all()) else Origin.DEAD,
+        source=ScaleSource.OBSERVED if bool(is_there.all()) else ScaleSource.ALL_ZERO,
         is_substitute=not bool(is_there.any()),
     )
 

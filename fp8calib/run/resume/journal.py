@@ -112,7 +112,7 @@ class Journal:
             self.load_file(path)  # of this calibration, or refused; its turn comes later
         self.sites = merge_sites(stats.sites for stats in found)
         self.done = Done(
-            sequences=join_ranges([each for stats in found for each in _part_of(stats).sequences]),
+            sequences=join_ranges([each for stats in found for each in _shard_of(stats).sequences]),
             weights=frozenset(site.module for site in self.sites if site.role is Role.WEIGHT),
         )
 
@@ -186,7 +186,7 @@ class Journal:
     def _make_stats(
         self, sites: Mapping[Site, SiteStats], sequences: tuple[tuple[int, int], ...]
     ) -> CalibrationStats:
-        part = StatsShard(
+        shard = StatsShard(
             index=self._shard.index,
             count=self._shard.count,
             batch_size=self._batch_size,
@@ -194,7 +194,7 @@ class Journal:
             is_checkpoint=True,
         )
         return CalibrationStats(
-            header=self.header, sites=sites, text_hashes=self._text_hashes, part=part
+            header=self.header, sites=sites, text_hashes=self._text_hashes, shard=shard
         )
 
     def load_file(self, path: Path) -> CalibrationStats:
@@ -205,7 +205,7 @@ class Journal:
             DataError: the file is damaged.
         """
         try:
-            stats = load_stats(path, takes_part=True)
+            stats = load_stats(path, accepts_shard=True)
         except DataError as error:
             raise DataError(error.message, hint="leave out --resume to begin anew") from error
         difference = explain_other_run(stats.header, self.header) or self._explain_cut(stats)
@@ -217,7 +217,7 @@ class Journal:
         return stats
 
     def _explain_cut(self, stats: CalibrationStats) -> str:
-        part = _part_of(stats)
+        part = _shard_of(stats)
         here = StatsShard(
             index=self._shard.index,
             count=self._shard.count,
@@ -234,10 +234,10 @@ class Journal:
 def _drop_repeated(found: Sequence[CalibrationStats]) -> list[CalibrationStats]:
     """Leave out what holds a sequence of another part: a process may have outlived its run."""
     kept: list[CalibrationStats] = []
-    for stats in sorted(found, key=lambda stats: -_part_of(stats).num_sequences):
-        known = [each for other in kept for each in _part_of(other).sequences]
+    for stats in sorted(found, key=lambda stats: -_shard_of(stats).num_sequences):
+        known = [each for other in kept for each in _shard_of(other).sequences]
         try:
-            join_ranges([*known, *_part_of(stats).sequences])
+            join_ranges([*known, *_shard_of(stats).sequences])
         except ValueError:
             continue
         kept.append(stats)
@@ -249,7 +249,7 @@ def is_checkpoint(path: Path) -> bool:
     return path.name.startswith(_PREFIX)
 
 
-def _part_of(stats: CalibrationStats) -> StatsShard:
-    if stats.part is None:
+def _shard_of(stats: CalibrationStats) -> StatsShard:
+    if stats.shard is None:
         raise DataError("a checkpoint holds whole statistics", hint="leave out --resume")
-    return stats.part
+    return stats.shard

@@ -10,14 +10,14 @@ from fp8calib.fp8.formats import E5M2, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
-from fp8calib.scales.compute import Origin, Scale, ScaleTable
+from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
 from fp8calib.scales.convert import fits_heads
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 
 def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
     """Make the table an engine has that was given no scales: 1.0 for K and V of every layer."""
-    one = Scale(values=torch.ones(1), origin=Origin.OBSERVED)
+    one = Scale(values=torch.ones(1), source=ScaleSource.OBSERVED)
     return ScaleTable(
         geometry=geometry,
         fmt=fmt,

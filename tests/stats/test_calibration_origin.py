@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from fp8calib.stats.measured_on import (
+from fp8calib.stats.calibration_origin import (
     SKETCH_SIZE,
     CalibrationOrigin,
     estimate_overlap,
