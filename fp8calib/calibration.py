@@ -17,8 +17,8 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped, prepare
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
-from fp8calib.observe.calibration_taps import ObservingTaps
-from fp8calib.observe.hooks import tapped
+from fp8calib.observe.calibration_hooks import CalibrationHooks
+from fp8calib.observe.hooks import open_hooks
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
 from fp8calib.recipe import Recipe
 from fp8calib.run.forward.whole import WholeRunner
@@ -223,10 +223,10 @@ def _activations(
     )
     progress.stage("calibrating", sum(batch.num_tokens for batch in todo), unit="tokens")
     with (
-        tapped(
+        open_hooks(
             prepared.model,
             prepared.geometry,
-            ObservingTaps(recorder),
+            CalibrationHooks(recorder),
             query=observe.query,
             inputs=observe.inputs,
             ignored=prepared.ignored,

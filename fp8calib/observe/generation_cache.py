@@ -1,6 +1,6 @@
-"""The seam of K and V for models that keep them: a cache of the caller's own stores what taps make.
+"""K and V hooks for generation: any cache stores what the hooks return.
 
-`TappedCache` keeps nothing, which serves one forward pass; generating needs what was stored.
+`HookedCache` stores nothing, which is enough for one forward pass; generation reads the cache back.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fp8calib.observe.hooks import TensorHooks, find_attention, own_attentions
 
 
 @contextmanager
-def tapped_caches(
-    model: PreTrainedModel, geometry: ModelGeometry, taps: TensorHooks
+def open_cache_hooks(
+    model: PreTrainedModel, geometry: ModelGeometry, hooks: TensorHooks
 ) -> Iterator[None]:
-    """Tap K and V on their way into whatever cache `model` is called with, or none.
+    """Install hooks on K and V before they enter the cache, whichever cache `model` is called with.
 
     No other model may run in this process while the context is open.
     """
-    with _tapped_updates(geometry, taps), _always_cached(model):
+    with _hooked_updates(geometry, hooks), _always_cached(model):
         yield
 
 
 @contextmanager
-def _tapped_updates(geometry: ModelGeometry, taps: TensorHooks) -> Iterator[None]:
+def _hooked_updates(geometry: ModelGeometry, hooks: TensorHooks) -> Iterator[None]:
     attentions = own_attentions(geometry)
     original = Cache.update
 
@@ -44,7 +44,7 @@ def _tapped_updates(geometry: ModelGeometry, taps: TensorHooks) -> Iterator[None
         **kwargs: Any,
     ) -> Any:
         attention = find_attention(attentions, layer_idx, key_states, value_states)
-        key, value = taps.tap_kv(attention, key_states, value_states)
+        key, value = hooks.on_kv(attention, key_states, value_states)
         return original(self, key, value, layer_idx, *args, **kwargs)
 
     Cache.update = update
@@ -55,12 +55,12 @@ def _tapped_updates(geometry: ModelGeometry, taps: TensorHooks) -> Iterator[None
 
 
 class _UnaskedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """The cache of a caller that wants none."""
+    """The cache of a call that asked for none."""
 
 
 @contextmanager
 def _always_cached(model: PreTrainedModel) -> Iterator[None]:
-    """Give every call of the decoder a cache: without one, K and V would go around the seam."""
+    """Give every call of the decoder a cache: without one, K and V would bypass the hooks."""
     decoder: nn.Module = text_decoder(model)[1]
     config = model.config.get_text_config(decoder=True)
 

@@ -1,9 +1,8 @@
-"""Where tensors of a running model can be looked at or replaced.
+"""Hooks that see, and may replace, the tensors of a running model.
 
-Every seam is opened by a context manager and closed by it, whatever happens inside; no module
-keeps anything. K and V are met where a server stores them (`Cache.update`), q where attention
-receives it, the inputs of linears in forward pre-hooks, those of experts in transformers' experts
-interface.
+A context manager installs the hooks and removes them; no module keeps any state. K and V are hooked
+where a server stores them (`Cache.update`), q where attention receives it, the inputs of linears in
+forward pre-hooks, and those of experts in transformers' experts interface.
 """
 
 from __future__ import annotations
@@ -42,34 +41,34 @@ class ExpertsCall:
 
 
 class TensorHooks(Protocol):
-    """What is done at the seams: each method is given tensors and says what goes on in their place.
+    """What the hooks do: each method is given tensors and returns what replaces them.
 
     Shapes: B batch, S sequence, H heads, D head size, N tokens, K experts a token goes to, C
     channels.
     """
 
-    def tap_kv(
+    def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take K and V on their way into the cache: [B, H, S, D] each."""
+        """Handle K and V before they enter the cache: [B, H, S, D] each."""
 
-    def tap_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
-        """Take q on its way into attention: [B, H, S, D]."""
+    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+        """Handle q before it enters attention: [B, H, S, D]."""
 
-    def tap_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        """Take the input of a linear: [..., C]."""
+    def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Handle the input of a linear: [..., C]."""
 
-    def tap_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
-        """Take the input of gate and up: [N, C]."""
+    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+        """Handle the input of gate and up: [N, C]."""
 
-    def tap_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
-        """Take the input of down, its rows sorted by expert: [N * K, C]."""
+    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+        """Handle the input of down, its rows sorted by expert: [N * K, C]."""
 
 
-class TappedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """A cache that shows what a server would store to the taps and keeps none of it.
+class HookedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """A cache that passes K and V through the hooks and stores neither.
 
-    States of linear-attention layers are kept, as the model reads them back.
+    States of linear-attention layers are stored, because the model reads them back.
     """
 
     def __init__(
@@ -77,12 +76,12 @@ class TappedCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         config: Any,
         attentions: Mapping[int, Attention],
         ignored: Collection[str],
-        taps: TensorHooks,
+        hooks: TensorHooks,
     ) -> None:
         super().__init__(config=config)
         self._attentions = attentions
         self._ignored = ignored
-        self._taps = taps
+        self._hooks = hooks
 
     def update(
         self,
@@ -92,20 +91,20 @@ class TappedCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         *args: Any,  # noqa: ARG002 -- the base class passes layer options on
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand back what the taps make of K and V ([B, H, S, D] each)."""
+        """Return K and V as the hooks return them ([B, H, S, D] each)."""
         attention = find_attention(self._attentions, layer_idx, key_states, value_states)
         if attention.module in self._ignored:
             return key_states, value_states
-        return self._taps.tap_kv(attention, key_states, value_states)
+        return self._hooks.on_kv(attention, key_states, value_states)
 
 
 def find_attention(
     attentions: Mapping[int, Attention], layer_idx: int, key: torch.Tensor, value: torch.Tensor
 ) -> Attention:
-    """Give the attention of a layer that caches K and V [B, H, S, D].
+    """Return the attention of a layer that caches K and V [B, H, S, D].
 
     Raises:
-        CalibrationError: the layer has none, or one of other shapes.
+        CalibrationError: the layer has no attention, or its shapes differ.
     """
     attention = attentions.get(layer_idx)
     if attention is None or not _fits(attention, key, value):
@@ -133,7 +132,7 @@ def _unexpected(
 
 
 def own_attentions(geometry: ModelGeometry) -> dict[int, Attention]:
-    """Map layer index to attention, for the layers that store K and V of their own."""
+    """Map layer index to attention, for the layers that store their own K and V."""
     return {
         layer.index: attention
         for layer, attention in geometry.attentions()
@@ -142,32 +141,32 @@ def own_attentions(geometry: ModelGeometry) -> dict[int, Attention]:
 
 
 @contextmanager
-def tapped(
+def open_hooks(
     model: PreTrainedModel,
     geometry: ModelGeometry,
-    taps: TensorHooks,
+    hooks: TensorHooks,
     *,
     query: bool,
     inputs: bool,
     ignored: Collection[str] = (),
 ) -> Iterator[None]:
-    """Open every seam but the cache (`TappedCache`) while the context is open.
+    """Install all hooks but those of K and V (`HookedCache`) while the context is open.
 
     Args:
         model: the model, unquantized.
         geometry: its geometry.
-        taps: what to do with the tensors.
-        query: open the seam of q.
-        inputs: open those of the inputs of linears and experts.
-        ignored: paths of modules to leave alone.
+        hooks: what to do with the tensors.
+        query: hook q.
+        inputs: hook the inputs of linears and experts.
+        ignored: paths of modules without hooks.
     """
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         if query:
-            stack.enter_context(_tap_queries(modules, geometry, taps, ignored))
+            stack.enter_context(_hook_queries(modules, geometry, hooks, ignored))
         if inputs:
-            stack.enter_context(_tap_linears(modules, geometry, taps, ignored))
-            stack.enter_context(_tap_experts(modules, geometry, taps, ignored))
+            stack.enter_context(_hook_linears(modules, geometry, hooks, ignored))
+            stack.enter_context(_hook_experts(modules, geometry, hooks, ignored))
         yield
 
 
@@ -175,26 +174,26 @@ def tapped(
 
 
 @contextmanager
-def _tap_linears(
+def _hook_linears(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    taps: TensorHooks,
+    hooks: TensorHooks,
     ignored: Collection[str],
 ) -> Iterator[None]:
     with ExitStack() as stack:
         for _, linear in geometry.linears():
             if not linear.num_experts and linear.module not in ignored:
-                hook = _input_hook(linear, taps)
+                hook = _input_hook(linear, hooks)
                 handle = modules[linear.module].register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
 
-def _input_hook(linear: Linear, taps: TensorHooks) -> Callable[..., Any]:
+def _input_hook(linear: Linear, hooks: TensorHooks) -> Callable[..., Any]:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (taps.tap_input(linear, args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "input": taps.tap_input(linear, kwargs["input"])}
+            return (hooks.on_input(linear, args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "input": hooks.on_input(linear, kwargs["input"])}
 
     return hook
 
@@ -203,10 +202,10 @@ def _input_hook(linear: Linear, taps: TensorHooks) -> Callable[..., Any]:
 
 
 @contextmanager
-def _tap_queries(
+def _hook_queries(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    taps: TensorHooks,
+    hooks: TensorHooks,
     ignored: Collection[str],
 ) -> Iterator[None]:
     attentions = {
@@ -218,12 +217,12 @@ def _tap_queries(
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if (attention := attentions.get(module)) is not None:
-                query = taps.tap_query(attention, query)
+                query = hooks.on_query(attention, query)
             return function(module, query, *args, **kwargs)
 
         return attend
 
-    # The lookup is wrapped, not a function of its own registered: masks go by the registered name.
+    # The lookup is wrapped because transformers chooses the mask by the registered function's name.
     with _wrapped_lookup(AttentionInterface, wrap):
         yield
 
@@ -248,10 +247,10 @@ def _wrapped_lookup(
 
 
 @contextmanager
-def _tap_experts(
+def _hook_experts(
     modules: Mapping[str, nn.Module],
     geometry: ModelGeometry,
-    taps: TensorHooks,
+    hooks: TensorHooks,
     ignored: Collection[str],
 ) -> Iterator[None]:
     blocks: dict[nn.Module, tuple[str, int]] = {}
@@ -268,8 +267,8 @@ def _tap_experts(
                 return function(module, hidden, index, *args, **kwargs)
             path, block = blocks[module]
             call = ExpertsCall(path=path, module=module, block=block, index=index)
-            hidden = taps.tap_expert_input(call, hidden)
-            with _tapped_down(call, taps):
+            hidden = hooks.on_expert_input(call, hidden)
+            with _hook_down(call, hooks):
                 return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, index, *args, **kwargs)
 
         return run
@@ -279,12 +278,12 @@ def _tap_experts(
 
 
 @contextmanager
-def _tapped_down(call: ExpertsCall, taps: TensorHooks) -> Iterator[None]:
-    """Tap the input of down, which `grouped_mm` computes with rows sorted by expert."""
+def _hook_down(call: ExpertsCall, hooks: TensorHooks) -> Iterator[None]:
+    """Install the hook on the input of down, whose rows `grouped_mm` sorts by expert."""
     module = call.module
     if not module.has_gate:
         hook = module.act_fn.register_forward_hook(
-            lambda _module, _args, output: taps.tap_expert_down(call, output)
+            lambda _module, _args, output: hooks.on_expert_down(call, output)
         )
         try:
             yield
@@ -292,7 +291,7 @@ def _tapped_down(call: ExpertsCall, taps: TensorHooks) -> Iterator[None]:
             hook.remove()
         return
     apply_gate = module._apply_gate
-    module._apply_gate = lambda gate_up: taps.tap_expert_down(call, apply_gate(gate_up))
+    module._apply_gate = lambda gate_up: hooks.on_expert_down(call, apply_gate(gate_up))
     try:
         yield
     finally:

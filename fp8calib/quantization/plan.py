@@ -29,8 +29,8 @@ from fp8calib.quantization.shard_layout import (
     WeightScale,
     lay_out,
 )
-from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.stats.fingerprint import fingerprint_model
 
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
 """What says of the source's weights what is no longer so."""

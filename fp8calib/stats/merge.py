@@ -9,6 +9,7 @@ import torch
 
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Site
+from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import (
     COUNT_FIELDS,
     TENSOR_FIELDS,
@@ -18,7 +19,6 @@ from fp8calib.stats.calibration_stats import (
     StatsShard,
     join_ranges,
 )
-from fp8calib.stats.calibration_origin import explain_difference
 
 _ONE_RUN = "parts come from runs that differ in nothing but --shard"
 

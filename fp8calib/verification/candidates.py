@@ -21,8 +21,8 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import ScaleTable, compute_kv_scales
 from fp8calib.scales.rules import AMAX, Rule
-from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.verification.emulation.coverage import missed_by_scheme, outside_of_layers
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import (

@@ -25,7 +25,7 @@ from fp8calib.verification.compare.summary import (
 from fp8calib.verification.compare.token_scores import TokenScores
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import diagnose, index_layers, list_layers
-from fp8calib.verification.emulation.emulate import Emulation, LookingTaps
+from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer
 from fp8calib.verification.emulation.scale_range import find_ranges
 from fp8calib.verification.emulation.weights import Originals
@@ -114,13 +114,13 @@ def verify(
         VerificationError: a model gives NaN or inf, or weights cannot be replaced.
     """
     started = time.monotonic()
-    looking = LookingTaps(question.kinds)
+    looking = MeasurementHooks(question.kinds)
     if comparison is None:
         comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
     emulations = list_emulations(question)
     progress.stage("verifying", plan.num_tokens * (len(emulations) + 1), unit="tokens")
     compared = comparison.run(
-        batches(plan, batch_size), emulations, reference_taps=looking, advance=progress.advance
+        batches(plan, batch_size), emulations, reference_hooks=looking, advance=progress.advance
     )
     sensitivity = _sensitivity(comparison, subject, question, plan, batch_size, progress)
     report = _build_report(
@@ -172,7 +172,7 @@ def _build_report(
     question: Question,
     plan: DataPlan,
     compared: ComparisonResult,
-    looking: LookingTaps,
+    looking: MeasurementHooks,
     sensitivity: Sensitivity | None,
     duration_s: float,
 ) -> VerifyReport:

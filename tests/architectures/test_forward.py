@@ -14,8 +14,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import Attention
-from fp8calib.observe.calibration_taps import ObservingTaps
-from fp8calib.observe.hooks import TappedCache
+from fp8calib.observe.calibration_hooks import CalibrationHooks
+from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder
 from tests import zoo
 from tests.truth.test_statistics import MOE, draw, make_plan, run_calibration
@@ -147,6 +147,6 @@ def test_a_cache_of_other_shapes_than_the_topology_says_is_refused(
         k_head_dim=16,
         v_head_dim=8,
     )
-    cache = TappedCache(zoo.build("llama").config, {0: attention}, (), ObservingTaps(Recorder()))
+    cache = HookedCache(zoo.build("llama").config, {0: attention}, (), CalibrationHooks(Recorder()))
     with pytest.raises(CalibrationError, match=r"layer 0 caches \d KV heads of sizes"):
         cache.update(torch.zeros(key), torch.zeros(value), 0)

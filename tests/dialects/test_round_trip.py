@@ -16,7 +16,7 @@ from fp8calib.dialects.kv.read import read_scales
 from fp8calib.dialects.registry import FORMATS, write_table
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
+from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
 from fp8calib.scales.convert import convert_table
 from tests.dialects.handmade import make_attention, make_geometry, make_stats, save_source
 

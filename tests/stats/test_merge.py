@@ -110,7 +110,7 @@ def test_parts_make_the_whole_in_any_order() -> None:
 def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_path: Path) -> None:
     _, part = make_parts()[1]
     save_stats(part, tmp_path / "part.safetensors")
-    assert load_stats(tmp_path / "part.safetensors", accepts_shard=True).part == part.shard
+    assert load_stats(tmp_path / "part.safetensors", accepts_shard=True).shard == part.shard
     with pytest.raises(UsageError, match=r"holds only part 2 of 2") as refused:
         load_stats(tmp_path / "part.safetensors")
     assert "fp8calib merge" in refused.value.hint

@@ -123,7 +123,7 @@ def test_a_broken_weight_names_tensor_and_index(tmp_path: Path) -> None:
         run_calibration(tmp_path / "model", make_plan(draw([20])))
 
 
-def test_seams_close_when_the_forward_pass_fails(tmp_path: Path) -> None:
+def test_hooks_are_removed_when_the_forward_pass_fails(tmp_path: Path) -> None:
     from transformers.integrations.moe import ExpertsInterface  # noqa: PLC0415
     from transformers.modeling_utils import AttentionInterface  # noqa: PLC0415
 

@@ -25,7 +25,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -89,12 +89,12 @@ def plain_forward(model: PreTrainedModel, batch: Batch, cache: Any = None) -> to
 
 
 def emulate(
-    subject: Subject, emulation: Emulation, *batches: Batch, taps: EmulatingTaps | None = None
+    subject: Subject, emulation: Emulation, *batches: Batch, hooks: EmulationHooks | None = None
 ) -> list[torch.Tensor]:
     """Run batches through the product's emulation."""
-    taps = taps or EmulatingTaps(emulation.quantizers)
+    hooks = hooks or EmulationHooks(emulation.quantizers)
     with emulated(
-        subject.model, subject.geometry, emulation, taps, originals=subject.originals
+        subject.model, subject.geometry, emulation, hooks, originals=subject.originals
     ) as runner:
         return [runner.run(batch) for batch in batches]
 

@@ -22,7 +22,7 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
@@ -106,9 +106,9 @@ def test_weights_are_those_of_compressed_tensors(subject: Subject, preset: str) 
     """At zero tolerance, while the emulation holds."""
     oracle = make_oracle(subject.model, preset)
     emulation = make_emulation(subject, preset)
-    taps = EmulatingTaps(emulation.quantizers)
+    hooks = EmulationHooks(emulation.quantizers)
     compared = 0
-    with emulated(subject.model, subject.geometry, emulation, taps, originals=subject.originals):
+    with emulated(subject.model, subject.geometry, emulation, hooks, originals=subject.originals):
         for name, module in subject.model.named_modules():
             if not isinstance(module, nn.Linear):
                 continue

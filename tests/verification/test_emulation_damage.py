@@ -17,10 +17,10 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
+from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.damage_rows import index_layers, list_layers
 from fp8calib.verification.emulation import emulate as emulate_module
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, LookingTaps
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Damage
 from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.emulation.linears import emulate_scheme
@@ -87,11 +87,11 @@ def test_k_and_v_are_measured_where_tokens_stand(llama: Subject) -> None:
         },
     )
     quantizers = emulate_kv(table, PLAIN)
-    taps = EmulatingTaps(quantizers)
-    emulate(llama, Emulation(quantizers=quantizers), *BATCHES, taps=taps)
-    rows = list_layers("it", taps.damage, find_ranges(quantizers), index_layers(llama.geometry))
-    looking = LookingTaps({"unscaled": quantizers})
-    emulate(llama, Emulation(), *BATCHES, taps=looking)
+    hooks = EmulationHooks(quantizers)
+    emulate(llama, Emulation(quantizers=quantizers), *BATCHES, hooks=hooks)
+    rows = list_layers("it", hooks.damage, find_ranges(quantizers), index_layers(llama.geometry))
+    looking = MeasurementHooks({"unscaled": quantizers})
+    emulate(llama, Emulation(), *BATCHES, hooks=looking)
 
     assert {row.site for row in rows} == set(map(str, scales))
     assert [row.sqnr_db for row in rows] == sorted(row.sqnr_db or 0 for row in rows)
@@ -160,10 +160,10 @@ def dynamic(subject: Subject) -> Emulation:
 def test_inputs_are_measured_at_every_token(stride: int, llama: Subject) -> None:
     """Of the tokens of a batch that are no padding; q, k and v read one tensor."""
     emulation = dynamic(llama)
-    taps = EmulatingTaps(emulation.quantizers)
+    hooks = EmulationHooks(emulation.quantizers)
     assert emulate_module.FLUSH_STRIDE == 8
     with patch.object(emulate_module, "FLUSH_STRIDE", stride):
-        emulate(llama, emulation, *BATCHES, taps=taps)
+        emulate(llama, emulation, *BATCHES, hooks=hooks)
     kept: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_inputs_are_measured_at_every_token(stride: int, llama: Subject) -> None
             for x, batch in zip(tensors, BATCHES, strict=True)
         ]
         before = torch.cat(counted)
-        found = Damage(*taps.damage[Site(name, Role.INPUT)].tolist())
+        found = Damage(*hooks.damage[Site(name, Role.INPUT)].tolist())
         noise = (cast_rows(before) - before).double().square().sum()
         assert found.num_elements == before.numel(), name
         assert found.signal == pytest.approx(float(before.double().square().sum()), rel=1e-5)
@@ -191,10 +191,10 @@ def test_inputs_are_measured_at_every_token(stride: int, llama: Subject) -> None
 
 def test_weights_are_measured_whole(llama: Subject) -> None:
     emulation = dynamic(llama)
-    taps = EmulatingTaps({})
-    emulate(llama, Emulation(weights=emulation.weights), FULL, taps=taps)
-    assert len(taps.damage) == 14
-    for site, sums in taps.damage.items():
+    hooks = EmulationHooks({})
+    emulate(llama, Emulation(weights=emulation.weights), FULL, hooks=hooks)
+    assert len(hooks.damage) == 14
+    for site, sums in hooks.damage.items():
         weight = llama.model.get_parameter(f"{site.module}.weight").detach()
         found = Damage(*sums.tolist())
         noise = (cast_rows(weight) - weight).double().square().sum()
@@ -217,9 +217,9 @@ def test_inputs_of_experts_are_measured_where_tokens_stand(family: str, tmp_path
     recipe = Recipe(lambda w, _: cast_rows(w), lambda name: lambda x: keep(name, x))
     with opened(model, tmp_path / "m") as subject:
         emulation = dynamic(subject)
-        taps = EmulatingTaps(emulation.quantizers)
+        hooks = EmulationHooks(emulation.quantizers)
         with patch.object(emulate_module, "FLUSH_STRIDE", 1):
-            emulate(subject, emulation, PADDED, taps=taps)
+            emulate(subject, emulation, PADDED, hooks=hooks)
         by_hand = quantize_by_hand(model, recipe)
         for row, length in zip(PADDED.input_ids, PADDED.lengths, strict=True):
             alone = Batch(first=0, input_ids=row[None, :length], lengths=(length,), quarter=0)
@@ -228,7 +228,7 @@ def test_inputs_of_experts_are_measured_where_tokens_stand(family: str, tmp_path
     assert len(names) == 4
     for name in names:
         before = torch.cat(kept[name])
-        found = Damage(*taps.damage[Site(name, Role.INPUT)].tolist())
+        found = Damage(*hooks.damage[Site(name, Role.INPUT)].tolist())
         noise = (cast_rows(before) - before).double().square().sum()
         times = 2 if name.endswith("down_proj") else 1
         assert found.num_elements == 38 * times * before.shape[-1]

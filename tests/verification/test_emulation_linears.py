@@ -18,7 +18,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Scheme
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.truth.test_statistics import make_plan, run_calibration
@@ -184,8 +184,8 @@ def test_the_model_holds_the_weights_made_by_hand(family: str, scheme: str, tmp_
 
 def weights_held(subject: Subject, emulation: Emulation) -> dict[str, torch.Tensor]:
     """Copy every parameter while the emulation holds."""
-    taps = EmulatingTaps({})
-    with emulated(subject.model, subject.geometry, emulation, taps, originals=subject.originals):
+    hooks = EmulationHooks({})
+    with emulated(subject.model, subject.geometry, emulation, hooks, originals=subject.originals):
         return {name: p.detach().clone() for name, p in subject.model.named_parameters()}
 
 

@@ -17,8 +17,8 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.fp8.schemes import SCHEMES, Dynamic
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.linears import emulate_scheme
@@ -308,7 +308,7 @@ def weight_held(subject: Subject, emulation: Emulation, name: str) -> torch.Tens
         subject.model,
         subject.geometry,
         Emulation(weights=emulation.weights),
-        EmulatingTaps({}),
+        EmulationHooks({}),
         originals=subject.originals,
     ):
         return subject.model.get_parameter(name).detach().clone()

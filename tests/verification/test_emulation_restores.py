@@ -24,7 +24,12 @@ from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_geometry, text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.forward.lm_head import open_head
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, LookingTaps, emulated
+from fp8calib.verification.emulation.emulate import (
+    Emulation,
+    EmulationHooks,
+    MeasurementHooks,
+    emulated,
+)
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.linears import emulate_scheme
@@ -118,11 +123,11 @@ def test_an_error_inside_leaves_nothing_behind(
 ) -> None:
     before = take(subject.model)
     emulation = make_emulation(subject)
-    taps = EmulatingTaps(emulation.quantizers)
+    hooks = EmulationHooks(emulation.quantizers)
 
     def run_and_fail() -> None:
         with emulated(
-            subject.model, subject.geometry, emulation, taps, originals=subject.originals
+            subject.model, subject.geometry, emulation, hooks, originals=subject.originals
         ) as runner:
             runner.run(PADDED)
             assert any(module._forward_pre_hooks for module in subject.model.modules())
@@ -257,11 +262,11 @@ def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
     table = make_unscaled_table(subject.geometry, E4M3FN)
     ones = emulate_kv(table, EngineProfile(name="plain", version=""))
     small = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(1e-4)) for site in ones}
-    taps = LookingTaps({"unscaled": ones, "small": small})
-    (found,) = emulate(subject, Emulation(), PADDED, taps=taps)
+    hooks = MeasurementHooks({"unscaled": ones, "small": small})
+    (found,) = emulate(subject, Emulation(), PADDED, hooks=hooks)
     assert torch.equal(found, plain_forward(subject.model, PADDED))
-    assert set(taps.found) == {(kind, site) for kind in ("unscaled", "small") for site in ones}
-    assert taps.damage == {}
+    assert set(hooks.found) == {(kind, site) for kind in ("unscaled", "small") for site in ones}
+    assert hooks.damage == {}
     assert_unchanged(subject.model, before)
 
 
@@ -271,7 +276,7 @@ def test_looking_skips_batches_without_a_fourth_sequence(tmp_path: Path) -> None
         ones = emulate_kv(table, EngineProfile(name="plain", version=""))
         seen = {}
         for first in range(6):
-            taps = LookingTaps({"unscaled": ones})
-            emulate(subject, Emulation(), make_batch([9, 9], first=first), taps=taps)
-            seen[first] = bool(taps.found)
+            hooks = MeasurementHooks({"unscaled": ones})
+            emulate(subject, Emulation(), make_batch([9, 9], first=first), hooks=hooks)
+            seen[first] = bool(hooks.found)
     assert seen == {0: True, 1: False, 2: False, 3: True, 4: True, 5: False}

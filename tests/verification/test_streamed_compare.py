@@ -24,7 +24,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.streamed import open_streamed_comparison
 from fp8calib.verification.compare.whole import WholeComparison
-from fp8calib.verification.emulation.emulate import Emulation, LookingTaps
+from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
@@ -82,7 +82,7 @@ def compare(
     dtype: torch.dtype = torch.float32,
     ram_bytes: int = 0,
     choose: Callable[[dict[str, Emulation]], Mapping[str, Emulation]] = lambda found: found,
-) -> tuple[ComparisonResult, LookingTaps]:
+) -> tuple[ComparisonResult, MeasurementHooks]:
     """Compare a folder's model with candidates of every kind, whole or streamed."""
     source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
     with Checkpoint.open(folder) as checkpoint:
@@ -92,14 +92,14 @@ def compare(
         else:
             model = load_model(source, dtype=dtype, device="cpu", device_map=None)
         emulations = choose(make_emulations(model, geometry, stats))
-        looking = LookingTaps(
+        looking = MeasurementHooks(
             {"unscaled": dict(make_emulations(model, geometry, stats)["kv at 1.0"].quantizers)}
         )
         weights = WeightSource(model, checkpoint)
         todo = batches(plan, 3)
         if not streamed:
             comparison = WholeComparison(model, geometry, weights)
-            found = comparison.run(todo, emulations, reference_taps=looking, advance=_ignore)
+            found = comparison.run(todo, emulations, reference_hooks=looking, advance=_ignore)
             return found, looking
         streaming = Streaming(
             dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
@@ -108,7 +108,7 @@ def compare(
         with open_streamed_comparison(
             model, geometry, weights, checkpoint, tokens, streaming
         ) as comparison_:
-            found = comparison_.run(todo, emulations, reference_taps=looking, advance=_ignore)
+            found = comparison_.run(todo, emulations, reference_hooks=looking, advance=_ignore)
         return found, looking
 
 

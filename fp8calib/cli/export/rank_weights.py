@@ -20,9 +20,9 @@ from fp8calib.quantization.rfc.rank_weights import write_rank_weights
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.recipe import Recipe
 from fp8calib.scales.compute import ScaleTable, compute_linear_scales
+from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.calibration_origin import explain_difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.sources.already_quantized import check_source
 from fp8calib.quantization.sources.int4 import is_int4_source
 from fp8calib.recipe import Recipe
+from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.stats.calibration_origin import explain_difference
 
 if TYPE_CHECKING:
     from fp8calib.cli.export.rank_weights import RankWeights

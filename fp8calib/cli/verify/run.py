@@ -36,8 +36,8 @@ from fp8calib.model.load import (
 )
 from fp8calib.model.structure import find_structure
 from fp8calib.scales.rules import Rule, parse_rule
-from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.calibration_origin import estimate_overlap
+from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import Opened, Target, find_candidate, open_candidate
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.report import SCALE_ONE, Verdict, VerifyReport

@@ -29,9 +29,9 @@ from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import ScaleSource, Scale, ScaleTable
-from fp8calib.stats.calibration_stats import METADATA_KEY
+from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.stats.calibration_stats import METADATA_KEY
 
 SOURCE_DTYPES = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
 _E4M3FN_DIALECTS = ("compressed-tensors", "autofp8", "modelopt", "quark")

@@ -15,8 +15,8 @@ from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.allocator import return_freed_memory, return_memory_of
-from fp8calib.observe.calibration_taps import ObservingTaps
-from fp8calib.observe.hooks import TappedCache, own_attentions
+from fp8calib.observe.calibration_hooks import CalibrationHooks
+from fp8calib.observe.hooks import HookedCache, own_attentions
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.run.forward.decoder import Decoder, OutOfMemoryInForward
 
@@ -115,8 +115,8 @@ class WholeRunner:
     def _forward(self, batch: Batch, recorder: Recorder) -> None:
         rows, columns = batch.input_ids.shape
         recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
-        cache = TappedCache(
-            self._decoder.config, self._attentions, self._ignored, ObservingTaps(recorder)
+        cache = HookedCache(
+            self._decoder.config, self._attentions, self._ignored, CalibrationHooks(recorder)
         )
         self._decoder.run(batch, cache)
         recorder.end_batch()

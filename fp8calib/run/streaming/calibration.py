@@ -13,8 +13,8 @@ from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
-from fp8calib.observe.calibration_taps import ObservingTaps
-from fp8calib.observe.hooks import tapped
+from fp8calib.observe.calibration_hooks import CalibrationHooks
+from fp8calib.observe.hooks import open_hooks
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
@@ -73,7 +73,7 @@ class LayerObserver:
         """
         runner = self._runner(streaming)
         try:
-            with self._tapped(), runner.first_layer(batch, self.recorder) as first:
+            with self._open_hooks(), runner.first_layer(batch, self.recorder) as first:
                 return probe_layer(self._streamed, first, meet_layer=self._meet)
         except OutOfMemoryInForward:
             size = len(batch.lengths) // 2
@@ -138,7 +138,7 @@ class LayerObserver:
     ) -> dict[Site, SiteStats]:
         runner = self._runner(streaming)
         kept = None if journal is None else LayerJournal(journal, batches)
-        with self._tapped():
+        with self._open_hooks():
             runner.run(batches, self.recorder, advance, meet_layer=self._meet, journal=kept)
         earlier = {} if kept is None else kept.sites
         return merge_sites([self._finish(), earlier, self.recorder.stats()])
@@ -148,11 +148,11 @@ class LayerObserver:
             self._streamed, streaming, observe_kv=self._observe.kv, ignored=self._ignored
         )
 
-    def _tapped(self) -> AbstractContextManager[None]:
-        return tapped(
+    def _open_hooks(self) -> AbstractContextManager[None]:
+        return open_hooks(
             self._streamed.model,
             self._streamed.geometry,
-            ObservingTaps(self.recorder),
+            CalibrationHooks(self.recorder),
             query=self._observe.query,
             inputs=self._observe.inputs,
             ignored=self._ignored,

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Site
-from fp8calib.observe.calibration_taps import ObservingTaps
-from fp8calib.observe.hooks import TappedCache, own_attentions
+from fp8calib.observe.calibration_hooks import CalibrationHooks
+from fp8calib.observe.hooks import HookedCache, own_attentions
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.whole import GPU_BATCHES_PER_CHECK, nonfinite_error, one_by_one
@@ -190,8 +190,8 @@ class StreamedRunner:
     ) -> LayerState:
         rows, columns = batch.input_ids.shape
         recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
-        cache = TappedCache(
-            self._decoder.config, self._attentions, self._ignored, ObservingTaps(recorder)
+        cache = HookedCache(
+            self._decoder.config, self._attentions, self._ignored, CalibrationHooks(recorder)
         )
         after = steps.run_layer(index, batch, cache, before, checks=checks)
         recorder.end_batch()

@@ -18,7 +18,7 @@ from fp8calib.verification.compare.token_scores import (
     join_scores,
     score_batch,
 )
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
 from fp8calib.verification.emulation.scale_range import ScaleRange
 from fp8calib.verification.emulation.weights import WeightChange
 
@@ -57,7 +57,7 @@ class Comparison(Protocol):
         batches: Iterable[Batch],
         emulations: Mapping[str, Emulation],
         *,
-        reference_taps: EmulatingTaps | None = None,
+        reference_hooks: EmulationHooks | None = None,
         advance: Advance,
     ) -> ComparisonResult:
         """Score every candidate on every batch.
@@ -65,7 +65,7 @@ class Comparison(Protocol):
         Args:
             batches: what to run.
             emulations: the candidates by name.
-            reference_taps: measures tensors of the unquantized model without changing them.
+            reference_hooks: measures tensors of the unquantized model without changing them.
             advance: called with the number of tokens of every forward pass.
 
         Raises:
@@ -96,12 +96,12 @@ class ScoreCollector:
 
     def finish(
         self,
-        taps: Sequence[EmulatingTaps],
+        hooks: Sequence[EmulationHooks],
         weight_scales: Sequence[dict[Site, ScaleRange]],
     ) -> ComparisonResult:
         """Join the scores of all batches with what was measured in each candidate."""
         reference, *candidates = (join_scores(parts) for parts in zip(*self._scores, strict=True))
-        damage = [{site: sums.cpu() for site, sums in each.damage.items()} for each in taps]
+        damage = [{site: sums.cpu() for site, sums in each.damage.items()} for each in hooks]
         return ComparisonResult(
             reference=reference,
             candidates=dict(zip(self._names, candidates, strict=True)),

@@ -20,7 +20,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.observe.hooks import TappedCache, own_attentions
+from fp8calib.observe.hooks import HookedCache, own_attentions
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import open_head
 from fp8calib.run.streaming.embeddings import EmbeddingRows
@@ -42,7 +42,7 @@ from fp8calib.verification.compare.comparison import (
     find_weight_scales,
 )
 from fp8calib.verification.compare.token_scores import Logits
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, open_hooks
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.scale_range import ScaleRange
 from fp8calib.verification.emulation.stored_weights import CopiedParameter
 from fp8calib.verification.emulation.weights import Originals, WeightChange, changed_weights
@@ -54,7 +54,7 @@ class _Lane:
 
     number: int
     emulation: Emulation
-    taps: EmulatingTaps
+    hooks: EmulationHooks
     by_layer: Mapping[int, tuple[WeightChange, ...]]
     around: tuple[WeightChange, ...]
     """Changes of what lies around the layers (norms)."""
@@ -79,21 +79,23 @@ class StreamedComparison:
         batches: Iterable[Batch],
         emulations: Mapping[str, Emulation],
         *,
-        reference_taps: EmulatingTaps | None = None,
+        reference_hooks: EmulationHooks | None = None,
         advance: Advance,
     ) -> ComparisonResult:
         """Score every candidate on every batch (`Comparison.run`)."""
         todo = list(batches)
-        lanes = self._make_lanes(emulations, reference_taps or EmulatingTaps({}))
+        lanes = self._make_lanes(emulations, reference_hooks or EmulationHooks({}))
         scores = ScoreCollector(self._model, emulations)
         with open_store(self._streaming) as store:
             self._walk(todo, lanes, store, advance)
             self._score(todo, lanes, store, scores)
-        return scores.finish([lane.taps for lane in lanes[1:]], [lane.scales for lane in lanes[1:]])
+        return scores.finish(
+            [lane.hooks for lane in lanes[1:]], [lane.scales for lane in lanes[1:]]
+        )
 
     def probe(self, batch: Batch, emulations: Mapping[str, Emulation]) -> Probe:
         """Measure the first layer: its changes, and one micro-batch of every model through it."""
-        lanes = self._make_lanes(emulations, EmulatingTaps({}))
+        lanes = self._make_lanes(emulations, EmulationHooks({}))
 
         def change(layer: StreamedLayer) -> None:
             for lane in lanes:
@@ -112,20 +114,20 @@ class StreamedComparison:
             return probe_layer(self._streamed, first, change_layer=change, keep=keep)
 
     def _try(self, steps: LayerSteps, lane: _Lane, batch: Batch) -> LayerState:
-        with self._seams(lane, 0):
+        with self._open_hooks(lane, 0):
             return self._run_batch(steps, lane, 0, batch, None)
 
     # --- the models -----------------------------------------------------------------------------
 
     def _make_lanes(
-        self, emulations: Mapping[str, Emulation], reference: EmulatingTaps
+        self, emulations: Mapping[str, Emulation], reference: EmulationHooks
     ) -> list[_Lane]:
         lanes = [self._make_lane(0, Emulation(), reference)]
         for number, emulation in enumerate(emulations.values(), start=1):
-            lanes.append(self._make_lane(number, emulation, EmulatingTaps(emulation.quantizers)))
+            lanes.append(self._make_lane(number, emulation, EmulationHooks(emulation.quantizers)))
         return lanes
 
-    def _make_lane(self, number: int, emulation: Emulation, taps: EmulatingTaps) -> _Lane:
+    def _make_lane(self, number: int, emulation: Emulation, hooks: EmulationHooks) -> _Lane:
         by_layer: dict[int, tuple[WeightChange, ...]] = {}
         around: list[WeightChange] = []
         rows: list[tuple[EmbeddingRows, torch.Tensor]] = []
@@ -142,7 +144,7 @@ class StreamedComparison:
         return _Lane(
             number=number,
             emulation=emulation,
-            taps=taps,
+            hooks=hooks,
             by_layer=by_layer,
             around=tuple(around),
             rows=tuple(rows),
@@ -165,7 +167,7 @@ class StreamedComparison:
                 with self._streamed.placed(layer, keep=keep):
                     for lane in lanes:
                         self._find_scales(lane, index)
-                        with self._changed(lane, layer), self._seams(lane, index):
+                        with self._changed(lane, layer), self._open_hooks(lane, index):
                             self._run_layer(steps, lane, index, batches, store, advance)
             for lane in lanes:
                 self._finish(steps, lane, batches, store)
@@ -203,13 +205,13 @@ class StreamedComparison:
         *,
         checks: bool = False,
     ) -> LayerState:
-        lane.taps.begin_batch(batch)
+        lane.hooks.begin_batch(batch)
         after = steps.run_layer(index, batch, self._cache(lane), before, checks=checks)
-        lane.taps.end_batch()
+        lane.hooks.end_batch()
         return after
 
-    def _cache(self, lane: _Lane) -> TappedCache:
-        return TappedCache(self._decoder.config, self._attentions, (), lane.taps)
+    def _cache(self, lane: _Lane) -> HookedCache:
+        return HookedCache(self._decoder.config, self._attentions, (), lane.hooks)
 
     @contextmanager
     def _changed(self, lane: _Lane, layer: StreamedLayer) -> Iterator[None]:
@@ -219,7 +221,7 @@ class StreamedComparison:
             stack.enter_context(self._changed_around(lane))
             if changes:
                 stack.enter_context(
-                    changed_weights(self._model, changes, layer.weights, lane.taps.damage)
+                    changed_weights(self._model, changes, layer.weights, lane.hooks.damage)
                 )
             yield
 
@@ -230,14 +232,14 @@ class StreamedComparison:
                 stack.enter_context(embedding.replaced(rows))
             if lane.around:
                 stack.enter_context(
-                    changed_weights(self._model, lane.around, self._originals, lane.taps.damage)
+                    changed_weights(self._model, lane.around, self._originals, lane.hooks.damage)
                 )
             yield
 
-    def _seams(self, lane: _Lane, index: int) -> AbstractContextManager[None]:
+    def _open_hooks(self, lane: _Lane, index: int) -> AbstractContextManager[None]:
         geometry = self._streamed.geometry
         one_layer = geometry.model_copy(update={"layers": (geometry.layers[index],)})
-        return open_hooks(self._model, one_layer, lane.emulation, lane.taps)
+        return open_emulation_hooks(self._model, one_layer, lane.emulation, lane.hooks)
 
     # --- after the layers -----------------------------------------------------------------------
 

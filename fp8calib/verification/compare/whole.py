@@ -17,7 +17,7 @@ from fp8calib.verification.compare.comparison import (
     ScoreCollector,
     find_weight_scales,
 )
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.weights import Originals
 
 _HIDDEN_SHARE = 6
@@ -41,14 +41,14 @@ class WholeComparison:
         batches: Iterable[Batch],
         emulations: Mapping[str, Emulation],
         *,
-        reference_taps: EmulatingTaps | None = None,
+        reference_hooks: EmulationHooks | None = None,
         advance: Advance,
     ) -> ComparisonResult:
         """Score every candidate on every batch (`Comparison.run`)."""
-        taps = [EmulatingTaps(emulation.quantizers) for emulation in emulations.values()]
+        hooks = [EmulationHooks(emulation.quantizers) for emulation in emulations.values()]
         models = [
-            (Emulation(), reference_taps or EmulatingTaps({})),
-            *zip(emulations.values(), taps, strict=True),
+            (Emulation(), reference_hooks or EmulationHooks({})),
+            *zip(emulations.values(), hooks, strict=True),
         ]
         scores = ScoreCollector(self._model, emulations)
         for group in self._groups(batches, emulations):
@@ -59,14 +59,14 @@ class WholeComparison:
                 for batch, states in zip(group, zip(*hidden, strict=True), strict=True):
                     scores.add(batch, states, head.logits)
         scales = [find_weight_scales(self._model, each.weights) for each in emulations.values()]
-        return scores.finish(taps, scales)
+        return scores.finish(hooks, scales)
 
     def _run_group(
-        self, group: Sequence[Batch], emulation: Emulation, taps: EmulatingTaps, advance: Advance
+        self, group: Sequence[Batch], emulation: Emulation, hooks: EmulationHooks, advance: Advance
     ) -> Iterator[torch.Tensor]:
         """Run batches under one emulation; give the last hidden state [B, S, C] of each."""
         with emulated(
-            self._model, self._geometry, emulation, taps, originals=self._originals
+            self._model, self._geometry, emulation, hooks, originals=self._originals
         ) as runner:
             for batch in group:
                 yield runner.run(batch)

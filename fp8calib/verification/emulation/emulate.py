@@ -1,7 +1,7 @@
-"""A model run as an engine would run it in FP8: tensors quantized at the seams and in weights.
+"""A model run as an engine runs it in FP8: hooked tensors and weights are quantized.
 
-Nothing stays: the seams close with their context, and weights that were replaced are read again
-from the checkpoint.
+Nothing stays: the hooks are removed with their context, and replaced weights are read again from
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.hooks import ExpertsCall, TappedCache, own_attentions, tapped
+from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verification.emulation.fake_quantize import (
     Fake,
@@ -51,8 +51,8 @@ class Emulation:
         )
 
 
-class EmulatingTaps:
-    """Replaces the tensors at the seams by quantized ones, and sums up what that did to each."""
+class EmulationHooks:
+    """Replaces the hooked tensors by quantized ones, and sums up the damage to each."""
 
     def __init__(self, quantizers: Mapping[Site, Quantizer]) -> None:
         self._quantizers = quantizers
@@ -70,7 +70,7 @@ class EmulatingTaps:
         """Let go of the batch's tensors."""
         self._inputs.clear()
 
-    def tap_kv(
+    def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize K and V."""
@@ -79,7 +79,7 @@ class EmulatingTaps:
             self._heads(attention.site(Role.V), value),
         )
 
-    def tap_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Quantize q as the engine has it: without what the model multiplied it by."""
         site = attention.site(Role.Q)
         if site not in self._quantizers:
@@ -89,16 +89,16 @@ class EmulatingTaps:
         unscaled = self._heads(site, query / attention.query_divisor)
         return unscaled * attention.query_divisor
 
-    def tap_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Quantize the input of a linear, once for all that read the same tensor."""
         return self._input([Site(linear.module, Role.INPUT)], x)
 
-    def tap_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
         """Quantize the input of gate and up."""
         names = ("gate_proj", "up_proj") if call.module.has_gate else ("up_proj",)
         return self._input([Site(f"{call.path}.{name}", Role.INPUT) for name in names], hidden)
 
-    def tap_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
         """Quantize the input of down."""
         site = Site(f"{call.path}.down_proj", Role.INPUT)
         if self._kept is None:
@@ -177,17 +177,17 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 class EmulatedModel:
     """The text decoder of a model under one emulation; made by `emulated`."""
 
-    def __init__(self, decoder: Decoder, geometry: ModelGeometry, taps: EmulatingTaps) -> None:
+    def __init__(self, decoder: Decoder, geometry: ModelGeometry, hooks: EmulationHooks) -> None:
         self._decoder = decoder
         self._attentions = own_attentions(geometry)
-        self._taps = taps
+        self._hooks = hooks
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Run one batch and give its last hidden state: [B, S, C]."""
-        self._taps.begin_batch(batch)
-        cache = TappedCache(self._decoder.config, self._attentions, (), self._taps)
+        self._hooks.begin_batch(batch)
+        cache = HookedCache(self._decoder.config, self._attentions, (), self._hooks)
         hidden = self._decoder.run(batch, cache)
-        self._taps.end_batch()
+        self._hooks.end_batch()
         return hidden
 
 
@@ -196,7 +196,7 @@ def emulated(
     model: PreTrainedModel,
     geometry: ModelGeometry,
     emulation: Emulation,
-    taps: EmulatingTaps,
+    hooks: EmulationHooks,
     *,
     originals: Originals,
 ) -> Iterator[EmulatedModel]:
@@ -206,29 +206,29 @@ def emulated(
         model: the unquantized model.
         geometry: its geometry.
         emulation: what to quantize.
-        taps: made of the same emulation; keeps what was measured from one context to the next.
+        hooks: of the same emulation; they keep their measurements across contexts.
         originals: where the unquantized weights are read from when the context closes.
     """
     with (
-        changed_weights(model, emulation.weights, originals, taps.damage),
-        open_hooks(model, geometry, emulation, taps),
+        changed_weights(model, emulation.weights, originals, hooks.damage),
+        open_emulation_hooks(model, geometry, emulation, hooks),
     ):
-        yield EmulatedModel(Decoder(model), geometry, taps)
+        yield EmulatedModel(Decoder(model), geometry, hooks)
 
 
-def open_hooks(
-    model: PreTrainedModel, geometry: ModelGeometry, emulation: Emulation, taps: EmulatingTaps
+def open_emulation_hooks(
+    model: PreTrainedModel, geometry: ModelGeometry, emulation: Emulation, hooks: EmulationHooks
 ) -> AbstractContextManager[None]:
     """Open the hooks of q and of inputs of linears, where the emulation quantizes them."""
     roles = {site.role for site in emulation.quantizers}
-    return tapped(model, geometry, taps, query=Role.Q in roles, inputs=Role.INPUT in roles)
+    return open_hooks(model, geometry, hooks, query=Role.Q in roles, inputs=Role.INPUT in roles)
 
 
 SEQUENCE_STRIDE = 4
 """Every how many sequences one is looked at."""
 
 
-class LookingTaps(EmulatingTaps):
+class MeasurementHooks(EmulationHooks):
     """Measures each kind of scales on the same tensors; what goes on is unquantized."""
 
     def __init__(self, kinds: Mapping[str, Mapping[Site, Quantizer]]) -> None:
@@ -243,7 +243,7 @@ class LookingTaps(EmulatingTaps):
         sequences = range(batch.first, batch.first + len(batch.lengths))
         self._is_looking = any(index % SEQUENCE_STRIDE == 0 for index in sequences)
 
-    def tap_kv(
+    def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Measure K and V under every kind of scales."""

@@ -21,9 +21,9 @@ import torch
 
 from fp8calib.calibration import Progress
 from fp8calib.errors import Fp8CalibError, VerificationError
-from fp8calib.observe.generation_cache import tapped_caches
+from fp8calib.observe.generation_cache import open_cache_hooks
 from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.emulation.emulate import EmulatingTaps, Emulation, emulated
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.report import TaskResult, TaskSetup
 from fp8calib.verification.tasks.task_files import Tasks, quiet_harness
 from fp8calib.verification.verify import Subject
@@ -279,12 +279,12 @@ def emulated_model(subject: Subject, emulation: Emulation) -> Iterator[None]:
     `model.generate(...)` both go through it.
     """
     model, geometry = subject.model, subject.geometry
-    taps = EmulatingTaps(emulation.quantizers)
+    hooks = EmulationHooks(emulation.quantizers)
     with (
-        emulated(model, geometry, emulation, taps, originals=subject.originals),
-        tapped_caches(model, geometry, taps),
+        emulated(model, geometry, emulation, hooks, originals=subject.originals),
+        open_cache_hooks(model, geometry, hooks),
     ):
         try:
             yield
         finally:
-            taps.end_batch()
+            hooks.end_batch()

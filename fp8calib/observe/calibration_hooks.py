@@ -1,4 +1,4 @@
-"""The taps of calibration: everything is shown to a recorder and goes on as it is."""
+"""The hooks of calibration: a recorder sees every tensor; none is changed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fp8calib.observe.recorder import ExpertRows, Recorder
 from fp8calib.stats.histogram import count_bins
 
 
-class ObservingTaps:
-    """Shows the tensors at the seams to a recorder."""
+class CalibrationHooks:
+    """Shows the hooked tensors to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def tap_kv(
+    def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Record K and V per head."""
@@ -27,17 +27,17 @@ class ObservingTaps:
         self._recorder.observe_heads(attention.site(Role.V), value, num_heads=num_heads)
         return key, value
 
-    def tap_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
+    def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
         """Record q per head."""
         self._recorder.observe_heads(attention.site(Role.Q), query, num_heads=query.shape[1])
         return query
 
-    def tap_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+    def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Record the input of a linear per channel."""
         self._recorder.observe_input(Site(linear.module, Role.INPUT), x)
         return x
 
-    def tap_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
+    def on_expert_input(self, call: ExpertsCall, hidden: torch.Tensor) -> torch.Tensor:
         """Record the input of gate and up per channel and per expert."""
         rows, index = hidden, call.index
         if self._recorder.batch.kept is not None:
@@ -59,7 +59,7 @@ class ObservingTaps:
             self._recorder.observe_experts(Site(f"{call.path}.{name}", Role.INPUT), seen)
         return hidden
 
-    def tap_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
+    def on_expert_down(self, call: ExpertsCall, rows: torch.Tensor) -> torch.Tensor:
         """Record the input of down per channel and per expert."""
         experts, order = torch.sort(call.index.flatten())
         kept, counted = rows, torch.ones_like(experts)
