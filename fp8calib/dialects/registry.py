@@ -170,7 +170,7 @@ def check_export(geometry: ModelGeometry, formats: Sequence[str], tps: Sequence[
             check_linears(geometry, tp)
 
 
-def check_source(
+def check_overlay_source(
     geometry: ModelGeometry, formats: Sequence[str], source: Checkpoint | None
 ) -> None:
     """Refuse a model that overlays of these formats cannot be made of.
@@ -256,7 +256,7 @@ def write_formats(
         ExportError: a scale cannot be computed, or a file not written.
     """
     check_export(stats.geometry, formats, tps)
-    check_source(stats.geometry, formats, source)
+    check_overlay_source(stats.geometry, formats, source)
     job = _Job(
         stats=stats,
         fmt=fmt,
@@ -307,7 +307,7 @@ def write_table(
     """
     check_formats([name])
     spec = FORMATS[name]
-    check_source(table.geometry, [name], source)
+    check_overlay_source(table.geometry, [name], source)
     notes = [*_notes_of_origins(table), *_notes_of_bare_layers(spec, table.geometry)]
     if spec.needs_model:
         write = write_tgi_overlay if spec.joins_kv else write_kv_overlay
@@ -434,7 +434,7 @@ def _degrees(spec: FormatSpec, tps: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _require(source: Checkpoint | None) -> Checkpoint:
-    assert source is not None  # noqa: S101 -- check_source refused it
+    assert source is not None  # noqa: S101 -- check_overlay_source refused it
     return source
 
 

@@ -23,7 +23,7 @@ _INTEGER_OF: Mapping[torch.dtype, torch.dtype] = {
     torch.float16: torch.int16,
     torch.float32: torch.int32,
 }
-SOURCE_DTYPES = frozenset(_INTEGER_OF)
+ENCODABLE_DTYPES = frozenset(_INTEGER_OF)
 
 
 def tensor_amax(rows: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,9 @@ class Role(StrEnum):
     WEIGHT = "weight"
 
 
+KV_ROLES = (Role.K, Role.V)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Site:
     """A module's path in the model and the role of the tensor there."""

@@ -63,7 +63,7 @@ class Choice:
 PLAIN_CHOICE = Choice()
 
 
-def check_same_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
+def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
     """Refuse statistics of another model.
 
     Raises:

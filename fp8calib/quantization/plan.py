@@ -111,7 +111,7 @@ def make_plan(
     """Decide what is written where; nothing but headers and config is read.
 
     Args:
-        checkpoint: an unquantized checkpoint (`quantized_sources.check_source`).
+        checkpoint: an unquantized checkpoint (`check_unquantized`).
         settings: what is asked for.
         scales: of inputs and of the KV cache; the inputs of every linear for a static scheme.
 

@@ -10,7 +10,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.links import refuse_links_out
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
-from fp8calib.dialects.kv.read import FoundScales, check_same_model, has_kv_scales, read_scales
+from fp8calib.dialects.kv.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.kv.validate import reading_errors
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import ModelError, UsageError, VerificationError
@@ -113,7 +113,7 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
             fuse=profile.fused_share_scales,
             through_float16=profile.weights_through_float16,
         )
-        check_same_model(name, checkpoint.origin, target.fingerprint)
+        check_origin(name, checkpoint.origin, target.fingerprint)
         found = _read(name, path, target) if has_kv_scales(path) else None
         return Opened(name=name, found=found, checkpoint=checkpoint)
     found = _read(name, path, target)
@@ -154,7 +154,7 @@ def _check_stats(name: str, stats: CalibrationStats, target: Target) -> None:
 
 def _read(name: str, path: Path, target: Target) -> FoundScales:
     found = read_scales(path, target.geometry)
-    check_same_model(name, found.table.origin, target.fingerprint)
+    check_origin(name, found.table.origin, target.fingerprint)
     return found
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fp8calib.dialects.kv.tensor_names import (
-    NameForm,
     Owners,
     ScaleName,
+    Spelling,
     find_owners,
-    has_kv_form,
+    is_kv_scale_name,
     parse_name,
 )
 from fp8calib.errors import VerificationError
@@ -47,18 +47,18 @@ def _indices(owners: Owners, geometry: ModelGeometry) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "path", "form", "roles"),
     [
-        ("m.0.self_attn.k_scale", "m.0.self_attn", NameForm.ATTENTION, (Role.K,)),
-        ("m.0.self_attn.q_scale", "m.0.self_attn", NameForm.ATTENTION, (Role.Q,)),
-        ("m.0.self_attn.kv_scale", "m.0.self_attn", NameForm.SINGLE, BOTH),
-        ("m.0.self_attn.k_proj.k_scale", "m.0.self_attn", NameForm.PROJECTION, (Role.K,)),
-        ("m.0.mixer.v_proj.v_scale", "m.0.mixer", NameForm.PROJECTION, (Role.V,)),
-        ("m.0.self_attn.qkv_proj.v_scale", "m.0.self_attn", NameForm.PROJECTION, (Role.V,)),
-        ("m.0.self_attn.v_proj.output_scale", "m.0.self_attn", NameForm.OUTPUT, (Role.V,)),
-        ("m.0.self_attn.k_zero_point", "m.0.self_attn", NameForm.ZERO_POINT, (Role.K,)),
+        ("m.0.self_attn.k_scale", "m.0.self_attn", Spelling.ATTENTION, (Role.K,)),
+        ("m.0.self_attn.q_scale", "m.0.self_attn", Spelling.ATTENTION, (Role.Q,)),
+        ("m.0.self_attn.kv_scale", "m.0.self_attn", Spelling.SINGLE, BOTH),
+        ("m.0.self_attn.k_proj.k_scale", "m.0.self_attn", Spelling.PROJECTION, (Role.K,)),
+        ("m.0.mixer.v_proj.v_scale", "m.0.mixer", Spelling.PROJECTION, (Role.V,)),
+        ("m.0.self_attn.qkv_proj.v_scale", "m.0.self_attn", Spelling.PROJECTION, (Role.V,)),
+        ("m.0.self_attn.v_proj.output_scale", "m.0.self_attn", Spelling.OUTPUT, (Role.V,)),
+        ("m.0.self_attn.k_zero_point", "m.0.self_attn", Spelling.ZERO_POINT, (Role.K,)),
     ],
 )
 def test_a_name_is_taken_apart(
-    name: str, path: str, form: NameForm, roles: tuple[Role, ...]
+    name: str, path: str, form: Spelling, roles: tuple[Role, ...]
 ) -> None:
     assert parse_name(name) == ScaleName(name, path, form, roles)
 
@@ -79,7 +79,7 @@ def test_a_name_is_taken_apart(
 )
 def test_other_tensors_are_no_kv_scales(name: str) -> None:
     assert parse_name(name) is None
-    assert not has_kv_form(name)
+    assert not is_kv_scale_name(name)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_other_tensors_are_no_kv_scales(name: str) -> None:
     ],
 )
 def test_q_and_zero_points_alone_are_nothing_to_read(name: str, expected: bool) -> None:
-    assert has_kv_form(name) is expected
+    assert is_kv_scale_name(name) is expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fp8calib.dialects.registry import (
     WrittenFormats,
     check_export,
     check_formats,
-    check_source,
+    check_overlay_source,
     paths,
     write_formats,
 )
@@ -340,8 +340,8 @@ def test_another_model_than_the_calibrated_one_is_refused(tmp_path: Path) -> Non
     source = save_source(latent_stats(), tmp_path / "model")  # it has one layer only
 
     with pytest.raises(ExportError, match=r"no tensor lies under model\.layers\.1\.self_attn"):
-        check_source(plain_stats().geometry, ["kv-overlay"], source)
-    check_source(plain_stats().geometry, ["kv-scales"], source)
+        check_overlay_source(plain_stats().geometry, ["kv-overlay"], source)
+    check_overlay_source(plain_stats().geometry, ["kv-scales"], source)
 
 
 def test_an_overlay_never_replaces_the_models_own_quantization(tmp_path: Path) -> None:
@@ -349,5 +349,5 @@ def test_an_overlay_never_replaces_the_models_own_quantization(tmp_path: Path) -
     source = save_source(stats, tmp_path / "m", quantization_config={"quant_method": "fp8"})
 
     with pytest.raises(ExportError, match="the model is quantized already"):
-        check_source(stats.geometry, ["kv-overlay"], source)
-    check_source(stats.geometry, ["tgi"], source)
+        check_overlay_source(stats.geometry, ["kv-overlay"], source)
+    check_overlay_source(stats.geometry, ["tgi"], source)

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.kv.json import write_vllm_json
 from fp8calib.dialects.kv.metadata import Provenance, find_recorded_format, make_metadata
 from fp8calib.dialects.kv.overlay import write_kv_overlay
-from fp8calib.dialects.kv.read import check_same_model, read_scales
+from fp8calib.dialects.kv.read import check_origin, read_scales
 from fp8calib.dialects.kv.rfc import write_rfc
 from fp8calib.dialects.kv.tensors import write_kv_scales
 from fp8calib.dialects.kv.tgi import write_tgi_overlay
@@ -124,9 +124,9 @@ def test_every_form_says_which_model_and_text_it_is_of(tmp_path: Path) -> None:
 def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path) -> None:
     for path in _write_every_form(tmp_path):
         table = read_scales(path, STATS.geometry).table
-        check_same_model("x", table.origin, MODEL)
+        check_origin("x", table.origin, MODEL)
         with pytest.raises(VerificationError) as caught:
-            check_same_model("x", table.origin, MODEL[:32] + "f" * 32)
+            check_origin("x", table.origin, MODEL[:32] + "f" * 32)
         assert caught.value.message == (
             "x: these scales are of another model: other weights (01234567, here ffffffff)"
         )
@@ -137,7 +137,7 @@ def test_scales_that_do_not_say_are_taken(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "a.safetensors")
     table = read_scales(tmp_path / "a.safetensors", STATS.geometry).table
     assert table.origin is None
-    check_same_model("x", table.origin, MODEL)
+    check_origin("x", table.origin, MODEL)
 
 
 @pytest.mark.parametrize("text", ["", "7", "[" * 100_000, "{}", '{"model": "aa"}'])

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.calibrated_scales import (
-    check_same_model,
+    check_stats_model,
     find_input_scales,
     find_kv_scales,
     list_unmeasured,
@@ -139,9 +139,9 @@ def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
     _, stats, _ = calibrated("llama", tmp_path / "model")
     zoo.save("llama", tmp_path / "other", seed=1)
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        check_same_model(stats, checkpoint)
+        check_stats_model(stats, checkpoint)
     with Checkpoint.open(tmp_path / "other") as checkpoint, pytest.raises(ExportError):
-        check_same_model(stats, checkpoint)
+        check_stats_model(stats, checkpoint)
 
 
 def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None:

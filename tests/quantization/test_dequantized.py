@@ -16,7 +16,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.checkpoint_dialects import find_form
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from tests.quantization.by_hand import CONFIG, LAYER, Silent, codes_of, encode, read, scale_for
 
@@ -58,7 +58,7 @@ def run(source: Path, out: Path, scheme: str, *ignore: str) -> dict[str, torch.T
     found = find_scheme(scheme)
     form = find_form("compressed-tensors", found)
     with DequantizedCheckpoint.open(source) as checkpoint:
-        check_source(checkpoint)
+        check_unquantized(checkpoint)
         plan = make_plan(checkpoint, PlanSettings(scheme=found, form=form, ignore=ignore))
         quantize(checkpoint, plan, out, device=torch.device("cpu"), progress=Silent())
     return read(out)
@@ -93,7 +93,7 @@ def test_any_span_can_be_read(source: Path, start: int, stop: int) -> None:
 
 def test_without_being_asked_it_is_refused(source: Path) -> None:
     with Checkpoint.open(source) as checkpoint, pytest.raises(ModelError) as raised:
-        check_source(checkpoint)
+        check_unquantized(checkpoint)
     assert "--dequantize" in raised.value.hint
 
 

@@ -12,7 +12,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.engines.weights.faults import list_split_groups
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantization.selection.select import Selection, select
-from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.already_quantized import check_unquantized
 from tests.quantization.by_hand import LAYER, Tensors, make_tensors, random, save
 
 MATRIX = random(32, 48, seed=0)
@@ -267,7 +267,7 @@ def test_what_is_quantized_already_is_refused_by_name(
 ) -> None:
     save(tmp_path, {f"{LAYER}.fc.weight": MATRIX, **tensors}, **config)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
-        check_source(checkpoint)
+        check_unquantized(checkpoint)
     assert "quantized already" in raised.value.message
     assert named in raised.value.message
 
@@ -315,7 +315,7 @@ def test_how_a_source_is_quantized_is_told(
 ) -> None:
     save(tmp_path, {f"{LAYER}.fc.weight": MATRIX}, quantization_config=section)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
-        check_source(checkpoint)
+        check_unquantized(checkpoint)
     assert raised.value.message.endswith(f": config.json has a quantization_config of {told}")
 
 
@@ -329,7 +329,7 @@ def test_numbers_smaller_than_a_byte_are_quantized_already(
     raw = len(head).to_bytes(8, "little") + head + bytes(size_bytes)
     (tmp_path / "model.safetensors").write_bytes(raw)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
-        check_source(checkpoint)
+        check_unquantized(checkpoint)
     assert f"quantized already: {LAYER}.fc.weight is stored in {dtype}" in raised.value.message
 
 

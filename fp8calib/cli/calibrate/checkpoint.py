@@ -24,7 +24,7 @@ from fp8calib.quantization.checkpoint_dialects import find_form
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.selection.select import select
-from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _FORM = "compressed-tensors"
@@ -37,7 +37,7 @@ def explain_refusal(job: Job) -> str | None:
     if job.recipe.scales.fp8_dtype != E4M3FN.name:
         return f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}"
     try:
-        check_source(job.checkpoint)
+        check_unquantized(job.checkpoint)
         select(job.checkpoint, job.checkpoint.load_config(), ignore=())
     except ModelError as error:
         return error.message

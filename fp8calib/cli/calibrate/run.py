@@ -51,8 +51,8 @@ from fp8calib.data.plan import DataPlan
 from fp8calib.dialects.registry import (
     check_export,
     check_formats,
+    check_overlay_source,
     check_replaced,
-    check_source,
     write_formats,
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
@@ -143,7 +143,7 @@ def _opened(settings: CalibrateSettings) -> Iterator[Job]:
         dtype, why = choose_dtype(settings.dtype, device=device, checkpoint=checkpoint)
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
         check_export(prepared.geometry, recipe.formats, recipe.tp)
-        check_source(prepared.geometry, recipe.formats, checkpoint)
+        check_overlay_source(prepared.geometry, recipe.formats, checkpoint)
         job = Job(
             settings=settings,
             source=source,

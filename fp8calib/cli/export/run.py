@@ -22,7 +22,7 @@ from fp8calib.dialects.registry import (
 )
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.int4 import is_int4_source
 from fp8calib.recipe import Recipe
 from fp8calib.stats.calibration_origin import explain_difference
@@ -150,7 +150,7 @@ def _refuse_overlays(settings: ExportSettings, checkpoint: Checkpoint) -> None:
 def _check_model(settings: ExportSettings, stats: CalibrationStats, checkpoint: Checkpoint) -> None:
     """Refuse another model than the statistics', and to quantize one that is quantized already."""
     if settings.with_weights:
-        check_source(checkpoint)
+        check_unquantized(checkpoint)
     measured = stats.header.model_fingerprint
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
     if fingerprint != measured:

@@ -15,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.dialects.kv.metadata import Provenance
-from fp8calib.dialects.kv.read import SOURCE_DTYPES, FoundScales, check_same_model, read_scales
+from fp8calib.dialects.kv.read import KV_FORMATS, FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import FORMATS, check_formats, list_owned, write_table
 from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.errors import UsageError
@@ -86,10 +86,8 @@ def _check(settings: ExtractSettings) -> None:
     check_formats([settings.format_name])
     named = {"--source-dtype": settings.source_dtype, "--fp8-dtype": settings.fp8_dtype}
     for option, name in named.items():
-        if name is not None and name not in SOURCE_DTYPES:
-            raise UsageError(
-                f"{option} {name}: unknown", hint=f"it is {' or '.join(SOURCE_DTYPES)}"
-            )
+        if name is not None and name not in KV_FORMATS:
+            raise UsageError(f"{option} {name}: unknown", hint=f"it is {' or '.join(KV_FORMATS)}")
     if settings.tp is not None and not FORMATS[settings.format_name].per_tp:
         raise UsageError(
             f"--tp {settings.tp}: {settings.format_name} is the same for any number of ranks",
@@ -108,11 +106,11 @@ def _extract(
         needs_dtype=True,
         drops_bad_query=True,
     )
-    check_same_model(str(settings.quantized_model), found.table.origin, fingerprint)
+    check_origin(str(settings.quantized_model), found.table.origin, fingerprint)
     known = found.table.origin or CalibrationOrigin.of_model(fingerprint)
     table = convert_table(
         replace(found.table, origin=known),
-        fmt=SOURCE_DTYPES[settings.fp8_dtype],
+        fmt=KV_FORMATS[settings.fp8_dtype],
         tp=_choose_tp(settings, found.table),
         per_head=spec.per_head,
     )

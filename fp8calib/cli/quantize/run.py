@@ -19,11 +19,11 @@ from fp8calib.cli.quantize.report import (
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.machine.devices import find_device
-from fp8calib.quantization.calibrated_scales import Calibrated, check_same_model, find_scales
+from fp8calib.quantization.calibrated_scales import Calibrated, check_stats_model, find_scales
 from fp8calib.quantization.checkpoint_dialects import find_form
 from fp8calib.quantization.plan import NO_SCALES, PlanSettings, QuantizePlan, make_plan
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
-from fp8calib.quantization.sources.already_quantized import check_source
+from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 
@@ -60,7 +60,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
     stats = None if settings.stats is None else load_stats(settings.stats)
     reader = DequantizedCheckpoint if settings.dequantize else Checkpoint
     with reader.open(_find_folder(settings), require_config=True) as checkpoint:
-        check_source(checkpoint)
+        check_unquantized(checkpoint)
         calibrated = _find_scales(stats, checkpoint, asked)
         plan = make_plan(checkpoint, asked, scales=calibrated.scales)
         started = time.monotonic()
@@ -109,7 +109,7 @@ def _find_scales(
 ) -> Calibrated:
     if stats is None:
         return Calibrated(scales=NO_SCALES, notes=())
-    check_same_model(stats, checkpoint)
+    check_stats_model(stats, checkpoint)
     return find_scales(stats, checkpoint, asked)
 
 

@@ -17,7 +17,7 @@ from fp8calib.dialects.kv.config import read_config
 from fp8calib.dialects.kv.json import is_scales_json, load_object, read_json
 from fp8calib.dialects.kv.rank_files import list_tensor_names, read_ranks
 from fp8calib.dialects.kv.read_tensors import list_indexed_scales, read_tensors
-from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK, has_kv_form
+from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK, is_kv_scale_name
 from fp8calib.dialects.kv.validate import (
     ParsedScales,
     cut_list,
@@ -33,7 +33,7 @@ from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import METADATA_KEY
 
-SOURCE_DTYPES = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
+KV_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
 _E4M3FN_DIALECTS = ("compressed-tensors", "autofp8", "modelopt", "quark")
 """Of tools that make no other KV scales: their names or their `quant_method` say it."""
 _JSON_DIALECTS = ("vllm-json", "rfc")
@@ -139,7 +139,7 @@ def _explain_expanded(reading: ParsedScales, geometry: ModelGeometry) -> Iterato
         )
 
 
-def check_same_model(name: str, measured: CalibrationOrigin | None, fingerprint: str) -> None:
+def check_origin(name: str, measured: CalibrationOrigin | None, fingerprint: str) -> None:
     """Refuse scales that say themselves that they are of another model; most tools do not say.
 
     Args:
@@ -221,7 +221,7 @@ def _sort_files(place: Path, tensor_files: list[Path], json_files: list[Path]) -
     names = {path: list_tensor_names(path) for path in tensor_files}
     marked = [path for path in names if any(RANK_FILE_MARK in name for name in names[path])]
     has_tensors = bool(list_indexed_scales(place)) or any(
-        has_kv_form(name) for path in names for name in names[path]
+        is_kv_scale_name(name) for path in names for name in names[path]
     )
     return _Source(
         place=place,
@@ -251,10 +251,10 @@ def _no_scales(source: _Source) -> VerificationError:
 
 
 def _find_source_format(source_dtype: str | None) -> Fp8Format | None:
-    if source_dtype is not None and source_dtype not in SOURCE_DTYPES:
-        known = " or ".join(SOURCE_DTYPES)
+    if source_dtype is not None and source_dtype not in KV_FORMATS:
+        known = " or ".join(KV_FORMATS)
         raise UsageError(f"--source-dtype {source_dtype}: unknown", hint=f"it is {known}")
-    return SOURCE_DTYPES[source_dtype] if source_dtype is not None else None
+    return KV_FORMATS[source_dtype] if source_dtype is not None else None
 
 
 def _agree_on_format(

@@ -14,14 +14,13 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
 from fp8calib.dialects.kv.config import CheckpointConfig
 from fp8calib.dialects.kv.metadata import find_measurement, find_recorded_format
 from fp8calib.dialects.kv.tensor_names import (
-    NameForm,
     ScaleName,
+    Spelling,
     find_owners,
-    has_kv_form,
+    is_kv_scale_name,
     parse_name,
 )
 from fp8calib.dialects.kv.validate import (
-    KV_ROLES,
     ONE_FILLS_BOTH,
     ParsedScales,
     check_precision,
@@ -35,7 +34,7 @@ from fp8calib.dialects.kv.validate import (
 )
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.sites import KV_ROLES, Role, Site
 
 _METHOD_DIALECTS = {
     "compressed-tensors": "compressed-tensors",
@@ -97,7 +96,7 @@ def read_tensors(
             for name, file in named
             if name in owners.found
         ]
-    scales = [item for item in stored if item[1].name.form is not NameForm.ZERO_POINT]
+    scales = [item for item in stored if item[1].name.form is not Spelling.ZERO_POINT]
     bad_queries = _find_bad_queries([item for _, item in scales])
     if bad_queries:
         scales = [item for item in scales if Role.Q not in item[1].name.roles]
@@ -130,13 +129,13 @@ def _find_format(
     return named.pop() if named else None
 
 
-def name_dialect(forms: Collection[NameForm], config: CheckpointConfig) -> str:
+def name_dialect(forms: Collection[Spelling], config: CheckpointConfig) -> str:
     """Recognise the dialect: by the names of the scales first, by the config second."""
-    if NameForm.PROJECTION in forms:
+    if Spelling.PROJECTION in forms:
         return "modelopt"
-    if NameForm.OUTPUT in forms:
+    if Spelling.OUTPUT in forms:
         return "quark"
-    if set(forms) == {NameForm.SINGLE}:
+    if set(forms) == {Spelling.SINGLE}:
         return "autofp8" if config.quant_method == "fp8" else "tgi"
     method = config.quant_method.partition("_")[0]
     if method in _METHOD_DIALECTS:
@@ -171,7 +170,7 @@ def list_indexed_scales(place: Path) -> dict[str, str]:
         return {}
     with reading_errors():
         weight_map = read_index(path).weight_map
-    return {name: file for name, file in weight_map.items() if has_kv_form(name)}
+    return {name: file for name, file in weight_map.items() if is_kv_scale_name(name)}
 
 
 def _read(
@@ -182,15 +181,15 @@ def _read(
     if entry.shape not in ((), (1,), (heads, 1, 1)):
         fault = f"{name.full} has shape {list(entry.shape)}"
         raise refusal(path, fault, hint=f"one number, or per head [{heads}, 1, 1] for this model")
-    if name.form is NameForm.SINGLE and len(entry.shape) == 3:
+    if name.form is Spelling.SINGLE and len(entry.shape) == 3:
         raise refusal(
             path, f"{name.full} has shape {list(entry.shape)}", hint="kv_scale is one number"
         )
-    if name.form is not NameForm.ZERO_POINT and not file.torch_dtype(name.full).is_floating_point:
+    if name.form is not Spelling.ZERO_POINT and not file.torch_dtype(name.full).is_floating_point:
         raise refusal(path, f"{name.full} is of dtype {entry.dtype}", hint="a scale is a float")
     raw = file.read(name.full).to(torch.float32)
     values = raw.reshape(1, heads) if len(entry.shape) == 3 else raw.reshape(1)
-    if name.form is not NameForm.ZERO_POINT:
+    if name.form is not Spelling.ZERO_POINT:
         if not (drops_bad_query and Role.Q in name.roles):
             check_scales(path, name.full, values, stored=entry.dtype)
         check_precision(path, name.full, values, stored=entry.dtype)
@@ -219,7 +218,7 @@ def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Sit
     merged: dict[Site, _Stored] = {}
     singles: dict[Site, _Stored] = {}
     for attention, stored in scales:
-        target = singles if stored.name.form is NameForm.SINGLE else merged
+        target = singles if stored.name.form is Spelling.SINGLE else merged
         for role in stored.name.roles:
             other = target.setdefault(attention.site(role), stored)
             if not torch.equal(other.values, stored.values):
@@ -288,8 +287,8 @@ def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
     return bool(per_head)
 
 
-def _write_notes(ignored: Sequence[str], forms: Collection[NameForm]) -> tuple[str, ...]:
-    notes = (ONE_FILLS_BOTH,) if NameForm.SINGLE in forms else ()
+def _write_notes(ignored: Sequence[str], forms: Collection[Spelling]) -> tuple[str, ...]:
+    notes = (ONE_FILLS_BOTH,) if Spelling.SINGLE in forms else ()
     if not ignored:
         return notes
     return (*notes, f"{len(ignored)} scales outside the decoder left aside ({cut_list(ignored)})")

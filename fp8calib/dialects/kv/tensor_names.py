@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from fp8calib.dialects.kv.validate import KV_ROLES, cut_list, refusal
+from fp8calib.dialects.kv.validate import cut_list, refusal
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.geometry.sites import KV_ROLES, Role
 
 RANK_FILE_MARK = "kv_cache_scaling_factor"
 """What the scales of TensorRT-LLM and AMMO rank files are called."""
 
 
-class NameForm(StrEnum):
+class Spelling(StrEnum):
     """How a scale is attached to its attention module."""
 
     ATTENTION = "k_scale"
@@ -39,7 +39,7 @@ class ScaleName:
 
     full: str
     path: str
-    form: NameForm
+    form: Spelling
     roles: tuple[Role, ...]
 
 
@@ -51,18 +51,18 @@ class Owners:
     ignored: tuple[str, ...]
 
 
-_SUFFIXES: Mapping[str, tuple[NameForm, tuple[Role, ...]]] = {
+_SUFFIXES: Mapping[str, tuple[Spelling, tuple[Role, ...]]] = {
     f".{suffix}": (form, roles)
     for role in (Role.K, Role.V, Role.Q)
     for suffix, form, roles in (
-        (f"{role}_proj.{role}_scale", NameForm.PROJECTION, (role,)),
-        (f"qkv_proj.{role}_scale", NameForm.PROJECTION, (role,)),
-        (f"qkqkv_proj.{role}_scale", NameForm.PROJECTION, (role,)),
-        ("q.scale" if role is Role.Q else f"{role}_cache.scale", NameForm.CACHE, (role,)),
-        (f"{role}_proj.output_scale", NameForm.OUTPUT, (role,)),
-        (f"{role}_zero_point", NameForm.ZERO_POINT, (role,)),
-        (f"{role}_scale", NameForm.ATTENTION, (role,)),
-        ("kv_scale", NameForm.SINGLE, KV_ROLES),
+        (f"{role}_proj.{role}_scale", Spelling.PROJECTION, (role,)),
+        (f"qkv_proj.{role}_scale", Spelling.PROJECTION, (role,)),
+        (f"qkqkv_proj.{role}_scale", Spelling.PROJECTION, (role,)),
+        ("q.scale" if role is Role.Q else f"{role}_cache.scale", Spelling.CACHE, (role,)),
+        (f"{role}_proj.output_scale", Spelling.OUTPUT, (role,)),
+        (f"{role}_zero_point", Spelling.ZERO_POINT, (role,)),
+        (f"{role}_scale", Spelling.ATTENTION, (role,)),
+        ("kv_scale", Spelling.SINGLE, KV_ROLES),
     )
 }
 _LAYER = re.compile(r"(?:(?P<root>.*)\.)?(?P<index>[0-9]+)\.(?P<rest>.+?)", re.DOTALL)
@@ -84,12 +84,12 @@ def is_probability_scale(name: str) -> bool:
     return name.endswith((".prob_scale", ".prob_output_scale"))
 
 
-def has_kv_form(name: str) -> bool:
+def is_kv_scale_name(name: str) -> bool:
     """Tell whether a tensor is called like a scale of K or V, in any dialect."""
     parsed = parse_name(name)
     if parsed is None:
         return RANK_FILE_MARK in name
-    return parsed.form is not NameForm.ZERO_POINT and parsed.roles != (Role.Q,)
+    return parsed.form is not Spelling.ZERO_POINT and parsed.roles != (Role.Q,)
 
 
 def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName]) -> Owners:

@@ -12,12 +12,11 @@ import torch
 from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.scales.compute import SMALLEST_SCALE
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 MAX_LISTED = 8
-KV_ROLES = (Role.K, Role.V)
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
 """16 times its smallest number."""
 ONE_FILLS_BOTH = "one scale a layer fills k and v"

@@ -22,7 +22,6 @@ from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
 
-KV_ROLES = (Role.K, Role.V)
 _MAX_SCALE_BYTES = 1 << 20
 """More than any model has heads: what is larger is no scale, and is not read."""
 

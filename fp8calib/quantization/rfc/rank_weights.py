@@ -15,7 +15,7 @@ from fp8calib.checkpoint.atomic import explain_os_error, require_free_space
 from fp8calib.dialects.kv.metadata import make_metadata
 from fp8calib.dialects.kv.rfc import name_rank_files
 from fp8calib.fp8.cast import encode
-from fp8calib.fp8.encode import SOURCE_DTYPES, encode_rows
+from fp8calib.fp8.encode import ENCODABLE_DTYPES, encode_rows
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role, Site
@@ -116,6 +116,6 @@ def _put_weight(
 
 def _encode(rows: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Quantize: uint8 codes."""
-    if fmt is E4M3FN and rows.dtype in SOURCE_DTYPES:
+    if fmt is E4M3FN and rows.dtype in ENCODABLE_DTYPES:
         return encode_rows(rows, scale).view(torch.uint8)
     return encode(rows.to(torch.float32) / scale, fmt)

@@ -16,7 +16,7 @@ _WHOLE_ROW = -1
 """A group size of GPTQ and AWQ: all of an output channel."""
 
 
-def check_source(checkpoint: Checkpoint) -> None:
+def check_unquantized(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that is quantized already.
 
     Raises:

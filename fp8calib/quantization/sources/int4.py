@@ -18,7 +18,7 @@ from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.errors import ModelError, shorten
-from fp8calib.fp8.encode import SOURCE_DTYPES
+from fp8calib.fp8.encode import ENCODABLE_DTYPES
 from fp8calib.quantization.sources.already_quantized import find_sections
 from fp8calib.scales.compute import SMALLEST_SCALE
 
@@ -144,7 +144,7 @@ class Int4Source:
     def _read_scale(self, module: str) -> torch.Tensor:
         name = module + _SCALE
         stored = self._checkpoint.read(name)
-        if stored.numel() != 1 or stored.dtype not in SOURCE_DTYPES:
+        if stored.numel() != 1 or stored.dtype not in ENCODABLE_DTYPES:
             kind = f"{list(stored.shape)} {self._checkpoint.tensors[name].dtype}"
             raise self._refusal(f"{shorten(name)} is {kind}, where one scale is expected")
         scale = stored.to(torch.float32).reshape(())
