@@ -58,7 +58,7 @@ def calibrate(
     batch_size: int,
     progress: Progress,
     streaming: Streaming | None = None,
-    portion: WorkShare = WHOLE,
+    share: WorkShare = WHOLE,
 ) -> CalibrationStats:
     """Gather the statistics that `recipe` asks for; `plan` is None when it asks for weights alone.
 
@@ -71,29 +71,29 @@ def calibrate(
         ModelError: a weight is NaN or inf.
         CalibrationError: an activation is NaN or inf, or a site that must be seen was not.
     """
-    todo = None if plan is None else portion.batches(plan, batch_size)
+    todo = None if plan is None else share.batches(plan, batch_size)
     sites: dict[Site, SiteStats] = {}
     if streaming is not None:
-        sites |= _layer_by_layer(prepared, todo, checkpoint, recipe, progress, streaming, portion)
+        sites |= _layer_by_layer(prepared, todo, checkpoint, recipe, progress, streaming, share)
     else:
         if recipe.observe.weights:
-            sites |= _weights(prepared, checkpoint, progress, portion)
+            sites |= _weights(prepared, checkpoint, progress, share)
         if todo:
-            sites |= _activations(prepared, todo, recipe, progress, portion)
-    sites = portion.join(sites)
-    if plan is not None and recipe.observe.kv and portion.is_first:
+            sites |= _activations(prepared, todo, recipe, progress, share)
+    sites = share.join(sites)
+    if plan is not None and recipe.observe.kv and share.is_first:
         _require_kv(prepared, sites)
     header = (
         make_header(prepared, plan, source, checkpoint, recipe)
-        if portion.journal is None
-        else portion.journal.header
+        if share.journal is None
+        else share.journal.header
     )
     skipped = tuple(list_skipped(prepared, recipe, sites))
     return CalibrationStats(
         header=header.model_copy(update={"skipped": skipped}),
         sites=sites,
         text_hashes=text_hashes_of(plan),
-        shard=_make_shard(portion.shard, plan, batch_size),
+        shard=_make_shard(share.shard, plan, batch_size),
     )
 
 
@@ -150,10 +150,10 @@ def _make_shard(shard: Share | None, plan: DataPlan | None, batch_size: int) -> 
 
 
 def _weights(
-    prepared: PreparedModel, checkpoint: Checkpoint, progress: Progress, portion: WorkShare
+    prepared: PreparedModel, checkpoint: Checkpoint, progress: Progress, share: WorkShare
 ) -> dict[Site, SiteStats]:
     linears = [linear for _, linear in prepared.geometry.linears()]
-    chosen = portion.weights(linears)
+    chosen = share.weights(linears)
     progress.stage("reading weights", len(chosen))
     started = time.monotonic()
     found: dict[Site, SiteStats] = {}
@@ -162,10 +162,10 @@ def _weights(
     ):
         found[site] = stats
         progress.advance(1)
-    if portion.reads_other_weights:
+    if share.reads_other_weights:
         read = prepared.weights.names_of({linear.weight_name for linear in linears})
         check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
-    portion.keep_weights(found, duration_s=time.monotonic() - started)
+    share.keep_weights(found, duration_s=time.monotonic() - started)
     return found
 
 
@@ -176,7 +176,7 @@ def _layer_by_layer(
     recipe: Recipe,
     progress: Progress,
     streaming: Streaming,
-    portion: WorkShare,
+    share: WorkShare,
 ) -> dict[Site, SiteStats]:
     num_layers = len(prepared.geometry.layers)
     used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in todo or ())]
@@ -193,7 +193,7 @@ def _layer_by_layer(
             checkpoint,
             recipe.observe,
             ignored=prepared.ignored,
-            linears=portion.weights([linear for _, linear in prepared.geometry.linears()]),
+            linears=share.weights([linear for _, linear in prepared.geometry.linears()]),
         )
         if not todo:
             progress.stage("reading weights", num_layers, unit="layers")
@@ -204,8 +204,8 @@ def _layer_by_layer(
             todo,
             streaming,
             progress.advance,
-            portion.journal,
-            on_back_off=portion.back_offs.append,
+            share.journal,
+            on_back_off=share.back_offs.append,
         )
 
 
@@ -214,7 +214,7 @@ def _activations(
     todo: Sequence[Batch],
     recipe: Recipe,
     progress: Progress,
-    portion: WorkShare,
+    share: WorkShare,
 ) -> dict[Site, SiteStats]:
     observe = recipe.observe
     recorder = Recorder()
@@ -231,14 +231,14 @@ def _activations(
             inputs=observe.inputs,
             ignored=prepared.ignored,
         ),
-        _kept(recorder, portion.journal) as on_checked,
+        _kept(recorder, share.journal) as on_checked,
     ):
         runner.run(
             todo,
             recorder,
             progress.advance,
             on_checked=on_checked,
-            on_back_off=portion.back_offs.append,
+            on_back_off=share.back_offs.append,
         )
     return recorder.stats()
 

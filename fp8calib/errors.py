@@ -33,6 +33,11 @@ def shorten(name: str) -> str:
     return _escape(name[:_MAX_NAME])[:_MAX_NAME]
 
 
+def first_line(error: BaseException) -> str:
+    """Give the first line of another library's error, or its type where it has no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def fit_line(text: str) -> str:
     """Keep a message to one line that any terminal prints, and within what anybody reads."""
     if len(text) > _MAX_MESSAGE:

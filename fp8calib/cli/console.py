@@ -24,9 +24,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from fp8calib.cli.signals import raise_again
+from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError
-from fp8calib.machine.launch import tell_starter
+from fp8calib.machine.launch import report_to_torchrun
 
 
 class _Console(Console):
@@ -136,11 +136,12 @@ def _is_number(text: str) -> bool:
 
 
 def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: int) -> int:
-    """Print an error on stderr, and as JSON on stdout when asked; give the exit code back.
+    """Print an error on stderr, report it to torchrun, and print it as JSON on stdout when asked.
 
-    A starter of several processes is told of it as well.
+    Returns:
+        The exit code.
     """
-    tell_starter(os.environ, f"error: {message}")
+    report_to_torchrun(os.environ, f"error: {message}")
     _talk.print(Text(f"error: {message}", style="bold red"))
     if hint:
         _talk.print(Text(f"hint: {hint}"))
@@ -190,7 +191,11 @@ class Bar:
         self._task = self._progress.add_task(name, total=total, unit=unit)
 
     def advance(self, steps: int) -> None:
-        """Go on by `steps`, unless the work was interrupted and nobody heard it."""
-        raise_again()
+        """Advance by `steps`.
+
+        Raises:
+            KeyboardInterrupt: a signal came, and Python swallowed its exception.
+        """
+        reraise_signal()
         if self._task is not None:
             self._progress.advance(self._task, steps)

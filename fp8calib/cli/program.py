@@ -1,4 +1,4 @@
-"""The command line: parse, run one command, show the outcome or one clear error."""
+"""The command line: run one command and show its result, or one error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.main import get_command
 from fp8calib.cli.app import app
 from fp8calib.cli.console import be_silent, drop_stdout, say, show_error
 from fp8calib.cli.option_types import spread_formats
-from fp8calib.cli.signals import listen
+from fp8calib.cli.signals import handle_signals
 from fp8calib.errors import Fp8CalibError, UsageError, fit_line
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 
@@ -32,7 +32,7 @@ _HINTS = {
     "export": "choose another --format or --out",
     "verification": "look at the file the message names",
 }
-"""What to do where an error itself does not say it."""
+"""The hints of errors that have none of their own."""
 _STAGES = {
     "calibrate": "calibration",
     "export": "export",
@@ -42,70 +42,71 @@ _STAGES = {
     "verify": "verification",
     "check": "verification",
 }
-"""What an interruption kept a command from; the exit code tells it from a failure."""
+"""The error kind of an interrupted command; the exit code tells an interruption from a failure."""
 
-_FIRST_TELLS_S = 10.0
+_FIRST_PRINTS_S = 10.0
+"""How long the other processes leave it to the first one to print an error."""
 _RESUMABLE = frozenset({"calibrate", "quantize"})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program and leave with its exit code."""
+    """Run the program and exit with its code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    listen()
+    handle_signals()
     _replace_closed_streams()
     try:
-        place = find_process_rank(os.environ)
+        process_rank = find_process_rank(os.environ)
     except UsageError as error:
         sys.exit(_show(error, arguments))
-    if place.size > 1:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # pages of C++ where one has died
-    if place.is_first:
-        sys.exit(_guarded(arguments, place))
+    if process_rank.size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else pages of C++ when a peer dies
+    if process_rank.is_first:
+        sys.exit(_guarded(arguments, process_rank))
     be_silent()
-    with suppress(KeyboardInterrupt):  # the first process has ended, and said why
-        sys.exit(_guarded(arguments, place))
+    with suppress(KeyboardInterrupt):  # the first process has ended and printed why
+        sys.exit(_guarded(arguments, process_rank))
     sys.exit(INTERRUPTED)
 
 
 def _replace_closed_streams() -> None:
-    """Give a program that was started without stdout or stderr somewhere to write."""
+    """Open os.devnull where the program was started without stdout or stderr."""
     if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- open until the program ends
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- stays open
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
 
 
-def _wait_for_first(place: ProcessRank) -> None:
-    """Let the first process tell of what all have met: its end, and that of all, comes meanwhile.
+def _wait_for_first(process_rank: ProcessRank) -> None:
+    """Let the first process print an error that all of them meet, and end the others meanwhile.
 
-    What is told of here is what this process alone has met.
+    A process that outlives the wait met the error alone: it prints the error itself.
     """
-    if not place.is_first:
-        time.sleep(_FIRST_TELLS_S)
+    if not process_rank.is_first:
+        time.sleep(_FIRST_PRINTS_S)
         be_silent(False)
-        say(f"rank {place.rank} of {place.size}:")
+        say(f"rank {process_rank.rank} of {process_rank.size}:")
 
 
 def main_inner(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; errors are raised, so that tests can see them."""
+    """Run one command and return its exit code; errors are raised."""
     command = get_command(app)
-    if not arguments:  # the parser would call its own help an error
+    if not arguments:  # the parser would count this as an error
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
         return UsageError.exit_code
     outcome = command.main(spread_formats(arguments), prog_name="fp8calib", standalone_mode=False)
-    if outcome == INTERRUPTED:  # the parser turns Ctrl-C into an exit without a word
+    if outcome == INTERRUPTED:  # the parser turns KeyboardInterrupt into this code
         raise KeyboardInterrupt
     return outcome if isinstance(outcome, int) else 0
 
 
-def _say_how_to_resume(arguments: Sequence[str]) -> str:
-    """Give the command line that goes on where this one was interrupted; empty where none does."""
+def _resume_hint(arguments: Sequence[str]) -> str:
+    """Give the command line that resumes an interrupted one; empty where none can."""
     if not arguments or arguments[0] not in _RESUMABLE or "--dry-run" in arguments:
         return ""
     again = arguments if "--resume" in arguments else [*arguments, "--resume"]
     if find_process_rank(os.environ).size > 1:
-        return "go on with: the same command and --resume, started alike or in one process"
-    return f"go on with: {shlex.join(['fp8calib', *again])}"
+        return "resume with: the same command and --resume, in any number of processes"
+    return f"resume with: {shlex.join(['fp8calib', *again])}"
 
 
 def _show(error: Fp8CalibError, arguments: Sequence[str]) -> int:
@@ -114,42 +115,43 @@ def _show(error: Fp8CalibError, arguments: Sequence[str]) -> int:
     return show_error(error.kind, error.message, hint, as_json=as_json, exit_code=error.exit_code)
 
 
-def _check_others(arguments: Sequence[str], place: ProcessRank) -> None:
-    """Refuse to do several times at once what one process is for."""
-    if place.size > 1 and arguments and arguments[0] in _STAGES and arguments[0] != "calibrate":
+def _require_one_process(arguments: Sequence[str], process_rank: ProcessRank) -> None:
+    """Refuse several processes for every command but calibrate."""
+    command = next(iter(arguments), "")
+    if process_rank.size > 1 and command in _STAGES and command != "calibrate":
         raise UsageError(
-            f"{arguments[0]}: {place.size} processes were started, and only calibrate shares its "
-            "work among several",
+            f"{command}: {process_rank.size} processes were started, and only calibrate runs in "
+            "several",
             hint="start it without torchrun",
         )
 
 
 def _guarded(  # noqa: PLR0911 -- one return per kind of error
-    arguments: Sequence[str], place: ProcessRank
+    arguments: Sequence[str], process_rank: ProcessRank
 ) -> int:
     as_json = "--json" in arguments
     try:
-        _check_others(arguments, place)
+        _require_one_process(arguments, process_rank)
         return main_inner(arguments)
     except Fp8CalibError as error:
-        _wait_for_first(place)
+        _wait_for_first(process_rank)
         return _show(error, arguments)
     except TyperException as error:
-        _wait_for_first(place)
+        _wait_for_first(process_rank)
         message = error.format_message().strip().replace(": Input should be", ": must be")
         return show_error("usage", fit_line(message), _HINTS["usage"], as_json=as_json, exit_code=2)
     except (KeyboardInterrupt, Abort):
-        if not place.is_first:
+        if not process_rank.is_first:
             return INTERRUPTED
         kind = _STAGES.get(next(iter(arguments), ""), "data")
-        hint = _say_how_to_resume(arguments)
+        hint = _resume_hint(arguments)
         return show_error(kind, "interrupted", hint, as_json=as_json, exit_code=INTERRUPTED)
     except Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:
-        drop_stdout()  # whoever read our output has seen enough
+        drop_stdout()  # the reader of our output has closed it
         return 0
-    except Exception as error:  # noqa: BLE001 -- the outermost frame: anything left is our bug
+    except Exception as error:  # noqa: BLE001 -- the outermost frame: it is our bug
         be_silent(False)
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"

@@ -1,27 +1,27 @@
-"""Ctrl-C and SIGTERM, which are one thing here: the work ends, and says how to go on."""
+"""Handle SIGINT and SIGTERM alike: stop cleanly and print the command that resumes."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-_asked: list[int] = []
-"""The signals that came."""
+_received: list[int] = []
+"""The signals received so far."""
 
 
-def listen() -> None:
-    """Raise KeyboardInterrupt at SIGINT, unless the caller had it ignored, and at SIGTERM."""
+def handle_signals() -> None:
+    """Raise KeyboardInterrupt at SIGTERM, and at SIGINT unless the caller had it ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
 
 
-def raise_again() -> None:
-    """Raise what Python swallows where a signal meets a destructor or a callback of C code."""
-    if _asked:
+def reraise_signal() -> None:
+    """Raise KeyboardInterrupt again: Python swallows it in a destructor or a callback of C code."""
+    if _received:
         raise KeyboardInterrupt
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    _asked.append(number)
+    _received.append(number)
     raise KeyboardInterrupt

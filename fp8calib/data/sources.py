@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fp8calib.data.rows import FIELDS, Row, parse_row
 from fp8calib.data.specs import DataSpec, FileSource, HubSource
-from fp8calib.errors import DataError
+from fp8calib.errors import DataError, first_line
 
 
 def mix_rows(
@@ -176,7 +176,7 @@ def _iter_parquet_values(path: Path) -> Iterator[dict[str, Any]]:
                 yield from ({**unread, **value} for value in batch.to_pylist())
     except (pa.ArrowException, ValueError) as error:
         raise DataError(
-            f"{path.name}: not a readable parquet file ({_first_line(error)})",
+            f"{path.name}: not a readable parquet file ({first_line(error)})",
             hint="write the file again, or use .jsonl",
         ) from error
 
@@ -196,7 +196,7 @@ def _iter_hub_values(source: HubSource) -> Iterator[Any]:
         raise DataError(
             f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
             "the hub cannot be reached or has no such data "
-            f"({type(error).__name__}: {_first_line(error)})",
+            f"({type(error).__name__}: {first_line(error)})",
             hint="check name, configuration and split, or give a local file with --data",
         ) from error
 
@@ -229,13 +229,9 @@ def _parse_json(text: str, where: str) -> object:
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where}: JSON that cannot be read ({_first_line(error)})",
+            f"{where}: JSON that cannot be read ({first_line(error)})",
             hint="check the row for endless numbers or nesting",
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["no message"])[0][:200]
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

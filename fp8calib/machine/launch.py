@@ -1,6 +1,6 @@
-"""With how many others a process was started: what torchrun and its like put into the environment.
+"""The rank of this process among those started together, from the environment torchrun sets.
 
-Nothing heavy is imported for it, since every command asks.
+Every command reads it, so nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _PORTS = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRank:
-    """Which of several processes this one is."""
+    """The rank of this process among those of a run."""
 
     rank: int
     size: int
     local_rank: int
-    """Among those on this machine."""
+    """The rank among the processes on this machine."""
     local_size: int
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and talks."""
+        """Whether this process writes the output and prints messages."""
         return self.rank == 0
 
 
@@ -38,10 +38,10 @@ ALONE = ProcessRank(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def find_process_rank(environment: Mapping[str, str]) -> ProcessRank:
-    """Read one's place; `ALONE` where nothing says that there are others.
+    """Read the rank from the environment; `ALONE` where a variable is missing.
 
     Raises:
-        UsageError: a variable holds no number, or numbers that contradict each other.
+        UsageError: a variable is not a number, or the numbers contradict each other.
     """
     if not all(environment.get(name) for name in _NEEDED):
         return ALONE
@@ -49,24 +49,24 @@ def find_process_rank(environment: Mapping[str, str]) -> ProcessRank:
         _read(environment, name, 0) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
     )
     if port >= _PORTS:
-        raise UsageError(f"MASTER_PORT={port}: cannot be", hint="start all processes with torchrun")
-    place = ProcessRank(
+        raise UsageError(f"MASTER_PORT={port}: no port", hint="start all processes with torchrun")
+    found = ProcessRank(
         rank=rank,
         size=size,
         local_rank=_read(environment, "LOCAL_RANK", rank),
         local_size=_read(environment, "LOCAL_WORLD_SIZE", size),
     )
-    if not (0 <= rank < size and 0 <= place.local_rank < place.local_size <= size):
+    if not (0 <= rank < size and 0 <= found.local_rank < found.local_size <= size):
         raise UsageError(
-            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {place.local_rank} and LOCAL_WORLD_SIZE "
-            f"{place.local_size} cannot be",
+            f"RANK {rank}, WORLD_SIZE {size}, LOCAL_RANK {found.local_rank} and LOCAL_WORLD_SIZE "
+            f"{found.local_size} contradict each other",
             hint="start all processes with torchrun, or unset these variables",
         )
-    return place
+    return found
 
 
-def tell_starter(environment: Mapping[str, str], message: str) -> None:
-    """Leave an error where torchrun's own summary takes it from; nobody else asks for it."""
+def report_to_torchrun(environment: Mapping[str, str], message: str) -> None:
+    """Write an error to the file from which torchrun makes its summary, where there is one."""
     path = environment.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -78,5 +78,5 @@ def tell_starter(environment: Mapping[str, str], message: str) -> None:
 def _read(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if not text.isdecimal():
-        raise UsageError(f"{name}={text}: no number", hint="start all processes with torchrun")
+        raise UsageError(f"{name}={text}: not a number", hint="start all processes with torchrun")
     return int(text)

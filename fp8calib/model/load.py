@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_doubled
-from fp8calib.errors import CalibrationError, ModelError
+from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.machine.devices import find_device
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -115,19 +115,19 @@ def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
-            f"{model} is no folder here, and fetching it from the hub failed: {_first_line(error)}",
+            f"{model} is no folder here, and fetching it from the hub failed: {_explain(error)}",
             hint="check the name and the network, or pass a local folder",
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def _explain(error: BaseException) -> str:
+    """Say in one line what an error of transformers or of the hub means."""
     if isinstance(error, KeyError):
         return f"{error} is missing or unknown"
-    lines = [line.strip() for line in str(error).strip().split("\n")]
-    if "`CONVERSION` entries" in lines[0]:  # of a report that nobody was shown
+    line = first_line(error)
+    if "`CONVERSION` entries" in line:  # it refers to a report that is printed nowhere
         return "tensors that it joins (experts, fused weights) are missing or of unequal shapes"
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return text or type(error).__name__
+    return " ".join(str(error).split("\n")[:2]) if line.endswith(":") else line
 
 
 def _refuse_quantized(raw: Mapping[str, object], folder: Path, hint: str) -> None:
@@ -151,7 +151,7 @@ def _load_config(
     except Exception as error:
         raise ModelError(
             f"{folder}/config.json: transformers {transformers.__version__} cannot use it: "
-            f"{_first_line(error)}"
+            f"{_explain(error)}"
         ) from error
 
 
@@ -235,7 +235,7 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
     except Exception as error:
         carries_code = "trust_remote_code" in str(error)
         raise ModelError(
-            f"{source.folder}: the tokenizer cannot be loaded: {_first_line(error)}",
+            f"{source.folder}: the tokenizer cannot be loaded: {_explain(error)}",
             hint="pass --trust-remote-code if you trust that code" if carries_code else "",
         ) from error
     if len(tokenizer) > vocab_size:
@@ -280,7 +280,7 @@ def load_model(
                 hint="leave --device-map out: it is then streamed layer by layer",
             ) from error
         raise ModelError(
-            f"{source.folder}: transformers cannot load the model: {_first_line(error)}"
+            f"{source.folder}: transformers cannot load the model: {_explain(error)}"
         ) from error
     _check_loading(source.folder, info)
     loaded: PreTrainedModel = model.eval()
@@ -343,7 +343,7 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
     except Exception as error:
         raise ModelError(
             f"{source.folder}: transformers cannot build {source.config.model_type}: "
-            f"{_first_line(error)}"
+            f"{_explain(error)}"
         ) from error
     built: PreTrainedModel = model.eval()
     return built

@@ -1,4 +1,4 @@
-"""The program, caught in C++ where processes join their group: nothing in Python reaches it there.
+"""The program, blocked in C++ where processes join their group: no signal handler runs there.
 
 Run it as `python -m tests.cli.stuck` where `python -m fp8calib` is run.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from torch import distributed
 
 from fp8calib.cli import main
-from fp8calib.run.distributed import heartbeat as watch
+from fp8calib.run.distributed import heartbeat
 
 
 def sleep_in_c(*_: Any, **__: Any) -> None:
@@ -20,6 +20,6 @@ def sleep_in_c(*_: Any, **__: Any) -> None:
 
 
 if __name__ == "__main__":
-    watch.STUCK_S = 1.0
+    heartbeat.STUCK_S = 1.0
     distributed.init_process_group = sleep_in_c
     main()

@@ -11,7 +11,7 @@ import pytest
 CHILD = """
 import os, signal, sys
 from fp8calib.cli.console import Bar
-from fp8calib.cli.signals import listen
+from fp8calib.cli.signals import handle_signals
 
 class Deaf:
     def __del__(self):
@@ -20,12 +20,12 @@ class Deaf:
             pass
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-listen()
+handle_signals()
 with Bar() as bar:
     bar.stage("work", 2)
     bar.advance(1)
     Deaf()
-    print("went on")
+    print("continued")
     try:
         bar.advance(1)
     except KeyboardInterrupt:
@@ -37,7 +37,7 @@ with Bar() as bar:
 def test_a_signal_in_a_destructor_is_not_lost(number: signal.Signals) -> None:
     command = [sys.executable, "-c", CHILD, str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split("\n")[:2] == ["went on", "stopped"]
+    assert done.stdout.split("\n")[:2] == ["continued", "stopped"]
     assert "KeyboardInterrupt" in done.stderr  # what Python says of the one it swallowed
 
 
@@ -45,7 +45,7 @@ def test_an_ignored_sigint_stays_ignored() -> None:
     """As in a job that a shell started in the background."""
     code = (
         "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from fp8calib.cli.signals import listen; listen()\n"
+        "from fp8calib.cli.signals import handle_signals; handle_signals()\n"
         "os.kill(os.getpid(), signal.SIGINT); print('alive')"
     )
     done = subprocess.run(

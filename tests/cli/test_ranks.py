@@ -1,4 +1,4 @@
-"""`calibrate` in several processes: the file of one, and a word on the one that fails."""
+"""`calibrate` in several processes: the file is that of one process, a failed peer is named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
-from fp8calib.run.distributed import rendezvous as meeting
+from fp8calib.run.distributed import rendezvous
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
@@ -38,14 +38,14 @@ def make_rows(path: Path, count: int) -> Path:
     return write_rows(path, [{"input_ids": row} for row in rows])
 
 
-def start(place: dict[str, object], *command: object) -> subprocess.Popen[str]:
+def start(variables: dict[str, object], *command: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**ENVIRONMENT, **{name: str(value) for name, value in place.items()}},
+        env={**ENVIRONMENT, **{name: str(value) for name, value in variables.items()}},
     )
 
 
@@ -62,7 +62,7 @@ def start_ranks(
     program: tuple[str, ...] = PROGRAM,
     last: tuple[str, ...] | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start the processes of a run one by one, as any starter would; the last may be special."""
+    """Start the processes of a run one by one; the last may run another program."""
     port = find_port()
     shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     programs = [program] * (count - 1) + [last or program]
@@ -104,7 +104,7 @@ def test_any_number_of_processes_writes_the_same_file(mixtral: Path, tmp_path: P
         assert not list(tmp_path.glob(f"*{name}.*"))
 
 
-def test_a_process_that_dies_ends_all_and_another_run_goes_on(
+def test_a_process_that_dies_ends_all_and_the_run_can_be_resumed(
     mixtral: Path, tmp_path: Path
 ) -> None:
     rows = make_rows(tmp_path / "rows.jsonl", 26)
@@ -128,7 +128,7 @@ def test_a_process_that_dies_ends_all_and_another_run_goes_on(
     assert found.read_bytes() == whole.read_bytes()
 
 
-def test_a_process_that_dies_before_all_have_met_is_named(mixtral: Path, tmp_path: Path) -> None:
+def test_a_process_that_dies_before_the_rendezvous_is_named(mixtral: Path, tmp_path: Path) -> None:
     """The third one never comes; the second one is killed while it waits for it."""
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
@@ -136,17 +136,17 @@ def test_a_process_that_dies_before_all_have_met_is_named(mixtral: Path, tmp_pat
     shared = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     first, second = (start({**shared, "RANK": rank}, *PROGRAM[1:], *command) for rank in (0, 1))
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    store.wait(["fp8calib/where/1"])
+    store.wait(["fp8calib/process/1"])
     killed = time.monotonic()
     second.kill()
     code, _, err = finish(first)
     finish(second)
-    assert time.monotonic() - killed < meeting.MEETING_S
+    assert time.monotonic() - killed < rendezvous.RENDEZVOUS_S
     assert code == 6, err
     assert "error: rank 1 of 3: its process has died\n" in err
 
 
-def test_a_process_that_is_caught_in_torch_ends_too(mixtral: Path, tmp_path: Path) -> None:
+def test_a_process_that_is_blocked_inside_torch_ends_too(mixtral: Path, tmp_path: Path) -> None:
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
     first, second = start_ranks(2, *command, program=(sys.executable, "-m", "tests.cli.stuck"))
@@ -160,8 +160,8 @@ def test_a_process_that_is_caught_in_torch_ends_too(mixtral: Path, tmp_path: Pat
     assert "error: rank 1 of 2: its process has died\n" in err
 
 
-def test_the_error_of_any_process_is_told_once_by_the_first(tmp_path: Path) -> None:
-    """A token whose embedding is NaN stands in the last sequence: rank 1 meets it."""
+def test_the_error_of_any_process_is_printed_once_by_the_first(tmp_path: Path) -> None:
+    """The last sequence, which rank 1 runs, holds a token whose embedding is NaN."""
     zoo.save("llama", tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     weights = load_file(path)
@@ -187,10 +187,10 @@ def test_the_error_of_any_process_is_told_once_by_the_first(tmp_path: Path) -> N
     assert not [path for name in ("out", "alone") for path in tmp_path.glob(f"*{name}*")]
 
 
-def test_other_commands_refuse_to_be_started_several_times(tmp_path: Path) -> None:
-    place = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+def test_other_commands_refuse_several_processes(tmp_path: Path) -> None:
+    variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     process = start(
-        place, "-m", "fp8calib", "quantize", tmp_path, "--scheme", "w8a16", "--out", "x"
+        variables, "-m", "fp8calib", "quantize", tmp_path, "--scheme", "w8a16", "--out", "x"
     )
     code, _, err = finish(process)
     assert code == 2

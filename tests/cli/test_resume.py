@@ -84,7 +84,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     error = json.loads(text)["error"]
     assert (error["kind"], error["message"]) == ("calibration", "interrupted")
     assert "Traceback" not in err
-    words = shlex.split(error["hint"].removeprefix("go on with: "))
+    words = shlex.split(error["hint"].removeprefix("resume with: "))
     assert words[0] == "fp8calib"
     outcome = succeed(*words[1:])
     assert outcome.json["resumed_sequences"] > 0

@@ -1,4 +1,4 @@
-"""The place of a process, read from what its starter says."""
+"""The rank of a process, read from the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fp8calib.errors import UsageError
-from fp8calib.machine.launch import ALONE, ProcessRank, find_process_rank, tell_starter
+from fp8calib.machine.launch import ALONE, ProcessRank, find_process_rank, report_to_torchrun
 
 TORCHRUN = {
     "RANK": "5",
@@ -20,14 +20,14 @@ TORCHRUN = {
 }
 
 
-def test_torchrun_says_it_all() -> None:
-    place = find_process_rank(TORCHRUN)
-    assert place == ProcessRank(rank=5, size=8, local_rank=1, local_size=4)
-    assert not place.is_first
+def test_all_variables_of_torchrun_are_read() -> None:
+    process_rank = find_process_rank(TORCHRUN)
+    assert process_rank == ProcessRank(rank=5, size=8, local_rank=1, local_size=4)
+    assert not process_rank.is_first
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_variable_that_others_set_too_says_nothing_alone(missing: str) -> None:
+def test_one_process_where_a_variable_is_missing(missing: str) -> None:
     assert find_process_rank({**TORCHRUN, missing: ""}) == ALONE
     assert find_process_rank({}) == ALONE
     assert ALONE.is_first
@@ -51,17 +51,17 @@ def test_without_local_variables_all_are_on_one_machine() -> None:
         {"LOCAL_WORLD_SIZE": "9", "LOCAL_RANK": "0"},
     ],
 )
-def test_places_that_cannot_be_are_refused(change: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"cannot be|no number"):
+def test_contradicting_variables_are_refused(change: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"contradict each other|no port|not a number"):
         find_process_rank({**TORCHRUN, **change})
 
 
-def test_the_starter_is_told_of_an_error_where_torchrun_reads_it(tmp_path: Path) -> None:
+def test_an_error_is_written_where_torchrun_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    tell_starter({"TORCHELASTIC_ERROR_FILE": str(path)}, "error: no such model")
+    report_to_torchrun({"TORCHELASTIC_ERROR_FILE": str(path)}, "error: no such model")
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=4, error_file=str(path))
     summary = ChildFailedError("fp8calib", {0: failure}).format_msg()
     assert "traceback : error: no such model" in summary
-    tell_starter({"TORCHELASTIC_ERROR_FILE": ""}, "error")
-    tell_starter({}, "error")
+    report_to_torchrun({"TORCHELASTIC_ERROR_FILE": ""}, "error")
+    report_to_torchrun({}, "error")
     assert [path] == list(tmp_path.iterdir())

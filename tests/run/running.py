@@ -34,7 +34,7 @@ class Subject:
 
     def calibrate(
         self,
-        portion: WorkShare | None = None,
+        share: WorkShare | None = None,
         *,
         plan: DataPlan | None = None,
         batch_size: int = 2,
@@ -51,7 +51,7 @@ class Subject:
             batch_size=batch_size,
             progress=progress or Silent(),
             streaming=self.streaming,
-            portion=portion or WorkShare(),
+            share=share or WorkShare(),
         )
 
 

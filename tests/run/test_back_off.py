@@ -60,12 +60,12 @@ def test_the_run_goes_on_with_half_the_batch_as_if_it_had_been_asked_for(
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
-        portion = WorkShare()
+        share = WorkShare()
         handle = limit_memory(subject, error, sequences=2)
-        found = subject.calibrate(portion, batch_size=4)
+        found = subject.calibrate(share, batch_size=4)
         handle.remove()
     assert as_bytes(found, tmp_path) == halved
-    assert portion.back_offs == [BackOff(first=0, batch_size=2)]
+    assert share.back_offs == [BackOff(first=0, batch_size=2)]
 
 
 def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_memory_may_run_out_late_and_again(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         whole = subject.calibrate(batch_size=4)
-        portion = WorkShare()
+        share = WorkShare()
         handle = limit_memory(subject, ERRORS[0], sequences=1, from_call=1)
-        found = subject.calibrate(portion, batch_size=4)
+        found = subject.calibrate(share, batch_size=4)
         handle.remove()
-    assert portion.back_offs == [BackOff(first=4, batch_size=1)]
+    assert share.back_offs == [BackOff(first=4, batch_size=1)]
     assert found.sites.keys() == whole.sites.keys()
     for site, expected in whole.sites.items():
         assert found.sites[site].count == expected.count
@@ -110,12 +110,12 @@ def test_a_streamed_run_begins_anew_with_half_the_batch(error: Exception, tmp_pa
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model", streamed=True) as subject:
         halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
-        portion, bar = WorkShare(), Bar()
+        share, bar = WorkShare(), Bar()
         handle = limit_memory(subject, error, sequences=2)
-        found = subject.calibrate(portion, batch_size=4, progress=bar)
+        found = subject.calibrate(share, batch_size=4, progress=bar)
         handle.remove()
     assert as_bytes(found, tmp_path) == halved
-    assert portion.back_offs == [BackOff(first=0, batch_size=2)]
+    assert share.back_offs == [BackOff(first=0, batch_size=2)]
     assert bar.steps == bar.total
 
 

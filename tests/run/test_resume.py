@@ -96,8 +96,8 @@ def end_and_go_on(
     for progress in ends:
 
         def run(progress: Stopping = progress) -> None:
-            portion = keep_in(folder, subject, shard=shard)
-            subject.calibrate(portion, progress=progress)
+            share = keep_in(folder, subject, shard=shard)
+            subject.calibrate(share, progress=progress)
 
         child = context.Process(target=run)
         child.start()
@@ -144,11 +144,11 @@ def test_an_interrupted_run_keeps_its_last_batch(steps: int, tmp_path: Path) -> 
             subject.calibrate(
                 keep_in(tmp_path / "kept", subject), progress=Stopping(steps, interrupt)
             )
-        portion = keep_in(tmp_path / "kept", subject)
-        assert portion.journal is not None
+        share = keep_in(tmp_path / "kept", subject)
+        assert share.journal is not None
         bounds = [0, 2, 4, 6, 7, 9, 10, 12, 13]  # of batches, their quarters at 0, 4, 7, 10
-        assert portion.journal.done.sequences == ((0, bounds[steps - 14]),)
-        assert as_bytes(subject.calibrate(portion), tmp_path) == whole
+        assert share.journal.done.sequences == ((0, bounds[steps - 14]),)
+        assert as_bytes(subject.calibrate(share), tmp_path) == whole
 
 
 def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
@@ -174,10 +174,10 @@ def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
             patch.setattr(SiteAccumulator, "observe", observe_and_stop)
             with pytest.raises(KeyboardInterrupt):
                 subject.calibrate(keep_in(tmp_path / "kept", subject))
-        portion = keep_in(tmp_path / "kept", subject)
-        assert portion.journal is not None
-        assert portion.journal.done.sequences == ((0, 6),)
-        assert as_bytes(subject.calibrate(portion), tmp_path) == whole
+        share = keep_in(tmp_path / "kept", subject)
+        assert share.journal is not None
+        assert share.journal.done.sequences == ((0, 6),)
+        assert as_bytes(subject.calibrate(share), tmp_path) == whole
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
@@ -232,11 +232,11 @@ def test_a_damaged_state_of_a_layer_is_not_gone_on_with(
         whole = as_bytes(subject.calibrate(), tmp_path)
         subject.calibrate(keep_in(kept, subject))
         damage(next(kept.iterdir()) / name)
-        portion = keep_in(kept, subject)
-        assert portion.journal is not None
-        monkeypatch.setattr(portion.journal, "warn", told.append)
+        share = keep_in(kept, subject)
+        assert share.journal is not None
+        monkeypatch.setattr(share.journal, "warn", told.append)
         progress = Stopping(10**9, kill)
-        assert as_bytes(subject.calibrate(portion, progress=progress), tmp_path) == whole
+        assert as_bytes(subject.calibrate(share, progress=progress), tmp_path) == whole
     assert 10**9 - progress.left == 1 + 2 * 8  # from the first layer on
     assert all("beginning anew" in text for text in told)
     assert len(told) == (lost != "digests")  # those are of no batches
@@ -252,17 +252,17 @@ def test_layers_of_other_batches_are_not_gone_on_with(
         whole = as_bytes(subject.calibrate(batch_size=3), tmp_path)
         subject.calibrate(keep_in(kept, subject))
         assert [path.name for path in kept.iterdir()] == ["checkpoint-layers-0-00000"]
-        portion = keep_in(kept, subject)
-        assert as_bytes(subject.calibrate(portion, batch_size=3), tmp_path) == whole
+        share = keep_in(kept, subject)
+        assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
         with pytest.raises(UsageError, match="other data"):
             keep_in(kept, subject, seed=5)
     (next(kept.iterdir()) / "state-000003.pt").write_bytes(b"torn")
     told: list[str] = []
     with opened(tmp_path / "model", streamed=True) as subject:
-        portion = keep_in(kept, subject)
-        assert portion.journal is not None
-        monkeypatch.setattr(portion.journal, "warn", told.append)
-        assert as_bytes(subject.calibrate(portion, batch_size=3), tmp_path) == whole
+        share = keep_in(kept, subject)
+        assert share.journal is not None
+        monkeypatch.setattr(share.journal, "warn", told.append)
+        assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
     assert len(told) == 1
     assert "beginning anew" in told[0]
 
@@ -355,11 +355,11 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on(
 
     with opened(tmp_path / "model") as subject:
         whole = as_bytes(subject.calibrate(), tmp_path)
-        portion = keep_in(tmp_path / "kept", subject)
-        assert portion.journal is not None
-        monkeypatch.setattr(portion.journal, "warn", told.append)
+        share = keep_in(tmp_path / "kept", subject)
+        assert share.journal is not None
+        monkeypatch.setattr(share.journal, "warn", told.append)
         with monkeypatch.context() as patch:
             patch.setattr(journal_module, "save_stats", no_space)
-            stats = subject.calibrate(portion)
+            stats = subject.calibrate(share)
     assert as_bytes(stats, tmp_path) == whole
     assert "no checkpoint was written, the run goes on: no space left" in told

@@ -34,8 +34,8 @@ def choose_calibration_mode(job: Job) -> MemoryMode:
     if settings.device_map is not None:
         refuse_device_map(settings.memory)
         return MemoryMode(plan=None, model=prepared.model, weights=prepared.weights)
-    place = find_process_rank(os.environ)
-    found = _take_batches(job, place)
+    process_rank = find_process_rank(os.environ)
+    found = _take_batches(job, process_rank)
     observe = job.recipe.observe
     statistics = stats_bytes(prepared.geometry, inputs=observe.inputs, weights=observe.weights)
 
@@ -52,7 +52,7 @@ def choose_calibration_mode(job: Job) -> MemoryMode:
             itemsize=DTYPES[job.dtype].itemsize,
             extra={"statistics": statistics},
         ),
-        find_limits(job.device, settings.memory, sharers=place.local_size),
+        find_limits(job.device, settings.memory, sharers=process_rank.local_size),
         source=job.source,
         dtype=job.dtype,
         device=job.device,
@@ -62,12 +62,12 @@ def choose_calibration_mode(job: Job) -> MemoryMode:
     )
 
 
-def _take_batches(job: Job, place: ProcessRank) -> Sequence[Batch]:
+def _take_batches(job: Job, process_rank: ProcessRank) -> Sequence[Batch]:
     """Give the batches of this process; those that an interrupted run has done are among them."""
     if job.plan is None:
         return []
     found = share_out(job.plan, job.recipe.data.batch_size, job.settings.shard)
-    return Share(index=place.rank + 1, count=place.size).take(found)
+    return Share(index=process_rank.rank + 1, count=process_rank.size).take(found)
 
 
 def _probe(

@@ -20,13 +20,13 @@ from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
 
 
-def choose_rank_device(settings: CalibrateSettings, place: ProcessRank) -> str:
+def choose_rank_device(settings: CalibrateSettings, process_rank: ProcessRank) -> str:
     """Choose the device of one process: of those on a machine, each has a GPU to itself.
 
     Raises:
         UsageError: there are fewer GPUs than processes, or the model would be spread over all.
     """
-    if place.size == 1:
+    if process_rank.size == 1:
         return settings.device
     if settings.device_map is not None:
         raise UsageError(
@@ -37,26 +37,26 @@ def choose_rank_device(settings: CalibrateSettings, place: ProcessRank) -> str:
     if not device.startswith("cuda"):
         return device
     count = torch.cuda.device_count()
-    if place.local_size > count:
+    if process_rank.local_size > count:
         raise UsageError(
-            f"{place.local_size} processes were started on a machine with {count} GPUs",
+            f"{process_rank.local_size} processes were started on a machine with {count} GPUs",
             hint=f"use torchrun --nproc-per-node {count}, or --device cpu",
         )
-    torch.cuda.set_device(place.local_rank)
-    return f"cuda:{place.local_rank}"
+    torch.cuda.set_device(process_rank.local_rank)
+    return f"cuda:{process_rank.local_rank}"
 
 
-def describe_crew(crew: ProcessGroup) -> str:
+def describe_group(group: ProcessGroup) -> str:
     """Say how many processes run."""
     threads = torch.get_num_threads()
-    return f"{crew.place.size} processes share the data, with {threads} threads each"
+    return f"{group.size} processes share the data, with {threads} threads each"
 
 
-def gather_back_offs(portion: WorkShare) -> tuple[BackOff, ...]:
-    """Learn of all processes where batches became smaller."""
-    own = [asdict(each) for each in portion.back_offs]
-    told = [own] if portion.crew is None else portion.crew.gather(own)
-    return tuple(BackOff(**each) for all_of_one in told for each in all_of_one)
+def gather_back_offs(share: WorkShare) -> tuple[BackOff, ...]:
+    """Gather from all processes where batches became smaller."""
+    own = [asdict(each) for each in share.back_offs]
+    gathered = [own] if share.group is None else share.group.all_gather(own)
+    return tuple(BackOff(**each) for all_of_one in gathered for each in all_of_one)
 
 
 def leave_out_formats(recipe: Recipe) -> Recipe:

@@ -24,7 +24,7 @@ from fp8calib.cli.calibrate.memory import choose_calibration_mode
 from fp8calib.cli.calibrate.processes import (
     check_shard,
     choose_rank_device,
-    describe_crew,
+    describe_group,
     gather_back_offs,
 )
 from fp8calib.cli.calibrate.report import (
@@ -64,7 +64,7 @@ from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
-from fp8calib.run.distributed.group import ProcessGroup, open_crew
+from fp8calib.run.distributed.group import ProcessGroup, open_process_group
 from fp8calib.run.resume.journal import Done, is_checkpoint
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
@@ -76,13 +76,13 @@ if TYPE_CHECKING:
 def run_calibrate(settings: CalibrateSettings) -> None:
     """Calibrate as the settings say, and show the outcome."""
     quiet_libraries()
-    place = find_process_rank(os.environ)
-    settings = replace(settings, device=choose_rank_device(settings, place))
-    with open_crew(place, settings.device) as crew, _opened(settings) as job:
+    process_rank = find_process_rank(os.environ)
+    settings = replace(settings, device=choose_rank_device(settings, process_rank))
+    with open_process_group(process_rank) as group, _opened(settings) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
         header = describe_job(job)
-        finished = _find_finished(job, header, crew)
+        finished = _find_finished(job, header, group)
         if finished is not None:
             _show_finished(job, finished)
             return
@@ -93,11 +93,11 @@ def run_calibrate(settings: CalibrateSettings) -> None:
             return
         for text in mode.describe():
             say(text)
-        with Bar() as bar, work_folder(job, header, crew) as work:
+        with Bar() as bar, work_folder(job, header, group) as work:
             finished = work.report
             if finished is None:
-                stats, measured = _run(job, mode, work, crew, bar)
-                if not place.is_first:
+                stats, measured = _run(job, mode, work, group, bar)
+                if not process_rank.is_first:
                     return
                 report = _write(job, stats, measured, work.path, bar)
         if finished is not None:
@@ -109,12 +109,12 @@ def run_calibrate(settings: CalibrateSettings) -> None:
 
 
 def _find_finished(
-    job: Job, header: StatsHeader, crew: ProcessGroup | None
+    job: Job, header: StatsHeader, group: ProcessGroup | None
 ) -> Mapping[str, Any] | None:
     """Let the first process look for a finished output: it may write one before others look."""
-    if crew is None:
+    if group is None:
         return find_finished(job, header)
-    found: Mapping[str, Any] | None = crew.share(lambda: find_finished(job, header))
+    found: Mapping[str, Any] | None = group.broadcast(lambda: find_finished(job, header))
     return found
 
 
@@ -199,14 +199,14 @@ def _plan(settings: CalibrateSettings, source: ModelSource) -> DataPlan | None:
 
 
 def _run(
-    job: Job, mode: MemoryMode, work: WorkFolder, crew: ProcessGroup | None, bar: Bar
+    job: Job, mode: MemoryMode, work: WorkFolder, group: ProcessGroup | None, bar: Bar
 ) -> tuple[CalibrationStats, Measured]:
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
-    if crew is not None:
-        say(describe_crew(crew))
+    if group is not None:
+        say(describe_group(group))
     started = time.monotonic()
-    portion = WorkShare(shard=job.settings.shard, journal=work.journal, crew=crew)
-    with PeakMemory() as memory, nullcontext() if crew is None else crew.in_touch():
+    share = WorkShare(shard=job.settings.shard, journal=work.journal, group=group)
+    with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
             _load(job, mode, bar),
             job.plan,
@@ -216,9 +216,9 @@ def _run(
             batch_size=job.recipe.data.batch_size,
             progress=bar,
             streaming=mode.streaming,
-            portion=portion,
+            share=share,
         )
-        back_offs = gather_back_offs(portion)
+        back_offs = gather_back_offs(share)
     measured = Measured(
         duration_s=time.monotonic() - started,
         device=job.device,
@@ -226,7 +226,7 @@ def _run(
         back_offs=back_offs,
         resumed=work.journal.done.num_sequences,
         resumed_tokens=_count_tokens(job.plan, work.journal.done),
-        num_ranks=1 if crew is None else crew.place.size,
+        num_ranks=1 if group is None else group.size,
     )
     return stats, measured
 

@@ -99,7 +99,7 @@ def _is_of_run(job: Job, header: StatsHeader, stats: CalibrationStats) -> bool:
 
 
 @contextmanager
-def work_folder(job: Job, header: StatsHeader, crew: ProcessGroup | None) -> Iterator[WorkFolder]:
+def work_folder(job: Job, header: StatsHeader, group: ProcessGroup | None) -> Iterator[WorkFolder]:
     """Open the folder of a run; it becomes the output in the end.
 
     An interruption, the death of another process, and a disk that takes no output leave it for
@@ -110,8 +110,8 @@ def work_folder(job: Job, header: StatsHeader, crew: ProcessGroup | None) -> Ite
         UsageError: the folder is in use, or what is to be gone on with is of another calibration.
         DataError: a checkpoint is damaged.
     """
-    if crew is not None and not crew.place.is_first:
-        work = _join(job, header, crew)
+    if group is not None and not group.is_first:
+        work = _join(job, header, group)
         with shared_lock(work.path):
             yield work
         return
@@ -132,16 +132,16 @@ def work_folder(job: Job, header: StatsHeader, crew: ProcessGroup | None) -> Ite
                 "command line with --resume goes on from such"
             )
         journal = _open_journal(job, header, staging)
-        if crew is None and (report := _find_complete(job, header, staging)) is not None:
+        if group is None and (report := _find_complete(job, header, staging)) is not None:
             yield WorkFolder(path=staging, journal=journal, report=report)
             return
         remove_outputs(staging)
         if job.settings.resume:
             journal.load()
             say(_describe_start(journal, header))
-        if crew is not None:
+        if group is not None:
             folder.share()
-            crew.share(lambda: {"folder": str(staging), **journal.done.to_json()})
+            group.broadcast(lambda: {"folder": str(staging), **journal.done.to_json()})
         yield WorkFolder(path=staging, journal=journal)
         journal.remove()
 
@@ -154,11 +154,11 @@ def _find_complete(job: Job, header: StatsHeader, staging: Path) -> Mapping[str,
     return _read_finished(job, header, staging)
 
 
-def _join(job: Job, header: StatsHeader, crew: ProcessGroup) -> WorkFolder:
+def _join(job: Job, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
     """Open the folder that the first process has made, where it can be seen."""
-    told = crew.share(dict)
-    folder = Path(told.pop("folder"))
-    journal = _open_journal(job, header, folder, rank=crew.place.rank, done=Done.from_json(told))
+    made = group.broadcast(dict)
+    folder = Path(made["folder"])
+    journal = _open_journal(job, header, folder, rank=group.rank, done=Done.from_json(made))
     return WorkFolder(path=folder, journal=journal)
 
 

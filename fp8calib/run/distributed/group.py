@@ -1,7 +1,10 @@
-"""Several processes that calibrate one model together, each its share of the batches.
+"""The processes that calibrate one model together, each with its share of the batches.
 
-torchrun starts them. They agree through its store, and join what they have seen by maxima and sums:
-exact, so the number of processes changes nothing.
+torchrun starts them. Their statistics are joined by maxima and sums, which are exact: the number
+of processes changes nothing in the result.
+
+Small values go through the store as JSON. torch's object collectives block in C++, where neither
+Ctrl-C nor the failure detector reaches the main thread; in a thread they abort the exit (2.13).
 """
 
 from __future__ import annotations
@@ -24,219 +27,237 @@ from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.launch import ProcessRank
 from fp8calib.run.distributed.heartbeat import FailureDetector, PeerFailure
-from fp8calib.run.distributed.rendezvous import POLL_S, START_HINT, meet, open_store, wait_for
+from fp8calib.run.distributed.rendezvous import (
+    POLL_S,
+    START_HINT,
+    connect_store,
+    rendezvous,
+    wait_for_keys,
+)
 from fp8calib.stats.calibration_stats import COUNT_FIELDS, TENSOR_FIELDS, SiteStats
 
 _TIMEOUT = timedelta(minutes=5)
-_ANSWER_S = 20.0
+_FINISH_S = 20.0
+"""How long a failed process waits for the first one to print its error."""
 _NOTICE_S = 2.0
 
 
 class RankLostError(CalibrationError):
-    """A process of the run died: the others cannot go on."""
+    """A process of the run died, so the others cannot continue."""
 
 
-class _ToldError(Fp8CalibError):
-    """The error of another process, as it is told here."""
+class _PeerError(Fp8CalibError):
+    """The error of another process, with its kind and exit code."""
 
-    def __init__(self, message: str, lost: PeerFailure) -> None:
-        super().__init__(message, hint=lost.hint)
+    def __init__(self, message: str, failure: PeerFailure) -> None:
+        super().__init__(message, hint=failure.hint)
         of_kind = {each.kind: each.exit_code for each in Fp8CalibError.__subclasses__()}
-        self.kind = lost.kind or CalibrationError.kind  # type: ignore[misc]
+        self.kind = failure.kind or CalibrationError.kind  # type: ignore[misc]
         self.exit_code = of_kind.get(self.kind, CalibrationError.exit_code)  # type: ignore[misc]
 
 
 class ProcessGroup:
-    """The processes of a run; made by `open_crew`."""
+    """The processes of a run; made by `open_process_group`."""
 
-    def __init__(
-        self, place: ProcessRank, store: Any, watch: FailureDetector, device: torch.device
-    ) -> None:
-        self.place = place
+    def __init__(self, process_rank: ProcessRank, store: Any, detector: FailureDetector) -> None:
+        self.rank = process_rank.rank
+        self.size = process_rank.size
+        self.is_first = process_rank.is_first
         self._store = store
-        self._watch = watch
-        self.device = device
-        self._num_shared = 0
+        self._detector = detector
+        self._num_values = 0
 
-    def take(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Give this process's part of a list that all have."""
-        return Share(index=self.place.rank + 1, count=self.place.size).take(items)
+    def share_of(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Give this process's share of a list that is the same in all processes."""
+        return Share(index=self.rank + 1, count=self.size).take(items)
 
-    def share(self, make: Callable[[], Any]) -> Any:
-        """Let the first process make something that JSON can say, and give it to all."""
+    def broadcast(self, make: Callable[[], Any]) -> Any:
+        """Make a JSON value in the first process and give it to all."""
         key = self._next_key()
-        with self.in_touch():
-            if self.place.is_first:
+        with self.peer_failures():
+            if self.is_first:
                 self._store.set(key, json.dumps(make()))
-            wait_for(self._store, key)
+            wait_for_keys(self._store, key)
             return json.loads(self._store.get(key))
 
-    def gather(self, own: Any) -> list[Any]:
-        """Give to all what each process has, by rank: something that JSON can say."""
+    def all_gather(self, own: Any) -> list[Any]:
+        """Give every process the JSON values of all, by rank."""
         key = self._next_key()
-        keys = [f"{key}/{rank}" for rank in range(self.place.size)]
-        with self.in_touch():
-            self._store.set(keys[self.place.rank], json.dumps(own))
-            wait_for(self._store, *keys)
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        with self.peer_failures():
+            self._store.set(keys[self.rank], json.dumps(own))
+            wait_for_keys(self._store, *keys)
             return [json.loads(self._store.get(each)) for each in keys]
 
     def reduce(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
-        """Join what all processes have seen.
+        """Join the statistics of all processes.
 
         Returns:
-            The whole in the first process, nothing in the others.
+            The joined statistics in the first process, nothing in the others.
 
         Raises:
             RankLostError: a process died.
         """
-        layout: dict[str, list[int]] = {}
-        for each in self.gather({key: list(tensor.shape) for key, tensor in _tensors(sites)}):
-            layout |= each
-        layout = dict(sorted(layout.items()))
-        with self.in_touch():
-            floats = self._all_reduce(_flatten(sites, layout, _is_float), distributed.ReduceOp.MAX)
-            counts = self._all_reduce(_flatten(sites, layout, _is_count), distributed.ReduceOp.SUM)
-        return _rebuild(layout, floats, counts) if self.place.is_first else {}
+        own = dict(_tensors(sites))
+        shapes: dict[str, list[int]] = {}
+        for each in self.all_gather({key: list(tensor.shape) for key, tensor in own.items()}):
+            shapes |= each
+        joined: dict[str, torch.Tensor] = {}
+        for is_count in (False, True):
+            dtype = torch.int64 if is_count else torch.float32
+            keys = [key for key in sorted(shapes) if _is_count(key) is is_count]
+            # Where a process saw nothing, zeros leave the maximum and the sum as they are.
+            tensors = [own[k] if k in own else torch.zeros(shapes[k], dtype=dtype) for k in keys]
+            if keys:
+                found = self._all_reduce(tensors, is_count=is_count)
+                joined |= zip(keys, found, strict=True)
+        return _rebuild(joined) if self.is_first else {}
 
     @contextmanager
-    def in_touch(self) -> Iterator[None]:
-        """Turn what the death or the error of another process causes here into what it is.
+    def peer_failures(self) -> Iterator[None]:
+        """Re-raise errors caused by a failed peer, naming the peer.
 
         Raises:
             RankLostError: a process died.
-            Fp8CalibError: of the kind of the error that it told of.
+            Fp8CalibError: another process failed; the error is of the same kind.
         """
         try:
             yield
         except KeyboardInterrupt:
-            if (lost := self._watch.lost or self._watch.look()) is None:
+            if (failure := self._detector.failure or self._detector.check_peers()) is None:
                 raise
-            raise _explain(lost, self.place) from None
+            raise _make_error(failure, self.size) from None
         except RuntimeError as error:
-            if (lost := _find_lost(self._watch)) is None:
+            if (failure := _await_failure(self._detector)) is None:
                 raise
-            raise _explain(lost, self.place) from error
+            raise _make_error(failure, self.size) from error
 
     def _next_key(self) -> str:
-        self._num_shared += 1
-        return f"shared/{self._num_shared}"
+        self._num_values += 1
+        return f"value/{self._num_values}"
 
-    def _all_reduce(self, flat: torch.Tensor, operation: Any) -> torch.Tensor:
-        on_device = flat.to(self.device)
-        work = distributed.all_reduce(on_device, operation, async_op=True)
-        while not work.is_completed():  # waiting in C++ could not be interrupted
-            time.sleep(POLL_S)
-        work.wait()
-        return on_device.cpu()
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], *, is_count: bool) -> list[torch.Tensor]:
+        operation = distributed.ReduceOp.SUM if is_count else distributed.ReduceOp.MAX
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        with self.peer_failures():
+            work = distributed.all_reduce(flat, operation, async_op=True)
+            while not work.is_completed():  # waiting in C++ could not be interrupted
+                time.sleep(POLL_S)
+            work.wait()
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 @contextmanager
-def open_crew(place: ProcessRank, device: str) -> Iterator[ProcessGroup | None]:
-    """Meet the other processes; None where there are none.
+def open_process_group(process_rank: ProcessRank) -> Iterator[ProcessGroup | None]:
+    """Connect to the other processes; None where there are none.
 
-    An error of one process ends all: the first one raises it, naming the rank it comes from.
+    An error of one process ends all of them. The first one raises it and names its rank.
 
     Raises:
         RankLostError: a process died or failed.
         CalibrationError: the others cannot be reached.
     """
-    if place.size == 1:
+    if process_rank.size == 1:
         yield None
         return
-    torch.set_num_threads(choose_threads(place, os.environ))
-    target = torch.device(device)
-    store = PrefixStore("fp8calib", base := open_store(place))
-    others = range(1, place.size) if place.is_first else [0]
-    watch = FailureDetector(store, place.rank, others, lambda lost: _give_up(lost, place))
-    watch.start()
-    crew = ProcessGroup(place, store, watch, target)
+    torch.set_num_threads(choose_threads(process_rank, os.environ))
+    base = connect_store(process_rank)
+    store = PrefixStore("fp8calib", base)
+    peers = range(1, process_rank.size) if process_rank.is_first else [0]
+    detector = FailureDetector(
+        store, process_rank.rank, peers, lambda failure: _abort(failure, process_rank)
+    )
+    detector.start()
+    group = ProcessGroup(process_rank, store, detector)
     try:
-        with crew.in_touch():
-            meet(place, store)
-            _join_group(crew, base)
-            yield crew
-    except _ToldError as error:
-        if place.is_first:
+        with group.peer_failures():
+            rendezvous(process_rank, store)
+            _init_torch(group, base)
+            yield group
+    except _PeerError as error:
+        if group.is_first:
             raise
         raise SystemExit(error.exit_code) from None
     except RankLostError:
         raise
     except Fp8CalibError as error:
-        watch.tell(error)
-        if place.is_first or not _is_answered(store):
+        detector.report(error)
+        if group.is_first or not _first_has_finished(store):
             raise
         raise SystemExit(error.exit_code) from None
     finally:
-        watch.stop()
+        detector.stop()
     distributed.destroy_process_group()
 
 
-def choose_threads(place: ProcessRank, environment: Mapping[str, str]) -> int:
-    """Give the threads of each process: OMP_NUM_THREADS, or its part of the machine's cores."""
-    asked = environment.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
-    return max(len(os.sched_getaffinity(0)) // place.local_size, 1)
+def choose_threads(process_rank: ProcessRank, environment: Mapping[str, str]) -> int:
+    """Choose the threads of a process: OMP_NUM_THREADS, or its share of the machine's cores."""
+    given = environment.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return max(len(os.sched_getaffinity(0)) // process_rank.local_size, 1)
 
 
-def _join_group(crew: ProcessGroup, store: Any) -> None:
+def _init_torch(group: ProcessGroup, store: Any) -> None:
     """Open torch's process group over the store."""
-    place = crew.place
     try:
-        with crew.in_touch():
+        with group.peer_failures():
             distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if crew.device.type == "cuda" else "gloo",
+                "gloo",  # statistics are on the CPU
                 store=PrefixStore("group", store),
-                rank=place.rank,
-                world_size=place.size,
+                rank=group.rank,
+                world_size=group.size,
                 timeout=_TIMEOUT,
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise CalibrationError(
-            f"rank {place.rank} of {place.size} cannot reach the others: {error}", hint=START_HINT
+            f"rank {group.rank} of {group.size} cannot reach the others: {error}", hint=START_HINT
         ) from error
 
 
-def _is_answered(store: Any) -> bool:
-    """Wait until the first process has told of an error, before its starter ends all."""
-    until = time.monotonic() + _ANSWER_S
+def _first_has_finished(store: Any) -> bool:
+    """Wait until the first process has raised an error; torchrun ends all when this one exits."""
+    until = time.monotonic() + _FINISH_S
     while time.monotonic() < until:
         try:
-            if store.check(["left/0"]):
-                time.sleep(_NOTICE_S)  # it is about to tell
+            if store.check(["finished/0"]):
+                time.sleep(_NOTICE_S)  # it is about to print the error
                 return True
-        except RuntimeError:  # the first process has gone, and the store with it
+        except RuntimeError:  # the first process has exited, and the store with it
             return False
         time.sleep(POLL_S)
     return False
 
 
-def _find_lost(watch: FailureDetector) -> PeerFailure | None:
-    """Find out who is gone, when a connection has broken: the system may need a moment."""
+def _await_failure(detector: FailureDetector) -> PeerFailure | None:
+    """Find the failed peer after a connection broke: the system may take a moment to show it."""
     until = time.monotonic() + _NOTICE_S
-    while (lost := watch.lost or watch.look()) is None and time.monotonic() < until:
+    while (failure := detector.failure or detector.check_peers()) is None:
+        if time.monotonic() > until:
+            return None
         time.sleep(POLL_S)
-    return lost
+    return failure
 
 
-def _give_up(lost: PeerFailure, place: ProcessRank) -> None:
-    """End this process, whose main thread is caught in torch; what all had seen is kept."""
-    error = _explain(lost, place)
-    if place.is_first:
+def _abort(failure: PeerFailure, process_rank: ProcessRank) -> None:
+    """End this process, whose main thread is blocked inside torch; its checkpoints are kept."""
+    error = _make_error(failure, process_rank.size)
+    if process_rank.is_first:
         sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
         sys.stderr.flush()
     os._exit(error.exit_code)
 
 
-def _explain(lost: PeerFailure, place: ProcessRank) -> Fp8CalibError:
-    message = f"rank {lost.rank} of {place.size}: {lost.why}"
-    if lost.kind is None:
-        hint = "what all had seen is kept: start the same command with --resume"
+def _make_error(failure: PeerFailure, size: int) -> Fp8CalibError:
+    message = f"rank {failure.rank} of {size}: {failure.why}"
+    if failure.kind is None:
+        hint = "the statistics gathered so far are kept: run the same command with --resume"
         return RankLostError(message, hint=hint)
-    return _ToldError(message, lost)
+    return _PeerError(message, failure)
 
 
-# --- statistics as two long vectors ------------------------------------------------------------
+# --- statistics as named tensors ---------------------------------------------------------------
 
 
 def _tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -252,36 +273,10 @@ def _is_count(key: str) -> bool:
     return name == "count" or name in COUNT_FIELDS
 
 
-def _is_float(key: str) -> bool:
-    return not _is_count(key)
-
-
-def _flatten(
-    sites: Mapping[Site, SiteStats],
-    layout: Mapping[str, Sequence[int]],
-    belongs: Callable[[str], bool],
-) -> torch.Tensor:
-    """Lay all tensors of one kind in a row, zeros where there is none: they change nothing."""
-    found = dict(_tensors(sites))
-    dtype = torch.int64 if belongs is _is_count else torch.float32
-    parts = [
-        found[key].flatten() if key in found else torch.zeros(shape, dtype=dtype).flatten()
-        for key, shape in layout.items()
-        if belongs(key)
-    ]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
-
-
-def _rebuild(
-    layout: Mapping[str, Sequence[int]], floats: torch.Tensor, counts: torch.Tensor
-) -> dict[Site, SiteStats]:
-    taken = {True: 0, False: 0}
+def _rebuild(tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
     by_site: dict[str, dict[str, Any]] = {}
-    for key, shape in layout.items():
-        flat = counts if (is_count := _is_count(key)) else floats
-        start = taken[is_count]
-        taken[is_count] = stop = start + torch.Size(shape).numel()
+    for key in sorted(tensors):
         site, _, name = key.rpartition("/")
-        tensor = flat[start:stop].view(shape).clone()
-        by_site.setdefault(site, {})[name] = int(tensor) if name == "count" else tensor
+        tensor = tensors[key]
+        by_site.setdefault(site, {})[name] = int(tensor) if name == "count" else tensor.clone()
     return {Site.parse(site): SiteStats(**found) for site, found in by_site.items()}

@@ -1,4 +1,4 @@
-"""How the processes of one run find each other, and which of them never come."""
+"""How the processes of a run find each other; one that never comes is named."""
 
 from __future__ import annotations
 
@@ -10,52 +10,54 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from fp8calib.errors import CalibrationError
+from fp8calib.errors import CalibrationError, first_line
 from fp8calib.machine.launch import ProcessRank
 
-MEETING_S = 40.0
-"""Who begins so much later than the others counts as dead; no weight is loaded before."""
+RENDEZVOUS_S = 40.0
+"""A process that starts so much later than the others counts as dead; no weight is loaded before
+all have started."""
 POLL_S = 0.02
 _CONNECT_S = 5.0
 START_HINT = (
-    "start all processes about at once, with torchrun; do not set RANK and WORLD_SIZE by hand"
+    "start all processes at about the same time, with torchrun; do not set RANK and WORLD_SIZE by "
+    "hand"
 )
-_MET_KEY = "met"
+_COMPLETE_KEY = "rendezvous"
 
 
-def open_store(place: ProcessRank) -> Any:
-    """Open the store that all reach: the one torchrun keeps, or the first process's own.
+def connect_store(process_rank: ProcessRank) -> Any:
+    """Connect to the store that all processes reach: torchrun's, or that of the first process.
 
     Raises:
         CalibrationError: it cannot be reached.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    keeps = place.is_first and not is_kept
+    is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = process_rank.is_first and not is_of_torchrun
     try:
-        if not keeps:
+        if not is_server:
             _await_listener(address, port)
         return TCPStore(
             address,
             port,
-            place.size,
-            is_master=keeps,
-            timeout=timedelta(seconds=MEETING_S),
+            process_rank.size,
+            is_master=is_server,
+            timeout=timedelta(seconds=RENDEZVOUS_S),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
-        who = "the others" if keeps else "torchrun's store" if is_kept else "rank 0"
+        server = "torchrun's store" if is_of_torchrun else "rank 0"
         raise CalibrationError(
-            f"rank {place.rank} of {place.size} cannot reach {who} at {address}:{port}: "
-            f"{str(error).splitlines()[0]}",
+            f"rank {process_rank.rank} of {process_rank.size} cannot reach "
+            f"{'the others' if is_server else server} at {address}:{port}: {first_line(error)}",
             hint=START_HINT,
         ) from error
 
 
 def _await_listener(address: str, port: int) -> None:
-    """Wait for somebody to listen; torch's own waiting can be interrupted by nobody."""
-    until = time.monotonic() + MEETING_S
+    """Wait until a process listens; torch waits in C++, which no signal interrupts."""
+    until = time.monotonic() + RENDEZVOUS_S
     while True:
         try:
             socket.create_connection((address, port), timeout=_CONNECT_S).close()
@@ -67,29 +69,29 @@ def _await_listener(address: str, port: int) -> None:
             return
 
 
-def meet(place: ProcessRank, store: Any) -> None:
-    """Wait until all processes have told where they are; the first decides that one never will.
+def rendezvous(process_rank: ProcessRank, store: Any) -> None:
+    """Wait until all processes have started; the first one decides which never will.
 
     Raises:
-        CalibrationError: one has not come; the message says which.
+        CalibrationError: some have not started; the message names them.
     """
-    if not place.is_first:
-        wait_for(store, _MET_KEY)
+    if not process_rank.is_first:
+        wait_for_keys(store, _COMPLETE_KEY)
         return
-    until = time.monotonic() + MEETING_S
-    while missing := [rank for rank in range(place.size) if not store.check([f"where/{rank}"])]:
+    until = time.monotonic() + RENDEZVOUS_S
+    ranks = range(process_rank.size)
+    while missing := [rank for rank in ranks if not store.check([f"process/{rank}"])]:
         if time.monotonic() > until:
-            who = f"rank{'s'[: len(missing) - 1]} {', '.join(map(str, missing))}"
+            names = f"rank{'s'[: len(missing) - 1]} {', '.join(map(str, missing))}"
             raise CalibrationError(
-                f"{who} of {place.size} did not come within {MEETING_S:.0f} s: dead, or never "
-                "started",
-                hint=f"look for what ended it. {START_HINT}",
+                f"{names} of {process_rank.size} did not start within {RENDEZVOUS_S:.0f} s",
+                hint=f"see whether it died or was never started. {START_HINT}",
             )
         time.sleep(POLL_S)
-    store.set(_MET_KEY, "1")
+    store.set(_COMPLETE_KEY, "1")
 
 
-def wait_for(store: Any, *keys: str) -> None:
-    """Wait for keys in the store; an interruption ends it, which waiting in C++ would not."""
+def wait_for_keys(store: Any, *keys: str) -> None:
+    """Wait for keys in the store; a signal interrupts it, unlike the store's own wait."""
     while not store.check([*keys]):
         time.sleep(POLL_S)

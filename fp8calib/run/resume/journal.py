@@ -53,15 +53,15 @@ class Done:
         return sum(stop - first for first, stop in self.sequences)
 
     def to_json(self) -> dict[str, Any]:
-        """Say it in what JSON knows."""
+        """Convert to JSON values."""
         return {"sequences": self.sequences, "weights": sorted(self.weights)}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """Read what `to_json` said."""
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Convert from what `to_json` gave."""
         return cls(
-            sequences=tuple((first, stop) for first, stop in told["sequences"]),
-            weights=frozenset(told["weights"]),
+            sequences=tuple((first, stop) for first, stop in document["sequences"]),
+            weights=frozenset(document["weights"]),
         )
 
 

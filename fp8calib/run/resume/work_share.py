@@ -1,4 +1,4 @@
-"""What of a calibration is done here, what elsewhere, and what was done before."""
+"""Which batches this process runs; which other shards and earlier runs have covered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fp8calib.data.plan import Batch, DataPlan
-from fp8calib.data.shares import Share, leave_out, share_out
+from fp8calib.data.shares import Item, Share, leave_out, share_out
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.run.distributed.group import ProcessGroup
@@ -18,16 +18,16 @@ from fp8calib.stats.merge import merge_sites
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkShare:
-    """What of a run is done here; all of it where nothing is said."""
+    """The share of a run that this process does: by default all of it."""
 
     shard: Share | None = None
-    """The part of the data, and of the weights."""
+    """The shard of the data and of the weights that `--shard` chose."""
     journal: Journal | None = None
-    """Where what was seen is kept, and what earlier runs have left."""
-    crew: ProcessGroup | None = None
-    """Other processes that run the rest."""
+    """Checkpoints of this run, and what earlier runs have done."""
+    group: ProcessGroup | None = None
+    """The processes that divide the shard among them."""
     back_offs: list[BackOff] = field(default_factory=list)
-    """Filled by the run: where batches had to become smaller."""
+    """Filled by the run: from where on batches had to be smaller."""
 
     @property
     def done(self) -> Done:
@@ -36,33 +36,35 @@ class WorkShare:
 
     @property
     def is_first(self) -> bool:
-        """Whether what all processes have seen comes together here."""
-        return self.crew is None or self.crew.place.is_first
+        """Whether this process joins the statistics of all."""
+        return self.group is None or self.group.is_first
 
     def batches(self, plan: DataPlan, batch_size: int) -> list[Batch]:
-        """Give the batches that are left to run."""
-        left = leave_out(share_out(plan, batch_size, self.shard), self.done.sequences)
-        return left if self.crew is None else list(self.crew.take(left))
+        """Give the batches this process has still to run."""
+        remaining = leave_out(share_out(plan, batch_size, self.shard), self.done.sequences)
+        return list(self._own(remaining))
 
     def weights(self, linears: Sequence[Linear]) -> Sequence[Linear]:
-        """Give the linears whose weights are left to read: each is read in one place."""
+        """Give the linears whose weights this process has still to read: one process reads each."""
         mine = linears if self.shard is None else self.shard.take(linears)
-        left = [each for each in mine if each.module not in self.done.weights]
-        return left if self.crew is None else self.crew.take(left)
+        return self._own([each for each in mine if each.module not in self.done.weights])
+
+    def _own(self, items: Sequence[Item]) -> Sequence[Item]:
+        return items if self.group is None else self.group.share_of(items)
 
     def join(self, sites: Mapping[Site, SiteStats]) -> dict[Site, SiteStats]:
-        """Join what was seen here with what all others, and earlier runs, have seen."""
-        found = sites if self.crew is None else self.crew.reduce(sites)
+        """Join the statistics of this process with those of all others and of earlier runs."""
+        found = sites if self.group is None else self.group.reduce(sites)
         return merge_sites([found, {} if self.journal is None else self.journal.sites])
 
     def keep_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
-        """Keep the statistics of weights for the case that the run is ended."""
+        """Write a checkpoint of the statistics of weights."""
         if self.journal is not None:
             self.journal.keep_weights(sites, duration_s=duration_s)
 
     @property
     def reads_other_weights(self) -> bool:
-        """Whether the weights of no linear are looked at here."""
+        """Whether this process checks the tensors that belong to no linear."""
         return self.is_first and (self.shard is None or self.shard.index == 1)
 
 

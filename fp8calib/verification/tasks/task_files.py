@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fp8calib.errors import DataError, UsageError
+from fp8calib.errors import DataError, UsageError, first_line
 
 _FILE_SUFFIXES = frozenset({".yaml", ".yml"})
 
@@ -120,20 +120,17 @@ def _guarded(name: str, load: Callable[[], Any]) -> Mapping[str, Mapping[str, An
         loaded: Mapping[str, Mapping[str, Any]] = load()
     except OSError as error:
         raise DataError(
-            f"--tasks {name}: its data cannot be loaded: {_first_line(error)}",
+            f"--tasks {name}: its data cannot be loaded: "
+            f"{type(error).__name__}: {first_line(error)}",
             hint="check the names of its files, or the network where it is a dataset of the hub",
         ) from error
     except Exception as error:
         raise UsageError(
-            f"--tasks {name}: lm-evaluation-harness cannot load it: {_first_line(error)}",
+            f"--tasks {name}: lm-evaluation-harness cannot load it: "
+            f"{type(error).__name__}: {first_line(error)}",
             hint="`lm-eval validate --tasks` says more",
         ) from error
     return loaded
-
-
-def _first_line(error: Exception) -> str:
-    line = next(iter(str(error).strip().splitlines()), "").strip()
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def _require_new(name: str, twice: set[str]) -> None:
