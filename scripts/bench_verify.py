@@ -33,7 +33,7 @@ from fp8calib.verification.candidates import (
     build_unscaled,
 )
 from fp8calib.verification.report import SCALE_ONE
-from fp8calib.verification.verify import Question, Subject, verify
+from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
 
 
 def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> None:
@@ -70,7 +70,7 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
                 stats=stats,
             ),
         }
-        subject = Subject(
+        reference = ReferenceModel(
             name="bench",
             model=model,
             geometry=ready.geometry,
@@ -80,8 +80,8 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
         )
 
         def verification(candidate: Candidate) -> Callable[[], object]:
-            question = Question(profile=profile, candidates=(candidate, unscaled))
-            return lambda: verify(subject, question, plan, batch_size=1, progress=Silent())
+            request = VerificationRequest(profile=profile, candidates=(candidate, unscaled))
+            return lambda: verify(reference, request, plan, batch_size=1, progress=Silent())
 
         runs = {name: verification(candidate) for name, candidate in candidates.items()}
         prepared = {name: (lambda run=run: run) for name, run in {"plain": plain, **runs}.items()}

@@ -23,7 +23,7 @@ from fp8calib.scales.compute import ScaleTable, compute_kv_scales
 from fp8calib.scales.rules import AMAX, Rule
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
-from fp8calib.verification.emulation.coverage import missed_by_scheme, outside_of_layers
+from fp8calib.verification.emulation.coverage import find_checkpoint_gaps, find_scheme_gaps
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import (
     emulate_kv,
@@ -48,7 +48,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedCandidate:
     """A candidate as it was found on disk, checked against the model."""
 
     name: str
@@ -88,7 +88,7 @@ class Candidate:
         return "w8a8" if self.emulation.weights else "kv"
 
 
-def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
+def open_candidate(name: str, target: Target, profile: EngineProfile) -> OpenedCandidate:
     """Read what `name` (a path) holds and check that it belongs to the model.
 
     Args:
@@ -106,7 +106,7 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
     if is_stats_file(path):
         stats = load_stats(path)
         _check_stats(name, stats, target)
-        return Opened(name=name, stats=stats)
+        return OpenedCandidate(name=name, stats=stats)
     if path.is_dir() and is_fp8_checkpoint(path):
         checkpoint = Fp8Checkpoint.open(
             path,
@@ -115,11 +115,11 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> Opened:
         )
         check_origin(name, checkpoint.origin, target.fingerprint)
         found = _read(name, path, target) if has_kv_scales(path) else None
-        return Opened(name=name, found=found, checkpoint=checkpoint)
+        return OpenedCandidate(name=name, found=found, checkpoint=checkpoint)
     found = _read(name, path, target)
     if path.is_dir():
         _check_weights(path, target)
-    return Opened(name=name, found=found)
+    return OpenedCandidate(name=name, found=found)
 
 
 def find_candidate(name: str) -> Path:
@@ -232,12 +232,12 @@ def build_scheme(
         name=name,
         description=f"{scheme.name}: {scheme.description}, {fmt.name}",
         emulation=Emulation(quantizers=quantizers, weights=weights),
-        notes=tuple(missed_by_scheme(name, target.geometry, target.unobserved, model)),
+        notes=tuple(find_scheme_gaps(name, target.geometry, target.unobserved, model)),
     )
 
 
 def build_checkpoint(
-    opened: Opened, model: LoadedModel, target: Target, profile: EngineProfile
+    opened: OpenedCandidate, model: LoadedModel, target: Target, profile: EngineProfile
 ) -> Candidate:
     """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
     checkpoint = opened.checkpoint
@@ -261,7 +261,7 @@ def build_checkpoint(
         name=opened.name,
         description=", ".join(parts),
         emulation=Emulation(quantizers=quantizers, weights=weights),
-        notes=tuple(outside_of_layers(opened.name, weights, checkpoint, source, model)),
+        notes=tuple(find_checkpoint_gaps(opened.name, weights, checkpoint, source, model)),
     )
 
 

@@ -46,8 +46,8 @@ from fp8calib.verification.sensitivity import SEQUENCES, find_skippable, measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The unquantized model, loaded."""
+class ReferenceModel:
+    """The unquantized model that candidates are compared with."""
 
     name: str
     model: LoadedModel
@@ -58,8 +58,8 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked about a model."""
+class VerificationRequest:
+    """The candidates to compare with a model, and the settings of the report."""
 
     profile: EngineProfile
     candidates: tuple[Candidate, ...]
@@ -68,12 +68,12 @@ class Question:
     """Scale rules to rank, by their name, made of the same statistics."""
     rules_of: str = ""
     """The candidate that the rules are applied to."""
-    kinds: Mapping[str, Mapping[Site, Quantizer]] = field(default_factory=dict)
-    """Kinds of KV scales to lay side by side (`fp8calib.verify.layers.diagnose`)."""
-    kinds_of: str = ""
-    """The candidate whose scales are among them."""
+    scale_kinds: Mapping[str, Mapping[Site, Quantizer]] = field(default_factory=dict)
+    """Kinds of KV scales (1.0, per tensor, per head) that the diagnosis compares."""
+    diagnosis_of: str = ""
+    """The candidate whose scales the diagnosis uses; empty without one."""
     calibration_clipped: Mapping[Site, float] = field(default_factory=dict)
-    """What the statistics' histograms say of scale 1.0."""
+    """Share of K and V that clips at scale 1.0, by the statistics' histograms."""
     gate: Gate | None = None
     """None: each candidate's own."""
     sensitivity_of: Candidate | None = None
@@ -82,8 +82,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """The report, and the scores of every token behind it."""
+class VerificationResult:
+    """The report, and the log-probability of every token."""
 
     report: VerifyReport
     logprobs: Mapping[str, torch.Tensor]
@@ -91,52 +91,52 @@ class Verified:
 
 
 def verify(
-    subject: Subject,
-    question: Question,
+    reference: ReferenceModel,
+    request: VerificationRequest,
     plan: DataPlan,
     *,
     batch_size: int,
     progress: Progress,
     comparison: Comparison | None = None,
-) -> Verified:
-    """Answer `question` on the text of `plan`.
+) -> VerificationResult:
+    """Compare the model with every candidate of `request` on the text of `plan`.
 
     Args:
-        subject: the model.
-        question: what is asked.
+        reference: the unquantized model.
+        request: the candidates, and the settings of the report.
         plan: the text.
-        batch_size: sequences that run side by side.
-        progress: told of every token.
-        comparison: how the models are run; None holds the subject's in memory whole.
+        batch_size: sequences of one batch.
+        progress: receives the number of tokens of every forward pass.
+        comparison: runs the models; None: a comparison with the model in memory whole.
 
     Raises:
         CalibrationError: a forward pass failed.
         VerificationError: a model gives NaN or inf, or weights cannot be replaced.
     """
     started = time.monotonic()
-    looking = MeasurementHooks(question.kinds)
+    looking = MeasurementHooks(request.scale_kinds)
     if comparison is None:
-        comparison = WholeComparison(subject.model, subject.geometry, subject.originals)
-    emulations = list_emulations(question)
+        comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
+    emulations = list_emulations(request)
     progress.stage("verifying", plan.num_tokens * (len(emulations) + 1), unit="tokens")
     compared = comparison.run(
         batches(plan, batch_size), emulations, reference_hooks=looking, advance=progress.advance
     )
-    sensitivity = _sensitivity(comparison, subject, question, plan, batch_size, progress)
+    sensitivity = _sensitivity(comparison, reference, request, plan, batch_size, progress)
     report = _build_report(
-        subject, question, plan, compared, looking, sensitivity, time.monotonic() - started
+        reference, request, plan, compared, looking, sensitivity, time.monotonic() - started
     )
     logprobs = {
         "reference": compared.reference.logprobs,
-        **{c.name: compared.candidates[c.name].logprobs for c in question.candidates},
+        **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
     }
-    return Verified(report=report, logprobs=logprobs)
+    return VerificationResult(report=report, logprobs=logprobs)
 
 
-def list_emulations(question: Question) -> dict[str, Emulation]:
+def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
     """Name all that is run beside the unquantized model."""
-    candidates = {candidate.name: candidate.emulation for candidate in question.candidates}
-    return candidates | {_rule_key(name): c.emulation for name, c in question.rules.items()}
+    candidates = {candidate.name: candidate.emulation for candidate in request.candidates}
+    return candidates | {_rule_key(name): c.emulation for name, c in request.rules.items()}
 
 
 def _rule_key(rule: str) -> str:
@@ -145,31 +145,31 @@ def _rule_key(rule: str) -> str:
 
 def _sensitivity(
     comparison: Comparison,
-    subject: Subject,
-    question: Question,
+    reference: ReferenceModel,
+    request: VerificationRequest,
     plan: DataPlan,
     batch_size: int,
     progress: Progress,
 ) -> Sensitivity | None:
-    candidate = question.sensitivity_of
+    candidate = request.sensitivity_of
     if candidate is None:
         return None
     layers = measure_sensitivity(
         comparison,
-        subject.geometry,
+        reference.geometry,
         candidate.emulation,
         plan,
         batch_size=batch_size,
         progress=progress,
     )
     return find_skippable(
-        candidate, layers, question.profile, sequences=min(SEQUENCES, len(plan.sequences))
+        candidate, layers, request.profile, sequences=min(SEQUENCES, len(plan.sequences))
     )
 
 
 def _build_report(
-    subject: Subject,
-    question: Question,
+    reference: ReferenceModel,
+    request: VerificationRequest,
     plan: DataPlan,
     compared: ComparisonResult,
     looking: MeasurementHooks,
@@ -177,16 +177,16 @@ def _build_report(
     duration_s: float,
 ) -> VerifyReport:
     lengths = [len(sequence) for sequence in plan.sequences]
-    layer_of = index_layers(subject.geometry)
-    layers = tuple(_layer_rows(question.candidates, compared, layer_of))
-    results = tuple(_result(c, compared, question, lengths, layers) for c in question.candidates)
+    layer_of = index_layers(reference.geometry)
+    layers = tuple(_layer_rows(request.candidates, compared, layer_of))
+    results = tuple(_result(c, compared, request, lengths, layers) for c in request.candidates)
     errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
     return VerifyReport(
-        model=subject.name,
-        engine=question.profile.name,
-        engine_version=question.profile.version,
-        dtype=subject.dtype,
-        device=subject.device,
+        model=reference.name,
+        engine=request.profile.name,
+        engine_version=request.profile.version,
+        dtype=reference.dtype,
+        device=reference.device,
         data=plan.sources,
         tokens=len(compared.reference.logprobs),
         sequences=len(lengths),
@@ -196,25 +196,25 @@ def _build_report(
         candidates=results,
         layers=layers,
         advice=advise(results, layers, errors),
-        diagnosis=diagnose(looking.found, layer_of, question.calibration_clipped),
-        diagnosis_of=question.kinds_of,
-        histograms=question.histograms,
+        diagnosis=diagnose(looking.found, layer_of, request.calibration_clipped),
+        diagnosis_of=request.diagnosis_of,
+        histograms=request.histograms,
         sensitivity=sensitivity,
-        rules=_rank_rules(question, compared, lengths),
-        warnings=(*question.warnings, *_never_met(question, compared)),
+        rules=_rank_rules(request, compared, lengths),
+        warnings=(*request.warnings, *_never_met(request, compared)),
     )
 
 
 def _result(
     candidate: Candidate,
     compared: ComparisonResult,
-    question: Question,
+    request: VerificationRequest,
     lengths: Sequence[int],
     layers: Sequence[LayerResult],
 ) -> CandidateResult:
     scores, reference = compared.candidates[candidate.name], compared.reference
     summary = summarize(scores, reference, lengths)
-    gate = question.gate or GATES[candidate.default_gate]
+    gate = request.gate or GATES[candidate.default_gate]
     verdict, why = downgrade_if_misleading(
         *judge(summary, gate),
         candidate=candidate.name,
@@ -224,7 +224,7 @@ def _result(
     )
     overflowing = _overflowing(candidate, compared)
     if overflowing:
-        verdict, why = Verdict.FAIL, f"{question.profile.name} makes NaN or inf of {overflowing}"
+        verdict, why = Verdict.FAIL, f"{request.profile.name} makes NaN or inf of {overflowing}"
     return CandidateResult(
         name=candidate.name,
         description=candidate.description,
@@ -243,15 +243,15 @@ def _result(
     )
 
 
-def _never_met(question: Question, compared: ComparisonResult) -> Iterator[str]:
+def _never_met(request: VerificationRequest, compared: ComparisonResult) -> Iterator[str]:
     """Tell what an engine quantizes and the model never showed (q of falcon, say)."""
-    for candidate in question.candidates:
+    for candidate in request.candidates:
         met = compared.damage[candidate.name]
         missed = [site for site in candidate.emulation.quantizers if site not in met]
         if missed:
             more = f" and {len(missed) - 1} more" if missed[1:] else ""
             yield (
-                f"{candidate.name}: {missed[0]}{more}: quantized by {question.profile.name}, not "
+                f"{candidate.name}: {missed[0]}{more}: quantized by {request.profile.name}, not "
                 "here: the model never passed it through what is emulated"
             )
 
@@ -276,15 +276,15 @@ def _layer_rows(
 
 
 def _rank_rules(
-    question: Question, compared: ComparisonResult, lengths: Sequence[int]
+    request: VerificationRequest, compared: ComparisonResult, lengths: Sequence[int]
 ) -> tuple[RuleResult, ...]:
     results = []
-    for rule in question.rules:
+    for rule in request.rules:
         scores: TokenScores = compared.candidates[_rule_key(rule)]
         summary = summarize(scores, compared.reference, lengths)
         results.append(
             RuleResult(
-                candidate=question.rules_of,
+                candidate=request.rules_of,
                 rule=rule,
                 ppl_ratio=summary.ppl_ratio,
                 ppl_ratio_se=summary.ppl_ratio_se,

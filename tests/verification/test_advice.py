@@ -24,7 +24,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
-from fp8calib.verification.verify import Question, Subject, verify
+from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
 from tests import zoo
 from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verification import by_hand
@@ -82,12 +82,12 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
     candidates = [build_kv_candidate(name, t, PLAIN, "test") for name, t in tables.items()]
     kinds = {SCALED: emulate_kv(next(iter(tables.values())), PLAIN)} if tables else {}
     unscaled = build_unscaled(SCALE_ONE, subject.geometry, E4M3FN, PLAIN)
-    question = Question(
+    request = VerificationRequest(
         profile=PLAIN,
         candidates=(*candidates, unscaled),
-        kinds={UNSCALED: unscaled.emulation.quantizers, **kinds},
+        scale_kinds={UNSCALED: unscaled.emulation.quantizers, **kinds},
     )
-    asked = Subject(
+    asked = ReferenceModel(
         name="tiny",
         model=subject.model,
         geometry=subject.geometry,
@@ -96,7 +96,7 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
         device="cpu",
     )
     plan = make_plan(SEQUENCES)
-    return verify(asked, question, plan, batch_size=4, progress=Silent()).report
+    return verify(asked, request, plan, batch_size=4, progress=Silent()).report
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -191,7 +191,7 @@ def test_an_identical_candidate_makes_no_difference(subject: by_hand.Subject) ->
     nothing = type(candidate)(
         name="same", description="", emulation=type(candidate.emulation)(quantizers={})
     )
-    asked = Subject(
+    asked = ReferenceModel(
         name="tiny",
         model=subject.model,
         geometry=subject.geometry,
@@ -199,8 +199,8 @@ def test_an_identical_candidate_makes_no_difference(subject: by_hand.Subject) ->
         dtype="float32",
         device="cpu",
     )
-    question = Question(profile=PLAIN, candidates=(nothing,))
-    verified = verify(asked, question, make_plan(SEQUENCES), batch_size=4, progress=Silent())
+    request = VerificationRequest(profile=PLAIN, candidates=(nothing,))
+    verified = verify(asked, request, make_plan(SEQUENCES), batch_size=4, progress=Silent())
     (result,) = verified.report.candidates
     assert (result.ppl_ratio, result.ppl_ratio_se) == (1.0, 0.0)
     assert (result.kld_mean, result.kld_p99, result.kld_max) == (0.0, 0.0, 0.0)

@@ -13,7 +13,7 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.model.load import LoadedModel, ModelSource
 from fp8calib.scales.rules import Rule
-from fp8calib.verification.candidates import Opened, Target
+from fp8calib.verification.candidates import OpenedCandidate, Target
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.tasks.task_files import Tasks
 
@@ -81,7 +81,7 @@ class VerifyJob:
     skeleton: LoadedModel
     """The model without weights."""
     target: Target
-    opened: tuple[Opened, ...]
+    opened: tuple[OpenedCandidate, ...]
     plan: DataPlan
     task_job: TaskJob | None
     dtype: str

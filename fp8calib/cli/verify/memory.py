@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from fp8calib.cli.memory_mode import MemoryMode, choose_memory_mode
-from fp8calib.cli.verify.candidates import build_question
 from fp8calib.cli.verify.job import VerifyJob
+from fp8calib.cli.verify.request import build_request
 from fp8calib.data.plan import Batch, batches
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
@@ -27,7 +27,7 @@ from fp8calib.verification.compare.comparison import Comparison
 from fp8calib.verification.compare.streamed import StreamedComparison, open_streamed_comparison
 from fp8calib.verification.compare.token_scores import scoring_bytes
 from fp8calib.verification.sensitivity import choose_batches, split_rounds
-from fp8calib.verification.verify import Question, Subject, list_emulations
+from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
 
 
 def choose_verification_mode(job: VerifyJob) -> MemoryMode:
@@ -43,15 +43,15 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
         refuse_device_map(settings.memory)
         return MemoryMode(plan=None, model=model, weights=weights)
     found = list(batches(job.plan, settings.batch_size))
-    question = build_question(job, model)
+    request = build_request(job, model)
 
     def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe:
         largest = max(found, key=lambda batch: batch.input_ids.numel())
         with _open_comparison(job, model, weights, streaming) as comparison:
-            return comparison.probe(largest, list_emulations(build_question(job, model)))
+            return comparison.probe(largest, list_emulations(build_request(job, model)))
 
     return choose_memory_mode(
-        _describe_run(job, model, weights, question, found),
+        _describe_run(job, model, weights, request, found),
         find_limits(job.choices.device, settings.memory),
         source=job.source,
         dtype=job.dtype,
@@ -59,12 +59,14 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
         scratch=_scratch_folder(job),
         probe=probe,
         cannot_stream=_refuse_tasks(job) if settings.tasks else None,
-        further_walks=tuple(_sensitivity_walks(job, question, found)),
+        further_walks=tuple(_sensitivity_walks(job, request, found)),
     )
 
 
 @contextmanager
-def open_subject(job: VerifyJob, mode: MemoryMode) -> Iterator[tuple[Subject, Comparison | None]]:
+def open_reference(
+    job: VerifyJob, mode: MemoryMode
+) -> Iterator[tuple[ReferenceModel, Comparison | None]]:
     """Load the model, or make it ready to be streamed, with how it is then compared."""
     if mode.streaming is None:
         model = load_model(
@@ -73,14 +75,14 @@ def open_subject(job: VerifyJob, mode: MemoryMode) -> Iterator[tuple[Subject, Co
             device=job.choices.device,
             device_map=job.settings.device_map,
         )
-        yield _subject(job, model, WeightSource(model, job.checkpoint)), None
+        yield _make_reference(job, model, WeightSource(model, job.checkpoint)), None
     else:
         with _open_comparison(job, mode.model, mode.weights, mode.streaming) as comparison:
-            yield _subject(job, mode.model, mode.weights), comparison
+            yield _make_reference(job, mode.model, mode.weights), comparison
 
 
-def _subject(job: VerifyJob, model: LoadedModel, weights: WeightSource) -> Subject:
-    return Subject(
+def _make_reference(job: VerifyJob, model: LoadedModel, weights: WeightSource) -> ReferenceModel:
+    return ReferenceModel(
         name=job.settings.model,
         model=model,
         geometry=job.target.geometry,
@@ -103,10 +105,10 @@ def _describe_run(
     job: VerifyJob,
     model: LoadedModel,
     weights: WeightSource,
-    question: Question,
+    request: VerificationRequest,
     found: Sequence[Batch],
 ) -> Streamable:
-    emulations = list_emulations(question)
+    emulations = list_emulations(request)
     distinct = torch.unique(torch.cat(list(job.plan.sequences)))
     roles = {site.role for each in emulations.values() for site in each.quantizers}
     itemsize = DTYPES[job.dtype].itemsize
@@ -141,15 +143,15 @@ def _refuse_tasks(job: VerifyJob) -> UsageError:
 
 
 def _sensitivity_walks(
-    job: VerifyJob, question: Question, found: Sequence[Batch]
+    job: VerifyJob, request: VerificationRequest, found: Sequence[Batch]
 ) -> Iterator[float]:
     """Give the share of the first walk's work that each round of --sensitivity adds."""
-    candidate = question.sensitivity_of
+    candidate = request.sensitivity_of
     if candidate is None:
         return
     chosen = choose_batches(job.plan, job.settings.batch_size)
     tokens = sum(b.input_ids.numel() for b in chosen) / sum(b.input_ids.numel() for b in found)
-    num_models = len(list_emulations(question)) + 1
+    num_models = len(list_emulations(request)) + 1
     for layers in split_rounds(job.target.geometry, candidate.emulation):
         yield tokens * (len(layers) + 1) / num_models
 

@@ -15,9 +15,9 @@ from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
-from fp8calib.cli.verify.candidates import build_question
 from fp8calib.cli.verify.job import Choices, TaskJob, VerifyJob, VerifySettings
-from fp8calib.cli.verify.memory import choose_verification_mode, open_subject
+from fp8calib.cli.verify.memory import choose_verification_mode, open_reference
+from fp8calib.cli.verify.request import build_request
 from fp8calib.cli.verify.show import describe_verification_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.engines.numerics import find_profile
@@ -38,12 +38,17 @@ from fp8calib.model.structure import find_structure
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.verification.candidates import Opened, Target, find_candidate, open_candidate
+from fp8calib.verification.candidates import OpenedCandidate, Target, find_candidate, open_candidate
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.report import SCALE_ONE, Verdict, VerifyReport
 from fp8calib.verification.tasks.lm_eval import run_tasks
 from fp8calib.verification.tasks.task_files import open_tasks, require_harness
-from fp8calib.verification.verify import Question, Subject, Verified, verify
+from fp8calib.verification.verify import (
+    ReferenceModel,
+    VerificationRequest,
+    VerificationResult,
+    verify,
+)
 
 _SMALLEST_SHARE = 0.01
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
@@ -198,9 +203,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             dtype_why=why,
             warnings=(),
         )
-        build_question(
-            job, found.model
-        )  # what cannot be emulated is said before weights are loaded
+        build_request(job, found.model)  # what cannot be emulated is said before weights are loaded
         yield replace(
             job, warnings=(*_overlaps(job.plan, opened), *_kv_left_out(choices.scheme, opened))
         )
@@ -230,7 +233,7 @@ def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None
     return TaskJob(tasks=open_tasks(settings.tasks, limit=settings.limit), tokenizer=tokenizer)
 
 
-def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
+def _overlaps(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
     text = plan.text.telling()
     for candidate in opened:
         measured = candidate.origin
@@ -243,7 +246,7 @@ def _overlaps(plan: DataPlan, opened: tuple[Opened, ...]) -> Iterator[str]:
             )
 
 
-def _kv_left_out(scheme: Scheme | None, opened: tuple[Opened, ...]) -> Iterator[str]:
+def _kv_left_out(scheme: Scheme | None, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
     for candidate in opened if scheme is not None else ():
         sites = () if candidate.stats is None else candidate.stats.sites
         if any(site.role is Role.K for site in sites):
@@ -253,15 +256,15 @@ def _kv_left_out(scheme: Scheme | None, opened: tuple[Opened, ...]) -> Iterator[
             )
 
 
-def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> Verified:
+def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> VerificationResult:
     say(f"computing in {job.dtype} on {job.choices.device} ({job.dtype_why})")
     if mode.streaming is None:
         bar.stage("loading the model", None)
-    with open_subject(job, mode) as (subject, comparison):
-        question = build_question(job, subject.model)
+    with open_reference(job, mode) as (reference, comparison):
+        request = build_request(job, reference.model)
         verified = verify(
-            subject,
-            question,
+            reference,
+            request,
             job.plan,
             batch_size=job.settings.batch_size,
             progress=bar,
@@ -269,21 +272,27 @@ def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> Verified:
         )
         if job.task_job is None:
             return verified
-        return _add_tasks(job, subject, question, verified, bar)
+        return _add_tasks(job, reference, request, verified, bar)
 
 
-def _with_memory(verified: Verified, mode: MemoryMode, peak_bytes: int | None) -> Verified:
+def _with_memory(
+    verified: VerificationResult, mode: MemoryMode, peak_bytes: int | None
+) -> VerificationResult:
     found = {"memory": {**mode.as_json(), "peak_measured_bytes": peak_bytes}}
     return replace(verified, report=verified.report.model_copy(update=found))
 
 
 def _add_tasks(
-    job: VerifyJob, subject: Subject, question: Question, verified: Verified, bar: Bar
-) -> Verified:
+    job: VerifyJob,
+    reference: ReferenceModel,
+    request: VerificationRequest,
+    verified: VerificationResult,
+    bar: Bar,
+) -> VerificationResult:
     assert job.task_job is not None  # noqa: S101 -- the caller chose by it
     outcome = run_tasks(
-        subject,
-        question.candidates,
+        reference,
+        request.candidates,
         job.task_job.tasks,
         job.task_job.tokenizer,
         batch_size=job.settings.batch_size,
@@ -299,7 +308,7 @@ def _add_tasks(
     return replace(verified, report=verified.report.model_copy(update=found))
 
 
-def _write(settings: VerifySettings, verified: Verified) -> None:
+def _write(settings: VerifySettings, verified: VerificationResult) -> None:
     """Write both files, or neither."""
     paths = [path for path in (settings.dump, settings.report) if path is not None]
     with OutputFiles(paths) as places:

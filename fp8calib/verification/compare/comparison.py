@@ -25,7 +25,7 @@ from fp8calib.verification.emulation.weights import WeightChange
 _REFERENCE = "the unquantized model"
 _OVERFLOW = "float16 overflows at 65504: try --dtype bfloat16 or float32"
 _NO_OVERFLOW = {
-    True: "nothing is quantized in it: its files may be damaged, so compare them with their source",
+    True: "the logits are NaN or inf before anything is quantized: are the model's files damaged?",
     False: "quantization turned finite numbers into them: look at its scales (`fp8calib show`)",
 }
 

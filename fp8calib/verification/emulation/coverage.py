@@ -13,7 +13,7 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.weights import WeightChange, is_router
 
 
-def missed_by_scheme(
+def find_scheme_gaps(
     name: str, geometry: ModelGeometry, unobserved: Collection[str], model: LoadedModel
 ) -> Iterator[str]:
     """Tell of the linears of the text decoder that no scheme reaches here.
@@ -32,7 +32,7 @@ def missed_by_scheme(
         yield f"{name}: not quantized here, though an engine may: {_first_of(missed)}"
 
 
-def outside_of_layers(
+def find_checkpoint_gaps(
     name: str,
     changes: Sequence[WeightChange],
     checkpoint: Fp8Checkpoint,

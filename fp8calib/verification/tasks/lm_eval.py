@@ -26,7 +26,7 @@ from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.report import TaskResult, TaskSetup
 from fp8calib.verification.tasks.task_files import Tasks, quiet_harness
-from fp8calib.verification.verify import Subject
+from fp8calib.verification.verify import ReferenceModel
 
 SEED = 1234
 """The harness' own; few-shot examples and sampled texts are the same for every candidate."""
@@ -60,7 +60,7 @@ Scores = Mapping[tuple[str, str], Score]
 
 
 def run_tasks(
-    subject: Subject,
+    reference: ReferenceModel,
     candidates: Sequence[Candidate],
     tasks: Tasks,
     tokenizer: Any,
@@ -71,7 +71,7 @@ def run_tasks(
     """Run `tasks` on the model as it is and under each candidate's emulation.
 
     Args:
-        subject: the unquantized model.
+        reference: the unquantized model.
         candidates: what to hold it under.
         tasks: what to ask.
         tokenizer: the model's; it is made to begin every text with its BOS, if it has one.
@@ -83,22 +83,22 @@ def run_tasks(
     """
     setup, warnings = _prepare(tokenizer, tasks)
     with quiet_harness(), _one_process():
-        harness = _make_harness(subject, tokenizer, setup, batch_size, progress)
+        harness = _make_harness(reference, tokenizer, setup, batch_size, progress)
         progress.stage("tasks on the reference", None, unit="texts")
-        reference = _score(harness, tasks)
+        expected = _score(harness, tasks)
         rows: list[TaskResult] = []
         for candidate in candidates:
             progress.stage(f"tasks on {candidate.name}", None, unit="texts")
-            with _held(subject, candidate.emulation):
+            with _held(reference, candidate.emulation):
                 scores = _score(harness, tasks)
-            rows += compare_scores(candidate.name, reference, scores)
-            warnings += _list_missing(candidate.name, reference, scores)
+            rows += compare_scores(candidate.name, expected, scores)
+            warnings += _list_missing(candidate.name, expected, scores)
     return TaskOutcome(rows=tuple(rows), setup=setup, warnings=tuple(warnings))
 
 
-def _held(subject: Subject, emulation: Emulation) -> Any:
+def _held(reference: ReferenceModel, emulation: Emulation) -> Any:
     is_empty = not emulation.quantizers and not emulation.weights
-    return nullcontext() if is_empty else emulated_model(subject, emulation)
+    return nullcontext() if is_empty else emulated_model(reference, emulation)
 
 
 # --- before -------------------------------------------------------------------------------------
@@ -133,7 +133,11 @@ def _begins_with_bos(tokenizer: Any) -> bool:
 
 
 def _make_harness(
-    subject: Subject, tokenizer: Any, setup: TaskSetup, batch_size: int, progress: Progress
+    reference: ReferenceModel,
+    tokenizer: Any,
+    setup: TaskSetup,
+    batch_size: int,
+    progress: Progress,
 ) -> Any:
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415 -- an extra
 
@@ -151,7 +155,7 @@ def _make_harness(
             return tokens
 
     return Harness(
-        pretrained=subject.model,
+        pretrained=reference.model,
         tokenizer=tokenizer,
         batch_size=batch_size,
         add_bos_token=True if setup.add_bos_token else None,
@@ -271,17 +275,17 @@ def _list_missing(candidate: str, reference: Scores, scores: Scores) -> Iterator
 
 
 @contextmanager
-def emulated_model(subject: Subject, emulation: Emulation) -> Iterator[None]:
-    """Hold the subject's model under `emulation` while the context is open.
+def emulated_model(reference: ReferenceModel, emulation: Emulation) -> Iterator[None]:
+    """Hold the model under `emulation` while the context is open.
 
     Its callers need not know: where `emulated` runs batches through the decoder and keeps no
     cache, here the caller's own cache keeps K and V as quantized, so that `model(...)` and
     `model.generate(...)` both go through it.
     """
-    model, geometry = subject.model, subject.geometry
+    model, geometry = reference.model, reference.geometry
     hooks = EmulationHooks(emulation.quantizers)
     with (
-        emulated(model, geometry, emulation, hooks, originals=subject.originals),
+        emulated(model, geometry, emulation, hooks, originals=reference.originals),
         open_cache_hooks(model, geometry, hooks),
     ):
         try:

@@ -15,7 +15,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram import lower_edge
 from fp8calib.verification.candidates import (
     Candidate,
-    Opened,
+    OpenedCandidate,
     build_checkpoint,
     build_kv_candidate,
     build_scheme,
@@ -31,10 +31,10 @@ from fp8calib.verification.damage_rows import (
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import SCALE_ONE, HistogramResult
-from fp8calib.verification.verify import Question
+from fp8calib.verification.verify import VerificationRequest
 
 
-def build_question(job: VerifyJob, model: LoadedModel) -> Question:
+def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
     """Build everything that is compared; `model` may lack its weights.
 
     Raises:
@@ -44,13 +44,13 @@ def build_question(job: VerifyJob, model: LoadedModel) -> Question:
     candidates = tuple(_candidates(job, model))
     rules_of = _rules_of(job)
     notes = (note for candidate in candidates for note in candidate.notes)
-    return Question(
+    return VerificationRequest(
         profile=job.choices.profile,
         candidates=candidates,
         rules=dict(_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
-        kinds=_kinds(job),
-        kinds_of=first.name if (first := _first_with_kv(job)) else "",
+        scale_kinds=_kinds(job),
+        diagnosis_of=first.name if (first := _first_with_kv(job)) else "",
         calibration_clipped=_calibration_clipped(job),
         gate=job.choices.gate,
         sensitivity_of=candidates[0] if job.settings.sensitivity else None,
@@ -76,7 +76,7 @@ def _candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     yield build_unscaled(SCALE_ONE, geometry, choices.fmt, choices.profile)
 
 
-def _candidate(job: VerifyJob, opened: Opened, model: LoadedModel) -> Candidate:
+def _candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:
     choices = job.choices
     if choices.scheme is not None:
         if opened.stats is None:
@@ -100,7 +100,7 @@ def _candidate(job: VerifyJob, opened: Opened, model: LoadedModel) -> Candidate:
     return build_kv_candidate(opened.name, table, choices.profile, how)
 
 
-def _table(job: VerifyJob, opened: Opened) -> ScaleTable:
+def _table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
     if opened.found is not None:
         _check_format(job, opened.name, opened.found)
         return opened.found.table
@@ -118,7 +118,7 @@ def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
         )
 
 
-def _rules_of(job: VerifyJob) -> Opened | None:
+def _rules_of(job: VerifyJob) -> OpenedCandidate | None:
     """Give the statistics that --rules ranks rules on: the first."""
     if not job.choices.rules:
         return None
@@ -136,14 +136,14 @@ def _rules_of(job: VerifyJob) -> Opened | None:
     )
 
 
-def _rules(job: VerifyJob, opened: Opened) -> Iterator[tuple[str, Candidate]]:
+def _rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:
     assert opened.stats is not None  # noqa: S101 -- chosen by it
     for rule in job.choices.rules:
         table = compute_kv_scales(opened.stats, job.choices.fmt, rule=rule)
         yield str(rule), build_kv_candidate(str(rule), table, job.choices.profile, str(rule))
 
 
-def _first_with_kv(job: VerifyJob) -> Opened | None:
+def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:
     """Give the candidate whose KV scales are laid beside 1.0; None where no KV is quantized."""
     if job.choices.scheme is not None:
         return None
@@ -152,21 +152,21 @@ def _first_with_kv(job: VerifyJob) -> Opened | None:
 
 def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
     choices, geometry = job.choices, job.target.geometry
-    kinds: dict[str, Mapping[Site, Quantizer]] = {
+    scale_kinds: dict[str, Mapping[Site, Quantizer]] = {
         UNSCALED: emulate_kv(make_unscaled_table(geometry, choices.fmt), choices.profile)
     }
     first = _first_with_kv(job)
     if first is None:
-        return kinds
+        return scale_kinds
     table = _table(job, first)
     dialect = first.found.dialect if first.found else ""
-    kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(
+    scale_kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(
         table, choices.profile, dialect=dialect
     )
     if first.stats is not None and choices.profile.kv_per_head:
         per_head = compute_kv_scales(first.stats, choices.fmt, per_head=True)
-        kinds[PER_HEAD] = emulate_kv(per_head, choices.profile)
-    return kinds
+        scale_kinds[PER_HEAD] = emulate_kv(per_head, choices.profile)
+    return scale_kinds
 
 
 def _calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:

@@ -15,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verification.emulation.coverage import missed_by_scheme
+from fp8calib.verification.emulation.coverage import find_scheme_gaps
 from fp8calib.verification.emulation.weights import find_parameters
 from tests import zoo
 from tests.architectures import families, test_vision_language
@@ -177,7 +177,7 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
         names = WeightSource(model, checkpoint).whole
     geometry, unobserved = find_geometry(model, names, checkpoint_dtype="float32")
     modules = [item.module for item in unobserved]
-    assert list(missed_by_scheme("it", geometry, modules, model)) == missed
+    assert list(find_scheme_gaps("it", geometry, modules, model)) == missed
 
 
 @pytest.mark.parametrize(
