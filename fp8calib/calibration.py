@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch, DataPlan
-from fp8calib.data.shares import Share, sequences_of, share_out
+from fp8calib.data.shares import Share, select_batches, sequence_ranges
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import ModelSource
@@ -145,7 +145,7 @@ def _make_shard(shard: Share | None, plan: DataPlan | None, batch_size: int) -> 
         index=shard.index,
         count=shard.count,
         batch_size=batch_size,
-        sequences=join_ranges(sequences_of(share_out(plan, batch_size, shard))),
+        sequences=join_ranges(sequence_ranges(select_batches(plan, batch_size, shard))),
     )
 
 
@@ -163,7 +163,7 @@ def _weights(
         found[site] = stats
         progress.advance(1)
     if share.reads_other_weights:
-        read = prepared.weights.names_of({linear.weight_name for linear in linears})
+        read = prepared.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
     share.keep_weights(found, duration_s=time.monotonic() - started)
     return found

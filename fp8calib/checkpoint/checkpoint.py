@@ -132,23 +132,23 @@ class Checkpoint:
         """
         return self._file(name).read_rows(name, start, stop)
 
-    def read_slab(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
+    def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read consecutive rows and columns of one matrix of a 3-D tensor.
 
         Raises:
             ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
             IndexError: the tensor does not have these.
         """
-        return self._file(name).read_slab(name, index, rows, columns)
+        return self._file(name).read_block(name, index, rows, columns)
 
-    def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
 
         Raises:
             ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
             IndexError: the tensor does not have these bytes.
         """
-        return self._file(name).read_span(name, start, stop)
+        return self._file(name).read_bytes(name, start, stop)
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
         """Read `size_bytes` from the middle of a tensor, or all of it when it is smaller."""
@@ -192,7 +192,7 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: there is no tensor {name!r}") from None
 
 
-def refuse_doubled(checkpoint: Checkpoint) -> None:
+def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
     """Refuse a tensor that two shards hold: readers differ in which copy they take.
 
     Raises:

@@ -11,7 +11,7 @@ _BLOBS = "blobs"
 _CACHED_MODEL = "models--"
 
 
-def refuse_links_out(folder: Path) -> None:
+def refuse_external_links(folder: Path) -> None:
     """Refuse a folder in which a file that is read is a link to one elsewhere.
 
     Whoever sends a checkpoint must not choose what else is read on the machine. Links within the
@@ -25,10 +25,10 @@ def refuse_links_out(folder: Path) -> None:
     """
     for path in sorted(folder.iterdir()):
         if path.suffix in _READ_SUFFIXES:
-            refuse_link_out(path)
+            refuse_external_link(path)
 
 
-def refuse_link_out(path: Path) -> None:
+def refuse_external_link(path: Path) -> None:
     """Refuse one file of a folder where it is such a link.
 
     Raises:

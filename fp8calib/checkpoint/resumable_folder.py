@@ -18,12 +18,12 @@ from fp8calib.checkpoint.atomic import OutputFolder, write_file_atomic
 from fp8calib.checkpoint.folder_lock import FolderLock
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 
-MARK_NAME = "fp8calib-partial.json"
+PROGRESS_NAME = "fp8calib-partial.json"
 """A JSON object by which a later run knows the folder: `tag`, and what the run itself notes.
 Gone in the end."""
 
 
-class PartialFolder(OutputFolder):
+class ResumableFolder(OutputFolder):
     """An `OutputFolder` whose temporary folder outlives an interruption.
 
     `tag` says what is being written: only a run of the same tag may go on with it.
@@ -85,11 +85,11 @@ class PartialFolder(OutputFolder):
                 self._hold(staging)
                 self._check_old(staging)
                 if not self._resume:
-                    self.discarded = any(path.name != MARK_NAME for path in staging.iterdir())
+                    self.discarded = any(path.name != PROGRESS_NAME for path in staging.iterdir())
                     shutil.rmtree(staging)
             staging.mkdir(exist_ok=True)
             self._hold(staging)
-            mark = staging / MARK_NAME
+            mark = staging / PROGRESS_NAME
             if not mark.exists() or _read_tag(mark) is None:
                 write_file_atomic(mark, json.dumps({"tag": self._tag}).encode())
         except (FileNotFoundError, ExportError) as error:
@@ -115,7 +115,7 @@ class PartialFolder(OutputFolder):
 
     def _check_old(self, staging: Path) -> None:
         """Refuse what is not ours to remove, or not this run's to go on with."""
-        mark = staging / MARK_NAME
+        mark = staging / PROGRESS_NAME
         if not mark.is_file() and any(staging.iterdir()):
             raise UsageError(
                 f"{staging}: holds what no interrupted run left there",
@@ -158,16 +158,16 @@ class PartialFolder(OutputFolder):
             error.hint = f"{error.hint}; {where}" if error.hint else where
             raise
         self._is_complete = False
-        forget_mark(self._target)
+        remove_progress_file(self._target)
 
     def _clean_up(self) -> None:
         if not self._is_complete:
             super()._clean_up()
 
 
-def forget_mark(folder: Path) -> None:
+def remove_progress_file(folder: Path) -> None:
     """Remove the mark from a finished folder whose run was killed at the very end."""
-    (folder / MARK_NAME).unlink(missing_ok=True)
+    (folder / PROGRESS_NAME).unlink(missing_ok=True)
 
 
 def _read_tag(mark: Path) -> str | None:

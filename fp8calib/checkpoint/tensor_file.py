@@ -114,7 +114,7 @@ class TensorFile:
         flat = self._read_flat(entry.start + start * row_bytes, (stop - start) * row_bytes)
         return flat.view(dtype).reshape(stop - start, *entry.shape[1:])
 
-    def read_slab(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
+    def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read consecutive rows and columns of one matrix of a 3-D tensor, and nothing else.
 
         Raises:
@@ -135,7 +135,7 @@ class TensorFile:
         self._fill_lines(flat, start, count=lines, stride=width * dtype.itemsize)
         return flat.view(dtype).reshape(len(rows), len(columns))
 
-    def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fp8calib.data.plan import DataPlan, build_plan
-from fp8calib.data.sources import Part
+from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
 from fp8calib.model.load import ModelSource, load_tokenizer
 
@@ -36,7 +36,7 @@ def plan_data(
     seq_len: int | None,
     pack: bool,
     seed: int,
-    part: Part,
+    part: BuiltinPart,
 ) -> DataPlan:
     """Build the data plan of a run; without a length, 2048 tokens or the model's maximum.
 

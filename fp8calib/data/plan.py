@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8calib.data.sources import Part, iter_rows, mix_rows
+from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes
 from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, keep_rows, pack_rows, tokenize_rows
@@ -79,7 +79,7 @@ def build_plan(
     seq_len: int,
     pack: bool = True,
     seed: int = 0,
-    part: Part = "calibrate",
+    part: BuiltinPart = "calibrate",
 ) -> DataPlan:
     """Read the first `samples` sequences of at most `seq_len` tokens.
 

@@ -44,7 +44,7 @@ def parse_share(text: str) -> Share:
     return Share(index=int(found[1]), count=int(found[2]))
 
 
-def share_out(plan: DataPlan, batch_size: int, shard: Share | None) -> list[Batch]:
+def select_batches(plan: DataPlan, batch_size: int, shard: Share | None) -> list[Batch]:
     """Cut a plan into batches and give those of a shard, or all.
 
     Raises:
@@ -61,12 +61,12 @@ def share_out(plan: DataPlan, batch_size: int, shard: Share | None) -> list[Batc
     return list(shard.take(found))
 
 
-def sequences_of(batches: Iterable[Batch]) -> list[tuple[int, int]]:
+def sequence_ranges(batches: Iterable[Batch]) -> list[tuple[int, int]]:
     """List the sequences of batches: global index of the first, and of the one after the last."""
     return [(batch.first, batch.first + len(batch.lengths)) for batch in batches]
 
 
-def leave_out(batches: Iterable[Batch], done: Collection[tuple[int, int]]) -> list[Batch]:
+def drop_finished(batches: Iterable[Batch], done: Collection[tuple[int, int]]) -> list[Batch]:
     """Drop the sequences that are done from batches; a batch that holds none of them stays as is.
 
     Args:

@@ -48,14 +48,14 @@ def _draw_index(weights: list[float], rng: random.Random) -> int:
     return next((index for index, end in enumerate(ends) if point < end), len(ends) - 1)
 
 
-Part = Literal["calibrate", "verify"]
+BuiltinPart = Literal["calibrate", "verify"]
 """Which end of the built-in text is read; other sources are the same for both."""
 
 _UTF8_HINT = "save the file as UTF-8"
 _PARQUET_ROWS_AT_ONCE = 64
 
 
-def iter_rows(spec: DataSpec, *, part: Part = "calibrate") -> Iterator[Row]:
+def iter_rows(spec: DataSpec, *, part: BuiltinPart = "calibrate") -> Iterator[Row]:
     """Yield the rows of one spec.
 
     Raises:
@@ -82,7 +82,7 @@ def iter_file_rows(path: Path) -> Iterator[Row]:
         ) from error
 
 
-def iter_builtin_rows(part: Part) -> Iterator[Row]:
+def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
     """Yield one row per topic of Python's own `help()`, sorted by name.
 
     A topic belongs to `calibrate` when it ends within the first 80 % of all characters, and to

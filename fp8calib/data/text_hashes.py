@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-RUN = 32
+TOKENS_PER_HASH = 32
 """Tokens of one hash."""
 _ONE_IN = 32
 _COMMON_ROWS = 2
@@ -31,7 +31,7 @@ class TextHashes:
     num_rows: torch.Tensor
     """int64, one for each hash."""
 
-    def telling(self) -> torch.Tensor:
+    def distinctive(self) -> torch.Tensor:
         """Leave out what many rows share (a system prompt, a template); all where nothing is left.
 
         Returns:
@@ -62,7 +62,7 @@ def hash_row(ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64
     than 32, other spellings and other tokenizers are not found.
     """
     tokens = _mix(np.asarray(ids, dtype=np.int64).view(np.uint64) + _ODD)
-    width = min(RUN, len(tokens))
+    width = min(TOKENS_PER_HASH, len(tokens))
     num_runs = len(tokens) - width + 1
     runs = np.full(num_runs, width, dtype=np.uint64)
     for offset in range(width):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8calib.data.rows import Message, Row, require_unicode
-from fp8calib.data.text_hashes import RUN, TextHashes, hash_text
+from fp8calib.data.text_hashes import TOKENS_PER_HASH, TextHashes, hash_text
 from fp8calib.errors import DataError
 
 
@@ -112,7 +112,7 @@ def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> P
     sequences = _cut(stream, samples=samples, seq_len=seq_len)
     num_kept = sum(map(len, sequences))
     used = (
-        stream[start : max(min(stop, num_kept), min(stop, start + RUN))]
+        stream[start : max(min(stop, num_kept), min(stop, start + TOKENS_PER_HASH))]
         for start, stop in pairwise((*starts, len(stream)))
         if start < num_kept
     )
@@ -128,7 +128,7 @@ def keep_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> P
         num_rows += 1
         if len(ids) >= MIN_TOKENS:
             sequences.append(torch.tensor(ids[:seq_len], dtype=torch.int64))
-            used.append(ids[: max(seq_len, RUN)])
+            used.append(ids[: max(seq_len, TOKENS_PER_HASH)])
         if len(sequences) == samples:
             break
     return PackedRows(tuple(sequences), hash_text(used), num_rows, num_rows - len(sequences))

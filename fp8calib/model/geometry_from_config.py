@@ -127,7 +127,7 @@ def _open_leniently(folder: Path) -> Checkpoint:
 def _find_names(skeleton: LoadedModel, checkpoint: Checkpoint) -> Mapping[str, str]:
     """Match parameters and tensors; in a quantized checkpoint some have no whole tensor."""
     try:
-        return WeightSource(skeleton, checkpoint).whole
+        return WeightSource(skeleton, checkpoint).single_tensors
     except Exception as error:
         raise _misfit(checkpoint.folder, error) from error
 

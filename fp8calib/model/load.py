@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_doubled
+from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.machine.devices import find_device
 
@@ -76,7 +76,7 @@ def open_source(
     folder = find_folder(model, revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
         raw = checkpoint.load_config()
-        refuse_doubled(checkpoint)
+        refuse_duplicate_tensors(checkpoint)
     if if_quantized is not None:
         _refuse_quantized(raw, folder, if_quantized)
     config = _load_config(folder, raw, trust_remote_code=trust_remote_code)

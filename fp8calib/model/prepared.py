@@ -12,8 +12,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.structure import ModelStructure, find_structure
-from fp8calib.model.topology.find import text_decoder
-from fp8calib.model.topology.survey import is_linear
+from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology.search import is_linear
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
 
@@ -90,7 +90,7 @@ def _without_own_cache(geometry: ModelGeometry) -> Iterator[Skipped]:
 
 def _between_layers(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
     """Name the linears of the text decoder that are no part of a decoder layer."""
-    path, decoder = text_decoder(prepared.model)
+    path, decoder = find_text_decoder(prepared.model)
     layers = prepared.geometry.layers[0].module.rpartition(".")[0]
     for name, module in decoder.named_modules(prefix=path):
         if is_linear(module) and not name.startswith(f"{layers}."):
@@ -99,7 +99,7 @@ def _between_layers(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
 
 def _outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Name what lies beside the text decoder and holds weights of its own."""
-    path, _ = text_decoder(model)
+    path, _ = find_text_decoder(model)
     node: nn.Module = model
     above = ""
     for step in path.split(".") if path else ():

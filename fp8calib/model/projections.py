@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
-from fp8calib.model.topology.survey import is_transposed
+from fp8calib.model.topology.search import is_transposed
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.model.weight_stats import expert_parts
 

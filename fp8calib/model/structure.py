@@ -10,7 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.topology.find import find_geometry
-from fp8calib.model.topology.survey import Unobserved
+from fp8calib.model.topology.search import UnobservedWeight
 from fp8calib.model.weight_source import WeightSource
 
 
@@ -20,7 +20,7 @@ class ModelStructure:
 
     model: PreTrainedModel
     geometry: ModelGeometry
-    unobserved: tuple[Unobserved, ...]
+    unobserved: tuple[UnobservedWeight, ...]
     weights: WeightSource
 
 
@@ -32,6 +32,6 @@ def find_structure(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelStruc
     """
     weights = WeightSource(model, checkpoint)
     geometry, unobserved = find_geometry(
-        model, weights.whole, checkpoint_dtype=stored_dtype(checkpoint)
+        model, weights.single_tensors, checkpoint_dtype=stored_dtype(checkpoint)
     )
     return ModelStructure(model=model, geometry=geometry, unobserved=unobserved, weights=weights)

@@ -64,7 +64,7 @@ class WeightSource:
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is None:
             conversions = get_model_conversion_mapping(model)
-        conversions = [*conversions, *list_expert_converters(model)]
+        conversions = [*conversions, *_list_expert_converters(model)]
         self._converters = {
             pattern: entry
             for entry in conversions
@@ -75,7 +75,7 @@ class WeightSource:
         self._known = model.state_dict().keys()
 
     @property
-    def whole(self) -> Mapping[str, str]:
+    def single_tensors(self) -> Mapping[str, str]:
         """For each parameter that is one whole tensor of the checkpoint, that tensor's name."""
         return {
             parameter: parts[0][0]
@@ -101,12 +101,12 @@ class WeightSource:
         outside = (next(p for p in _paths(name) if p not in inside) for name in matrices)
         return sorted(set(outside), key=dot_natural_key)
 
-    def names_of(self, parameters: Collection[str]) -> frozenset[str]:
+    def tensor_names(self, parameters: Collection[str]) -> frozenset[str]:
         """Name the tensors of the checkpoint that make up `parameters`."""
         parts = (part for parameter in parameters for part in self._parts.get(parameter, ()))
         return frozenset(name for name, _ in parts)
 
-    def reading(self, source: TensorSource) -> WeightSource:
+    def reading_from(self, source: TensorSource) -> WeightSource:
         """Give the same parameters, their tensors read from `source`, which has the same names."""
         other = copy(self)
         other._checkpoint = source
@@ -235,7 +235,7 @@ _EXPERT = r"\.experts\.\d*."
 _STACK_AXES = 3
 
 
-def list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]:
+def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]:
     """Name how experts with a tensor each become the parameters of a model; none if it has none."""
     experts = next((m for name, m in model.named_modules() if _is_stack(name, m)), None)
     if experts is None:

@@ -14,7 +14,7 @@ from fp8calib.fp8.amax import block_amax, channel_amax, row_amax
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.topology.layouts import gate_up_parts, rows_part
-from fp8calib.model.topology.survey import is_transposed
+from fp8calib.model.topology.search import is_transposed
 from fp8calib.model.weight_source import TensorSource, WeightSource
 from fp8calib.stats.calibration_stats import SiteStats
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.observe.hooks import TensorHooks, find_attention, own_attentions
 
 
@@ -61,7 +61,7 @@ class _UnaskedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 @contextmanager
 def _always_cached(model: PreTrainedModel) -> Iterator[None]:
     """Give every call of the decoder a cache: without one, K and V would bypass the hooks."""
-    decoder: nn.Module = text_decoder(model)[1]
+    decoder: nn.Module = find_text_decoder(model)[1]
     config = model.config.get_text_config(decoder=True)
 
     def supply(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, refuse_doubled
+from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
@@ -120,7 +120,7 @@ def make_plan(
         ModelError: there is nothing to quantize, a layout is not known, or two files hold the same
             tensor.
     """
-    refuse_doubled(checkpoint)
+    refuse_duplicate_tensors(checkpoint)
     config = checkpoint.load_config()
     selection = select(checkpoint, config, ignore=settings.ignore)
     tag = _make_tag(checkpoint, config, settings, scales)

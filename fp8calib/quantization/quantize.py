@@ -19,7 +19,7 @@ import torch
 from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.overlay import copy_side_files
-from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder
+from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
 from fp8calib.quantization.plan import QuantizePlan, write_json
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter, WriteProgress
@@ -67,7 +67,7 @@ def quantize(
         ModelError: a weight cannot be read, or holds NaN or infinity.
         ExportError: the disk cannot hold the output.
     """
-    folder = PartialFolder(
+    folder = ResumableFolder(
         out,
         owned=plan.names,
         tag=plan.tag,
@@ -124,7 +124,7 @@ class _Journal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._document = json.loads((folder / MARK_NAME).read_bytes())
+        self._document = json.loads((folder / PROGRESS_NAME).read_bytes())
         self._dead = {
             name: [AllZeroWeight(**fields) for fields in items]
             for name, items in self._document.get("dead", {}).items()
@@ -140,9 +140,9 @@ class _Journal:
     def add(self, shard: ShardLayout, dead: list[AllZeroWeight]) -> None:
         self._dead[shard.name] = dead
         items = {name: [asdict(item) for item in items] for name, items in self._dead.items()}
-        temporary = self._folder / f"{MARK_NAME}.new"
+        temporary = self._folder / f"{PROGRESS_NAME}.new"
         temporary.write_text(json.dumps({**self._document, "dead": items}), encoding="utf-8")
-        temporary.replace(self._folder / MARK_NAME)
+        temporary.replace(self._folder / PROGRESS_NAME)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
 def _write_side_files(folder: Path, plan: QuantizePlan) -> None:
     """Write all but the shards, and remove what an interrupted run left half done."""
     for path in folder.iterdir():
-        if path.name not in {*plan.names, MARK_NAME}:
+        if path.name not in {*plan.names, PROGRESS_NAME}:
             path.unlink()
     copy_side_files(plan.side_files, folder)
     for name, document in {CONFIG_NAME: plan.config, **plan.json_files}.items():

@@ -111,7 +111,7 @@ class ShardWriter:
 
         def copy(offset: int) -> None:
             stop = min(offset + step, tensor.size_bytes)
-            span = self._reader.checkpoint.read_span(source, offset, stop)
+            span = self._reader.checkpoint.read_bytes(source, offset, stop)
             self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
 
         tasks = [

@@ -72,8 +72,8 @@ def _read_rows(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Ten
     outputs = range(place.first + rows.start, place.first + rows.stop)
     inputs = range(matrix.shape[1])
     if place.is_transposed:
-        return checkpoint.read_slab(place.tensor, place.expert, inputs, outputs).T.contiguous()
-    return checkpoint.read_slab(place.tensor, place.expert, outputs, inputs)
+        return checkpoint.read_block(place.tensor, place.expert, inputs, outputs).T.contiguous()
+    return checkpoint.read_block(place.tensor, place.expert, outputs, inputs)
 
 
 def split_rows(matrix: Matrix) -> list[range]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.links import refuse_links_out
+from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
 from fp8calib.dialects.kv.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.kv.validate import reading_errors
@@ -138,7 +138,7 @@ def find_candidate(name: str) -> Path:
     if not path.is_dir():
         return path
     with reading_errors():
-        refuse_links_out(path)
+        refuse_external_links(path)
     return path / STATS_NAME if is_stats_file(path / STATS_NAME) else path
 
 
@@ -275,7 +275,7 @@ def _check_ends(
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = [end.weight for end in ends if end is not None]
     own = [name for name, value in model.named_parameters() if any(value is w for w in weights)]
-    for name in source.names_of(own) - checkpoint.quantized:
+    for name in source.tensor_names(own) - checkpoint.quantized:
         original = target.checkpoint
         if name not in original or original.dtype(name) != checkpoint.dtype(name):
             continue

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from fp8calib.geometry.sites import Role
 from fp8calib.model.load import build_skeleton, load_model, open_source
-from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.find import find_text_decoder
 from tests.architectures.families import FAMILIES, SIZES, build
 from tests.truth import brute_force
 from tests.truth.test_statistics import draw, make_plan, run_calibration
@@ -125,7 +125,7 @@ def test_the_text_decoder_is_calibrated_and_the_rest_is_listed(family: str, tmp_
 
 def test_a_text_only_class_never_runs_its_lm_head() -> None:
     """Llama4ForCausalLM names itself as its decoder; the model below it is what is run."""
-    path, decoder = text_decoder(build("llama4_text", FAMILIES["llama4_text"]))
+    path, decoder = find_text_decoder(build("llama4_text", FAMILIES["llama4_text"]))
     assert (path, type(decoder).__name__) == ("model", "Llama4TextModel")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.checkpoint.links import refuse_links_out
+from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.errors import ModelError
 
 
@@ -30,7 +30,7 @@ def test_a_link_to_a_file_elsewhere_is_refused(
     (folder / name).symlink_to(target.format(tmp=tmp_path))
 
     with pytest.raises(ModelError, match=f"{name} is a link out of the folder") as refused:
-        refuse_links_out(folder)
+        refuse_external_links(folder)
     assert "hard-link" in refused.value.hint
 
 
@@ -39,7 +39,7 @@ def test_a_link_within_the_folder_is_followed(folder: Path) -> None:
     (folder / "a.safetensors").symlink_to("blob")
     (folder / "b.safetensors").symlink_to(folder / "a.safetensors")
 
-    refuse_links_out(folder)
+    refuse_external_links(folder)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_links_into_the_cache_are_followed(
     (folder / "a.safetensors").symlink_to(Path("..") / place / "0123abcd")
 
     if is_followed:
-        refuse_links_out(folder)
+        refuse_external_links(folder)
     else:
         with pytest.raises(ModelError):
-            refuse_links_out(folder)
+            refuse_external_links(folder)
 
 
 def test_a_snapshot_of_the_cache_is_whole(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_a_snapshot_of_the_cache_is_whole(tmp_path: Path) -> None:
     (repository / "blobs" / "0123").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/0123")
 
-    refuse_links_out(snapshot)
+    refuse_external_links(snapshot)
 
 
 def test_the_folder_itself_may_be_a_link(tmp_path: Path, folder: Path) -> None:
     (folder / "a.safetensors").symlink_to("config.json")
     (tmp_path / "link").symlink_to("model")
 
-    refuse_links_out(tmp_path / "link")
+    refuse_external_links(tmp_path / "link")
 
 
 def test_what_is_not_read_or_leads_nowhere_does_no_harm(tmp_path: Path, folder: Path) -> None:
@@ -90,4 +90,4 @@ def test_what_is_not_read_or_leads_nowhere_does_no_harm(tmp_path: Path, folder: 
     (folder / "b.safetensors").symlink_to("b.safetensors")
     (folder / "c.safetensors").symlink_to("..")
 
-    refuse_links_out(folder)
+    refuse_external_links(folder)

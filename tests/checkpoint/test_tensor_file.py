@@ -96,7 +96,7 @@ def test_a_slab_is_a_part_of_one_matrix(tmp_path: Path, rows: range, columns: ra
     save_file({"before": tensor[0].clone(), "x": tensor}, tmp_path / "x.safetensors")
     with TensorFile(tmp_path / "x.safetensors") as file:
         for index in range(3):
-            found = file.read_slab("x", index, rows, columns)
+            found = file.read_block("x", index, rows, columns)
             expected = tensor[index, rows.start : rows.stop, columns.start : columns.stop]
             assert (found.dtype, found.tolist()) == (torch.bfloat16, expected.tolist())
 
@@ -110,7 +110,7 @@ def test_a_slab_that_a_tensor_does_not_have_is_an_index_error(
 ) -> None:
     save_file({"x": torch.zeros(3, 4, 5)}, tmp_path / "x.safetensors")
     with TensorFile(tmp_path / "x.safetensors") as file, pytest.raises(IndexError, match="has no"):
-        file.read_slab("x", index, rows, columns)
+        file.read_block("x", index, rows, columns)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8calib.data.plan import batches
-from fp8calib.data.shares import Share, leave_out, parse_share, sequences_of, share_out
+from fp8calib.data.shares import Share, drop_finished, parse_share, select_batches, sequence_ranges
 from fp8calib.errors import UsageError
 from tests.run.running import rows_of
 
@@ -22,7 +22,7 @@ def test_shares_are_neighbours_and_take_everything_once() -> None:
 def test_a_share_has_the_batches_of_the_whole() -> None:
     plan = rows_of(LENGTHS)
     whole = [batch.input_ids.tolist() for batch in batches(plan, 3)]
-    shares = [share_out(plan, 3, Share(index=index, count=3)) for index in (1, 2, 3)]
+    shares = [select_batches(plan, 3, Share(index=index, count=3)) for index in (1, 2, 3)]
     assert [batch.input_ids.tolist() for share in shares for batch in share] == whole
 
 
@@ -39,9 +39,9 @@ def test_a_share_is_read() -> None:
 def test_what_is_done_is_left_out_and_the_rest_cut_as_smaller_batches_are() -> None:
     plan = rows_of(LENGTHS)  # quarters begin at 0, 3, 5 and 8
     whole = list(batches(plan, 3))
-    assert sequences_of(whole) == [(0, 3), (3, 5), (5, 8), (8, 10)]
-    left = leave_out(whole, [(0, 1), (3, 5), (6, 7)])
-    assert sequences_of(left) == [(1, 3), (5, 6), (7, 8), (8, 10)]
+    assert sequence_ranges(whole) == [(0, 3), (3, 5), (5, 8), (8, 10)]
+    left = drop_finished(whole, [(0, 1), (3, 5), (6, 7)])
+    assert sequence_ranges(left) == [(1, 3), (5, 6), (7, 8), (8, 10)]
     assert left[-1] is whole[-1]
     assert [batch.input_ids.shape[1] for batch in left] == [9, 2, 4, 6]
     assert [batch.quarter for batch in left] == [0, 2, 2, 3]
@@ -51,4 +51,4 @@ def test_what_is_done_is_left_out_and_the_rest_cut_as_smaller_batches_are() -> N
 
 
 def test_nothing_is_left_of_what_is_done() -> None:
-    assert leave_out(list(batches(rows_of(LENGTHS), 4)), [(0, 4), (4, 10)]) == []
+    assert drop_finished(list(batches(rows_of(LENGTHS), 4)), [(0, 4), (4, 10)]) == []

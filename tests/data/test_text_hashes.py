@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fp8calib.data.text_hashes import RUN, TextHashes, hash_row, hash_text
+from fp8calib.data.text_hashes import TOKENS_PER_HASH, TextHashes, hash_row, hash_text
 
 ODD = 0x9E3779B97F4A7C15
 BITS = (1 << 64) - 1
@@ -28,7 +28,7 @@ def hash_run(ids: Sequence[int]) -> int:
 
 
 def expected_hashes(ids: Sequence[int]) -> list[int]:
-    width = min(RUN, len(ids))
+    width = min(TOKENS_PER_HASH, len(ids))
     runs = [hash_run(ids[start : start + width]) for start in range(len(ids) - width + 1)]
     chosen = {run for index, run in enumerate(runs) if index == 0 or run % 32 == 0}
     return sorted(run - (1 << 64) if run >> 63 else run for run in chosen)
@@ -95,7 +95,7 @@ def test_rows_are_counted_and_empty_ones_passed_over() -> None:
     counts = dict(zip(found.hashes.tolist(), found.num_rows.tolist(), strict=True))
     assert counts == {expected_hashes([1])[0]: 2, expected_hashes([2, 3])[0]: 1}
     assert hash_text([[]]).hashes.tolist() == []
-    assert hash_text([]).telling().tolist() == []
+    assert hash_text([]).distinctive().tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_rows_are_counted_and_empty_ones_passed_over() -> None:
 def test_what_many_rows_share_tells_nothing(num_rows: list[int], kept: list[int]) -> None:
     hashes = torch.arange(len(num_rows))
     text = TextHashes(hashes, torch.tensor(num_rows, dtype=torch.int64))
-    assert text.telling().tolist() == kept
+    assert text.distinctive().tolist() == kept
 
 
 def test_a_prompt_before_every_row_is_no_overlap() -> None:
     prompt = draw(0, 64)
     calibration = [prompt + draw(seed, 100) for seed in range(1, 30)]
     verification = [prompt + draw(seed, 100) for seed in range(101, 130)]
-    text = hash_text(verification).telling()
+    text = hash_text(verification).distinctive()
     assert not torch.isin(text, hash_text(calibration).hashes).any()

@@ -88,7 +88,7 @@ def test_what_is_left_is_written_in_the_dtype_of_the_config(source: Path, tmp_pa
 def test_any_span_can_be_read(source: Path, start: int, stop: int) -> None:
     whole = torch.from_numpy(values_of(source, UP)).bfloat16().view(torch.uint8).flatten()
     with DequantizedCheckpoint.open(source) as checkpoint:
-        assert torch.equal(checkpoint.read_span(f"{UP}.weight", start, stop), whole[start:stop])
+        assert torch.equal(checkpoint.read_bytes(f"{UP}.weight", start, stop), whole[start:stop])
 
 
 def test_without_being_asked_it_is_refused(source: Path) -> None:

@@ -48,7 +48,7 @@ def _subject(folder: Path) -> Iterator[Streamable]:
         weights = WeightSource(model, checkpoint)
         yield Streamable(
             model=model,
-            geometry=find_geometry(model, weights.whole, checkpoint_dtype="float32")[0],
+            geometry=find_geometry(model, weights.single_tensors, checkpoint_dtype="float32")[0],
             checkpoint=checkpoint,
             weights=weights,
             work=WORK,
@@ -225,7 +225,7 @@ def test_experts_that_are_joined_exist_twice_while_they_load(
     model = build_skeleton(source)
     with Checkpoint.open(tmp_path) as checkpoint:
         weights = WeightSource(model, checkpoint)
-        geometry, _ = find_geometry(model, weights.whole, checkpoint_dtype="float32")
+        geometry, _ = find_geometry(model, weights.single_tensors, checkpoint_dtype="float32")
         assert loading_bytes(geometry, weights, 4) == expected
 
 

@@ -56,7 +56,7 @@ def opened(model: PreTrainedModel, folder: Path) -> Iterator[Subject]:
     model.save_pretrained(folder)
     with Checkpoint.open(folder) as checkpoint:
         source = WeightSource(model, checkpoint)
-        geometry, _ = find_geometry(model, source.whole, checkpoint_dtype="float32")
+        geometry, _ = find_geometry(model, source.single_tensors, checkpoint_dtype="float32")
         yield Subject(model, geometry, source)
 
 

@@ -174,7 +174,7 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
     source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
     model = build_skeleton(source)
     with Checkpoint.open(tmp_path) as checkpoint:
-        names = WeightSource(model, checkpoint).whole
+        names = WeightSource(model, checkpoint).single_tensors
     geometry, unobserved = find_geometry(model, names, checkpoint_dtype="float32")
     modules = [item.module for item in unobserved]
     assert list(find_scheme_gaps("it", geometry, modules, model)) == missed

@@ -21,7 +21,7 @@ from fp8calib.errors import CalibrationError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.load import load_model, open_source
-from fp8calib.model.topology.find import find_geometry, text_decoder
+from fp8calib.model.topology.find import find_geometry, find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.forward.lm_head import open_head
 from fp8calib.verification.emulation.emulate import (
@@ -183,7 +183,7 @@ def test_weights_come_back_in_the_dtype_the_model_was_loaded_in(
     model = load_model(source, dtype=dtype, device="cpu", device_map=None)
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         originals = WeightSource(model, checkpoint)
-        geometry, _ = find_geometry(model, originals.whole, checkpoint_dtype="float32")
+        geometry, _ = find_geometry(model, originals.single_tensors, checkpoint_dtype="float32")
         subject = Subject(model, geometry, originals)
         before = take(model)
         emulate(subject, make_emulation(subject, "fp8-block"), PADDED)
@@ -230,7 +230,7 @@ def test_one_parameter_may_be_changed_twice(tmp_path: Path) -> None:
 
 def test_the_decoder_gets_its_forward_back(subject: Subject) -> None:
     before = take(subject.model)
-    decoder = text_decoder(subject.model)[1]
+    decoder = find_text_decoder(subject.model)[1]
     with open_head(subject.model) as head:
         assert "forward" in vars(decoder)
         head.logits(torch.zeros(3, subject.model.config.hidden_size))
@@ -244,7 +244,7 @@ def test_a_forward_that_was_already_replaced_is_put_back(tmp_path: Path) -> None
     """Accelerate puts one on every module that it moves between devices."""
     del tmp_path
     model = zoo.build("llama")
-    decoder = text_decoder(model)[1]
+    decoder = find_text_decoder(model)[1]
     replaced = partial(type(decoder).forward, decoder)
     decoder.forward = replaced
     with open_head(model) as head:

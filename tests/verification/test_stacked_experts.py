@@ -73,7 +73,7 @@ def opened(
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:
         originals = WeightSource(model, checkpoint)
-        geometry, _ = find_geometry(model, originals.whole, checkpoint_dtype="float32")
+        geometry, _ = find_geometry(model, originals.single_tensors, checkpoint_dtype="float32")
         yield Opened(folder, model, geometry, originals)
 
 

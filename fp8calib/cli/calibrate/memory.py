@@ -11,7 +11,7 @@ import torch
 from fp8calib.cli.calibrate.job import Job
 from fp8calib.cli.memory_mode import MemoryMode, choose_memory_mode
 from fp8calib.data.plan import Batch
-from fp8calib.data.shares import Share, share_out
+from fp8calib.data.shares import Share, select_batches
 from fp8calib.machine.launch import ProcessRank, find_process_rank
 from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel
@@ -66,7 +66,7 @@ def _take_batches(job: Job, process_rank: ProcessRank) -> Sequence[Batch]:
     """Give the batches of this process; those that an interrupted run has done are among them."""
     if job.plan is None:
         return []
-    found = share_out(job.plan, job.recipe.data.batch_size, job.settings.shard)
+    found = select_batches(job.plan, job.recipe.data.batch_size, job.settings.shard)
     return Share(index=process_rank.rank + 1, count=process_rank.size).take(found)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8calib.cli.calibrate.job import CalibrateSettings, Job
-from fp8calib.data.shares import share_out
+from fp8calib.data.shares import select_batches
 from fp8calib.errors import UsageError
 from fp8calib.machine.launch import ProcessRank
 from fp8calib.model.load import choose_device
@@ -78,13 +78,13 @@ def check_shard(job: Job) -> None:
             f"--shard: recipe {job.recipe.name} runs no data that could be shared out",
             hint="leave out --shard",
         )
-    share_out(job.plan, job.recipe.data.batch_size, shard)
+    select_batches(job.plan, job.recipe.data.batch_size, shard)
 
 
 def count_planned(job: Job) -> Mapping[str, Any]:
     """Count the tokens and sequences that are to be run, and say of what part they are."""
     shard = job.settings.shard
-    found = [] if job.plan is None else share_out(job.plan, job.recipe.data.batch_size, shard)
+    found = [] if job.plan is None else select_batches(job.plan, job.recipe.data.batch_size, shard)
     return {
         "sequences": sum(len(batch.lengths) for batch in found),
         "tokens": sum(batch.num_tokens for batch in found),

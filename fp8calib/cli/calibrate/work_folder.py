@@ -13,7 +13,11 @@ from typing import Any
 from fp8calib.calibration import make_header, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
-from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forget_mark
+from fp8calib.checkpoint.resumable_folder import (
+    PROGRESS_NAME,
+    ResumableFolder,
+    remove_progress_file,
+)
 from fp8calib.cli.calibrate.job import REPORT_NAME, Job
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import DataError, ExportError
@@ -69,7 +73,7 @@ def find_finished(job: Job, header: StatsHeader) -> Mapping[str, Any] | None:
     if found is None:
         check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
     else:
-        forget_mark(job.out)
+        remove_progress_file(job.out)
     return found
 
 
@@ -115,7 +119,7 @@ def work_folder(job: Job, header: StatsHeader, group: ProcessGroup | None) -> It
         with shared_lock(work.path):
             yield work
         return
-    folder = PartialFolder(
+    folder = ResumableFolder(
         job.out,
         owned=job.owned,
         tag=_TAG,
@@ -192,7 +196,7 @@ def _describe_start(journal: Journal, header: StatsHeader) -> str:
 def remove_outputs(folder: Path) -> None:
     """Remove what a run had begun to write when it was ended; it is written anew."""
     for path in folder.iterdir():
-        if path.name == MARK_NAME or is_checkpoint(path):
+        if path.name == PROGRESS_NAME or is_checkpoint(path):
             continue
         if path.is_dir():
             shutil.rmtree(path)

@@ -77,7 +77,7 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
     int4 = Int4Source(source)
     weights = WeightSource(skeleton, int4)
     _check_geometry(stats, skeleton, weights, source.folder)
-    scales = weights.reading(ScaleSpread(int4))
+    scales = weights.reading_from(ScaleSpread(int4))
     geometry = stats.geometry
     adopted = {
         tp: adopt_scales(
@@ -105,7 +105,9 @@ def _check_geometry(
     stats: CalibrationStats, model: LoadedModel, weights: WeightSource, folder: Path
 ) -> None:
     measured = stats.geometry
-    found, _ = find_geometry(model, weights.whole, checkpoint_dtype=measured.checkpoint_dtype)
+    found, _ = find_geometry(
+        model, weights.single_tensors, checkpoint_dtype=measured.checkpoint_dtype
+    )
     if difference := find_difference(found, measured):
         raise ExportError(
             f"{folder} is not the model these statistics were measured on: {difference}",

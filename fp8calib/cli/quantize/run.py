@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.resumable_folder import forget_mark
+from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.cli.console import Bar, say
 from fp8calib.cli.quantize.report import (
     Outcome,
@@ -117,7 +117,7 @@ def _write(
     settings: QuantizeSettings, checkpoint: Checkpoint, plan: QuantizePlan, device: torch.device
 ) -> Written:
     if settings.resume and is_finished(settings.out, plan):
-        forget_mark(settings.out)
+        remove_progress_file(settings.out)
         say(f"{settings.out} is finished already")
         return Written(files=list_files(settings.out), dead=(), resumed=())
     inputs = [] if settings.stats is None else [settings.stats]

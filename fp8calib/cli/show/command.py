@@ -24,7 +24,7 @@ def show_command(
 
     Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors
     """
-    from fp8calib.checkpoint.links import refuse_links_out  # noqa: PLC0415
+    from fp8calib.checkpoint.links import refuse_external_links  # noqa: PLC0415
     from fp8calib.cli.show.scales import show_scales  # noqa: PLC0415
     from fp8calib.cli.show.stats import show_stats  # noqa: PLC0415
     from fp8calib.errors import UsageError, shorten  # noqa: PLC0415
@@ -36,7 +36,7 @@ def show_command(
     except (OSError, ValueError) as error:
         raise UsageError(f"{shorten(str(path))}: cannot be looked at") from error
     if path.is_dir():
-        refuse_links_out(path)
+        refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
         show_stats(load_stats(path, accepts_shard=True), as_json=as_json)

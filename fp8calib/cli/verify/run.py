@@ -234,7 +234,7 @@ def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None
 
 
 def _overlaps(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
-    text = plan.text.telling()
+    text = plan.text.distinctive()
     for candidate in opened:
         measured = candidate.origin
         share = 0.0 if measured is None else estimate_overlap(text, measured.text)

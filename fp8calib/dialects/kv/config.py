@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME
-from fp8calib.checkpoint.links import refuse_link_out
+from fp8calib.checkpoint.links import refuse_external_link
 from fp8calib.dialects.kv.json import load_object
 from fp8calib.dialects.kv.metadata import find_format
 from fp8calib.dialects.kv.validate import reading_errors, refusal
@@ -40,8 +40,8 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
     """
     path, side = folder / CONFIG_NAME, folder / MODELOPT_CONFIG_NAME
     with reading_errors():
-        refuse_link_out(path)
-        refuse_link_out(side)
+        refuse_external_link(path)
+        refuse_external_link(side)
     _check_algorithm(side, _load(side))
     if not path.is_file():
         return CheckpointConfig()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME
-from fp8calib.checkpoint.links import refuse_links_out
+from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.kv.config import read_config
 from fp8calib.dialects.kv.json import is_scales_json, load_object, read_json
@@ -208,7 +208,7 @@ def _look_into(path: Path) -> _Source:
 
 def _look_into_folder(folder: Path) -> _Source:
     with reading_errors():
-        refuse_links_out(folder)
+        refuse_external_links(folder)
     visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
     paths = [path for path in visible if path.is_file()]
     tensor_files = [path for path in paths if path.suffix in _TENSOR_SUFFIXES]

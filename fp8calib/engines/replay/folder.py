@@ -11,7 +11,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.json_files import load_json
-from fp8calib.checkpoint.links import refuse_links_out
+from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
@@ -133,7 +133,7 @@ def _load_or_none(path: Path) -> object:
 
 def _list_files(path: Path) -> list[str]:
     try:
-        refuse_links_out(path)
+        refuse_external_links(path)
         entries = sorted(path.iterdir())
         return [
             entry.name for entry in entries if entry.suffix == ".safetensors" and entry.is_file()

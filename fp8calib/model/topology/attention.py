@@ -16,11 +16,11 @@ from fp8calib.model.topology.layouts import (
     PRESCALED_QUERY,
     Heads,
 )
-from fp8calib.model.topology.survey import Survey, features, is_linear
+from fp8calib.model.topology.search import GeometrySearch, is_linear, linear_features
 
 
 def find_mixer(
-    survey: Survey, before: list[Layer], index: int, path: str, block: nn.Module
+    search: GeometrySearch, before: list[Layer], index: int, path: str, block: nn.Module
 ) -> tuple[Attention | None, str]:
     """Find a layer's attention (None when it caches no K and V) and its mixer's class name.
 
@@ -28,10 +28,10 @@ def find_mixer(
         ModelError: no attention and no known cacheless mixer, or attention that is not understood.
     """
     candidates = _attention_modules(block)
-    layer_type = _layer_type(survey.config, index)
+    layer_type = _layer_type(search.config, index)
     if candidates and layer_type not in CACHELESS_LAYER_TYPES:
         name, module = _only(candidates, block, index)
-        return _attention(survey, before, index, f"{path}.{name}", module), type(module).__name__
+        return _attention(search, before, index, f"{path}.{name}", module), type(module).__name__
     cacheless = _cacheless_mixer(block)
     if layer_type in CACHELESS_LAYER_TYPES or cacheless:
         return None, cacheless or str(layer_type)
@@ -81,33 +81,33 @@ def _cacheless_mixer(block: nn.Module) -> str:
 
 
 def _attention(
-    survey: Survey, before: list[Layer], index: int, path: str, module: nn.Module
+    search: GeometrySearch, before: list[Layer], index: int, path: str, module: nn.Module
 ) -> Attention:
-    producer = _producer(survey.config, before, index, module)
-    latent = _is_latent(survey.config, module)
-    heads = _heads(survey.config, module, None if producer is None else before[producer])
-    sliding = _layer_type(survey.config, index) == "sliding_attention" or (
-        getattr(survey.config, "layer_types", None) is None
+    producer = _producer(search.config, before, index, module)
+    latent = _is_latent(search.config, module)
+    heads = _heads(search.config, module, None if producer is None else before[producer])
+    sliding = _layer_type(search.config, index) == "sliding_attention" or (
+        getattr(search.config, "layer_types", None) is None
     )
-    scale = heads.k_head_dim**-0.5 if survey.config.model_type in PRESCALED_QUERY else 1.0
+    scale = heads.k_head_dim**-0.5 if search.config.model_type in PRESCALED_QUERY else 1.0
     return Attention(
         module=path,
-        checkpoint_module=_checkpoint_module(survey, path, module),
+        checkpoint_module=_checkpoint_module(search, path, module),
         kind="latent" if latent else "heads",
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         k_head_dim=heads.k_head_dim,
         v_head_dim=heads.v_head_dim,
-        sliding_window=getattr(survey.config, "sliding_window", None) if sliding else None,
+        sliding_window=getattr(search.config, "sliding_window", None) if sliding else None,
         producer=producer,
         query_divisor=scale,
     )
 
 
-def _checkpoint_module(survey: Survey, path: str, module: nn.Module) -> str:
+def _checkpoint_module(search: GeometrySearch, path: str, module: nn.Module) -> str:
     """Spell the module's path as the checkpoint does, from the name of one of its weights."""
     for name, _ in module.named_parameters():
-        stored = survey.checkpoint_names.get(f"{path}.{name}")
+        stored = search.checkpoint_names.get(f"{path}.{name}")
         if stored is not None and stored.endswith(f".{name}"):
             return stored.removesuffix(f".{name}")
     raise ModelError(
@@ -159,7 +159,9 @@ def _heads(config: Any, module: nn.Module, producer: Layer | None) -> Heads:
 
 def _heads_from_weights(config: Any, module: nn.Module, num_heads: int) -> Heads:
     sizes = {
-        name: features(linear) for name, linear in module.named_children() if is_linear(linear)
+        name: linear_features(linear)
+        for name, linear in module.named_children()
+        if is_linear(linear)
     }
     head_dim = _head_dim(config, module, sizes, num_heads)
     fused = next((name for name in FUSED_QKV if name in sizes), None)

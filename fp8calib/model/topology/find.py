@@ -17,10 +17,10 @@ from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.model.topology.attention import find_mixer
 from fp8calib.model.topology.linears import find_linears
-from fp8calib.model.topology.survey import Survey, Unobserved
+from fp8calib.model.topology.search import GeometrySearch, UnobservedWeight
 
 
-def text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
+def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
     """Find the module that turns tokens into the last hidden state, with its path."""
     decoder = _without_head(model.get_decoder())
     for name, module in model.named_modules():
@@ -38,7 +38,7 @@ def _without_head(decoder: nn.Module) -> nn.Module:
 
 def find_geometry(
     model: PreTrainedModel, checkpoint_names: Mapping[str, str], *, checkpoint_dtype: str
-) -> tuple[ModelGeometry, tuple[Unobserved, ...]]:
+) -> tuple[ModelGeometry, tuple[UnobservedWeight, ...]]:
     """Describe the decoder layers of `model`.
 
     Args:
@@ -53,14 +53,14 @@ def find_geometry(
         ModelError: no decoder layers, no attention in a layer that should have one, an unknown
             fused layout.
     """
-    prefix, decoder = text_decoder(model)
+    prefix, decoder = find_text_decoder(model)
     config = model.config.get_text_config(decoder=True)
-    survey = Survey(config=config, checkpoint_names=checkpoint_names)
+    search = GeometrySearch(config=config, checkpoint_names=checkpoint_names)
     name, blocks = _decoder_layers(decoder, config.num_hidden_layers)
     path = f"{prefix}.{name}" if prefix else name
     layers: list[Layer] = []
     for index, block in enumerate(blocks):
-        layers.append(_layer(survey, layers, index, f"{path}.{index}", block))
+        layers.append(_layer(search, layers, index, f"{path}.{index}", block))
     if not any(layer.attention for layer in layers):
         raise ModelError(
             f"{type(model).__name__}: none of its {len(layers)} layers keeps a KV cache",
@@ -73,7 +73,7 @@ def find_geometry(
         layers=tuple(layers),
         num_draft_layers=_count_draft_layers(config),
     )
-    return geometry, tuple(survey.unobserved)
+    return geometry, tuple(search.unobserved)
 
 
 def _count_draft_layers(config: Any) -> int:
@@ -91,7 +91,9 @@ def _decoder_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.Module
     )
 
 
-def _layer(survey: Survey, before: list[Layer], index: int, path: str, block: nn.Module) -> Layer:
-    attention, mixer = find_mixer(survey, before, index, path, block)
-    linears = tuple(find_linears(survey, attention, path, block))
+def _layer(
+    search: GeometrySearch, before: list[Layer], index: int, path: str, block: nn.Module
+) -> Layer:
+    attention, mixer = find_mixer(search, before, index, path, block)
+    linears = tuple(find_linears(search, attention, path, block))
     return Layer(index=index, module=path, mixer=mixer, attention=attention, linears=linears)

@@ -23,15 +23,20 @@ from fp8calib.model.topology.layouts import (
     heads_part,
     rows_part,
 )
-from fp8calib.model.topology.survey import Survey, Unobserved, features, is_linear
+from fp8calib.model.topology.search import (
+    GeometrySearch,
+    UnobservedWeight,
+    is_linear,
+    linear_features,
+)
 
 MAX_EXPERT_BLOCKS = 256
 
 
 def find_linears(
-    survey: Survey, attention: Attention | None, path: str, block: nn.Module
+    search: GeometrySearch, attention: Attention | None, path: str, block: nn.Module
 ) -> Iterator[Linear]:
-    """Find every linear of a layer; weights that cannot be observed go to the survey.
+    """Find every linear of a layer; weights that cannot be observed are added to `search`.
 
     Raises:
         ModelError: a fused q/k/v whose order of rows is not known.
@@ -42,9 +47,9 @@ def find_linears(
         if name in experts:
             yield from _expert_linears(path, name, module)
         elif is_linear(module):
-            yield _linear(survey, attention, path, name, module)
-        elif why := _unreachable(module, survey.config.hidden_size):
-            survey.unobserved.append(Unobserved(module=full, why=why))
+            yield _linear(search, attention, path, name, module)
+        elif why := _unreachable(module, search.config.hidden_size):
+            search.unobserved.append(UnobservedWeight(module=full, why=why))
 
 
 def _is_heavy(parameter: nn.Parameter, hidden_size: int) -> bool:
@@ -66,12 +71,12 @@ def _unreachable(module: nn.Module, hidden_size: int) -> str:
 
 
 def _linear(
-    survey: Survey, attention: Attention | None, path: str, name: str, module: nn.Module
+    search: GeometrySearch, attention: Attention | None, path: str, name: str, module: nn.Module
 ) -> Linear:
     full = f"{path}.{name}"
-    in_features, out_features = features(module)
+    in_features, out_features = linear_features(module)
     suffix = name.rpartition(".")[2]
-    section, root, shard, parts = _classify(survey, attention, path, name, (suffix, out_features))
+    section, root, shard, parts = _classify(search, attention, path, name, (suffix, out_features))
     return Linear(
         module=full,
         section=section,
@@ -81,7 +86,7 @@ def _linear(
         shard=shard,
         parts=parts,
         weight_name=f"{full}.weight",
-        checkpoint_name=survey.checkpoint_names.get(f"{full}.weight"),
+        checkpoint_name=search.checkpoint_names.get(f"{full}.weight"),
     )
 
 
@@ -89,12 +94,16 @@ _Classified = tuple[Section, str, Shard, tuple[Part, ...]]
 
 
 def _classify(
-    survey: Survey, attention: Attention | None, path: str, name: str, linear: tuple[str, int]
+    search: GeometrySearch,
+    attention: Attention | None,
+    path: str,
+    name: str,
+    linear: tuple[str, int],
 ) -> _Classified:
     suffix, out_features = linear
     full = f"{path}.{name}"
     if attention is not None and full.startswith(f"{attention.module}."):
-        return _classify_attention(survey, attention, suffix, out_features)
+        return _classify_attention(search, attention, suffix, out_features)
     head, _, rest = name.partition(".")
     mlp_root = f"{path}.{head}" if rest else path
     if suffix in MLP_SHARDS and "attn" not in head and "attention" not in head:
@@ -110,10 +119,10 @@ def _mlp_parts(suffix: str, out_features: int) -> tuple[Part, ...]:
 
 
 def _classify_attention(
-    survey: Survey, attention: Attention, suffix: str, out_features: int
+    search: GeometrySearch, attention: Attention, suffix: str, out_features: int
 ) -> _Classified:
     if suffix in FUSED_QKV and suffix not in ATTENTION_SHARDS:
-        parts: tuple[Part, ...] = _fused_qkv(survey, attention, suffix)
+        parts: tuple[Part, ...] = _fused_qkv(search, attention, suffix)
         return "attention", attention.module, "column", parts
     if suffix not in ATTENTION_SHARDS:
         return "other", attention.module, "replicated", (rows_part(suffix, out_features),)
@@ -125,25 +134,25 @@ def _classify_attention(
     return "attention", attention.module, shard, (heads_part(suffix, num_heads, out_features),)
 
 
-def _fused_qkv(survey: Survey, attention: Attention, suffix: str) -> tuple[Part, ...]:
+def _fused_qkv(search: GeometrySearch, attention: Attention, suffix: str) -> tuple[Part, ...]:
     heads = Heads(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         k_head_dim=attention.k_head_dim,
         v_head_dim=attention.v_head_dim,
     )
-    family = survey.config.model_type
+    family = search.config.model_type
     if family == "falcon":
-        is_grouped = survey.config.new_decoder_architecture or not survey.config.multi_query
+        is_grouped = search.config.new_decoder_architecture or not search.config.multi_query
         return grouped_qkv(heads) if is_grouped else contiguous_qkv(heads)
-    if family == "gpt_bigcode" and not survey.config.multi_query:
+    if family == "gpt_bigcode" and not search.config.multi_query:
         return grouped_qkv(heads)
     if family in CONTIGUOUS_QKV:
         return contiguous_qkv(heads)
     if family in INTERLEAVED_QKV:
         return grouped_qkv(heads)
     raise ModelError(
-        f"{survey.config.model_type}: the order of q, k and v rows inside {attention.module}."
+        f"{search.config.model_type}: the order of q, k and v rows inside {attention.module}."
         f"{suffix} is not known (looked for the family in fp8calib.model.layouts)"
     )
 

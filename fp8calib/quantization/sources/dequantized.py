@@ -62,17 +62,17 @@ class DequantizedCheckpoint(Checkpoint):
         except VerificationError as error:
             raise ModelError(error.message, hint=error.hint) from error
 
-    def read_slab(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
+    def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read a part of one matrix of a 3-D tensor, an FP8 weight's in fp32."""
         if name not in self._fp8.quantized:
-            return super().read_slab(name, index, rows, columns)
+            return super().read_block(name, index, rows, columns)
         matrix = self.read_rows(name, index, index + 1)[0]
         return matrix[rows.start : rows.stop, columns.start : columns.stop]
 
-    def read_span(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read bytes of a tensor's data, an FP8 weight's as they are in the config's dtype."""
         if name not in self._fp8.quantized:
-            return super().read_span(name, start, stop)
+            return super().read_bytes(name, start, stop)
         entry = self.tensors[name]
         row_bytes = entry.size_bytes // entry.shape[0]
         first, last = start // row_bytes, -(-stop // row_bytes)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError
-from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.find import find_text_decoder
 
 _UNTYPED = (
     "DefaultCPUAllocator",
@@ -28,7 +28,7 @@ class Decoder:
     """Runs batches through the text decoder (never the lm_head)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._decoder: Any = text_decoder(model)[1]
+        self._decoder: Any = find_text_decoder(model)[1]
         self.config = model.config.get_text_config(decoder=True)
         self.device = _input_device(model)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.find import find_text_decoder
 
 
 class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers is untyped
@@ -48,7 +48,7 @@ class Head:
 @contextmanager
 def open_head(model: PreTrainedModel) -> Iterator[Head]:
     """Put the text decoder of `model` out of the way while the context is open."""
-    decoder: Any = text_decoder(model)[1]
+    decoder: Any = find_text_decoder(model)[1]
     before = decoder.__dict__.get("forward")
     current = [torch.zeros(0)]
     decoder.forward = lambda *_args, **_kwargs: _Hidden(last_hidden_state=current[0])

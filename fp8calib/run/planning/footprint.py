@@ -130,7 +130,7 @@ def loading_bytes(geometry: ModelGeometry, weights: WeightSource, itemsize: int)
     for _, linear in geometry.linears():
         size_bytes = linear.in_features * linear.out_features * itemsize
         largest = max(largest, size_bytes)
-        if len(weights.names_of([linear.weight_name])) > 1:
+        if len(weights.tensor_names([linear.weight_name])) > 1:
             joined += size_bytes * max(linear.num_experts, 1)
     return largest + joined
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fp8calib.data.plan import Batch, DataPlan
-from fp8calib.data.shares import Item, Share, leave_out, share_out
+from fp8calib.data.shares import Item, Share, drop_finished, select_batches
 from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.run.distributed.group import ProcessGroup
@@ -41,7 +41,7 @@ class WorkShare:
 
     def batches(self, plan: DataPlan, batch_size: int) -> list[Batch]:
         """Give the batches this process has still to run."""
-        remaining = leave_out(share_out(plan, batch_size, self.shard), self.done.sequences)
+        remaining = drop_finished(select_batches(plan, batch_size, self.shard), self.done.sequences)
         return list(self._own(remaining))
 
     def weights(self, linears: Sequence[Linear]) -> Sequence[Linear]:

@@ -165,7 +165,7 @@ class LayerObserver:
         self._weights |= observe_weights(
             self._streamed.model, linears, layer.weights, ignored=self._ignored
         )
-        read = layer.weights.names_of({linear.weight_name for linear in linears})
+        read = layer.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
         self._met.update(layer.part.tensors)
 

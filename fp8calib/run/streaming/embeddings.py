@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.errors import ModelError
-from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import TensorSource, WeightSource
 
 _ROWS_AT_ONCE = 1024
@@ -39,7 +39,7 @@ def compute_buffers(model: PreTrainedModel, stored: frozenset[str], device: str)
     if not names:
         return  # they were computed when the model was opened before
     first, second = (_initialise(model, names, fill) for fill in (0, 1))
-    path = text_decoder(model)[0]
+    path = find_text_decoder(model)[0]
     for name in names:
         if name.startswith(f"{path}.") and not torch.equal(first[name], second[name]):
             raise ModelError(
@@ -71,7 +71,7 @@ def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str
 
     Those of the class of the input embedding, that reach as far: others may not be given tokens.
     """
-    path, decoder = text_decoder(model)
+    path, decoder = find_text_decoder(model)
     inputs: Any = decoder.get_input_embeddings()  # type: ignore[operator]
     return {
         name: module
@@ -79,7 +79,7 @@ def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str
         if type(module) is type(inputs)
         and isinstance(module, nn.Embedding)
         and module.num_embeddings >= inputs.num_embeddings
-        and f"{name}.weight" in weights.whole
+        and f"{name}.weight" in weights.single_tensors
     }
 
 
@@ -186,7 +186,7 @@ def embedded_by_row(
     handles = []
     placed: dict[str, EmbeddingRows] = {}
     for name, module in found.items():
-        stored = weights.whole[f"{name}.weight"]
+        stored = weights.single_tensors[f"{name}.weight"]
         rows = EmbeddingRows(
             module,
             lambda start, stop, stored=stored: checkpoint.read_rows(stored, start, stop),  # type: ignore[misc]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fp8calib.checkpoint.atomic import format_size, write_file_atomic
 from fp8calib.data.plan import Batch
-from fp8calib.data.shares import sequences_of
+from fp8calib.data.shares import sequence_ranges
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Site
 from fp8calib.run.resume.journal import Journal
@@ -38,7 +38,7 @@ class LayerJournal:
     def __init__(self, journal: Journal, batches: Sequence[Batch]) -> None:
         self._journal = journal
         self._stem = journal.layers_stem
-        self._sequences = sequences_of(batches)
+        self._sequences = sequence_ranges(batches)
         self._cost_s = 0.0
         self._kept_at = time.monotonic()
         self.sites: Mapping[Site, SiteStats] = {}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
-from fp8calib.model.topology.find import text_decoder
+from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.streaming.embeddings import (
     EmbeddingRows,
@@ -105,7 +105,7 @@ class StreamedModel:
         They are dropped again when the context closes. What does not run (a vision tower) is not
         read.
         """
-        inside = set(text_decoder(self.model)[1].modules())
+        inside = set(find_text_decoder(self.model)[1].modules())
         placed: list[ModelPart] = []
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
@@ -193,7 +193,7 @@ def part_around(
     Raises:
         ModelError: a weight is missing or has another shape.
     """
-    path, _ = text_decoder(model)
+    path, _ = find_text_decoder(model)
     own = tuple(f"{layer.module}." for layer in geometry.layers)
     stored = frozenset(made for group in weights.parameters.values() for made in group)
     left_out = computed_names(model, stored) | {

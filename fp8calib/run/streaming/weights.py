@@ -138,9 +138,9 @@ class PartedWeights:
         if missing := sorted(set(names) - set(wanted)):
             raise missing_error(self._checkpoint.folder, missing)
         keys = {self._maker[parameter] for parameter in wanted.values()}
-        taken = self._weights.names_of(keys)
+        taken = self._weights.tensor_names(keys)
         for name, parameter in wanted.items():
-            self._check_shape(name, self._weights.whole.get(parameter))
+            self._check_shape(name, self._weights.single_tensors.get(parameter))
         order = {name: place for place, name in enumerate(self._checkpoint.tensors)}
         return ModelPart(wanted=wanted, tensors=tuple(sorted(taken, key=order.__getitem__)))
 
@@ -164,7 +164,7 @@ class PartedWeights:
 
     def _copies(self, name: str, key: str) -> int:
         """Count the copies that are made: joining stacks, and lays gate beside up; casting one."""
-        names = self._weights.names_of([key])
+        names = self._weights.tensor_names([key])
         if len(names) > 1:
             return 2
         return int(any(self._checkpoint.dtype(stored) != self._target(name) for stored in names))
@@ -175,7 +175,7 @@ class PartedWeights:
 
     def over(self, held: HeldTensors) -> WeightSource:
         """Give the model's parameters as they are read from `held`."""
-        return self._weights.reading(held)
+        return self._weights.reading_from(held)
 
     def place(self, part: ModelPart, held: HeldTensors, *, keep: bool = False) -> None:
         """Fill a part; what is held is let go of as soon as it is used, unless told to `keep` it.
@@ -187,9 +187,9 @@ class PartedWeights:
         for name, parameter in part.wanted.items():
             by_key.setdefault(self._maker[parameter], []).append(name)
         for key, names in by_key.items():
-            source = self._weights.reading(_Casting(held, self._target(names[0])))
+            source = self._weights.reading_from(_Casting(held, self._target(names[0])))
             made = source.read_all(key)
-            stored = tuple(self._weights.names_of([key]))
+            stored = tuple(self._weights.tensor_names([key]))
             if not keep:
                 held.release(stored)
             for name in names:

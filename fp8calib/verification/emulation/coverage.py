@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.topology.find import text_decoder
-from fp8calib.model.topology.survey import is_linear
+from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.topology.search import is_linear
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.weights import WeightChange, is_router
 
@@ -24,7 +24,7 @@ def find_scheme_gaps(
         unobserved: paths of modules in decoder layers that multiply by weights themselves.
         model: the model, with or without weights.
     """
-    path, decoder = text_decoder(model)
+    path, decoder = find_text_decoder(model)
     known = {linear.module for _, linear in geometry.linears()}
     linears = {f"{path}.{n}" if path else n for n, m in decoder.named_modules() if is_linear(m)}
     missed = sorted(m for m in (linears - known) | set(unobserved) if not is_router(m))
@@ -50,7 +50,7 @@ def find_checkpoint_gaps(
     """
     linears = {p.name for change in changes for p in change.parameters if p.sites}
     others = {parameter for parameter, _ in model.named_parameters()} - linears
-    quantized = {p for p in others if source.names_of([p]) & checkpoint.quantized}
+    quantized = {p for p in others if source.tensor_names([p]) & checkpoint.quantized}
     inside = {parameter for parameter in quantized if is_of_decoder(parameter, model)}
     if inside:
         yield (
@@ -64,7 +64,7 @@ def find_checkpoint_gaps(
 
 def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
     """Tell whether a parameter belongs to what turns tokens into the last hidden state."""
-    path = text_decoder(model)[0]
+    path = find_text_decoder(model)[0]
     return not path or parameter.startswith(f"{path}.")
 
 

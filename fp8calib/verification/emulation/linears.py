@@ -206,7 +206,7 @@ def _stored_scales(
     stored: list[WeightParameter], checkpoint: Fp8Checkpoint, source: WeightSource
 ) -> Iterator[tuple[str, ScaleRange]]:
     for parameter in stored:
-        names = sorted(source.names_of([parameter.name]))
+        names = sorted(source.tensor_names([parameter.name]))
         per = _PER[checkpoint.granularity(names[0])]
         scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in names])
         yield parameter.name, ScaleRange.of(scales, per=per)
@@ -222,7 +222,7 @@ def _refuse_embeddings(model: LoadedModel, checkpoint: Fp8Checkpoint, source: We
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = [end.weight for end in ends if end is not None]
     own = [name for name, value in model.named_parameters() if any(value is w for w in weights)]
-    quantized = sorted(source.names_of(own) & checkpoint.quantized)
+    quantized = sorted(source.tensor_names(own) & checkpoint.quantized)
     if quantized:
         raise VerificationError(
             f"{checkpoint.folder}: {quantized[0]} is stored in FP8, an embedding or the output "
@@ -235,7 +235,7 @@ def _copied(
     others: Collection[str], source: WeightSource, is_changed: Callable[[str], bool]
 ) -> Iterator[WeightChange]:
     for name in sorted(others):
-        names = source.names_of([name])
+        names = source.tensor_names([name])
         if names and any(map(is_changed, names)):
             parameter = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
             yield CopiedParameter(parameters=(parameter,), source=source)
@@ -255,7 +255,7 @@ def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: We
 def _require_there(
     parameter: str, checkpoint: Fp8Checkpoint, source: WeightSource
 ) -> frozenset[str]:
-    names = source.names_of([parameter])
+    names = source.tensor_names([parameter])
     if not names:
         strangers = ", ".join(source.unused[:3]) or "nothing else"
         raise VerificationError(
@@ -269,7 +269,7 @@ def _has_groups(
     parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource
 ) -> bool:
     """Whether its inputs have a scale per 128 channels, and the weight one per block."""
-    names = source.names_of([parameter.name])
+    names = source.tensor_names([parameter.name])
     return any(checkpoint.activation(name).kind is ActivationKind.GROUP for name in names)
 
 
@@ -280,7 +280,7 @@ def _stored_inputs(
     profile: EngineProfile,
 ) -> Iterator[tuple[Site, Quantizer]]:
     for parameter in stored:
-        found = {checkpoint.activation(name) for name in source.names_of([parameter.name])}
+        found = {checkpoint.activation(name) for name in source.tensor_names([parameter.name])}
         quantizer = _input_quantizer(parameter, found, checkpoint, profile)
         if quantizer is not None:
             for site in parameter.sites:

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unobserved:
+class UnobservedWeight:
     """A weight of a decoder layer that no hook reaches, and why."""
 
     module: str
@@ -19,13 +19,13 @@ class Unobserved:
 
 
 @dataclass(slots=True, kw_only=True)
-class Survey:
+class GeometrySearch:
     """What finding the geometry needs to know about the model at hand."""
 
     config: Any
     """The text decoder's config."""
     checkpoint_names: Mapping[str, str]
-    unobserved: list[Unobserved] = field(default_factory=list)
+    unobserved: list[UnobservedWeight] = field(default_factory=list)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -33,7 +33,7 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def features(module: nn.Module) -> tuple[int, int]:
+def linear_features(module: nn.Module) -> tuple[int, int]:
     """Give (in, out) features; a Conv1D's weight is stored [in, out]."""
     weight: Any = module.weight
     rows, columns = weight.shape

@@ -16,7 +16,11 @@ import pytest
 
 from fp8calib.checkpoint import folder_lock
 from fp8calib.checkpoint.folder_lock import FolderLock, shared_lock
-from fp8calib.checkpoint.resumable_folder import MARK_NAME, PartialFolder, forget_mark
+from fp8calib.checkpoint.resumable_folder import (
+    PROGRESS_NAME,
+    ResumableFolder,
+    remove_progress_file,
+)
 from fp8calib.errors import UsageError
 
 
@@ -25,8 +29,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "_PATIENCE_S", 0.2)
 
 
-def folder_of(path: Path, *, resume: bool = False) -> PartialFolder:
-    return PartialFolder(path, owned=frozenset({"file"}), tag="test", resume=resume)
+def folder_of(path: Path, *, resume: bool = False) -> ResumableFolder:
+    return ResumableFolder(path, owned=frozenset({"file"}), tag="test", resume=resume)
 
 
 def work(path: Path) -> None:
@@ -73,7 +77,7 @@ def interrupt() -> None:
 
 
 @contextmanager
-def shared_after(folder: PartialFolder, staging: Path) -> Iterator[None]:
+def shared_after(folder: ResumableFolder, staging: Path) -> Iterator[None]:
     folder.share()
     with shared_lock(staging):
         yield
@@ -130,7 +134,7 @@ def finish_and_die(path: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", ["pathlib.Path.rename", "fp8calib.checkpoint.resumable_folder.forget_mark"]
+    "moment", ["pathlib.Path.rename", "fp8calib.checkpoint.resumable_folder.remove_progress_file"]
 )
 def test_a_run_killed_at_its_very_end_can_be_gone_on_with(tmp_path: Path, moment: str) -> None:
     """Before the folder has its name, or before it has lost its mark."""
@@ -146,15 +150,15 @@ def test_a_run_killed_at_its_very_end_can_be_gone_on_with(tmp_path: Path, moment
         with folder_of(out, resume=True) as staging:
             assert (staging / "file").read_text() == "hours"
     else:
-        forget_mark(out)
+        remove_progress_file(out)
     assert [path.name for path in out.iterdir()] == ["file"]
 
 
 def test_a_mark_that_was_never_written_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / MARK_NAME).touch()
+    (tmp_path / "out.partial" / PROGRESS_NAME).touch()
     with folder_of(tmp_path / "out", resume=True) as staging:
-        assert json.loads((staging / MARK_NAME).read_bytes()) == {"tag": "test"}
+        assert json.loads((staging / PROGRESS_NAME).read_bytes()) == {"tag": "test"}
         (staging / "file").touch()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
 
