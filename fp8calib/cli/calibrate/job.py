@@ -39,7 +39,7 @@ class CalibrateSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CalibrateJob:
     """Everything decided before a weight is loaded."""
 
     settings: CalibrateSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.cli.calibrate.job import Job
+from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.memory_mode import MemoryMode, choose_memory_mode
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import Share, select_batches
@@ -24,7 +24,7 @@ from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe
 
 
-def choose_calibration_mode(job: Job) -> MemoryMode:
+def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
     """Choose between a model in memory whole and one that is streamed.
 
     Raises:
@@ -62,7 +62,7 @@ def choose_calibration_mode(job: Job) -> MemoryMode:
     )
 
 
-def _take_batches(job: Job, process_rank: ProcessRank) -> Sequence[Batch]:
+def _take_batches(job: CalibrateJob, process_rank: ProcessRank) -> Sequence[Batch]:
     """Give the batches of this process; those that an interrupted run has done are among them."""
     if job.plan is None:
         return []
@@ -71,7 +71,7 @@ def _take_batches(job: Job, process_rank: ProcessRank) -> Sequence[Batch]:
 
 
 def _probe(
-    job: Job,
+    job: CalibrateJob,
     model: LoadedModel,
     weights: WeightSource,
     streaming: Streaming,

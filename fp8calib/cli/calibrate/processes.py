@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.cli.calibrate.job import CalibrateSettings, Job
+from fp8calib.cli.calibrate.job import CalibrateJob, CalibrateSettings
 from fp8calib.data.shares import select_batches
 from fp8calib.errors import UsageError
 from fp8calib.machine.launch import ProcessRank
@@ -64,7 +64,7 @@ def leave_out_formats(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
 
 
-def check_shard(job: Job) -> None:
+def check_shard(job: CalibrateJob) -> None:
     """Refuse a shard that would be empty, before the model is loaded.
 
     Raises:
@@ -81,7 +81,7 @@ def check_shard(job: Job) -> None:
     select_batches(job.plan, job.recipe.data.batch_size, shard)
 
 
-def count_planned(job: Job) -> Mapping[str, Any]:
+def count_planned(job: CalibrateJob) -> Mapping[str, Any]:
     """Count the tokens and sequences that are to be run, and say of what part they are."""
     shard = job.settings.shard
     found = [] if job.plan is None else select_batches(job.plan, job.recipe.data.batch_size, shard)
@@ -92,7 +92,7 @@ def count_planned(job: Job) -> Mapping[str, Any]:
     }
 
 
-def count_run(job: Job, stats: CalibrationStats) -> Mapping[str, Any]:
+def count_run(job: CalibrateJob, stats: CalibrationStats) -> Mapping[str, Any]:
     """Count the tokens and sequences that were run, and say of what part they are."""
     part = stats.shard
     if part is None or job.plan is None:
@@ -107,7 +107,7 @@ def count_run(job: Job, stats: CalibrationStats) -> Mapping[str, Any]:
     }
 
 
-def describe_next(job: Job) -> str | None:
+def describe_next(job: CalibrateJob) -> str | None:
     """Say what is to be done with the shard that was written; None where there is none."""
     shard = job.settings.shard
     if shard is None:

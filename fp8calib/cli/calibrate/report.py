@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fp8calib.cli.calibrate.job import Job
+from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.console import list_top_level, print_text, say, warn
 from fp8calib.cli.memory_mode import MemoryMode
@@ -27,7 +27,7 @@ UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class RunMeasurements:
     """What the run cost, and where it ran."""
 
     duration_s: float
@@ -44,9 +44,9 @@ class Measured:
 
 
 def build_calibration_report(
-    job: Job,
+    job: CalibrateJob,
     stats: CalibrationStats,
-    measured: Measured,
+    measured: RunMeasurements,
     *,
     files: Sequence[str],
     notes: Sequence[Note],
@@ -110,7 +110,7 @@ def build_calibration_report(
     }
 
 
-def _targets(job: Job) -> Iterator[tuple[str, Path, int]]:
+def _targets(job: CalibrateJob) -> Iterator[tuple[str, Path, int]]:
     for name in job.recipe.formats:
         spec = FORMATS[name]
         for tp in job.recipe.tp if spec.per_tp else (1,):
@@ -130,7 +130,7 @@ def _expert_tokens(stats: CalibrationStats) -> dict[str, list[int]]:
     }
 
 
-def _query_warnings(job: Job, stats: CalibrationStats) -> Iterator[str]:
+def _query_warnings(job: CalibrateJob, stats: CalibrationStats) -> Iterator[str]:
     if job.recipe.query_scale:
         return
     for layer, attention in stats.geometry.attentions():
@@ -146,7 +146,7 @@ def _query_warnings(job: Job, stats: CalibrationStats) -> Iterator[str]:
             )
 
 
-def describe_calibration_plan(job: Job, mode: MemoryMode) -> dict[str, Any]:
+def describe_calibration_plan(job: CalibrateJob, mode: MemoryMode) -> dict[str, Any]:
     """Say what a run would do."""
     plan = job.plan
     return {
@@ -167,7 +167,9 @@ def describe_calibration_plan(job: Job, mode: MemoryMode) -> dict[str, Any]:
     }
 
 
-def show_calibration_report(job: Job, stats: CalibrationStats, report: Mapping[str, Any]) -> None:
+def show_calibration_report(
+    job: CalibrateJob, stats: CalibrationStats, report: Mapping[str, Any]
+) -> None:
     """Print the report for people: on stderr when stdout is for JSON."""
     show = say if job.settings.as_json else print_text
     now = report["sequences"] - report["resumed_sequences"]

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.cli.calibrate.checkpoint import (
+from fp8calib.cli.calibrate.fp8_checkpoint import (
+    add_checkpoint_report,
     check_replaced_checkpoint,
     explain_refusal,
-    merge_report,
     write_checkpoint,
 )
-from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateSettings, Job
+from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob, CalibrateSettings
 from fp8calib.cli.calibrate.memory import choose_calibration_mode
 from fp8calib.cli.calibrate.processes import (
     check_shard,
@@ -28,7 +28,7 @@ from fp8calib.cli.calibrate.processes import (
     gather_back_offs,
 )
 from fp8calib.cli.calibrate.report import (
-    Measured,
+    RunMeasurements,
     build_calibration_report,
     describe_calibration_plan,
     save_report,
@@ -109,7 +109,7 @@ def run_calibrate(settings: CalibrateSettings) -> None:
 
 
 def _find_finished(
-    job: Job, header: StatsHeader, group: ProcessGroup | None
+    job: CalibrateJob, header: StatsHeader, group: ProcessGroup | None
 ) -> Mapping[str, Any] | None:
     """Let the first process look for a finished output: it may write one before others look."""
     if group is None:
@@ -118,14 +118,14 @@ def _find_finished(
     return found
 
 
-def _show_finished(job: Job, report: Mapping[str, Any]) -> None:
+def _show_finished(job: CalibrateJob, report: Mapping[str, Any]) -> None:
     say(f"{job.out} is finished already")
     if job.settings.as_json:
         print_json(report)
 
 
 @contextmanager
-def _opened(settings: CalibrateSettings) -> Iterator[Job]:
+def _opened(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
     recipe = settings.recipe
     check_formats(recipe.formats)
     _check_observed(recipe)
@@ -144,7 +144,7 @@ def _opened(settings: CalibrateSettings) -> Iterator[Job]:
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
         check_export(prepared.geometry, recipe.formats, recipe.tp)
         check_overlay_source(prepared.geometry, recipe.formats, checkpoint)
-        job = Job(
+        job = CalibrateJob(
             settings=settings,
             source=source,
             checkpoint=checkpoint,
@@ -199,8 +199,8 @@ def _plan(settings: CalibrateSettings, source: ModelSource) -> DataPlan | None:
 
 
 def _run(
-    job: Job, mode: MemoryMode, work: WorkFolder, group: ProcessGroup | None, bar: Bar
-) -> tuple[CalibrationStats, Measured]:
+    job: CalibrateJob, mode: MemoryMode, work: WorkFolder, group: ProcessGroup | None, bar: Bar
+) -> tuple[CalibrationStats, RunMeasurements]:
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
     if group is not None:
         say(describe_group(group))
@@ -219,7 +219,7 @@ def _run(
             share=share,
         )
         back_offs = gather_back_offs(share)
-    measured = Measured(
+    measured = RunMeasurements(
         duration_s=time.monotonic() - started,
         device=job.device,
         memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
@@ -237,7 +237,7 @@ def _count_tokens(plan: DataPlan | None, done: Done) -> int:
     return sum(len(each) for first, stop in done.sequences for each in plan.sequences[first:stop])
 
 
-def _load(job: Job, mode: MemoryMode, bar: Bar) -> PreparedModel:
+def _load(job: CalibrateJob, mode: MemoryMode, bar: Bar) -> PreparedModel:
     if mode.streaming is not None:
         return replace(job.prepared, model=mode.model, weights=mode.weights)
     bar.stage("loading the model", None)
@@ -251,7 +251,7 @@ def _load(job: Job, mode: MemoryMode, bar: Bar) -> PreparedModel:
 
 
 def _write(
-    job: Job, stats: CalibrationStats, measured: Measured, folder: Path, bar: Bar
+    job: CalibrateJob, stats: CalibrationStats, measured: RunMeasurements, folder: Path, bar: Bar
 ) -> Mapping[str, Any]:
     """Write everything, or, where a format cannot be written, what the run has cost hours for."""
     try:
@@ -282,7 +282,7 @@ def _write(
 
 
 def _write_all(
-    job: Job, stats: CalibrationStats, measured: Measured, folder: Path, bar: Bar
+    job: CalibrateJob, stats: CalibrationStats, measured: RunMeasurements, folder: Path, bar: Bar
 ) -> Mapping[str, Any]:
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
@@ -301,6 +301,6 @@ def _write_all(
     report = build_calibration_report(job, stats, measured, files=files, notes=written.notes)
     checkpoint = write_checkpoint(job, stats, folder, bar)
     if checkpoint is not None:
-        merge_report(report, checkpoint)
+        add_checkpoint_report(report, checkpoint)
     save_report(folder / REPORT_NAME, report)
     return report

@@ -18,7 +18,7 @@ from fp8calib.checkpoint.resumable_folder import (
     ResumableFolder,
     remove_progress_file,
 )
-from fp8calib.cli.calibrate.job import REPORT_NAME, Job
+from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import DataError, ExportError
 from fp8calib.run.distributed.group import ProcessGroup, RankLostError
@@ -43,13 +43,13 @@ class WorkFolder:
     """Of an earlier run that had written everything here, and only could not put it in place."""
 
 
-def check_output_of(job: Job) -> None:
+def check_output_of(job: CalibrateJob) -> None:
     """Refuse an output folder that is in use, unless it may be the one that --resume looks for."""
     if not _looks_finished(job):
         check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
 
 
-def describe_job(job: Job) -> StatsHeader:
+def describe_job(job: CalibrateJob) -> StatsHeader:
     """Say what the statistics of a job will belong to."""
     return make_header(
         job.prepared,
@@ -61,7 +61,7 @@ def describe_job(job: Job) -> StatsHeader:
     )
 
 
-def find_finished(job: Job, header: StatsHeader) -> Mapping[str, Any] | None:
+def find_finished(job: CalibrateJob, header: StatsHeader) -> Mapping[str, Any] | None:
     """Give the report of the run that --resume would go on with, where it had come to its end.
 
     Raises:
@@ -77,15 +77,17 @@ def find_finished(job: Job, header: StatsHeader) -> Mapping[str, Any] | None:
     return found
 
 
-def _looks_finished(job: Job) -> bool:
+def _looks_finished(job: CalibrateJob) -> bool:
     return job.settings.resume and _has_all(job, job.out)
 
 
-def _has_all(job: Job, folder: Path) -> bool:
+def _has_all(job: CalibrateJob, folder: Path) -> bool:
     return all((folder / name).exists() for name in job.owned)
 
 
-def _read_finished(job: Job, header: StatsHeader, folder: Path) -> Mapping[str, Any] | None:
+def _read_finished(
+    job: CalibrateJob, header: StatsHeader, folder: Path
+) -> Mapping[str, Any] | None:
     """Read the report of a folder where this run had come to its end; None where it had not."""
     try:
         stats = load_stats(folder / STATS_NAME, accepts_shard=True)
@@ -95,7 +97,7 @@ def _read_finished(job: Job, header: StatsHeader, folder: Path) -> Mapping[str, 
     return report if _is_of_run(job, header, stats) else None
 
 
-def _is_of_run(job: Job, header: StatsHeader, stats: CalibrationStats) -> bool:
+def _is_of_run(job: CalibrateJob, header: StatsHeader, stats: CalibrationStats) -> bool:
     shard = job.settings.shard
     cut = None if shard is None else (shard.index, shard.count)
     found = None if stats.shard is None else (stats.shard.index, stats.shard.count)
@@ -103,7 +105,9 @@ def _is_of_run(job: Job, header: StatsHeader, stats: CalibrationStats) -> bool:
 
 
 @contextmanager
-def work_folder(job: Job, header: StatsHeader, group: ProcessGroup | None) -> Iterator[WorkFolder]:
+def work_folder(
+    job: CalibrateJob, header: StatsHeader, group: ProcessGroup | None
+) -> Iterator[WorkFolder]:
     """Open the folder of a run; it becomes the output in the end.
 
     An interruption, the death of another process, and a disk that takes no output leave it for
@@ -150,7 +154,9 @@ def work_folder(job: Job, header: StatsHeader, group: ProcessGroup | None) -> It
         journal.remove()
 
 
-def _find_complete(job: Job, header: StatsHeader, staging: Path) -> Mapping[str, Any] | None:
+def _find_complete(
+    job: CalibrateJob, header: StatsHeader, staging: Path
+) -> Mapping[str, Any] | None:
     if not job.settings.resume or not _has_all(job, staging):
         return None
     if any(map(is_checkpoint, staging.iterdir())):
@@ -158,7 +164,7 @@ def _find_complete(job: Job, header: StatsHeader, staging: Path) -> Mapping[str,
     return _read_finished(job, header, staging)
 
 
-def _join(job: Job, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
+def _join(job: CalibrateJob, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
     """Open the folder that the first process has made, where it can be seen."""
     made = group.broadcast(dict)
     folder = Path(made["folder"])
@@ -167,7 +173,7 @@ def _join(job: Job, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
 
 
 def _open_journal(
-    job: Job, header: StatsHeader, folder: Path, *, rank: int = 0, done: Done = NOTHING
+    job: CalibrateJob, header: StatsHeader, folder: Path, *, rank: int = 0, done: Done = NOTHING
 ) -> Journal:
     return Journal(
         folder,

@@ -22,7 +22,7 @@ _FEW_VALUES = 8
 _MOST_VALUES = 1 << 16
 """A tensor of more is described: nobody reads them, and a list takes 30 times the file's size."""
 
-Row = tuple[str, list[float] | str]
+ScaleRow = tuple[str, list[float] | str]
 """A scale's name, and its numbers, or what is to be said in their place."""
 
 
@@ -43,7 +43,7 @@ def show_scales(path: Path, *, as_json: bool) -> None:
     print_table(shorten(str(path)), ["scale", "value"], shown)
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[ScaleRow]:
     if path.is_dir() and (ranks := _list_rank_files(path)):
         for each in ranks:
             yield from ((f"{each.name}.{name}", values) for name, values in _rows(each))
@@ -71,7 +71,7 @@ def _list_rank_files(folder: Path) -> list[Path]:
     ]
 
 
-def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[Row]:
+def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
     for name, entry in file.tensors.items():
         if not name.endswith(_SCALE_SUFFIXES):
             continue
@@ -81,7 +81,7 @@ def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[Row]:
             yield name, file.read(name).float().flatten().tolist()
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path) -> Iterator[ScaleRow]:
     try:
         document = parse_strict(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -91,13 +91,13 @@ def _json_rows(path: Path) -> Iterator[Row]:
         yield from _numbers(document)
 
 
-def _natural_key(row: Row) -> list[tuple[int, str]]:
+def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:
     """Sort layer 2 before layer 10."""
     parts = row[0].split(".")
     return [(int(part), "") if _INDEX.fullmatch(part) else (-1, part) for part in parts]
 
 
-def _numbers(document: Mapping[str, object]) -> Iterator[Row]:
+def _numbers(document: Mapping[str, object]) -> Iterator[ScaleRow]:
     """List all numbers of a document; without recursion, for it may be deep."""
     waiting: list[tuple[str, object]] = list(document.items())
     while waiting:

@@ -51,7 +51,7 @@ class VerifySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class ResolvedOptions:
     """What names on the command line stand for."""
 
     profile: EngineProfile
@@ -75,7 +75,7 @@ class VerifyJob:
     """Everything decided before a weight is loaded."""
 
     settings: VerifySettings
-    choices: Choices
+    options: ResolvedOptions
     source: ModelSource
     checkpoint: Checkpoint
     skeleton: LoadedModel

@@ -52,10 +52,10 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
 
     return choose_memory_mode(
         _describe_run(job, model, weights, request, found),
-        find_limits(job.choices.device, settings.memory),
+        find_limits(job.options.device, settings.memory),
         source=job.source,
         dtype=job.dtype,
-        device=job.choices.device,
+        device=job.options.device,
         scratch=_scratch_folder(job),
         probe=probe,
         cannot_stream=_refuse_tasks(job) if settings.tasks else None,
@@ -72,7 +72,7 @@ def open_reference(
         model = load_model(
             job.source,
             dtype=DTYPES[job.dtype],
-            device=job.choices.device,
+            device=job.options.device,
             device_map=job.settings.device_map,
         )
         yield _make_reference(job, model, WeightSource(model, job.checkpoint)), None
@@ -88,7 +88,7 @@ def _make_reference(job: VerifyJob, model: LoadedModel, weights: WeightSource) -
         geometry=job.target.geometry,
         originals=weights,
         dtype=job.dtype,
-        device=job.choices.device,
+        device=job.options.device,
     )
 
 
@@ -126,7 +126,7 @@ def _describe_run(
         itemsize=itemsize,
         extra={},
         logits_bytes=scoring_bytes(
-            torch.device(job.choices.device),
+            torch.device(job.options.device),
             int(job.source.text_config.vocab_size),
             itemsize,
             num_tokens=max(batch.input_ids.numel() for batch in found),

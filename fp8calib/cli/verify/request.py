@@ -45,14 +45,14 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
     rules_of = _rules_of(job)
     notes = (note for candidate in candidates for note in candidate.notes)
     return VerificationRequest(
-        profile=job.choices.profile,
+        profile=job.options.profile,
         candidates=candidates,
         rules=dict(_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
         scale_kinds=_kinds(job),
         diagnosis_of=first.name if (first := _first_with_kv(job)) else "",
         calibration_clipped=_calibration_clipped(job),
-        gate=job.choices.gate,
+        gate=job.options.gate,
         sensitivity_of=candidates[0] if job.settings.sensitivity else None,
         histograms=tuple(_histograms(job)) if job.settings.report else (),
         warnings=(*job.plan.warnings, *job.warnings, *notes),
@@ -60,44 +60,44 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
 
 
 def _candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
-    choices, geometry = job.choices, job.target.geometry
+    options, geometry = job.options, job.target.geometry
     for opened in job.opened:
         yield _candidate(job, opened, model)
-    if choices.scheme is not None and not job.opened:
+    if options.scheme is not None and not job.opened:
         yield build_scheme(
-            choices.scheme.name,
-            choices.scheme,
+            options.scheme.name,
+            options.scheme,
             job.target,
             model,
-            choices.profile,
-            fmt=choices.fmt,
+            options.profile,
+            fmt=options.fmt,
             stats=None,
         )
-    yield build_unscaled(SCALE_ONE, geometry, choices.fmt, choices.profile)
+    yield build_unscaled(SCALE_ONE, geometry, options.fmt, options.profile)
 
 
 def _candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:
-    choices = job.choices
-    if choices.scheme is not None:
+    options = job.options
+    if options.scheme is not None:
         if opened.stats is None:
             raise UsageError(
-                f"--scheme {choices.scheme.name} is for statistics, and {opened.name} is none",
+                f"--scheme {options.scheme.name} is for statistics, and {opened.name} is none",
                 hint="leave out --scheme: a file is verified as what it says itself",
             )
         return build_scheme(
             opened.name,
-            choices.scheme,
+            options.scheme,
             job.target,
             model,
-            choices.profile,
-            fmt=choices.fmt,
+            options.profile,
+            fmt=options.fmt,
             stats=opened.stats,
         )
     if opened.checkpoint is not None:
-        return build_checkpoint(opened, model, job.target, choices.profile)
+        return build_checkpoint(opened, model, job.target, options.profile)
     table = _table(job, opened)
     how = "statistics, amax" if opened.found is None else opened.found.dialect
-    return build_kv_candidate(opened.name, table, choices.profile, how)
+    return build_kv_candidate(opened.name, table, options.profile, how)
 
 
 def _table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
@@ -105,24 +105,24 @@ def _table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
         _check_format(job, opened.name, opened.found)
         return opened.found.table
     assert opened.stats is not None  # noqa: S101 -- a candidate is one of the two
-    return compute_kv_scales(opened.stats, job.choices.fmt)
+    return compute_kv_scales(opened.stats, job.options.fmt)
 
 
 def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
     """Refuse scales of one format in a cache of another: 448 and 240 are not the same range."""
-    if found.table.fmt is not job.choices.fmt:
+    if found.table.fmt is not job.options.fmt:
         raise VerificationError(
             f"{name}: the scales are for {found.table.fmt.name}, and the KV cache is emulated as "
-            f"{job.choices.fmt.name}",
+            f"{job.options.fmt.name}",
             hint=f"--fp8-dtype {found.table.fmt.name} verifies them as what they are",
         )
 
 
 def _rules_of(job: VerifyJob) -> OpenedCandidate | None:
     """Give the statistics that --rules ranks rules on: the first."""
-    if not job.choices.rules:
+    if not job.options.rules:
         return None
-    if job.choices.scheme is not None:
+    if job.options.scheme is not None:
         raise UsageError(
             "--rules ranks scales of the KV cache, and --scheme quantizes weights and inputs",
             hint="verify twice: once with --rules, once with --scheme",
@@ -138,22 +138,22 @@ def _rules_of(job: VerifyJob) -> OpenedCandidate | None:
 
 def _rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:
     assert opened.stats is not None  # noqa: S101 -- chosen by it
-    for rule in job.choices.rules:
-        table = compute_kv_scales(opened.stats, job.choices.fmt, rule=rule)
-        yield str(rule), build_kv_candidate(str(rule), table, job.choices.profile, str(rule))
+    for rule in job.options.rules:
+        table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule)
+        yield str(rule), build_kv_candidate(str(rule), table, job.options.profile, str(rule))
 
 
 def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:
     """Give the candidate whose KV scales are laid beside 1.0; None where no KV is quantized."""
-    if job.choices.scheme is not None:
+    if job.options.scheme is not None:
         return None
     return next((o for o in job.opened if o.stats is not None or o.found is not None), None)
 
 
 def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
-    choices, geometry = job.choices, job.target.geometry
+    options, geometry = job.options, job.target.geometry
     scale_kinds: dict[str, Mapping[Site, Quantizer]] = {
-        UNSCALED: emulate_kv(make_unscaled_table(geometry, choices.fmt), choices.profile)
+        UNSCALED: emulate_kv(make_unscaled_table(geometry, options.fmt), options.profile)
     }
     first = _first_with_kv(job)
     if first is None:
@@ -161,24 +161,24 @@ def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
     table = _table(job, first)
     dialect = first.found.dialect if first.found else ""
     scale_kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(
-        table, choices.profile, dialect=dialect
+        table, options.profile, dialect=dialect
     )
-    if first.stats is not None and choices.profile.kv_per_head:
-        per_head = compute_kv_scales(first.stats, choices.fmt, per_head=True)
-        scale_kinds[PER_HEAD] = emulate_kv(per_head, choices.profile)
+    if first.stats is not None and options.profile.kv_per_head:
+        per_head = compute_kv_scales(first.stats, options.fmt, per_head=True)
+        scale_kinds[PER_HEAD] = emulate_kv(per_head, options.profile)
     return scale_kinds
 
 
 def _calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:
     stats = next((opened.stats for opened in job.opened if opened.stats is not None), None)
-    return {} if stats is None else clipped_unscaled(stats, job.choices.fmt)
+    return {} if stats is None else clipped_unscaled(stats, job.options.fmt)
 
 
 def _histograms(job: VerifyJob) -> Iterator[HistogramResult]:
     stats = next((o.stats for o in job.opened if o.stats is not None), None)
-    if stats is None or job.choices.scheme is not None:
+    if stats is None or job.options.scheme is not None:
         return
-    table = compute_kv_scales(stats, job.choices.fmt)
+    table = compute_kv_scales(stats, job.options.fmt)
     layer_of = index_layers(job.target.geometry)
     for site, scale in table.scales.items():
         found = _histogram(stats, site, float(scale.values.max()), layer_of[site.module], table)

@@ -15,7 +15,7 @@ from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
-from fp8calib.cli.verify.job import Choices, TaskJob, VerifyJob, VerifySettings
+from fp8calib.cli.verify.job import ResolvedOptions, TaskJob, VerifyJob, VerifySettings
 from fp8calib.cli.verify.memory import choose_verification_mode, open_reference
 from fp8calib.cli.verify.request import build_request
 from fp8calib.cli.verify.show import describe_verification_plan, show_verification
@@ -57,8 +57,8 @@ _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
 def run_verify(settings: VerifySettings) -> int:
     """Verify as the settings say, show the outcome, and give the exit code."""
     quiet_libraries()
-    choices = _choose(settings)
-    with _opened(settings, choices) as job:
+    options = _choose(settings)
+    with _opened(settings, options) as job:
         for text in (*job.plan.warnings, *job.warnings):
             warn(text)
         mode = choose_verification_mode(job)
@@ -87,7 +87,7 @@ def run_verify(settings: VerifySettings) -> int:
     return _exit_code(settings, verified.report)
 
 
-def _choose(settings: VerifySettings) -> Choices:
+def _choose(settings: VerifySettings) -> ResolvedOptions:
     check_device_map(settings.device_map, settings.device)
     _check_names(settings.scales)
     _check_outputs(settings)
@@ -101,7 +101,7 @@ def _choose(settings: VerifySettings) -> Choices:
             f"--fp8-dtype {settings.fp8_dtype}: unknown format",
             hint=f"known: {', '.join(FP8_FORMATS)}",
         )
-    return Choices(
+    return ResolvedOptions(
         profile=find_profile(settings.engine),
         scheme=None if settings.scheme is None else find_scheme(settings.scheme),
         rules=_parse_rules(settings.rules),
@@ -171,7 +171,7 @@ def _refuse_input(path: Path, source: Path) -> None:
 
 
 @contextmanager
-def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
+def _opened(settings: VerifySettings, options: ResolvedOptions) -> Iterator[VerifyJob]:
     source = open_source(
         settings.model,
         revision=settings.revision,
@@ -180,7 +180,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
         f"--scales {settings.model}",
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
-        dtype, why = choose_dtype(settings.dtype, device=choices.device, checkpoint=checkpoint)
+        dtype, why = choose_dtype(settings.dtype, device=options.device, checkpoint=checkpoint)
         found = find_structure(build_skeleton(source), checkpoint)
         target = Target(
             checkpoint=checkpoint,
@@ -188,10 +188,10 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
             geometry=found.geometry,
             unobserved=tuple(item.module for item in found.unobserved),
         )
-        opened = tuple(open_candidate(name, target, choices.profile) for name in settings.scales)
+        opened = tuple(open_candidate(name, target, options.profile) for name in settings.scales)
         job = VerifyJob(
             settings=settings,
-            choices=choices,
+            options=options,
             source=source,
             checkpoint=checkpoint,
             skeleton=found.model,
@@ -205,7 +205,7 @@ def _opened(settings: VerifySettings, choices: Choices) -> Iterator[VerifyJob]:
         )
         build_request(job, found.model)  # what cannot be emulated is said before weights are loaded
         yield replace(
-            job, warnings=(*_overlaps(job.plan, opened), *_kv_left_out(choices.scheme, opened))
+            job, warnings=(*_overlaps(job.plan, opened), *_kv_left_out(options.scheme, opened))
         )
 
 
@@ -257,7 +257,7 @@ def _kv_left_out(scheme: Scheme | None, opened: tuple[OpenedCandidate, ...]) -> 
 
 
 def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> VerificationResult:
-    say(f"computing in {job.dtype} on {job.choices.device} ({job.dtype_why})")
+    say(f"computing in {job.dtype} on {job.options.device} ({job.dtype_why})")
     if mode.streaming is None:
         bar.stage("loading the model", None)
     with open_reference(job, mode) as (reference, comparison):

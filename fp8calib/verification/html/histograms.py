@@ -10,8 +10,8 @@ from fp8calib.verification.html.plots import (
     INK,
     RED,
     Json,
+    PageSection,
     Plot,
-    Section,
     View,
     log_axis,
     make_layout,
@@ -23,11 +23,11 @@ _BIN_OCTAVES = 1 / 8
 _MARGIN_OCTAVES = 1.0
 
 
-def histograms_section(histograms: Sequence[HistogramResult]) -> Section:
+def histograms_section(histograms: Sequence[HistogramResult]) -> PageSection:
     """Give one plot with a view for each site that was seen in calibration."""
     views = [_draw(row) for row in sorted(histograms, key=_by_kind) if any(row.counts)]
     plot = Plot(name="histogram", title="Site", views=views, height=380, is_wide=True)
-    return Section(
+    return PageSection(
         title="Magnitudes, and the range of the format",
         lead="All values calibration saw at one site, on logarithmic axes. The white band is "
         "what FP8 holds at this scale: to its right values clip, to its left they become zero.",

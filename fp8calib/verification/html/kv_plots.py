@@ -8,8 +8,8 @@ from operator import attrgetter
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.verification.html.plots import (
     Json,
+    PageSection,
     Plot,
-    Section,
     View,
     finite,
     layer_axis,
@@ -33,7 +33,7 @@ _HOVER = (
 Measure = Callable[[LayerResult], float | None]
 
 
-def cache_sections(report: VerifyReport, series: Sequence[Series]) -> tuple[Section, ...]:
+def cache_sections(report: VerifyReport, series: Sequence[Series]) -> tuple[PageSection, ...]:
     """Give range, SQNR and losses of the KV cache, where a candidate quantizes it."""
     by_role = {
         role: rows
@@ -53,7 +53,7 @@ _ByRole = dict[str, list[LayerResult]]
 
 def _ranges_section(
     by_role: _ByRole, series: Sequence[Series], limits: Sequence[tuple[float, str]]
-) -> Section:
+) -> PageSection:
     drawn = [_amax_in_codes(row) for rows in by_role.values() for row in rows]
     marks = [level(value, text) for value, text in limits]
     layout: Json = {
@@ -61,7 +61,7 @@ def _ranges_section(
         "shapes": [shape for shape, _ in marks],
         "annotations": [note for _, note in marks],
     }
-    return Section(
+    return PageSection(
         title="Range: amax over scale",
         lead="The largest magnitude of each layer in units of its scale. Above the dashed line "
         "values clip; far below it small values are lost. At scale 1.0 this is amax itself.",
@@ -80,9 +80,9 @@ def _find_limits(report: VerifyReport) -> Sequence[tuple[float, str]]:
     return [(fmt.max, f"{fmt.max:.0f}: the largest {fmt.name}") for fmt in used]
 
 
-def _sqnr_section(by_role: _ByRole, series: Sequence[Series]) -> Section:
+def _sqnr_section(by_role: _ByRole, series: Sequence[Series]) -> PageSection:
     layout: Json = {"y": {"title": title("SQNR, dB")}}
-    return Section(
+    return PageSection(
         title="Signal to quantization noise of the KV cache",
         lead="Higher is better; 3 dB more is half the noise. A gap: nothing was lost, or the "
         "tensor is all zeros.",
@@ -90,7 +90,7 @@ def _sqnr_section(by_role: _ByRole, series: Sequence[Series]) -> Section:
     )
 
 
-def _losses_section(by_role: _ByRole, series: Sequence[Series]) -> Section:
+def _losses_section(by_role: _ByRole, series: Sequence[Series]) -> PageSection:
     plots: list[Plot] = []
     findings: list[str] = []
     for name, words in _LOSSES.items():
@@ -101,7 +101,7 @@ def _losses_section(by_role: _ByRole, series: Sequence[Series]) -> Section:
         whole = [ROLE_NAMES[role] for role in by_role if role not in lost]
         findings += [f"{role}: nothing {words}, in any layer of any candidate." for role in whole]
     lead = "Shares of all elements. A scale too small clips, a scale too large flushes to zero."
-    return Section(title="Values lost", lead=lead, plots=plots, findings=findings)
+    return PageSection(title="Values lost", lead=lead, plots=plots, findings=findings)
 
 
 def _draw_roles(

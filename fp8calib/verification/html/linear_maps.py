@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fp8calib.verification.html.plots import (
     Json,
+    PageSection,
     Plot,
-    Section,
     View,
     finite,
     layer_axis,
@@ -36,7 +36,7 @@ class _Measure:
     """Give the worst of the tensors that share a cell."""
 
 
-def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> Section:
+def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> PageSection:
     """Give the maps of SQNR and of losses of the tensors around linear layers."""
     plots = []
     for measure in _MEASURES:
@@ -44,7 +44,7 @@ def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> Se
         most = max((len(view.data[0]["y"]) for view in views), default=0)
         name, height = f"linear-{measure.name}", 150 + 28 * most
         plots.append(Plot(name=name, title=measure.words, views=views, height=height, is_wide=True))
-    return Section(
+    return PageSection(
         title="Weights and activations of the linear layers",
         lead="One candidate at a time; dark is worse. Experts of a layer share a cell: the worst "
         "of them is shown.",

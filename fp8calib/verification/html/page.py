@@ -14,7 +14,7 @@ from fp8calib import __version__
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.errors import UsageError
 from fp8calib.verification.html.markup import element, write_html
-from fp8calib.verification.html.plots import Plot, Section
+from fp8calib.verification.html.plots import PageSection, Plot
 from fp8calib.verification.html.sections import make_sections
 from fp8calib.verification.html.series import Series, make_series
 from fp8calib.verification.html.tables import (
@@ -132,7 +132,7 @@ def _legend(series: Sequence[Series]) -> Element:
     return element("div", *buttons, id="legend", role="group", aria_label="Candidates shown")
 
 
-def _render_section(section: Section) -> Element:
+def _render_section(section: PageSection) -> Element:
     parts = [element("h2", section.title), element("p", section.lead, class_="lead")]
     if section.plots:
         parts.append(element("div", *map(_render_plot, section.plots), class_="plots"))

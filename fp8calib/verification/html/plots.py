@@ -80,7 +80,7 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """Plots that answer one question."""
 
     title: str

@@ -15,8 +15,8 @@ from fp8calib.verification.html.plots import (
     RED,
     STYLES,
     Json,
+    PageSection,
     Plot,
-    Section,
     View,
     finite,
     layer_axis,
@@ -37,7 +37,7 @@ from fp8calib.verification.report import (
 )
 
 
-def make_sections(report: VerifyReport) -> tuple[Section, ...]:
+def make_sections(report: VerifyReport) -> tuple[PageSection, ...]:
     """Give the plots for which the report has data, in reading order."""
     series = make_series(report)
     sections = (
@@ -52,7 +52,7 @@ def make_sections(report: VerifyReport) -> tuple[Section, ...]:
     return tuple(section for section in sections if section.plots or section.findings)
 
 
-def _positions_section(report: VerifyReport) -> Section:
+def _positions_section(report: VerifyReport) -> PageSection:
     traces = []
     for series, candidate in zip(make_series(report), report.candidates, strict=True):
         ranges = [_spell_range(row.first, row.last) for row in candidate.by_position]
@@ -68,7 +68,7 @@ def _positions_section(report: VerifyReport) -> Section:
     y = log_axis("mean KLD, nats", [kld for trace in traces for kld in trace["y"]])
     view = View(label="", data=traces, layout=make_layout(x=x, y=y))
     plot = Plot(name="positions", title="Mean KL divergence", views=[view], is_wide=True)
-    return Section(
+    return PageSection(
         title="KL divergence by position",
         lead="Where in a sequence predictions move away from the unquantized model's. Rising "
         "lines mean that errors in the KV cache add up with length.",
@@ -80,7 +80,7 @@ def _spell_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}\N{EN DASH}{last}"
 
 
-def _diagnosis_section(rows: Sequence[DiagnosisResult]) -> Section:
+def _diagnosis_section(rows: Sequence[DiagnosisResult]) -> PageSection:
     roles = [role for role in ROLE_NAMES if any(row.site.endswith(f".{role}") for row in rows)]
     plots = []
     for role in roles:
@@ -89,7 +89,7 @@ def _diagnosis_section(rows: Sequence[DiagnosisResult]) -> Section:
         layout = make_layout(x=x, y={"title": title("SQNR, dB")}, **own_legend())
         view = View(label="", data=_diagnosis_lines(chosen), layout=layout)
         plots.append(Plot(name=f"diagnosis-{role}", title=ROLE_NAMES[role], views=[view]))
-    return Section(
+    return PageSection(
         title="Are scales needed?",
         lead="What each layer's tensors would lose, taken alone, at scale 1.0, with one scale a "
         "tensor and with one a head. Lines that lie together need no scales.",
@@ -115,10 +115,10 @@ def _diagnosis_lines(rows: Sequence[DiagnosisResult]) -> Sequence[Json]:
     return lines
 
 
-def _sensitivity_section(sensitivity: Sensitivity | None) -> Section:
+def _sensitivity_section(sensitivity: Sensitivity | None) -> PageSection:
     heading = "Sensitivity: one layer quantized at a time"
     if sensitivity is None or not sensitivity.layers:
-        return Section(title=heading, lead="", plots=[])
+        return PageSection(title=heading, lead="", plots=[])
     skipped = set(sensitivity.skip_layers)
     bars = [
         _bars([r for r in sensitivity.layers if r.layer in skipped], "leave unquantized", RED),
@@ -132,7 +132,7 @@ def _sensitivity_section(sensitivity: Sensitivity | None) -> Section:
     if sensitivity.flag:
         advice = f"To leave the layers that stand out unquantized: {sensitivity.flag}"
     count = f"Mean KL divergence over {sensitivity.sequences} sequences"
-    return Section(title=heading, lead=f"{count}.", plots=[plot], findings=[advice])
+    return PageSection(title=heading, lead=f"{count}.", plots=[plot], findings=[advice])
 
 
 def _bars(rows: Sequence[SensitivityResult], name: str, color: str) -> Json:
@@ -147,7 +147,7 @@ def _bars(rows: Sequence[SensitivityResult], name: str, color: str) -> Json:
     }
 
 
-def _rules_section(rules: Sequence[RuleResult]) -> Section:
+def _rules_section(rules: Sequence[RuleResult]) -> PageSection:
     names = [plain(f"{rank}. {row.rule}") for rank, row in enumerate(rules, start=1)]
     points = {
         "type": "scatter",
@@ -168,4 +168,4 @@ def _rules_section(rules: Sequence[RuleResult]) -> Section:
     height = 110 + 34 * len(rules)
     plot = Plot(name="rules", title="Perplexity ratio", views=[view], height=height, is_wide=True)
     lead = "On text that calibration has not seen, best first; the dashed line is no change."
-    return Section(title="Scale rules", lead=lead, plots=[plot] if rules else [])
+    return PageSection(title="Scale rules", lead=lead, plots=[plot] if rules else [])

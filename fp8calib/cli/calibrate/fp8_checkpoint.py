@@ -13,7 +13,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.cli.calibrate.job import Job
+from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.console import Bar
 from fp8calib.cli.quantize.report import Outcome, build_quantization_report
 from fp8calib.errors import ExportError, ModelError, UsageError
@@ -30,7 +30,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 _FORM = "compressed-tensors"
 
 
-def explain_refusal(job: Job) -> str | None:
+def explain_refusal(job: CalibrateJob) -> str | None:
     """Say why the model's weights cannot be quantized, before it is run; None where they can."""
     if job.recipe.quantize is None:
         return None
@@ -44,7 +44,7 @@ def explain_refusal(job: Job) -> str | None:
     return None
 
 
-def check_replaced_checkpoint(job: Job) -> None:
+def check_replaced_checkpoint(job: CalibrateJob) -> None:
     """Refuse to replace a folder in which there is something no such checkpoint has.
 
     Raises:
@@ -65,7 +65,7 @@ def check_replaced_checkpoint(job: Job) -> None:
 
 
 def write_checkpoint(
-    job: Job, stats: CalibrationStats, folder: Path, bar: Bar
+    job: CalibrateJob, stats: CalibrationStats, folder: Path, bar: Bar
 ) -> Mapping[str, Any] | None:
     """Write the checkpoint the recipe asks for under `folder`, and report as `quantize` does.
 
@@ -85,7 +85,7 @@ def write_checkpoint(
         return {"scheme": scheme, "why": f"{error.message}; {error.hint}"}
 
 
-def merge_report(report: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
+def add_checkpoint_report(report: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
     """Add to the report of a calibration what is to be said of the FP8 checkpoint."""
     scheme = checkpoint["scheme"]
     report["quantize"] = checkpoint
@@ -103,7 +103,7 @@ def merge_report(report: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
 
 
 def _quantize(
-    job: Job, scheme: str, stats: CalibrationStats, folder: Path, bar: Bar
+    job: CalibrateJob, scheme: str, stats: CalibrationStats, folder: Path, bar: Bar
 ) -> Mapping[str, Any]:
     started = time.monotonic()
     found = find_scheme(scheme)
