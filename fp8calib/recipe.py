@@ -16,10 +16,12 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
 from fp8calib.errors import RecipeError, UsageError
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
 
@@ -114,15 +116,25 @@ class Recipe(_Section):
         default=(1,), description="tensor-parallel degrees of the JSON formats"
     )
     query_scale: bool = Field(default=False, description="write q_scale into overlays")
-    quantize: Literal["fp8-static", "fp8-dynamic", "w8a16", "fp8-block"] | None = Field(
+    quantize: str | None = Field(
         default=None,
-        description="write an FP8 checkpoint of this scheme too, in a folder of its name",
+        description="write an FP8 checkpoint of this scheme too, in a folder of its name; one of: "
+        f"{', '.join(SCHEMES)}",
     )
+
+    @field_validator("quantize")
+    @classmethod
+    def _is_scheme(cls, name: str | None) -> str | None:
+        if name is not None and name not in SCHEMES:
+            msg = f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}"
+            raise ValueError(msg)
+        return name
 
     @model_validator(mode="after")
     def _observes_static_inputs(self) -> Self:
-        if self.quantize == "fp8-static" and not self.observe.inputs:
-            msg = "quantize: fp8-static needs observe.inputs, for its input scales"
+        is_static = self.quantize is not None and SCHEMES[self.quantize].has_static_inputs
+        if is_static and not self.observe.inputs:
+            msg = f"quantize: {self.quantize} needs observe.inputs, for its input scales"
             raise ValueError(msg)
         return self
 

@@ -1,17 +1,30 @@
-"""Magnitudes of activations: tensors in, small fp32 tensors out, no model in sight.
+"""Largest magnitudes of tensors: tensors in, small fp32 tensors out.
 
 Shapes: B batch, S sequence, H heads, D head size, N rows (tokens), C channels, E experts, K experts
-a token goes to. The largest and the smallest value are reduced apart: torch's reductions of those
-are vectorised, its absolute value would write a copy of the tensor. NaN passes through every
-reduction here.
+a token goes to. NaN passes through every reduction here. The largest and the smallest value are
+reduced separately: torch's reductions of those are vectorised, and its absolute value would write a
+copy of the tensor. On a CPU torch reduces rows and columns of half floats slowly; their bit
+patterns are reduced instead.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FOLD_UNTIL = 32
+
+
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of all elements: fp32 []."""
+    smallest, largest = torch.aminmax(x)
+    return torch.maximum(largest, smallest.neg()).float()
+
+
+def row_amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude along the last axis: fp32 [...] of [..., C]."""
+    return _reduce(x, -1)
 
 
 def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suffixes
@@ -19,12 +32,7 @@ def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suf
     rows = tuple(range(x_NC.dim() - 1))
     if _has_fast_codes(x_NC):
         return _fold_codes(x_NC).amax(rows).view(x_NC.dtype).float()
-    return torch.maximum(x_NC.amax(rows), x_NC.amin(rows).neg_()).float()
-
-
-def row_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803
-    """Largest magnitude per row: fp32 [N]."""
-    return torch.maximum(x_NC.amax(-1), x_NC.amin(-1).neg_()).float()
+    return _reduce(x_NC, rows)
 
 
 def head_amax(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
@@ -32,47 +40,39 @@ def head_amax(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
     if _has_fast_codes(x_BHSD):
         codes_SBHD = _fold_codes(x_BHSD.movedim(2, 0))  # noqa: N806
         return codes_SBHD.amax((0, 1, 3)).view(x_BHSD.dtype).float()
-    largest_BHD = torch.maximum(x_BHSD.amax(2), x_BHSD.amin(2).neg_())  # noqa: N806
-    return largest_BHD.amax((0, 2)).float()
+    return _reduce(x_BHSD, 2).amax((0, 2))
 
 
-def _has_fast_codes(x: torch.Tensor) -> bool:
-    """Whether to reduce bit patterns: torch's CPU reductions of half floats are slow."""
-    return x.dtype in _HALVES and x.device.type == "cpu"
+def group_amax(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Largest magnitude per `size` consecutive channels: fp32 [..., ceil(C / size)] of [..., C]."""
+    missing = -x.shape[-1] % size
+    padded = pad(x, (0, missing)) if missing else x
+    return row_amax(padded.reshape(*x.shape[:-1], -1, size))
 
 
-def _fold_codes(x: torch.Tensor) -> torch.Tensor:
-    """Give the largest magnitudes over all but a few leading rows, as integer codes.
+def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude per rectangle of rows and columns, those at the edges smaller.
 
-    Without its sign bit a float orders like an integer, inf and NaN above all numbers. The last
-    half is laid over the first, in place: new memory for every half costs a quarter more.
+    Args:
+        x: [..., R, C], from the first row of a block on.
+        block: rows and columns.
+
+    Returns:
+        fp32 [..., ceil(R / rows), ceil(C / columns)].
     """
-    codes = x.view(torch.int16) & 0x7FFF
-    while len(codes) > _FOLD_UNTIL:
-        half = len(codes) // 2
-        torch.maximum(codes[:half], codes[-half:], out=codes[:half])
-        codes = codes[: len(codes) - half]
-    return codes
+    rows, columns = block
+    strips = torch.stack([_reduce(strip, -2) for strip in torch.split(x, rows, dim=-2)], dim=-2)
+    return group_amax(strips, columns)
 
 
-def tokens_first(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
-    """Lay heads side by side, one row per token: [B*S, H*D]."""
-    return x_BHSD.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def block_amax(x_NC: torch.Tensor, block: int) -> torch.Tensor:  # noqa: N803
-    """Largest magnitude per row and block of consecutive channels: fp32 [N, C / block]."""
-    return row_amax(x_NC.reshape(len(x_NC), -1, block))
-
-
-def group_amax(
+def segment_amax(
     values_NB: torch.Tensor,  # noqa: N803
-    groups_N: torch.Tensor,  # noqa: N803
-    num_groups: int,
+    segments_N: torch.Tensor,  # noqa: N803
+    num_segments: int,
 ) -> torch.Tensor:
-    """Largest of non-negative `values` among the rows of each group: fp32 [G, B]; 0 for no row."""
-    result = values_NB.new_zeros(num_groups, values_NB.shape[1])
-    index = groups_N.unsqueeze(1).expand_as(values_NB)
+    """Largest of non-negative `values` among the rows of each segment: fp32 [., B]; 0 for none."""
+    result = values_NB.new_zeros(num_segments, values_NB.shape[1])
+    index = segments_N.unsqueeze(1).expand_as(values_NB)
     return result.scatter_reduce_(0, index, values_NB, "amax")
 
 
@@ -80,3 +80,40 @@ def expert_counts(experts_N: torch.Tensor, num_experts: int) -> torch.Tensor:  #
     """Count the rows of each expert: int64 [E]."""
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts_N.device)
     return counts.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=torch.int64))
+
+
+def tokens_first(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
+    """Lay heads side by side, one row per token: [B*S, H*D]."""
+    return x_BHSD.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _reduce(x: torch.Tensor, axes: int | tuple[int, ...]) -> torch.Tensor:
+    """Largest magnitude over some axes: fp32."""
+    if _has_fast_codes(x):
+        return _codes(x).amax(axes).view(x.dtype).float()
+    return torch.maximum(x.amax(axes), x.amin(axes).neg_()).float()
+
+
+def _has_fast_codes(x: torch.Tensor) -> bool:
+    return x.dtype in _HALVES and x.device.type == "cpu"
+
+
+def _codes(x: torch.Tensor) -> torch.Tensor:
+    """Give magnitudes of half floats as integer codes.
+
+    Without its sign bit a float orders like an integer, inf and NaN above all numbers.
+    """
+    return x.view(torch.int16) & 0x7FFF
+
+
+def _fold_codes(x: torch.Tensor) -> torch.Tensor:
+    """Give the largest codes over all but a few leading rows.
+
+    The last half is laid over the first, in place: new memory for every half costs a quarter more.
+    """
+    codes = _codes(x)
+    while len(codes) > _FOLD_UNTIL:
+        half = len(codes) // 2
+        torch.maximum(codes[:half], codes[-half:], out=codes[:half])
+        codes = codes[: len(codes) - half]
+    return codes

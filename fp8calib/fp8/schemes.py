@@ -1,66 +1,110 @@
-"""The FP8 weight schemes as data: what a scale of the weights covers, and one of the inputs."""
+"""The FP8 schemes, one record each: granularities, and each checkpoint dialect's spelling."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8calib.errors import UsageError
 
+BLOCK = (128, 128)
+"""Rows and columns of a weight that share a scale, in every block scheme that engines run."""
+GROUP_SIZE = 128
+"""Channels of a token that share a scale, in every group scheme that engines run."""
 
-class Dynamic(StrEnum):
-    """What a scale covers that is computed from the tensor itself."""
+
+class Granularity(StrEnum):
+    """What shares one scale, in the words of compressed-tensors."""
 
     TENSOR = "tensor"
+    CHANNEL = "channel"
+    """One output channel: a row of a weight [out, in]."""
     TOKEN = "token"  # noqa: S105 -- of text
-    """One row of the last dimension; of a weight: an output channel."""
+    """One row of inputs [..., channels]."""
     GROUP = "group"
-    """128 channels of a row."""
+    """`GROUP_SIZE` consecutive channels of one token."""
     BLOCK = "block"
-    """128 x 128 of the last two dimensions."""
+    """A rectangle of rows and columns of a weight."""
+
+
+class InputScaling(StrEnum):
+    """How the inputs of a linear are scaled."""
+
+    NONE = "none"
+    """Inputs are not quantized."""
+    STATIC = "static"
+    """By one scale that calibration computed and the checkpoint stores."""
+    TOKEN = "token"  # noqa: S105 -- of text
+    """By a scale per token, computed while serving. Also what configs call dynamic per tensor:
+    vLLM 0.32.0 runs both per token (`compressed_tensors_w8a8_fp8.py`, `fp8.py`)."""
+    GROUP = "group"
+    """By a scale per token and `GROUP_SIZE` channels, computed while serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How weights and the inputs of linears are quantized."""
+    """How the weights and inputs of linears are quantized, and how checkpoints spell it.
+
+    compressed-tensors spells every scheme: it names both granularities.
+    """
 
     name: str
-    weights: Dynamic
-    inputs: Dynamic | None
-    """What a dynamic scale covers; None where inputs are static or not quantized."""
-    has_static_inputs: bool = False
-    """Input scales come from calibration."""
     description: str
+    weights: Granularity
+    block: tuple[int, int] = BLOCK
+    """Rows and columns that share a weight scale, where `weights` is `BLOCK`."""
+    inputs: InputScaling
+    autofp8: str | None = None
+    """The `activation_scheme` of an AutoFP8 config; None: AutoFP8 cannot express the scheme."""
+    modelopt: str | None = None
+    """The `quant_algo` of a ModelOpt config; None: ModelOpt cannot express the scheme."""
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """Tell whether the scales of inputs come from calibration."""
+        return self.inputs is InputScaling.STATIC
+
+    @property
+    def dialects(self) -> tuple[str, ...]:
+        """Name the checkpoint dialects that can express the scheme."""
+        spellings = {
+            "compressed-tensors": "by granularity",
+            "autofp8": self.autofp8,
+            "modelopt": self.modelopt,
+        }
+        return tuple(name for name, spelling in spellings.items() if spelling is not None)
 
 
-SCHEMES: Mapping[str, Scheme] = {
+SCHEMES = {
     scheme.name: scheme
     for scheme in (
         Scheme(
             name="fp8-static",
-            weights=Dynamic.TENSOR,
-            inputs=None,
-            has_static_inputs=True,
             description="weights and inputs per tensor, static",
+            weights=Granularity.TENSOR,
+            inputs=InputScaling.STATIC,
+            autofp8="static",
+            modelopt="FP8",
         ),
         Scheme(
             name="fp8-dynamic",
-            weights=Dynamic.TOKEN,
-            inputs=Dynamic.TOKEN,
             description="weights per output channel, inputs per token, dynamic",
+            weights=Granularity.CHANNEL,
+            inputs=InputScaling.TOKEN,
+            modelopt="FP8_PER_CHANNEL_PER_TOKEN",
         ),
         Scheme(
             name="w8a16",
-            weights=Dynamic.TOKEN,
-            inputs=None,
-            description="weights per output channel, inputs as they are",
+            description="weights per output channel, inputs not quantized",
+            weights=Granularity.CHANNEL,
+            inputs=InputScaling.NONE,
         ),
         Scheme(
             name="fp8-block",
-            weights=Dynamic.BLOCK,
-            inputs=Dynamic.GROUP,
             description="weights per block of 128 x 128, inputs per 128 channels, dynamic",
+            weights=Granularity.BLOCK,
+            inputs=InputScaling.GROUP,
+            autofp8="dynamic",
         ),
     )
 }
@@ -77,3 +121,32 @@ def find_scheme(name: str) -> Scheme:
             f"--scheme {name}: unknown scheme", hint=f"known schemes: {', '.join(SCHEMES)}"
         )
     return SCHEMES[name]
+
+
+def find_nearest(weights: Granularity, inputs: InputScaling) -> Scheme:
+    """Give the scheme that engines treat most like a linear of a checkpoint.
+
+    Engines choose their code by whether inputs are quantized, then by whether weights have blocks,
+    then by whether inputs are static; the exact granularities decide between what remains.
+    """
+
+    def agreement(scheme: Scheme) -> tuple[bool, ...]:
+        return (
+            (scheme.inputs is InputScaling.NONE) is (inputs is InputScaling.NONE),
+            (scheme.weights is Granularity.BLOCK) is (weights is Granularity.BLOCK),
+            scheme.has_static_inputs is (inputs is InputScaling.STATIC),
+            scheme.inputs is inputs,
+            scheme.weights is weights,
+        )
+
+    return max(SCHEMES.values(), key=agreement)
+
+
+def list_expressible(dialect: str) -> list[str]:
+    """List the schemes that a checkpoint dialect can express, by name."""
+    return [scheme.name for scheme in SCHEMES.values() if dialect in scheme.dialects]
+
+
+def list_without_calibration() -> list[str]:
+    """List the schemes that need no calibration, by name."""
+    return [scheme.name for scheme in SCHEMES.values() if not scheme.has_static_inputs]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError
-from fp8calib.fp8.amax import block_amax, channel_amax, row_amax
+from fp8calib.fp8.amax import channel_amax, group_amax, row_amax
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.topology.layouts import gate_up_parts, rows_part
@@ -127,7 +127,7 @@ def _blocks(stats: SiteStats, name: str, block: int) -> torch.Tensor:
     """Reduce the axis tensor parallelism cuts (down: inputs, else outputs) to blocks: [blocks]."""
     cut = stats.amax_in if name == "down_proj" else stats.amax
     assert cut is not None  # noqa: S101 -- a weight's stats always hold both axes
-    return block_amax(cut.unsqueeze(0), block)[0]
+    return group_amax(cut.unsqueeze(0), block)[0]
 
 
 def _join(per_expert: list[tuple[SiteStats, torch.Tensor]]) -> SiteStats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.fp8.amax import block_amax, channel_amax, expert_counts, group_amax, row_amax
+from fp8calib.fp8.amax import channel_amax, expert_counts, group_amax, row_amax, segment_amax
 from fp8calib.geometry.model_geometry import Attention, Linear
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.hooks import ExpertsCall
@@ -47,7 +47,7 @@ class CalibrationHooks:
         per_row = row_amax(rows).unsqueeze(1)
         seen = ExpertRows(
             amax=channel_amax(rows),
-            per_expert=group_amax(
+            per_expert=segment_amax(
                 per_row.repeat_interleave(index.shape[1], 0), experts, call.num_experts
             ),
             positions=self._position_amax(per_row, self._recorder.rows("ranges", rows.device)),
@@ -69,11 +69,11 @@ class CalibrationHooks:
             is_kept[self._recorder.rows("kept", rows.device)] = 1
             counted = is_kept[order // call.index.shape[1]]
             kept = rows.masked_fill(counted.unsqueeze(1) == 0, 0.0)
-        per_block = block_amax(kept, call.block)
+        per_block = group_amax(kept, call.block)
         ranges = self._recorder.rows("all_ranges", rows.device)[order // call.index.shape[1]]
         seen = ExpertRows(
             amax=channel_amax(kept),
-            per_expert=group_amax(per_block, experts, call.num_experts),
+            per_expert=segment_amax(per_block, experts, call.num_experts),
             positions=self._position_amax(per_block.amax(1, keepdim=True), ranges),
             counts=torch.zeros(
                 call.num_experts, dtype=torch.int64, device=rows.device
@@ -84,7 +84,7 @@ class CalibrationHooks:
         return rows
 
     def _position_amax(self, per_row: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-        return group_amax(per_row, ranges, len(self._recorder.batch.spans)).squeeze(1)
+        return segment_amax(per_row, ranges, len(self._recorder.batch.spans)).squeeze(1)
 
     def _first_histogram(self, hidden: torch.Tensor) -> torch.Tensor | None:
         if not len(self._recorder.batch.input_sample):

@@ -18,6 +18,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.registry import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import list_without_calibration
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
@@ -81,7 +82,7 @@ def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
 def find_kv_scales(
     stats: CalibrationStats,
     checkpoint: Checkpoint,
-    form: CheckpointDialect,
+    dialect: CheckpointDialect,
     choice: Choice = PLAIN_CHOICE,
 ) -> Calibrated:
     """Make the scales of K and V, where the statistics hold them: else there are none.
@@ -98,7 +99,7 @@ def find_kv_scales(
         has_projections = f"{pair.checkpoint_module}.k_proj.weight" in checkpoint
         for role in (Role.K, Role.V):
             value = table.scales[pair.site(role)].values[0]
-            names = form.name_kv(pair, role, has_projections)
+            names = dialect.name_kv(pair, role, has_projections)
             named |= dict.fromkeys(names, value)
     return Calibrated(
         scales=CalibratedScales(inputs={}, kv=named), notes=tuple(_describe_origins(table))
@@ -118,7 +119,7 @@ def find_scales(
         ModelError: the checkpoint cannot be quantized.
         ExportError: the statistics hold nothing for a site.
     """
-    kv = find_kv_scales(stats, checkpoint, settings.form, choice)
+    kv = find_kv_scales(stats, checkpoint, settings.dialect, choice)
     inputs = _NONE_FOUND
     if settings.scheme.has_static_inputs:
         selection = select(checkpoint, checkpoint.load_config(), ignore=settings.ignore)
@@ -245,8 +246,8 @@ class _Inputs:
         )
         globs = dict.fromkeys(span_layers(_STACK.sub(r"\1", module)) for module in missing)
         return (
-            "calibrate cannot measure it in this kind of model: `quantize --scheme fp8-dynamic` "
-            "and fp8-block need no measure, or it stays unquantized with "
+            "calibrate cannot measure it in this kind of model: choose a --scheme that needs no "
+            f"calibration ({', '.join(list_without_calibration())}), or leave it unquantized with "
             f"{spell_options(globs)}"
         )
 

@@ -7,11 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8calib import __version__
+from fp8calib.dialects.fp8.weights import count_blocks
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.tensors import name_scales
 from fp8calib.errors import UsageError
-from fp8calib.fp8.encode import BLOCK
-from fp8calib.fp8.schemes import SCHEMES, Dynamic, Scheme
+from fp8calib.fp8.schemes import (
+    GROUP_SIZE,
+    Granularity,
+    InputScaling,
+    Scheme,
+    list_expressible,
+)
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role
 from fp8calib.quantization.selection.select import HEAD, Left
@@ -27,51 +33,55 @@ class CheckpointDialect:
     """One way to write an FP8 checkpoint."""
 
     name: str
-    scale_shapes: Mapping[Dynamic, Callable[[int, int], Shape]]
-    """From rows and columns of a weight to the shape of its scale, by what a scale covers."""
     scalar_shape: Shape
-    """Of scales of inputs, K and V."""
-    schemes: tuple[str, ...]
+    """Of a scale that covers a whole tensor: a weight, an input, K or V."""
+    block_scale_name: str = "weight_scale"
+    """What the scales of blocks are called beside a linear's weight."""
     make_config: Callable[[Scheme, Sequence[Left], bool], Config]
     """From scheme, what is left, and whether there are KV scales to the `quantization_config`."""
+    make_extra_files: Callable[[Scheme, Sequence[Left], bool], Config] = lambda *_: {}
+    """From the same to the JSON files beside config.json."""
     name_kv: Callable[[Attention, Role, bool], tuple[str, ...]]
     """From attention, K or V, and whether the checkpoint has a k_proj to the names of its scale."""
 
+    @property
+    def schemes(self) -> list[str]:
+        """List the schemes that it can express, by name."""
+        return list_expressible(self.name)
+
     def name_scale(self, module: str, scheme: Scheme) -> str:
         """Name the scale of a linear's weight."""
-        is_inverse = self.name == "autofp8" and scheme.weights is Dynamic.BLOCK
-        return f"{module}.weight_scale_inv" if is_inverse else f"{module}.weight_scale"
+        has_blocks = scheme.weights is Granularity.BLOCK
+        return f"{module}.{self.block_scale_name if has_blocks else 'weight_scale'}"
 
     def shape_scale(self, shape: tuple[int, int], scheme: Scheme) -> Shape:
-        """Tell the shape of the scale of a weight."""
-        return self.scale_shapes[scheme.weights](*shape)
-
-    def make_extra_files(self, scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
-        """Make the JSON files that the form has beside config.json."""
-        if self.name != "modelopt":
-            return {}
-        return {MODELOPT_CONFIG_NAME: _make_modelopt_file(scheme, left, has_kv)}
+        """Give the shape of the scale of a weight [out, in]."""
+        if scheme.weights is Granularity.BLOCK:
+            return count_blocks(shape, scheme.block)
+        if scheme.weights is Granularity.CHANNEL:
+            return (shape[0], *self.scalar_shape)
+        return self.scalar_shape
 
 
-def find_form(name: str, scheme: Scheme) -> CheckpointDialect:
-    """Give the form called `name`, if it can say `scheme`.
+def find_checkpoint_dialect(name: str, scheme: Scheme) -> CheckpointDialect:
+    """Give the checkpoint dialect called `name`, if it can express `scheme`.
 
     Raises:
         UsageError: there is none, or it cannot.
     """
-    if name not in FORMS:
+    if name not in CHECKPOINT_DIALECTS:
         raise UsageError(
-            f"--format {name}: unknown format", hint=f"known formats: {', '.join(FORMS)}"
+            f"--format {name}: unknown format",
+            hint=f"known formats: {', '.join(CHECKPOINT_DIALECTS)}",
         )
-    form = FORMS[name]
-    if scheme.name not in form.schemes:
-        others = [other.name for other in FORMS.values() if scheme.name in other.schemes]
+    dialect = CHECKPOINT_DIALECTS[name]
+    if name not in scheme.dialects:
         raise UsageError(
-            f"--format {name} has no form for --scheme {scheme.name}",
-            hint=f"{name} writes {', '.join(form.schemes)}; {scheme.name} can be written as "
-            f"{', '.join(others)}",
+            f"--format {name} cannot express --scheme {scheme.name}",
+            hint=f"{name} writes {', '.join(dialect.schemes)}; {scheme.name} can be written as "
+            f"{', '.join(scheme.dialects)}",
         )
-    return form
+    return dialect
 
 
 def _name_plain(attention: Attention, role: Role, _: bool) -> tuple[str, ...]:
@@ -84,35 +94,29 @@ def _name_by_projection(attention: Attention, role: Role, has_projections: bool)
     return (f"{attention.checkpoint_module}.{role}_proj.{role}_scale",)
 
 
-def _shape_blocks(rows: int, columns: int) -> Shape:
-    return -(-rows // BLOCK), -(-columns // BLOCK)
-
-
-_WEIGHT_STRATEGIES: Mapping[Dynamic, Config] = {
-    Dynamic.TENSOR: {"strategy": "tensor"},
-    Dynamic.TOKEN: {"strategy": "channel"},
-    Dynamic.BLOCK: {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
-}
-_INPUT_STRATEGIES: Mapping[Dynamic, Config] = {
-    Dynamic.TOKEN: {"strategy": "token"},
-    Dynamic.GROUP: {"strategy": "group", "group_size": BLOCK},
-}
-
-
-def _describe(strategy: Config, *, dynamic: bool) -> Config:
+def _make_quantizer(strategy: Config, *, dynamic: bool) -> Config:
+    """Make the arguments of one quantizer, as compressed-tensors spells them."""
     return {**_NUMBER, **strategy, "symmetric": True, "dynamic": dynamic}
 
 
-def _describe_inputs(scheme: Scheme) -> Config | None:
-    if scheme.has_static_inputs:
-        return _describe({"strategy": "tensor"}, dynamic=False)
-    if scheme.inputs is None:
+def _make_weight_quantizer(scheme: Scheme) -> Config:
+    has_blocks = scheme.weights is Granularity.BLOCK
+    sizes: Config = {"block_structure": list(scheme.block)} if has_blocks else {}
+    return _make_quantizer({"strategy": scheme.weights.value, **sizes}, dynamic=False)
+
+
+def _make_input_quantizer(scheme: Scheme) -> Config | None:
+    if scheme.inputs is InputScaling.NONE:
         return None
-    return _describe(_INPUT_STRATEGIES[scheme.inputs], dynamic=True)
+    if scheme.has_static_inputs:
+        return _make_quantizer({"strategy": "tensor"}, dynamic=False)
+    has_groups = scheme.inputs is InputScaling.GROUP
+    sizes: Config = {"group_size": GROUP_SIZE} if has_groups else {}
+    return _make_quantizer({"strategy": scheme.inputs.value, **sizes}, dynamic=True)
 
 
 def _make_compressed_tensors_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
-    inputs = _describe_inputs(scheme)
+    inputs = _make_input_quantizer(scheme)
     codec = "naive-quantized" if inputs is None else "float-quantized"
     config: Config = {
         "quant_method": "compressed-tensors",
@@ -122,7 +126,7 @@ def _make_compressed_tensors_config(scheme: Scheme, left: Sequence[Left], has_kv
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": _describe(_WEIGHT_STRATEGIES[scheme.weights], dynamic=False),
+                "weights": _make_weight_quantizer(scheme),
                 "input_activations": inputs,
                 "output_activations": None,
                 "format": codec,
@@ -130,7 +134,7 @@ def _make_compressed_tensors_config(scheme: Scheme, left: Sequence[Left], has_kv
         },
     }
     if has_kv:
-        config["kv_cache_scheme"] = _describe({"strategy": "tensor"}, dynamic=False)
+        config["kv_cache_scheme"] = _make_quantizer({"strategy": "tensor"}, dynamic=False)
     return config
 
 
@@ -138,13 +142,13 @@ def _make_autofp8_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> 
     names = _list_left(left)
     config: Config = {
         "quant_method": "fp8",
-        "activation_scheme": "static" if scheme.has_static_inputs else "dynamic",
+        "activation_scheme": scheme.autofp8,
         "ignored_layers": names,
     }
-    if scheme.weights is Dynamic.BLOCK:
+    if scheme.weights is Granularity.BLOCK:
         # transformers reads the second name of the list, and takes ends; vLLM reads either
         config |= {
-            "weight_block_size": [BLOCK, BLOCK],
+            "weight_block_size": list(scheme.block),
             "modules_to_not_convert": [*names, *_list_ends(left)],
         }
     if has_kv:
@@ -152,14 +156,13 @@ def _make_autofp8_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> 
     return config
 
 
-_MODELOPT_ALGORITHMS = {"fp8-static": "FP8", "fp8-dynamic": "FP8_PER_CHANNEL_PER_TOKEN"}
 _PRODUCER = {"name": "fp8calib", "version": __version__}
 
 
 def _make_modelopt_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
     config: Config = {
         "quant_method": "modelopt",
-        "quant_algo": _MODELOPT_ALGORITHMS[scheme.name],
+        "quant_algo": scheme.modelopt,
         "ignore": _list_left(left),
         "producer": _PRODUCER,
     }
@@ -172,15 +175,16 @@ def _make_modelopt_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) ->
     return config
 
 
-def _make_modelopt_file(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
-    return {
+def _make_modelopt_files(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
+    document = {
         "producer": _PRODUCER,
         "quantization": {
-            "quant_algo": _MODELOPT_ALGORITHMS[scheme.name],
+            "quant_algo": scheme.modelopt,
             "kv_cache_quant_algo": "FP8" if has_kv else None,
             "exclude_modules": _list_left(left),
         },
     }
+    return {MODELOPT_CONFIG_NAME: document}
 
 
 def _list_left(left: Sequence[Left], *, by_tree: bool = False) -> list[str]:
@@ -213,41 +217,27 @@ def _list_ends(left: Sequence[Left]) -> list[str]:
     return list(dict.fromkeys(end for item in left for end in item.ends))
 
 
-FORMS: Mapping[str, CheckpointDialect] = {
-    form.name: form
-    for form in (
+CHECKPOINT_DIALECTS: Mapping[str, CheckpointDialect] = {
+    dialect.name: dialect
+    for dialect in (
         CheckpointDialect(
             name="compressed-tensors",
-            scale_shapes={
-                Dynamic.TENSOR: lambda _rows, _columns: (1,),
-                Dynamic.TOKEN: lambda rows, _columns: (rows, 1),
-                Dynamic.BLOCK: _shape_blocks,
-            },
             scalar_shape=(1,),
-            schemes=tuple(SCHEMES),
             make_config=_make_compressed_tensors_config,
             name_kv=_name_plain,
         ),
         CheckpointDialect(
             name="autofp8",
-            scale_shapes={
-                Dynamic.TENSOR: lambda _rows, _columns: (),
-                Dynamic.BLOCK: _shape_blocks,
-            },
             scalar_shape=(),
-            schemes=("fp8-static", "fp8-block"),
+            block_scale_name="weight_scale_inv",
             make_config=_make_autofp8_config,
             name_kv=_name_plain,
         ),
         CheckpointDialect(
             name="modelopt",
-            scale_shapes={
-                Dynamic.TENSOR: lambda _rows, _columns: (),
-                Dynamic.TOKEN: lambda rows, _columns: (rows,),
-            },
             scalar_shape=(),
-            schemes=("fp8-static", "fp8-dynamic"),
             make_config=_make_modelopt_config,
+            make_extra_files=_make_modelopt_files,
             name_kv=_name_by_projection,
         ),
     )

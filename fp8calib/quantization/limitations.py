@@ -10,9 +10,8 @@ from fp8calib.engines.limitations import SGLANG, TGI, TRANSFORMERS, VLLM, Limita
 from fp8calib.engines.serving_commands import ServingCommand, limitations
 from fp8calib.engines.weights.faults import Effect, QuantizedLinear, QuantizedWeights
 from fp8calib.engines.weights.rules import list_weight_faults
-from fp8calib.fp8.encode import BLOCK
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.quantization.plan import QuantizePlan
 
@@ -51,7 +50,7 @@ def list_limitations(plan: QuantizePlan, geometry: ModelGeometry | None) -> list
         )
         for fault in faults
     ]
-    if plan.settings.form.name == "compressed-tensors":
+    if plan.settings.dialect.name == "compressed-tensors":
         found.append(_INSTALLED)
         found += _list_kv_limitations(geometry) if geometry is not None else ()
     return found
@@ -75,14 +74,14 @@ def list_commands(
 def _describe(plan: QuantizePlan) -> QuantizedWeights:
     scheme = plan.settings.scheme
     return QuantizedWeights(
-        form=plan.settings.form.name,
+        form=plan.settings.dialect.name,
         config=plan.config,
         linears=tuple(
             QuantizedLinear(
                 module=matrix.module,
                 shape=matrix.shape,
                 scheme=scheme.name,
-                block=(BLOCK, BLOCK) if scheme.weights is Dynamic.BLOCK else None,
+                block=scheme.block if scheme.weights is Granularity.BLOCK else None,
             )
             for matrix in plan.selection.taken
         ),

@@ -45,7 +45,7 @@ class PlanSettings:
     """What is asked for."""
 
     scheme: Scheme
-    form: CheckpointDialect
+    dialect: CheckpointDialect
     ignore: tuple[str, ...] = ()
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
@@ -126,9 +126,9 @@ def make_plan(
     tag = _make_tag(checkpoint, config, settings, scales)
     shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, tag))
     has_kv = bool(scales.kv)
-    form, scheme = settings.form, settings.scheme
-    quantization = form.make_config(scheme, selection.left, has_kv)
-    extras = form.make_extra_files(scheme, selection.left, has_kv)
+    dialect, scheme = settings.dialect, settings.scheme
+    quantization = dialect.make_config(scheme, selection.left, has_kv)
+    extras = dialect.make_extra_files(scheme, selection.left, has_kv)
     if checkpoint.is_sharded:
         extras[INDEX_NAME] = _make_index(checkpoint, shards)
     sides, skipped = find_side_files(checkpoint)
@@ -169,7 +169,7 @@ def _make_tag(
     asked = [
         _VERSION,
         settings.scheme.name,
-        settings.form.name,
+        settings.dialect.name,
         sorted(settings.ignore),
         settings.shares_scales,
         *(
@@ -212,7 +212,7 @@ def _lay_out_shards(
             )
     last = checkpoint.weight_files[-1].name
     by_file[last] += [
-        _constant(name, value, settings.form) for name, value in sorted(scales.kv.items())
+        _constant(name, value, settings.dialect) for name, value in sorted(scales.kv.items())
     ]
     measured = make_metadata(fmt=None, origin=scales.origin, provenance=None)
     for path in checkpoint.weight_files:
@@ -231,22 +231,22 @@ def _by_source(matrices: Iterable[Matrix]) -> dict[str, list[Matrix]]:
 def _quantized_tensors(
     matrix: Matrix, settings: PlanSettings, scales: CalibratedScales
 ) -> Iterable[OutputTensor]:
-    form, scheme = settings.form, settings.scheme
+    dialect, scheme = settings.dialect, settings.scheme
     yield OutputTensor(
         name=matrix.tensor, dtype="F8_E4M3", shape=matrix.shape, content=Codes(matrix)
     )
     yield OutputTensor(
-        name=form.name_scale(matrix.module, scheme),
+        name=dialect.name_scale(matrix.module, scheme),
         dtype="F32",
-        shape=form.shape_scale(matrix.shape, scheme),
+        shape=dialect.shape_scale(matrix.shape, scheme),
         content=WeightScale(matrix),
     )
     if scheme.has_static_inputs:
-        yield _constant(f"{matrix.module}.input_scale", scales.inputs[matrix.module], form)
+        yield _constant(f"{matrix.module}.input_scale", scales.inputs[matrix.module], dialect)
 
 
-def _constant(name: str, value: torch.Tensor, form: CheckpointDialect) -> OutputTensor:
-    return OutputTensor(name=name, dtype="F32", shape=form.scalar_shape, content=Constant(value))
+def _constant(name: str, value: torch.Tensor, dialect: CheckpointDialect) -> OutputTensor:
+    return OutputTensor(name=name, dtype="F32", shape=dialect.scalar_shape, content=Constant(value))
 
 
 def _make_index(checkpoint: Checkpoint, shards: Collection[ShardLayout]) -> dict[str, object]:

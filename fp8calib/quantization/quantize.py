@@ -86,7 +86,7 @@ def quantize(
                 progress.advance(shard.data_bytes)
                 continue
             temporary = staging / f"{shard.name}.unfinished"
-            writer = ShardWriter(shard, reader, scales, plan.settings.scheme.weights)
+            writer = ShardWriter(shard, reader, scales, plan.settings.scheme)
             dead = writer.write(temporary, progress)
             journal.add(shard, dead)
             temporary.replace(staging / shard.name)

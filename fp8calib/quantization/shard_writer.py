@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.fp8.amax import block_amax, row_amax
 from fp8calib.fp8.encode import encode_blocks, encode_rows
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.schemes import Granularity, Scheme
 from fp8calib.quantization.selection.select import Matrix
 from fp8calib.quantization.shard_layout import (
     Codes,
@@ -26,7 +27,12 @@ from fp8calib.quantization.shard_layout import (
     ShardLayout,
     WeightScale,
 )
-from fp8calib.quantization.weight_reader import BLOCK_BYTES, WeightReader, reduce_rows, split_rows
+from fp8calib.quantization.weight_reader import (
+    CHUNK_BYTES,
+    WeightReader,
+    require_finite,
+    split_rows,
+)
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 from fp8calib.scales.compute import scale_of
 
@@ -57,12 +63,12 @@ class ShardWriter:
     """
 
     def __init__(
-        self, shard: ShardLayout, reader: WeightReader, scales: WeightScales, covers: Dynamic
+        self, shard: ShardLayout, reader: WeightReader, scales: WeightScales, scheme: Scheme
     ) -> None:
         self._shard = shard
         self._reader = reader
         self._scales = scales
-        self._covers = covers
+        self._scheme = scheme
         self._places = {
             tensor.content.matrix.module: tensor
             for tensor in shard.tensors
@@ -107,7 +113,7 @@ class ShardWriter:
                 yield self._start_codes(tensor, content.matrix)
 
     def _start_copy(self, tensor: OutputTensor, source: str) -> _Started:
-        step = 4 * BLOCK_BYTES
+        step = 4 * CHUNK_BYTES
 
         def copy(offset: int) -> None:
             stop = min(offset + step, tensor.size_bytes)
@@ -128,7 +134,7 @@ class ShardWriter:
         return _Started(tasks, lambda _: None, tensor.size_bytes)
 
     def _start_codes(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
-        if self._covers is Dynamic.TENSOR:
+        if self._scheme.weights is Granularity.TENSOR:
             return self._start_per_tensor(tensor, matrix)
         return self._start_per_part(tensor, matrix)
 
@@ -145,15 +151,16 @@ class ShardWriter:
         return _Started(tasks, lambda _: None, tensor.size_bytes)
 
     def _start_per_part(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
-        """Start a weight whose rows or blocks have scales of their own: one reading will do."""
-        covers = self._covers
+        """Start a weight with a scale per row or block, for which one reading is enough."""
+        has_blocks, block = self._scheme.weights is Granularity.BLOCK, self._scheme.block
 
         def quantize(rows: range) -> torch.Tensor:
             values = self._reader.read(matrix, rows)
-            amax = reduce_rows(matrix, rows, values, covers)
+            amax = block_amax(values, block) if has_blocks else row_amax(values)
+            require_finite(amax, matrix, rows, values)
             scale = scale_of(amax, E4M3FN)
-            if covers is Dynamic.BLOCK:
-                self._put_rows(tensor, rows, encode_blocks(values, scale))
+            if has_blocks:
+                self._put_rows(tensor, rows, encode_blocks(values, scale, block))
             else:
                 self._put_rows(tensor, rows, encode_rows(values, scale.unsqueeze(1)))
             return amax.cpu()
@@ -163,7 +170,8 @@ class ShardWriter:
             self._note(dead)
             self._put_scale(self._places[matrix.module], scale)
 
-        tasks = [self._reader.pool.submit(quantize, rows) for rows in split_rows(matrix)]
+        parts = split_rows(matrix, block[0])
+        tasks = [self._reader.pool.submit(quantize, rows) for rows in parts]
         return _Started(tasks, finish, tensor.size_bytes)
 
     def _put_rows(self, tensor: OutputTensor, rows: range, values: torch.Tensor) -> None:

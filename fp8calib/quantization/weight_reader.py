@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
-from fp8calib.fp8.encode import BLOCK, block_amax, row_amax, tensor_amax
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.amax import tensor_amax
+from fp8calib.fp8.schemes import BLOCK
 from fp8calib.quantization.selection.select import Matrix
 
-BLOCK_BYTES = 1 << 20
-"""Of a weight, read at once."""
-_PIECE_ROWS = 16 * BLOCK
-"""Of a weight that lies [in, out], read at once: 4 KiB of bfloat16 for each input."""
+CHUNK_BYTES = 1 << 20
+"""How much of a weight is read at once."""
+_TRANSPOSED_ROWS = 2048
+"""How many rows are read at once of a weight stored [in, out]: 4 KiB of bfloat16 per input."""
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-_REDUCTIONS: Mapping[Dynamic, Callable[[torch.Tensor], torch.Tensor]] = {
-    Dynamic.TENSOR: tensor_amax,
-    Dynamic.TOKEN: row_amax,
-    Dynamic.BLOCK: block_amax,
-}
 
 
 class WeightReader:
@@ -62,7 +57,10 @@ class WeightReader:
         return [self._amax[matrix.module] for matrix in matrices]
 
     def _measure_rows(self, matrix: Matrix, rows: range) -> float:
-        return float(reduce_rows(matrix, rows, self.read(matrix, rows), Dynamic.TENSOR))
+        values = self.read(matrix, rows)
+        amax = tensor_amax(values)
+        require_finite(amax, matrix, rows, values)
+        return float(amax)
 
 
 def _read_rows(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Tensor:
@@ -76,34 +74,39 @@ def _read_rows(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Ten
     return checkpoint.read_block(place.tensor, place.expert, outputs, inputs)
 
 
-def split_rows(matrix: Matrix) -> list[range]:
-    """Cut the rows of a weight into blocks of about `BLOCK_BYTES`, at multiples of 128 rows.
+def split_rows(matrix: Matrix, block_rows: int = BLOCK[0]) -> list[range]:
+    """Cut the rows of a weight into chunks of about `CHUNK_BYTES`, at multiples of `block_rows`.
 
-    Of a weight that lies [in, out] they are larger: one of its inputs is read at a time.
+    Chunks of a weight stored [in, out] are larger: one of its inputs is read at a time.
     """
     rows, columns = matrix.shape
-    row_bytes = columns * _BYTES[matrix.dtype]
-    step = max(1, BLOCK_BYTES // row_bytes // BLOCK) * BLOCK
+    step = CHUNK_BYTES // (columns * _BYTES[matrix.dtype])
     if matrix.place is not None and matrix.place.is_transposed:
-        step = max(step, _PIECE_ROWS)
+        step = max(step, _TRANSPOSED_ROWS)
+    step = max(1, step // block_rows) * block_rows
     return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def reduce_rows(matrix: Matrix, rows: range, values: torch.Tensor, covers: Dynamic) -> torch.Tensor:
-    """Find the amax of what shares a scale within `rows` of a weight: fp32, see `cast`.
+def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torch.Tensor) -> None:
+    """Refuse rows of a weight that hold NaN or infinity.
+
+    Args:
+        amax: magnitudes that cover all of `values`.
+        matrix: the weight.
+        rows: the rows of the weight that `values` are.
+        values: [len(rows), columns].
 
     Raises:
-        ModelError: there is NaN or infinity; the message names tensor and index.
+        ModelError: naming the tensor and the index.
     """
-    amax = _REDUCTIONS[covers](values)
-    if not bool(amax.isfinite().all()):
-        row, column = (~values.isfinite()).nonzero()[0].tolist()
-        index = _find_index(matrix, rows.start + row, column)
-        raise ModelError(
-            f"{matrix.source} holds {float(values[row, column])} at {index}",
-            hint="the checkpoint is damaged, or overflowed in training or conversion",
-        )
-    return amax
+    if bool(amax.isfinite().all()):
+        return
+    row, column = (~values.isfinite()).nonzero()[0].tolist()
+    index = _find_index(matrix, rows.start + row, column)
+    raise ModelError(
+        f"{matrix.source} holds {float(values[row, column])} at {index}",
+        hint="the checkpoint is damaged, or overflowed in training or conversion",
+    )
 
 
 def _find_index(matrix: Matrix, row: int, column: int) -> list[int]:

@@ -9,7 +9,8 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.links import refuse_external_links
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.kv.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.kv.validate import reading_errors
 from fp8calib.engines.numerics import EngineProfile

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8calib.fp8.schemes import Granularity
+
 SCALE_ONE = "scale-1.0"
 """The candidate that is always there: the KV cache in FP8 without scales."""
 
@@ -84,7 +86,7 @@ class LayerResult(_Model):
     """The largest one where there are several; None where they are computed while it runs."""
     smallest_scale: float | None = None
     """None where there is one scale, or `scale` is None."""
-    scale_per: Literal["tensor", "head", "channel", "block", "token", "group"] = "tensor"
+    scale_per: Granularity | Literal["head"] = Granularity.TENSOR
     """What shares one scale."""
 
 

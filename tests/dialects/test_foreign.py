@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from fp8calib.dialects.fp8.checkpoint import ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.kv.read import read_scales
 from fp8calib.errors import VerificationError
+from fp8calib.fp8.schemes import InputScaling
 from fp8calib.geometry.sites import Role
 from tests.dialects.foreign import (
     FOLDER,
@@ -24,22 +25,22 @@ from tests.dialects.foreign import (
 PER_HEAD = ("llmcompressor-kv-head", "llmcompressor-attention-head")
 UNSET_QUERY = "llmcompressor-attention-head"
 
-WEIGHTS: Mapping[str, tuple[str, ActivationKind, int]] = {
-    "llmcompressor-fp8-static-kv": ("compressed-tensors", ActivationKind.STATIC, 14),
-    "llmcompressor-fp8-dynamic": ("compressed-tensors", ActivationKind.TOKEN, 14),
-    "llmcompressor-fp8-block": ("compressed-tensors", ActivationKind.GROUP, 14),
-    "llmcompressor-w8a16": ("compressed-tensors", ActivationKind.NONE, 14),
-    "llmcompressor-fp8-static-float32": ("compressed-tensors", ActivationKind.STATIC, 14),
-    "llmcompressor-fp8-dynamic-float32": ("compressed-tensors", ActivationKind.TOKEN, 14),
-    "llmcompressor-fp8-block-float32": ("compressed-tensors", ActivationKind.GROUP, 14),
-    "modelopt-fp8-float32": ("modelopt", ActivationKind.STATIC, 14),
-    "llmcompressor-mixtral-fp8-static-kv": ("compressed-tensors", ActivationKind.STATIC, 32),
-    "modelopt-fp8-kv": ("modelopt", ActivationKind.STATIC, 14),
-    "modelopt-fp8-channel-kv": ("modelopt", ActivationKind.TOKEN, 14),
-    "modelopt-mixtral-fp8-kv": ("modelopt", ActivationKind.STATIC, 32),
-    "quark-fp8-kv": ("quark", ActivationKind.STATIC, 14),
-    "quark-mixtral-fp8-kv": ("quark", ActivationKind.STATIC, 8),
-    "quark-autofp8-kv": ("autofp8", ActivationKind.STATIC, 14),
+WEIGHTS: Mapping[str, tuple[str, InputScaling, int]] = {
+    "llmcompressor-fp8-static-kv": ("compressed-tensors", InputScaling.STATIC, 14),
+    "llmcompressor-fp8-dynamic": ("compressed-tensors", InputScaling.TOKEN, 14),
+    "llmcompressor-fp8-block": ("compressed-tensors", InputScaling.GROUP, 14),
+    "llmcompressor-w8a16": ("compressed-tensors", InputScaling.NONE, 14),
+    "llmcompressor-fp8-static-float32": ("compressed-tensors", InputScaling.STATIC, 14),
+    "llmcompressor-fp8-dynamic-float32": ("compressed-tensors", InputScaling.TOKEN, 14),
+    "llmcompressor-fp8-block-float32": ("compressed-tensors", InputScaling.GROUP, 14),
+    "modelopt-fp8-float32": ("modelopt", InputScaling.STATIC, 14),
+    "llmcompressor-mixtral-fp8-static-kv": ("compressed-tensors", InputScaling.STATIC, 32),
+    "modelopt-fp8-kv": ("modelopt", InputScaling.STATIC, 14),
+    "modelopt-fp8-channel-kv": ("modelopt", InputScaling.TOKEN, 14),
+    "modelopt-mixtral-fp8-kv": ("modelopt", InputScaling.STATIC, 32),
+    "quark-fp8-kv": ("quark", InputScaling.STATIC, 14),
+    "quark-mixtral-fp8-kv": ("quark", InputScaling.STATIC, 8),
+    "quark-autofp8-kv": ("autofp8", InputScaling.STATIC, 14),
 }
 """By folder: the method, how inputs are quantized, and how many weights are FP8: 7 a layer in
 llama, 4 and 12 of experts in mixtral, of which Quark quantizes the 4."""
@@ -121,7 +122,7 @@ def test_the_weights_read_are_codes_times_scales(name: str) -> None:
         assert torch.equal(checkpoint.read(key), expected), key
         activation = checkpoint.activation(key)
         assert activation.kind is kind
-        if kind is ActivationKind.STATIC:
+        if kind is InputScaling.STATIC:
             assert activation.scale == float(stored[key.removesuffix("weight") + "input_scale"])
 
 

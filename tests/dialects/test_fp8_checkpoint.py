@@ -12,13 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.fp8.checkpoint import (
-    Activation,
-    ActivationKind,
-    Fp8Checkpoint,
-    is_fp8_checkpoint,
-)
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
+from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
+from fp8calib.fp8.schemes import InputScaling
 from tests.dialects.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
@@ -47,10 +45,10 @@ from tests.dialects.fp8_handmade import (
 WEIGHT = f"{LINEAR}.weight"
 EXPERTS = "model.layers.3.mlp.experts"
 
-STATIC = Activation(kind=ActivationKind.STATIC, scale=0.125)
-TOKEN = Activation(kind=ActivationKind.TOKEN)
-GROUP = Activation(kind=ActivationKind.GROUP)
-NONE = Activation(kind=ActivationKind.NONE)
+STATIC = Activation(kind=InputScaling.STATIC, scale=0.125)
+TOKEN = Activation(kind=InputScaling.TOKEN)
+GROUP = Activation(kind=InputScaling.GROUP)
+NONE = Activation(kind=InputScaling.NONE)
 
 HALF = scalar(0.5)
 INPUT = scalar(0.125)
@@ -180,7 +178,7 @@ FORMS: Mapping[str, tuple[dict[str, object], Tensors, list[list[float]], Activat
         FBGEMM,
         linear(scale=ROWS.reshape(2, 1)),
         BY_ROW,
-        Activation(kind=ActivationKind.TOKEN, upper_bound=1200.0),
+        Activation(kind=InputScaling.TOKEN, upper_bound=1200.0),
         "fbgemm_fp8",
     ),
 }

@@ -18,7 +18,9 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8calib.dialects.fp8.checkpoint import Activation, ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.quantization_config import Activation
+from fp8calib.fp8.schemes import InputScaling
 from tests.dialects.fp8_handmade import FINEGRAINED, save
 from tests.zoo import build
 
@@ -28,11 +30,11 @@ STATIC = FP8 | {"strategy": "tensor"}
 TOKEN = FP8 | {"strategy": "token", "dynamic": True}
 GROUP = FP8 | {"strategy": "group", "group_size": BLOCK, "dynamic": True}
 BLOCKS = FP8 | {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
-SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, ActivationKind]] = {
-    "static": (STATIC, STATIC, ActivationKind.STATIC),
-    "channel": (FP8 | {"strategy": "channel"}, TOKEN, ActivationKind.TOKEN),
-    "block": (BLOCKS, GROUP, ActivationKind.GROUP),
-    "weights only": (FP8 | {"strategy": "channel"}, None, ActivationKind.NONE),
+SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, InputScaling]] = {
+    "static": (STATIC, STATIC, InputScaling.STATIC),
+    "channel": (FP8 | {"strategy": "channel"}, TOKEN, InputScaling.TOKEN),
+    "block": (BLOCKS, GROUP, InputScaling.GROUP),
+    "weights only": (FP8 | {"strategy": "channel"}, None, InputScaling.NONE),
 }
 
 
@@ -110,7 +112,7 @@ def test_inputs_are_quantized_as_the_config_of_compressed_tensors_says(
         for name in checkpoint.quantized:
             length = len(name.removesuffix(".weight"))
             scale = torch.tensor(0.25 + length / 64, dtype=torch.bfloat16).item()
-            expected = scale if kind is ActivationKind.STATIC else None
+            expected = scale if kind is InputScaling.STATIC else None
             assert checkpoint.activation(name) == Activation(kind=kind, scale=expected)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint, is_fp8_checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.errors import VerificationError
 from tests.dialects.fp8_handmade import (
     AUTOFP8_DYNAMIC,

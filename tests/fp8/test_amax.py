@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from fp8calib.fp8.amax import (
-    block_amax,
     channel_amax,
     expert_counts,
     group_amax,
     head_amax,
     row_amax,
+    segment_amax,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -64,6 +64,7 @@ def test_the_input_is_left_as_it_was(dtype: torch.dtype) -> None:
 def test_experts_take_the_largest_of_their_rows() -> None:
     values = torch.tensor([[1.0, 5.0], [3.0, 2.0], [4.0, 0.5]])
     experts = torch.tensor([2, 0, 2])
-    assert group_amax(values, experts, 4).tolist() == [[3, 2], [0, 0], [4, 5], [0, 0]]
+    assert segment_amax(values, experts, 4).tolist() == [[3, 2], [0, 0], [4, 5], [0, 0]]
     assert expert_counts(experts, 4).tolist() == [1, 0, 2, 0]
-    assert block_amax(torch.tensor([[1.0, -7.0, 2.0, 3.0]]), 2).tolist() == [[7.0, 3.0]]
+    assert group_amax(torch.tensor([[1.0, -7.0, 2.0, 3.0]]), 2).tolist() == [[7.0, 3.0]]
+    assert group_amax(torch.tensor([[1.0, -7.0, -2.0]]), 2).tolist() == [[7.0, 2.0]]

@@ -1,4 +1,4 @@
-"""Magnitudes and codes of rows, against ml_dtypes, numpy, and the exact cast of `fp8_cast`."""
+"""Magnitudes and codes of rows, against ml_dtypes, numpy, and the exact cast of `fp8.cast`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from fp8calib.fp8.amax import block_amax, row_amax, tensor_amax
 from fp8calib.fp8.cast import encode as encode_exactly
-from fp8calib.fp8.encode import block_amax, encode_blocks, encode_rows, row_amax, tensor_amax
+from fp8calib.fp8.encode import encode_blocks, encode_rows
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import BLOCK
 
 SCALES = (1.0, 0.0137, 3.1e-5, 2.0**-126, 7.5e30)
 
@@ -61,7 +63,7 @@ def test_magnitudes_of_tensor_rows_and_blocks(dtype: torch.dtype) -> None:
     rows = row_amax(x)
     assert rows.dtype is torch.float32
     assert [rows[i].item() for i in (0, 1, 2, 127, 129)] == [3.0, 2.0, 0.0, 0.5, 0.25]
-    assert block_amax(x).tolist() == [[3.0, 0.5], [0.0, 0.25]]
+    assert block_amax(x, BLOCK).tolist() == [[3.0, 0.5], [0.0, 0.25]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -71,7 +73,7 @@ def test_what_is_not_finite_is_never_overlooked(dtype: torch.dtype, value: float
     x[1, 140] = value
     assert not tensor_amax(x).isfinite()
     assert row_amax(x).isfinite().tolist() == [True, False, True]
-    assert block_amax(x).isfinite().tolist() == [[True, False, True]]
+    assert block_amax(x, BLOCK).isfinite().tolist() == [[True, False, True]]
 
 
 def test_magnitudes_of_subnormals_are_exact() -> None:
@@ -82,7 +84,15 @@ def test_magnitudes_of_subnormals_are_exact() -> None:
 def test_every_block_has_its_own_scale() -> None:
     x = torch.full((129, 257), 8.0)
     scale = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 0.5]])
-    found = encode_blocks(x, scale).float()
+    found = encode_blocks(x, scale, BLOCK).float()
     assert found.shape == (129, 257)
     corners = [found[i, j].item() for i in (127, 128) for j in (127, 255, 256)]
     assert corners == [8.0, 4.0, 2.0, 1.0, 0.5, 16.0]
+
+
+def test_blocks_may_have_any_size() -> None:
+    x = torch.arange(1.0, 13.0).reshape(3, 4)
+    amax = block_amax(x, (2, 3))
+    assert amax.tolist() == [[7.0, 8.0], [11.0, 12.0]]
+    assert encode_blocks(x, amax, (2, 3)).float()[1].tolist() == [0.6875, 0.875, 1.0, 1.0]
+    assert torch.equal(block_amax(torch.stack([x, 2 * x]), (2, 3)), torch.stack([amax, 2 * amax]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -64,5 +64,5 @@ def test_static_codes_are_those_torch_multiplies(device: str) -> None:
 
 def test_dynamic_scales_cover_a_token() -> None:
     x = torch.tensor([[448.0, 1.0], [4.48, 0.01]])
-    scale = Quantizer(fmt=E4M3FN, scale=Dynamic.TOKEN).scale_for(x)
+    scale = Quantizer(fmt=E4M3FN, scale=Granularity.TOKEN).scale_for(x)
     assert torch.equal(scale, torch.tensor([[1.0], [4.48 / 448]]))

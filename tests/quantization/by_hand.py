@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
@@ -130,7 +130,7 @@ def run(
 ) -> Run:
     """Quantize a checkpoint."""
     found = find_scheme(scheme)
-    asked = PlanSettings(scheme=found, form=find_form(form, found), **settings)
+    asked = PlanSettings(scheme=found, dialect=find_checkpoint_dialect(form, found), **settings)
     with Checkpoint.open(source) as checkpoint:
         plan = make_plan(checkpoint, asked, scales=scales)
         written = quantize(

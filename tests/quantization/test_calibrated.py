@@ -18,7 +18,7 @@ from fp8calib.quantization.calibrated_scales import (
     find_kv_scales,
     list_unmeasured,
 )
-from fp8calib.quantization.checkpoint_dialects import FORMS
+from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import CalibratedScales
 from fp8calib.quantization.selection.select import Matrix, select
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -104,7 +104,7 @@ def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
     _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
     with pytest.raises(ExportError, match=r"no input of .*experts\.0\.") as raised:
         find_input_scales(stats, pick(tmp_path), shares_scales=True)
-    assert "--scheme fp8-dynamic" in raised.value.hint
+    assert "a --scheme that needs no calibration (fp8-dynamic" in raised.value.hint
     (option,) = re.findall(r"--ignore '(.*?)'", raised.value.hint)
     rest = pick(tmp_path, option)
     assert not any(".experts." in matrix.module for matrix in rest)
@@ -115,7 +115,7 @@ def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
     _, stats, truth = calibrated("llama", tmp_path / "model")
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        for form in FORMS.values():
+        for form in CHECKPOINT_DIALECTS.values():
             kv = find_kv_scales(stats, checkpoint, form).scales.kv
             assert len(kv) == 4
             for layer, pairs in truth.kv.items():
@@ -131,7 +131,9 @@ def test_statistics_without_a_cache_give_no_kv_scales(tmp_path: Path) -> None:
     _, stats, _ = calibrated("llama", tmp_path / "model")
     sites = {site: seen for site, seen in stats.sites.items() if site.role is Role.INPUT}
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        found = find_kv_scales(replace(stats, sites=sites), checkpoint, FORMS["compressed-tensors"])
+        found = find_kv_scales(
+            replace(stats, sites=sites), checkpoint, CHECKPOINT_DIALECTS["compressed-tensors"]
+        )
     assert found.scales.kv == {}
 
 
@@ -149,7 +151,7 @@ def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None
     zoo.save("llama", folder, max_shard_size="40KB")
     _, stats = run_calibration(folder, make_plan(draw([20, 20])))
     with Checkpoint.open(folder) as checkpoint:
-        kv = find_kv_scales(stats, checkpoint, FORMS["compressed-tensors"]).scales.kv
+        kv = find_kv_scales(stats, checkpoint, CHECKPOINT_DIALECTS["compressed-tensors"]).scales.kv
     out = run(
         folder, tmp_path / "out", "fp8-dynamic", scales=CalibratedScales(inputs={}, kv=kv)
     ).out

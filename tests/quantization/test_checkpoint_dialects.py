@@ -11,9 +11,10 @@ from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from fp8calib.dialects.fp8.checkpoint import ActivationKind, Fp8Checkpoint
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.schemes import InputScaling
 from fp8calib.model.load import HUB_FILES
 from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, make_tensors, random, run, save
@@ -30,10 +31,10 @@ PAIRS = {
 }
 """Form and scheme -> shape and name of the scale of a weight [300, 200]."""
 INPUTS = {
-    "fp8-static": ActivationKind.STATIC,
-    "fp8-dynamic": ActivationKind.TOKEN,
-    "w8a16": ActivationKind.NONE,
-    "fp8-block": ActivationKind.GROUP,
+    "fp8-static": InputScaling.STATIC,
+    "fp8-dynamic": InputScaling.TOKEN,
+    "w8a16": InputScaling.NONE,
+    "fp8-block": InputScaling.GROUP,
 }
 GATE = f"{LAYER}.mlp.gate_proj"
 INPUT_SCALE = 0.0371

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
@@ -56,10 +56,10 @@ def values_of(folder: Path, name: str) -> np.ndarray:
 
 def run(source: Path, out: Path, scheme: str, *ignore: str) -> dict[str, torch.Tensor]:
     found = find_scheme(scheme)
-    form = find_form("compressed-tensors", found)
+    dialect = find_checkpoint_dialect("compressed-tensors", found)
     with DequantizedCheckpoint.open(source) as checkpoint:
         check_unquantized(checkpoint)
-        plan = make_plan(checkpoint, PlanSettings(scheme=found, form=form, ignore=ignore))
+        plan = make_plan(checkpoint, PlanSettings(scheme=found, dialect=dialect, ignore=ignore))
         quantize(checkpoint, plan, out, device=torch.device("cpu"), progress=Silent())
     return read(out)
 

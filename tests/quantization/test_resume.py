@@ -15,7 +15,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import is_finished, quantize
 from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, read, run, save
@@ -45,7 +45,10 @@ def stop(source: Path, out: Path, signal_number: int | None = None, scheme: str 
     found = find_scheme(scheme)
     with Checkpoint.open(source) as checkpoint:
         plan = make_plan(
-            checkpoint, PlanSettings(scheme=found, form=find_form("compressed-tensors", found))
+            checkpoint,
+            PlanSettings(
+                scheme=found, dialect=find_checkpoint_dialect("compressed-tensors", found)
+            ),
         )
         progress = Stopping(plan.shards[0].data_bytes, signal_number)
         quantize(checkpoint, plan, out, device=torch.device("cpu"), progress=progress)

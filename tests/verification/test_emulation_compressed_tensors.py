@@ -20,7 +20,7 @@ from torch import nn
 
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.fp8.schemes import SCHEMES, InputScaling
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
@@ -86,7 +86,7 @@ def make_emulation(subject: Subject, preset: str) -> Emulation:
     scheme = SCHEMES[PRESETS[preset]]
     modules = dict(subject.model.named_modules())
     quantizers, weights = emulate_scheme(
-        replace(scheme, has_static_inputs=False),
+        replace(scheme, inputs=InputScaling.NONE) if preset == "FP8" else scheme,
         subject.geometry,
         modules,
         PLAIN,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import SCHEMES, Scheme
+from fp8calib.fp8.schemes import SCHEMES, InputScaling, Scheme
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
@@ -153,7 +153,7 @@ def largest_inputs(model: PreTrainedModel, batch: Any) -> dict[str, float]:
     return found
 
 
-STATIC_WEIGHTS = replace(SCHEMES["fp8-static"], has_static_inputs=False)
+STATIC_WEIGHTS = replace(SCHEMES["fp8-static"], inputs=InputScaling.NONE)
 
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16", "fp8-block", "fp8-static"])

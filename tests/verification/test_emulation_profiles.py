@@ -14,7 +14,7 @@ import torch
 from fp8calib.engines.numerics import PROFILES, EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
-from fp8calib.fp8.schemes import SCHEMES, Dynamic
+from fp8calib.fp8.schemes import SCHEMES, Granularity
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
@@ -273,7 +273,7 @@ def test_groups_have_scales_that_are_powers_of_two_in_vllm(llama: Subject) -> No
 
 
 def test_powers_of_two_are_exact_over_the_whole_range() -> None:
-    quantizer = Quantizer(fmt=E4M3FN, scale=Dynamic.TOKEN, power_of_two=True)
+    quantizer = Quantizer(fmt=E4M3FN, scale=Granularity.TOKEN, power_of_two=True)
     exponents = range(-120, 110)
     x = torch.tensor([[448 * 2.0**n] for n in exponents])
     assert quantizer.scale_for(x).flatten().tolist() == [2.0**n for n in exponents]
@@ -295,7 +295,7 @@ def test_static_scales_are_multiplied_by_their_reciprocal_or_ignored(
     assert torch.equal(static["vllm"].fake_quantize(x), by_reciprocal(x, scale))
     assert torch.equal(static["reference"].fake_quantize(x), cast(x, torch.tensor(scale)))
     assert not torch.equal(by_reciprocal(x, scale), cast(x, torch.tensor(scale)))
-    assert static["tgi"].scale is Dynamic.TOKEN
+    assert static["tgi"].scale is Granularity.TOKEN
     scheme_of(llama, "fp8-static", PROFILES["tgi"])  # needs no statistics: it takes none
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fp8calib.fp8.cast import Rounding
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.verification.emulation.fake_quantize import (
     Damage,
     Fake,
@@ -87,7 +87,11 @@ def test_the_dtype_and_the_tensor_that_was_given_stay() -> None:
 def test_dynamic_scales_cover_a_tensor_a_token_or_128_channels(shape: tuple[int, ...]) -> None:
     x = draw(*shape)
     whole = cast(x, x.abs().max() / torch.tensor(448.0))
-    expected = {Dynamic.TENSOR: whole, Dynamic.TOKEN: cast_rows(x), Dynamic.GROUP: cast_groups(x)}
+    expected = {
+        Granularity.TENSOR: whole,
+        Granularity.TOKEN: cast_rows(x),
+        Granularity.GROUP: cast_groups(x),
+    }
     for dynamic, values in expected.items():
         assert torch.equal(Quantizer(fmt=E4M3FN, scale=dynamic).fake_quantize(x), values), dynamic
 
@@ -95,22 +99,24 @@ def test_dynamic_scales_cover_a_tensor_a_token_or_128_channels(shape: tuple[int,
 @pytest.mark.parametrize("shape", [(300, 200), (128, 128), (64, 400), (129, 1)])
 def test_blocks_are_128_by_128_and_the_last_ones_are_cut(shape: tuple[int, int]) -> None:
     weight = draw(*shape)
-    found = Quantizer(fmt=E4M3FN, scale=Dynamic.BLOCK).fake_quantize(weight)
+    found = Quantizer(fmt=E4M3FN, scale=Granularity.BLOCK).fake_quantize(weight)
     assert torch.equal(found, cast_blocks(weight))
     stacked = torch.stack([weight, weight * 3])
-    found = Quantizer(fmt=E4M3FN, scale=Dynamic.BLOCK).fake_quantize(stacked)
+    found = Quantizer(fmt=E4M3FN, scale=Granularity.BLOCK).fake_quantize(stacked)
     assert torch.equal(found, torch.stack([cast_blocks(weight), cast_blocks(weight * 3)]))
 
 
-@pytest.mark.parametrize("dynamic", Dynamic)
-def test_zeros_stay_zeros(dynamic: Dynamic) -> None:
+@pytest.mark.parametrize("dynamic", Granularity)
+def test_zeros_stay_zeros(dynamic: Granularity) -> None:
     x = torch.zeros(4, 200)
     assert torch.equal(Quantizer(fmt=E4M3FN, scale=dynamic).fake_quantize(x), x)
 
 
 def test_dynamic_scales_keep_their_bounds() -> None:
     """Row 0 is below the smallest scale, row 1 above the largest amax: it clips at 100."""
-    quantizer = Quantizer(fmt=E4M3FN, scale=Dynamic.TOKEN, smallest_scale=0.2, largest_amax=100.0)
+    quantizer = Quantizer(
+        fmt=E4M3FN, scale=Granularity.TOKEN, smallest_scale=0.2, largest_amax=100.0
+    )
     x = torch.tensor([[1.0, 0.3], [448.0, 50.0], [56.0, 1.0]])
     assert quantizer.scale_for(x).flatten().tolist() == pytest.approx([0.2, 100 / 448, 0.2])
     assert quantizer.fake_quantize(x)[1, 0] == pytest.approx(100.0, rel=1e-6)
@@ -149,7 +155,7 @@ def test_scales_of_heads_are_repeated_with_the_heads(num_heads: int) -> None:
 def test_a_scale_of_the_whole_tensor_is_not_repeated() -> None:
     quantizer = Quantizer(fmt=E4M3FN, scale=torch.tensor(0.5))
     assert quantizer.for_heads(8) is quantizer
-    dynamic = Quantizer(fmt=E4M3FN, scale=Dynamic.TOKEN)
+    dynamic = Quantizer(fmt=E4M3FN, scale=Granularity.TOKEN)
     assert dynamic.for_heads(8) is dynamic
 
 
@@ -160,7 +166,7 @@ def test_quantizers_are_the_same_when_all_of_them_is() -> None:
     others: list[dict[str, Any]] = [
         {"scale": torch.tensor(0.25)},
         {"scale": torch.tensor([0.5])},
-        {"scale": Dynamic.TOKEN},
+        {"scale": Granularity.TOKEN},
         {"fmt": E5M2},
         {"rounding": Rounding.TOWARD_ZERO},
         {"by_reciprocal": True},
@@ -168,7 +174,7 @@ def test_quantizers_are_the_same_when_all_of_them_is() -> None:
     ]
     for change in others:
         assert not Quantizer(**base).is_same(Quantizer(**{**base, **change})), change
-    token = {"fmt": E4M3FN, "scale": Dynamic.TOKEN}
+    token = {"fmt": E4M3FN, "scale": Granularity.TOKEN}
     assert Quantizer(**token).is_same(Quantizer(**token))
     assert not Quantizer(**token).is_same(Quantizer(**{**token, "smallest_scale": 0.5}))
     assert not Quantizer(**token).is_same(Quantizer(**{**token, "largest_amax": 0.5}))

@@ -15,7 +15,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import PROFILES, EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.emulate import Emulation
@@ -157,7 +157,7 @@ def test_a_group_takes_its_scale_from_weights_as_they_were() -> None:
         for name in values
     )
     change = Requantized(
-        parameters=parameters, quantizer=Quantizer(fmt=E4M3FN, scale=Dynamic.TENSOR)
+        parameters=parameters, quantizer=Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR)
     )
     assert [parameter.name for parameter, _ in change.apply(values)] == ["a", "b"]
     scale = tensor_scale(*before.values())
@@ -172,7 +172,7 @@ def test_experts_have_scales_of_their_own() -> None:
         name="e", sites=(Site("e", Role.WEIGHT),), is_transposed=True, num_experts=3
     )
     change = Requantized(
-        parameters=(parameter,), quantizer=Quantizer(fmt=E4M3FN, scale=Dynamic.TENSOR)
+        parameters=(parameter,), quantizer=Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR)
     )
     list(change.apply(values))
     for value, original in zip(values["e"], before, strict=True):
@@ -274,7 +274,7 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
     change = Stored(
         parameters=(parameter,),
         source=Source(),
-        quantizer=Quantizer(fmt=E4M3FN, scale=Dynamic.TENSOR),
+        quantizer=Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR),
         reach=Source(),
         scales={},
     )

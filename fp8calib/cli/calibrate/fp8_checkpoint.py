@@ -20,7 +20,7 @@ from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import Choice, find_scales, list_unmeasured
-from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.selection.select import select
@@ -107,7 +107,7 @@ def _quantize(
 ) -> Mapping[str, Any]:
     started = time.monotonic()
     found = find_scheme(scheme)
-    settings = PlanSettings(scheme=found, form=find_form(_FORM, found))
+    settings = PlanSettings(scheme=found, dialect=find_checkpoint_dialect(_FORM, found))
     if found.has_static_inputs:
         selection = select(job.checkpoint, job.checkpoint.load_config(), ignore=())
         unmeasured = list_unmeasured(stats, selection.taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,19 @@ import typer
 
 from fp8calib.cli.heavy_imports import heavy_imports
 from fp8calib.cli.option_types import ForceOption, JsonOption, RevisionOption
+from fp8calib.fp8.schemes import SCHEMES, list_expressible
+
+
+def _describe_schemes() -> Iterator[str]:
+    return (f"{scheme.name}: {scheme.description}" for scheme in SCHEMES.values())
+
+
+def _describe_dialects() -> Iterator[str]:
+    """Name the checkpoint dialects, and the schemes of those that cannot express all."""
+    for dialect in dict.fromkeys(name for each in SCHEMES.values() for name in each.dialects):
+        schemes = list_expressible(dialect)
+        only = "" if len(schemes) == len(SCHEMES) else f" ({', '.join(schemes)})"
+        yield f"{dialect}{only}"
 
 
 def quantize_command(
@@ -20,8 +34,7 @@ def quantize_command(
         typer.Option(
             "--scheme",
             metavar="NAME",
-            help="fp8-static (per tensor, needs --stats), fp8-dynamic (weights per channel, inputs "
-            "per token), w8a16 (weights alone) or fp8-block (128 x 128).",
+            help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The FP8 checkpoint to write.")],
@@ -36,8 +49,7 @@ def quantize_command(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="compressed-tensors, autofp8 (fp8-static, fp8-block) or modelopt (fp8-static, "
-            "fp8-dynamic).",
+            help=f"{', '.join(_describe_dialects())}.",
         ),
     ] = "compressed-tensors",
     ignore: Annotated[

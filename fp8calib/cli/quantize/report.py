@@ -42,7 +42,7 @@ def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
         "out": str(out),
         "files": list(outcome.written.files),
         "scheme": plan.settings.scheme.name,
-        "format": plan.settings.form.name,
+        "format": plan.settings.dialect.name,
         "bytes": {
             "before": outcome.source_bytes,
             "after": sum(shard.data_bytes for shard in plan.shards),

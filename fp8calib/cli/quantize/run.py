@@ -17,10 +17,10 @@ from fp8calib.cli.quantize.report import (
     show_quantization_report,
 )
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import find_scheme
+from fp8calib.fp8.schemes import find_scheme, list_without_calibration
 from fp8calib.machine.devices import find_device
 from fp8calib.quantization.calibrated_scales import Calibrated, check_stats_model, find_scales
-from fp8calib.quantization.checkpoint_dialects import find_form
+from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import NO_SCALES, PlanSettings, QuantizePlan, make_plan
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
@@ -79,15 +79,15 @@ def run_quantize(settings: QuantizeSettings) -> None:
 
 def _resolve(settings: QuantizeSettings) -> PlanSettings:
     scheme = find_scheme(settings.scheme)
-    form = find_form(settings.form, scheme)
+    dialect = find_checkpoint_dialect(settings.form, scheme)
     if scheme.has_static_inputs and settings.stats is None:
         raise UsageError(
             f"--scheme {scheme.name}: its input scales come from calibration",
-            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose "
-            "fp8-dynamic, which needs no data",
+            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose a "
+            f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
         )
     return PlanSettings(
-        scheme=scheme, form=form, ignore=settings.ignore, shares_scales=settings.shares_scales
+        scheme=scheme, dialect=dialect, ignore=settings.ignore, shares_scales=settings.shares_scales
     )
 
 

@@ -22,6 +22,7 @@ from fp8calib.cli.option_types import (
     SeqLenOption,
     TrustOption,
 )
+from fp8calib.fp8.schemes import SCHEMES
 
 
 def verify_command(
@@ -50,8 +51,7 @@ def verify_command(
         typer.Option(
             "--scheme",
             metavar="NAME",
-            help="Quantize weights and inputs of the stats: fp8-static, fp8-dynamic, w8a16, "
-            "fp8-block.",
+            help=f"Quantize weights and inputs of the stats: {', '.join(SCHEMES)}.",
         ),
     ] = None,
     rules: Annotated[

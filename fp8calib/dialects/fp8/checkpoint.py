@@ -19,19 +19,12 @@ from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8.config_readers import load_finder
-from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint, pair_tensors
-from fp8calib.dialects.fp8.quantization_config import Activation, ActivationKind, contradiction
-from fp8calib.dialects.fp8.weights import (
-    Fp8Weight,
-    Granularity,
-    dequantize,
-    requantize,
-    spread_scale,
-)
+from fp8calib.dialects.fp8.pairing import pair_tensors
+from fp8calib.dialects.fp8.quantization_config import Activation, contradiction
+from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spread_scale
 from fp8calib.dialects.kv.metadata import find_measurement
 from fp8calib.dialects.kv.validate import check_scales, reading_errors, refusal
-
-__all__ = ["Activation", "ActivationKind", "Fp8Checkpoint", "is_fp8_checkpoint"]
+from fp8calib.fp8.schemes import Granularity
 
 _METHODS = {"fp8": "autofp8"}
 

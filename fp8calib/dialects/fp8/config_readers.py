@@ -9,7 +9,6 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.dialects.fp8.quantization_config import (
-    GROUP_SIZE,
     Arguments,
     Fields,
     FindScheme,
@@ -23,10 +22,10 @@ from fp8calib.dialects.fp8.quantization_config import (
     take_block,
     take_list,
 )
-from fp8calib.dialects.fp8.weights import BLOCK
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.json import load_object
 from fp8calib.dialects.kv.validate import refusal
+from fp8calib.fp8.schemes import SCHEMES
 
 _KEYS = ("quantization_config", "compression_config")
 _INNER_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -136,25 +135,20 @@ def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
     )
 
 
-_MODELOPT_BLOCKS = (
-    Arguments(strategy="block", dynamic=False, group_size=None, block=BLOCK),
-    Arguments(strategy="group", dynamic=True, group_size=GROUP_SIZE, block=None),
-)
-_MODELOPT_ALGORITHMS: Mapping[str, tuple[Arguments, Arguments]] = {
-    "FP8": (
-        Arguments(strategy="tensor", dynamic=False, group_size=None, block=None),
-        Arguments(strategy="tensor", dynamic=False, group_size=None, block=None),
-    ),
-    "FP8_PER_CHANNEL_PER_TOKEN": (
-        Arguments(strategy="channel", dynamic=False, group_size=None, block=None),
-        Arguments(strategy="token", dynamic=True, group_size=None, block=None),
-    ),
-    "FP8_PB_WO": _MODELOPT_BLOCKS,
-    "FP8_BLOCK_SCALES": _MODELOPT_BLOCKS,
-}
-"""Weights and inputs of each algorithm. `FP8_PB_WO` was made for weights alone; engines quantize
-its inputs by groups of 128 (vLLM 0.32.0 `modelopt.py:resolve`). `FP8_BLOCK_SCALES` is another name
-of the same (vLLM 0.32.0 and SGLang 0.5.23 take it in a mixed precision)."""
+_MODELOPT_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+"""Two names of blocks of 128 x 128. `FP8_PB_WO` was made for weights alone; engines quantize its
+inputs by groups of 128 (vLLM 0.32.0 `modelopt.py:resolve`). `FP8_BLOCK_SCALES` is another name of
+the same (vLLM 0.32.0 and SGLang 0.5.23 take it in a mixed precision)."""
+
+
+def _read_algorithm(name: object) -> StoredScheme | None:
+    """Give what a `quant_algo` of ModelOpt means; None where it is not FP8."""
+    named = {scheme.modelopt: scheme for scheme in SCHEMES.values() if scheme.modelopt}
+    named |= dict.fromkeys(_MODELOPT_BLOCKS, SCHEMES["fp8-block"])
+    scheme = named.get(str(name).upper())
+    if scheme is None:
+        return None
+    return StoredScheme(granularity=scheme.weights, block=scheme.block, input=scheme.inputs)
 
 
 def _make_modelopt_finder(path: Path, config: Fields) -> FindScheme:
@@ -172,10 +166,10 @@ def _make_modelopt_finder(path: Path, config: Fields) -> FindScheme:
     def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, fnmatchcase)
         own = _find_layer(module, by_layer) if algorithm == "MIXED_PRECISION" else algorithm
-        arguments = _MODELOPT_ALGORITHMS.get(str(own).upper())
-        if arguments is None:
+        scheme = _read_algorithm(own)
+        if scheme is None:
             raise contradiction(path, f"{module}: its weight is FP8, its quant_algo {own!a:.40}")
-        return make_scheme(path, module, *arguments)
+        return scheme
 
     return find
 

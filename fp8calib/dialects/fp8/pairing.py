@@ -10,17 +10,11 @@ from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import find_weights
-from fp8calib.dialects.fp8.quantization_config import (
-    ActivationKind,
-    FindScheme,
-    StoredScheme,
-    contradiction,
-)
+from fp8calib.dialects.fp8.quantization_config import FindScheme, StoredScheme, contradiction
 from fp8calib.dialects.fp8.weights import (
     WEIGHT_FORMATS,
     Companions,
     Fp8Weight,
-    Granularity,
     is_companion,
     is_orphan,
     list_scale_shapes,
@@ -29,6 +23,7 @@ from fp8calib.dialects.fp8.weights import (
 from fp8calib.dialects.kv.validate import cut_list, reading_errors, refusal
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.schemes import InputScaling
 
 _TRTLLM_SCALE = "weights_scaling_factor"
 _SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})
@@ -170,17 +165,17 @@ def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: Sto
         fault = f"{name} is FP8 of shape {list(shape)}"
         hint = "FP8 weights are [out, in], or [experts, out, in]"
         raise refusal(checkpoint.file_of(name), fault, hint=hint)
-    forms = list_scale_shapes(shape, scheme.block)
-    if scale_shape in forms[scheme.granularity]:
+    shapes = list_scale_shapes(shape, scheme.block)
+    if scale_shape in shapes[scheme.granularity]:
         return
-    fitting = [form for form in Granularity if scale_shape in forms[form]]
+    fitting = [granularity for granularity, known in shapes.items() if scale_shape in known]
     fault = f"{scale_name} has shape {list(scale_shape)}"
     if fitting:
         says = f"the config says per {scheme.granularity}"
         raise contradiction(
             checkpoint.file_of(scale_name), f"{fault}, which is per {fitting[0]}; {says}"
         )
-    expected = " or ".join(str(list(form)) for form in forms[scheme.granularity])
+    expected = " or ".join(str(list(known)) for known in shapes[scheme.granularity])
     hint = f"for a weight {list(shape)}, scales per {scheme.granularity} are {expected}"
     raise refusal(checkpoint.file_of(scale_name), fault, hint=hint)
 
@@ -189,7 +184,7 @@ def _find_input_scale(
     checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
 ) -> str | None:
     found = _choose(checkpoint, name, names.input_scales)
-    is_static = scheme.input is ActivationKind.STATIC
+    is_static = scheme.input is InputScaling.STATIC
     if is_static and found is None:
         fault = f"the inputs of {names.module} are static, but there is no {names.input_scales[0]}"
         hint = _explain_missing(checkpoint, names.input_scales)

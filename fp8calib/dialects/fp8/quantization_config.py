@@ -8,37 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
-from fp8calib.dialects.fp8.weights import BLOCK, Granularity
 from fp8calib.dialects.kv.validate import refusal
 from fp8calib.errors import VerificationError
+from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
 
 Fields = Mapping[str, object]
-GROUP_SIZE = 128
+_WEIGHT_GRANULARITIES = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)
 _MAX_BOUND = 1e38
 _OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
-
-
-class ActivationKind(StrEnum):
-    """How the input of a linear is quantized."""
-
-    NONE = "none"
-    STATIC = "static"
-    """With one scale from the checkpoint."""
-    TOKEN = "token"  # noqa: S105 -- a token of text
-    """With a scale per token, made while serving. Also what configs call dynamic per tensor:
-    vLLM 0.32.0 runs both per token (`compressed_tensors_w8a8_fp8.py`, `fp8.py`)."""
-    GROUP = "group"
-    """With a scale per token and 128 channels, made while serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
     """How the input of one linear is quantized."""
 
-    kind: ActivationKind
+    kind: InputScaling
     scale: float | None = None
     """Multiplies to dequantize; there if and only if the kind is `STATIC`."""
     upper_bound: float | None = None
@@ -51,7 +37,7 @@ class StoredScheme:
 
     granularity: Granularity
     block: tuple[int, int] = BLOCK
-    input: ActivationKind
+    input: InputScaling
     upper_bound: float | None = None
 
 
@@ -121,13 +107,13 @@ def make_scheme(
     Raises:
         VerificationError: it is none that FP8 weights are served with.
     """
-    if weights.dynamic or weights.strategy not in tuple(Granularity):
+    if weights.dynamic or weights.strategy not in _WEIGHT_GRANULARITIES:
         how = "dynamic weights" if weights.dynamic else "weights"
         raise refusal(path, f"{module}: {how} per {weights.strategy!a:.40} are not read")
     granularity = Granularity(weights.strategy)
     if granularity is Granularity.BLOCK and weights.block is None:
         raise refusal(path, f"{module}: weights in blocks without a size of the blocks")
-    kind = ActivationKind.NONE if inputs is None else _find_kind(path, module, inputs)
+    kind = InputScaling.NONE if inputs is None else _find_kind(path, module, inputs)
     return StoredScheme(granularity=granularity, block=weights.block or BLOCK, input=kind)
 
 
@@ -173,7 +159,7 @@ def make_fbgemm_finder(path: Path, config: Fields) -> FindScheme:
     def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, _is_below)
         return StoredScheme(
-            granularity=Granularity.CHANNEL, input=ActivationKind.TOKEN, upper_bound=upper_bound
+            granularity=Granularity.CHANNEL, input=InputScaling.TOKEN, upper_bound=upper_bound
         )
 
     return find
@@ -212,14 +198,14 @@ def _is_below(module: str, pattern: str) -> bool:
     return bool(pattern) and module.startswith(f"{pattern}.")
 
 
-def _find_kind(path: Path, module: str, inputs: Arguments) -> ActivationKind:
+def _find_kind(path: Path, module: str, inputs: Arguments) -> InputScaling:
     if not inputs.dynamic:
         if inputs.strategy == "tensor":
-            return ActivationKind.STATIC
+            return InputScaling.STATIC
         raise refusal(path, f"{module}: static inputs per {inputs.strategy!a:.40} are not read")
     if inputs.strategy in ("tensor", "token"):
-        return ActivationKind.TOKEN
+        return InputScaling.TOKEN
     if inputs.strategy == "group" and inputs.group_size == GROUP_SIZE:
-        return ActivationKind.GROUP
+        return InputScaling.GROUP
     fault = f"{module}: dynamic inputs per {inputs.strategy!a:.40} of {inputs.group_size!a:.40}"
     raise refusal(path, fault, hint="known are tensor, token, and groups of 128 channels")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
 from fp8calib.dialects.kv.tensor_names import parse_name
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.fp8.schemes import BLOCK, Granularity
 
 WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
     "F8_E4M3": E4M3FN,
@@ -18,7 +18,6 @@ WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
     "F8_E5M2": E5M2,
 }
 """Safetensors' name of a dtype -> its format."""
-BLOCK = (128, 128)
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _INPUT_SCALES = ("input_scale", "activation_scale")
@@ -36,16 +35,6 @@ _FUSED_PROJECTIONS = (
 """Projections of one module that engines load into one weight (vLLM 0.32.0 `models/*.py`)."""
 FUSED_NAME = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in parts}
 """Projection -> what it is loaded into, for those that are loaded with others."""
-
-
-class Granularity(StrEnum):
-    """What shares one weight scale."""
-
-    TENSOR = "tensor"
-    CHANNEL = "channel"
-    """An output row."""
-    BLOCK = "block"
-    """A rectangle of rows and columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +121,7 @@ def list_scale_shapes(
         shape: [out, in], or of stacked experts [experts, ., .].
         block: rows and columns of a block.
     """
-    blocks = _count_blocks(shape, block)
+    blocks = count_blocks(shape, block)
     if len(shape) == 3:
         experts, rows, columns = shape
         return {
@@ -155,7 +144,7 @@ def spread_scale(weight: Fp8Weight, scale: torch.Tensor) -> torch.Tensor:
     if scale.numel() == 1:
         return scale.reshape((1,) * len(weight.shape))
     if weight.granularity is Granularity.BLOCK:
-        blocks = scale.reshape(_count_blocks(weight.shape, weight.block))
+        blocks = scale.reshape(count_blocks(weight.shape, weight.block))
         num_rows = weight.shape[-2]
         return blocks.repeat_interleave(min(weight.block[0], num_rows), dim=-2)[..., :num_rows, :]
     if scale.dim() == 1:
@@ -189,6 +178,7 @@ def requantize(values: torch.Tensor, scale: float, fmt: Fp8Format) -> torch.Tens
     return round_to_format_(values.div_(scale), fmt).mul_(scale)
 
 
-def _count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+def count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Count the blocks of a weight, those at the edges included: [..., rows, columns]."""
     rows, columns = shape[-2:]
     return (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))

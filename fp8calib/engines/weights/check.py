@@ -6,13 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.config_readers import load_finder
-from fp8calib.dialects.fp8.quantization_config import (
-    ActivationKind,
-    ContradictionError,
-    FindScheme,
-    StoredScheme,
-)
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, Granularity
+from fp8calib.dialects.fp8.quantization_config import ContradictionError, FindScheme, StoredScheme
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.limitations import SGLANG, TGI, TRANSFORMERS, VLLM
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import (
@@ -27,6 +22,7 @@ from fp8calib.engines.weights.faults import Effect, QuantizedLinear, QuantizedWe
 from fp8calib.engines.weights.rules import FINEGRAINED, list_weight_faults
 from fp8calib.engines.weights.scales import list_scale_faults
 from fp8calib.errors import VerificationError, shorten
+from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _NAMES = {"vllm": VLLM, "sglang": SGLANG, "tgi": TGI, "transformers": TRANSFORMERS}
@@ -239,14 +235,6 @@ def _describe(module: str, entry: TensorEntry, scheme: StoredScheme) -> Quantize
     return QuantizedLinear(
         module=shorten(module),
         shape=(rows, columns),
-        scheme=_name_scheme(scheme),
+        scheme=find_nearest(scheme.granularity, scheme.input).name,
         block=scheme.block if scheme.granularity is Granularity.BLOCK else None,
     )
-
-
-def _name_scheme(scheme: StoredScheme) -> str:
-    if scheme.input is ActivationKind.NONE:
-        return "w8a16"
-    if scheme.granularity is Granularity.BLOCK:
-        return "fp8-block"
-    return "fp8-static" if scheme.input is ActivationKind.STATIC else "fp8-dynamic"

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8.quantization_config import ActivationKind, StoredScheme
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.weights import (
     Companions,
-    Granularity,
     is_companion,
     list_scale_shapes,
     name_companions,
@@ -20,6 +19,7 @@ from fp8calib.dialects.fp8.weights import (
 from fp8calib.engines.limitations import SGLANG, TRANSFORMERS, VLLM
 from fp8calib.engines.weights.faults import Effect, WeightFault, fault_per_engine
 from fp8calib.errors import shorten
+from fp8calib.fp8.schemes import Granularity, InputScaling
 
 _MAKERS = {
     VLLM: "vLLM 0.32.0 quantization/utils/fp8_utils.py (create_fp8_scale_parameter)",
@@ -74,7 +74,7 @@ def _explain_missing(
     names: Companions, scheme: StoredScheme, tensors: Mapping[str, TensorEntry]
 ) -> str:
     wanted = [names.scales]
-    if scheme.input is ActivationKind.STATIC:
+    if scheme.input is InputScaling.STATIC:
         wanted.append(names.input_scales)
     lacking = (spellings for spellings in wanted if not any(name in tensors for name in spellings))
     first = next(lacking, None)
@@ -92,8 +92,8 @@ def _explain_misfit(
     if len(found) != 1:
         return ""
     shape = tensors[found[0]].shape
-    forms = list_scale_shapes(tensors[f"{names.module}.weight"].shape, scheme.block)
-    fitting = [form for form in Granularity if shape in forms[form]]
+    shapes = list_scale_shapes(tensors[f"{names.module}.weight"].shape, scheme.block)
+    fitting = [granularity for granularity, known in shapes.items() if shape in known]
     is_spread = ".experts." in names.module and Granularity.TENSOR in fitting
     if not fitting or scheme.granularity in fitting or is_spread:
         return ""

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from fp8calib.errors import ExportError
+from fp8calib.fp8.amax import tensor_amax
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
@@ -103,4 +104,4 @@ def _find_amax(
 ) -> torch.Tensor:
     channels = owned_channels(linear, tp, rank)
     own = values[owned_rows(linear, part, tp, rank), channels.start : channels.stop]
-    return own.abs().amax().to(torch.float32)
+    return tensor_amax(own)

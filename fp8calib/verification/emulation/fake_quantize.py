@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
+from fp8calib.fp8.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.fp8.cast import Rounding, round_to_format_
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity
 from fp8calib.scales.compute import SMALLEST_SCALE, scale_of
 
-GROUP = 128
-"""Channels that share a scale in the block scheme: 1 x 128 of inputs, 128 x 128 of weights."""
 _AT_THE_EDGE = 1 + 2.0**-20
 """The amax itself over its own scale, both rounded to fp32, may lie this much above fmt.max."""
 
@@ -43,8 +41,10 @@ class Quantizer:
     """The way of one tensor through the 8-bit format and back."""
 
     fmt: Fp8Format
-    scale: torch.Tensor | Dynamic
-    """fp32 that broadcasts to the tensor, or what a scale of the tensor's own covers."""
+    scale: torch.Tensor | Granularity
+    """fp32 that broadcasts to the tensor, or what shares a dynamic scale."""
+    block: tuple[int, int] = BLOCK
+    """Rows and columns that share a dynamic scale, where the granularity is `BLOCK`."""
     rounding: Rounding = Rounding.NEAREST_EVEN
     smallest_scale: float = SMALLEST_SCALE
     """Lower bound of dynamic scales."""
@@ -88,7 +88,7 @@ class Quantizer:
         limit = self.fmt.max * _AT_THE_EDGE
         amax = None
         if scale.numel() == 1 and x.numel():  # the largest magnitude stays the largest
-            amax = _tensor_amax(x)
+            amax = tensor_amax(x.detach())
             largest = self.divide(amax.to(x.dtype), scale)
         else:
             largest = scaled
@@ -100,7 +100,7 @@ class Quantizer:
         """Give the scale of each element: fp32, broadcasts to `x`."""
         if isinstance(self.scale, torch.Tensor):
             return self.scale.to(x.device)
-        amax = _AMAX[self.scale](x.detach())
+        amax = _broadcast_amax(x.detach(), self.scale, self.block)
         if self.largest_amax is not None:
             amax = amax.clamp(max=self.largest_amax)
         scale = scale_of(amax, self.fmt).clamp(min=self.smallest_scale)
@@ -115,39 +115,19 @@ class Quantizer:
         return x.float() / scale
 
 
-def _tensor_amax(x: torch.Tensor) -> torch.Tensor:
-    smallest, largest = torch.aminmax(x.detach())
-    return torch.maximum(largest, smallest.neg()).float()
-
-
-def _token_amax(x: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg()).float()
-
-
-def _group_amax(x: torch.Tensor) -> torch.Tensor:
-    padded = pad(x, (0, -x.shape[-1] % GROUP))
-    groups = padded.reshape(*x.shape[:-1], -1, GROUP)
-    amax = _token_amax(groups).squeeze(-1)
-    return amax.repeat_interleave(GROUP, -1)[..., : x.shape[-1]]
-
-
-def _block_amax(x: torch.Tensor) -> torch.Tensor:
-    rows, columns = x.shape[-2:]
-    padded = pad(x, (0, -columns % GROUP, 0, -rows % GROUP))
-    leading = x.shape[:-2]
-    num_rows, num_columns = (-(-size // GROUP) for size in (rows, columns))
-    blocks = padded.reshape(*leading, num_rows, GROUP, num_columns, GROUP)
-    amax = torch.maximum(blocks.amax((-3, -1)), blocks.amin((-3, -1)).neg()).float()
-    spread = amax.repeat_interleave(GROUP, -1).repeat_interleave(GROUP, -2)
-    return spread[..., :rows, :columns]
-
-
-_AMAX = {
-    Dynamic.TENSOR: _tensor_amax,
-    Dynamic.TOKEN: _token_amax,
-    Dynamic.GROUP: _group_amax,
-    Dynamic.BLOCK: _block_amax,
-}
+def _broadcast_amax(
+    x: torch.Tensor, granularity: Granularity, block: tuple[int, int]
+) -> torch.Tensor:
+    """Find the largest magnitude of what shares a scale: fp32, broadcasts to `x`."""
+    if granularity is Granularity.TENSOR:
+        return tensor_amax(x)
+    if granularity is Granularity.GROUP:
+        return group_amax(x, GROUP_SIZE).repeat_interleave(GROUP_SIZE, -1)[..., : x.shape[-1]]
+    if granularity is Granularity.BLOCK:
+        rows, columns = block
+        spread = block_amax(x, block).repeat_interleave(columns, -1).repeat_interleave(rows, -2)
+        return spread[..., : x.shape[-2], : x.shape[-1]]
+    return row_amax(x).unsqueeze(-1)
 
 
 class Damage(NamedTuple):
@@ -186,7 +166,7 @@ def measure_damage(
         _count_beyond(fake.scaled, limit, x.device),
         _count_flushed(exact, fake.values, flush_stride),
         torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
-        (_tensor_amax(x) if fake.amax is None else fake.amax).double(),
+        (tensor_amax(x.detach()) if fake.amax is None else fake.amax).double(),
     )
     return torch.stack(sums)
 
@@ -216,7 +196,7 @@ def _count_flushed(exact: torch.Tensor, values: torch.Tensor, stride: int) -> to
 
 def _is_within(x: torch.Tensor, limit: float) -> bool:
     """Whether no magnitude is above `limit`; on a GPU nobody waits for the answer: False."""
-    return x.device.type == "cpu" and (not x.numel() or _tensor_amax(x).item() <= limit)
+    return x.device.type == "cpu" and (not x.numel() or tensor_amax(x).item() <= limit)
 
 
 def _count_beyond(x: torch.Tensor | None, limit: float, device: torch.device) -> torch.Tensor:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fp8calib.dialects.fp8.checkpoint import Activation, ActivationKind, Fp8Checkpoint
-from fp8calib.dialects.fp8.weights import Granularity
+from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.fp8.schemes import Dynamic, Scheme
+from fp8calib.fp8.schemes import Granularity, InputScaling, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
@@ -22,7 +22,7 @@ from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable, compute_linear_s
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.coverage import is_of_decoder
 from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.scale_range import Per, ScaleRange
+from fp8calib.verification.emulation.scale_range import ScaleRange
 from fp8calib.verification.emulation.stored_weights import CopiedParameter, Stored, StoredReach
 from fp8calib.verification.emulation.weights import (
     Requantized,
@@ -31,11 +31,6 @@ from fp8calib.verification.emulation.weights import (
     find_parameters,
 )
 
-_PER: Mapping[Granularity, Per] = {
-    Granularity.TENSOR: "tensor",
-    Granularity.CHANNEL: "channel",
-    Granularity.BLOCK: "block",
-}
 Linears = tuple[dict[Site, Quantizer], tuple[WeightChange, ...]]
 """Quantizers of inputs by site, and what happens to weights."""
 
@@ -56,12 +51,12 @@ def emulate_scheme(
         ExportError: the stats hold nothing for an input.
     """
     groups = find_parameters(geometry, modules)
-    quantizer = Quantizer(fmt=fmt, scale=scheme.weights)
-    is_again = scheme.weights is Dynamic.BLOCK and profile.group_scales_power_of_two
+    quantizer = Quantizer(fmt=fmt, scale=scheme.weights, block=scheme.block)
+    is_again = scheme.weights is Granularity.BLOCK and profile.group_scales_power_of_two
     change = Requantized(
         parameters=(),
         quantizer=quantizer,
-        through_float16=profile.weights_through_float16 and scheme.weights is Dynamic.TENSOR,
+        through_float16=profile.weights_through_float16 and scheme.weights is Granularity.TENSOR,
         again=replace(quantizer, power_of_two=True) if is_again else None,
     )
     changes = tuple(replace(change, parameters=group) for group in groups)
@@ -69,21 +64,25 @@ def emulate_scheme(
     linears = [linear for _, linear in geometry.linears() if linear.module in covered]
     if scheme.has_static_inputs and not profile.static_inputs_ignored:
         return _static_inputs(linears, stats, profile, scheme, fmt), changes
-    kind = Dynamic.TOKEN if scheme.has_static_inputs else scheme.inputs
-    if kind is None:
+    if scheme.inputs is InputScaling.NONE:
         return {}, changes
-    dynamic = _dynamic_quantizer(kind, fmt, profile)
+    dynamic = _dynamic_quantizer(scheme.inputs, fmt, profile)
     return {Site(linear.module, Role.INPUT): dynamic for linear in linears}, changes
 
 
 def _dynamic_quantizer(
-    kind: Dynamic, fmt: Fp8Format, profile: EngineProfile, *, largest_amax: float | None = None
+    inputs: InputScaling,
+    fmt: Fp8Format,
+    profile: EngineProfile,
+    *,
+    largest_amax: float | None = None,
 ) -> Quantizer:
-    is_group = kind is Dynamic.GROUP
+    """Quantize by group, or by token: also where an engine ignores static scales."""
+    is_group = inputs is InputScaling.GROUP
     smallest = profile.smallest_group_scale if is_group else profile.smallest_dynamic_scale
     return Quantizer(
         fmt=fmt,
-        scale=kind,
+        scale=Granularity.GROUP if is_group else Granularity.TOKEN,
         smallest_scale=max(smallest, SMALLEST_SCALE),
         largest_amax=largest_amax,
         by_reciprocal=profile.token_by_reciprocal and not is_group,
@@ -179,7 +178,7 @@ def emulate_checkpoint(
     for name in sorted(others):
         _require_there(name, checkpoint, source)
     _refuse_embeddings(model, checkpoint, source)
-    quantizer = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.TENSOR)
+    quantizer = Quantizer(fmt=checkpoint.fmt, scale=Granularity.TENSOR)
     plain = Stored(
         parameters=(),
         source=source,
@@ -187,7 +186,7 @@ def emulate_checkpoint(
         reach=WeightSource(model, StoredReach(checkpoint)),
         scales=dict(_stored_scales(stored, checkpoint, source)),
     )
-    blocks = Quantizer(fmt=checkpoint.fmt, scale=Dynamic.BLOCK, power_of_two=True)
+    blocks = Quantizer(fmt=checkpoint.fmt, scale=Granularity.BLOCK, power_of_two=True)
     changes = tuple(
         replace(
             plain,
@@ -207,9 +206,8 @@ def _stored_scales(
 ) -> Iterator[tuple[str, ScaleRange]]:
     for parameter in stored:
         names = sorted(source.tensor_names([parameter.name]))
-        per = _PER[checkpoint.granularity(names[0])]
         scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in names])
-        yield parameter.name, ScaleRange.of(scales, per=per)
+        yield parameter.name, ScaleRange.of(scales, per=checkpoint.granularity(names[0]))
 
 
 def _list_others(model: LoadedModel, stored: list[WeightParameter]) -> set[str]:
@@ -270,7 +268,7 @@ def _has_groups(
 ) -> bool:
     """Whether its inputs have a scale per 128 channels, and the weight one per block."""
     names = source.tensor_names([parameter.name])
-    return any(checkpoint.activation(name).kind is ActivationKind.GROUP for name in names)
+    return any(checkpoint.activation(name).kind is InputScaling.GROUP for name in names)
 
 
 def _stored_inputs(
@@ -300,15 +298,15 @@ def _input_quantizer(
             f"{len(kinds)} ways: {', '.join(sorted(kinds))}"
         )
     kind = kinds.pop()
-    if kind is ActivationKind.NONE:
+    if kind is InputScaling.NONE:
         return None
-    if kind is ActivationKind.STATIC and not profile.static_inputs_ignored:
+    if kind is InputScaling.STATIC and not profile.static_inputs_ignored:
         # Experts share one input scale in engines: the largest.
         largest = max(activation.scale or 0.0 for activation in found)
         return _static_quantizer(largest, checkpoint.fmt, profile)
     bounds = [a.upper_bound for a in found if a.upper_bound is not None]
     return _dynamic_quantizer(
-        Dynamic.GROUP if kind is ActivationKind.GROUP else Dynamic.TOKEN,
+        kind,
         checkpoint.fmt,
         profile,
         largest_amax=max(bounds) if bounds else None,

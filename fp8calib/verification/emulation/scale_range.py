@@ -8,17 +8,11 @@ from typing import Literal, Self
 
 import torch
 
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.sites import Site
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
-Per = Literal["tensor", "head", "channel", "block", "token", "group"]
-_PER: Mapping[Dynamic, Per] = {
-    Dynamic.TENSOR: "tensor",
-    Dynamic.TOKEN: "token",
-    Dynamic.GROUP: "group",
-    Dynamic.BLOCK: "block",
-}
+Per = Granularity | Literal["head"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +47,6 @@ def find_ranges(quantizers: Mapping[Site, Quantizer]) -> dict[Site, ScaleRange]:
 
 def _find_range(quantizer: Quantizer) -> ScaleRange:
     scale = quantizer.scale
-    if isinstance(scale, Dynamic):
-        return ScaleRange(per=_PER[scale])
-    return ScaleRange.of(scale, per="tensor" if scale.numel() == 1 else "head")
-
-
-def per_of_weight(scale: Dynamic) -> Per:
-    """Name what shares a scale of a weight: a row of it is an output channel."""
-    return "channel" if scale is Dynamic.TOKEN else _PER[scale]
+    if isinstance(scale, Granularity):
+        return ScaleRange(per=scale)
+    return ScaleRange.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")

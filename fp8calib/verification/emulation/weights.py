@@ -13,12 +13,13 @@ from torch import nn
 
 from fp8calib.dialects.fp8.weights import FUSED_NAME
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.schemes import Dynamic
+from fp8calib.fp8.amax import tensor_amax
+from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import scale_of
 from fp8calib.verification.emulation.fake_quantize import Quantizer, measure_damage
-from fp8calib.verification.emulation.scale_range import Per, ScaleRange, per_of_weight
+from fp8calib.verification.emulation.scale_range import ScaleRange
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 """Modules that engines keep unquantized whatever the scheme: they choose experts."""
@@ -100,21 +101,21 @@ class Requantized:
         self, values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
         """Compute them again; of experts the extremes of all."""
-        assert isinstance(self.quantizer.scale, Dynamic)  # noqa: S101 -- of weights it always is
-        per = per_of_weight(self.quantizer.scale)
+        assert isinstance(self.quantizer.scale, Granularity)  # noqa: S101 -- of weights it always is
+        per = self.quantizer.scale
         groups = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
         found = [self._find_in_group(group, per) for group in groups]
         for parameter, ranges in zip(self.parameters, zip(*found, strict=True), strict=True):
             yield parameter, reduce(ScaleRange.join, ranges)
 
-    def _find_in_group(self, group: Sequence[torch.Tensor], per: Per) -> list[ScaleRange]:
+    def _find_in_group(self, group: Sequence[torch.Tensor], per: Granularity) -> list[ScaleRange]:
         quantizer = self.again or self._for_group(group)
         return [ScaleRange.of(quantizer.scale_for(weight), per=per) for weight in group]
 
     def _for_group(self, group: Sequence[torch.Tensor]) -> Quantizer:
-        if self.quantizer.scale is not Dynamic.TENSOR:
+        if self.quantizer.scale is not Granularity.TENSOR:
             return self.quantizer
-        amax = torch.stack([_amax(member) for member in group]).amax()
+        amax = torch.stack([tensor_amax(member) for member in group]).amax()
         return replace(self.quantizer, scale=scale_of(amax, self.quantizer.fmt))
 
     def _apply_one(self, weight: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
@@ -229,7 +230,3 @@ def _require_in_memory(
                 f"{parameter.name} is offloaded, and cannot be replaced by its FP8 form",
                 hint="leave --device-map out: what does not fit is then streamed layer by layer",
             )
-
-
-def _amax(x: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(x.amax(), x.amin().neg()).float()

@@ -1,0 +1,47 @@
+"""The scheme records: which dialects express them, and which is nearest to a stored linear."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import (
+    SCHEMES,
+    Granularity,
+    InputScaling,
+    Scheme,
+    find_nearest,
+    find_scheme,
+    list_expressible,
+)
+
+BLOCK = "fp8-block"
+NEAREST = {
+    "tensor": {"static": "fp8-static", "token": "fp8-dynamic", "group": "fp8-dynamic"},
+    "channel": {"static": "fp8-static", "token": "fp8-dynamic", "group": "fp8-dynamic"},
+    "block": {"static": BLOCK, "token": BLOCK, "group": BLOCK},
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_scheme_is_nearest_to_its_own_granularities(scheme: Scheme) -> None:
+    assert find_nearest(scheme.weights, scheme.inputs) is scheme
+
+
+@pytest.mark.parametrize("weights", NEAREST)
+def test_what_is_no_scheme_is_nearest_to_one_that_engines_treat_alike(weights: str) -> None:
+    inputs = {**NEAREST[weights], "none": "w8a16"}
+    found = {name: find_nearest(Granularity(weights), InputScaling(name)).name for name in inputs}
+    assert found == inputs
+
+
+def test_dialects_express_the_schemes_they_have_words_for() -> None:
+    assert list_expressible("compressed-tensors") == list(SCHEMES)
+    assert list_expressible("autofp8") == ["fp8-static", "fp8-block"]
+    assert list_expressible("modelopt") == ["fp8-static", "fp8-dynamic"]
+
+
+def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UsageError, match="int8") as raised:
+        find_scheme("int8")
+    assert raised.value.hint == "known schemes: fp8-static, fp8-dynamic, w8a16, fp8-block"
