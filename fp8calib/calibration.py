@@ -165,7 +165,7 @@ def _weights(
     if share.reads_other_weights:
         read = prepared.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(checkpoint, [name for name in checkpoint.tensors if name not in read])
-    share.keep_weights(found, duration_s=time.monotonic() - started)
+    share.save_weights(found, duration_s=time.monotonic() - started)
     return found
 
 
@@ -250,7 +250,7 @@ def _kept(recorder: Recorder, journal: Journal | None) -> Iterator[Callable[[], 
         yield lambda: None
         return
     try:
-        yield lambda: journal.note(recorder)
+        yield lambda: journal.save_if_due(recorder)
     except KeyboardInterrupt:
         journal.interrupt(recorder)
         raise

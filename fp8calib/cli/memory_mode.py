@@ -12,7 +12,7 @@ from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.limits import Limits
-from fp8calib.run.planning.plan import RunPlan, Streamable, describe_run, plan_whole
+from fp8calib.run.planning.plan import RunPlan, Streamable, plan_whole
 from fp8calib.run.planning.stream_plan import plan_streamed
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
@@ -40,7 +40,7 @@ class MemoryMode:
     def describe(self) -> Iterator[str]:
         """Describe the mode in a few lines."""
         if self.plan is not None:
-            yield from describe_run(self.plan)
+            yield from self.plan.describe()
 
 
 def choose_memory_mode(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8calib.cli.console import print_json, print_table
-from fp8calib.machine.units import spell_duration, spell_size
+from fp8calib.machine.units import format_duration, format_gib
 
 _TITLES = {
     "weights_size_bytes": "weights",
@@ -45,14 +45,14 @@ def _rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _spell(key: str, value: object) -> str:
     if isinstance(value, Mapping):
-        sizes = (f"{name} {spell_size(size)}" for name, size in value.items())
+        sizes = (f"{name} {format_gib(size)}" for name, size in value.items())
         return "{index} of {count}".format_map(value) if key == "shard" else ", ".join(sizes)
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if key.endswith("_bytes") and isinstance(value, int):
-        return spell_size(value) if value else "none"
+        return format_gib(value) if value else "none"
     if key.endswith("_s") and isinstance(value, float):
-        return f"about {spell_duration(value)}"
+        return f"about {format_duration(value)}"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)

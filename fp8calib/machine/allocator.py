@@ -1,4 +1,4 @@
-"""Giving freed memory back to the system, and keeping it for what is needed next."""
+"""Return freed memory to the system, or keep it for the next allocation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of glibc's `malloc.h`."""
 _KEPT_BYTES = 2**27
 _MAPPED_BYTES = 2**24
-"""What is larger has pages of its own, which go back to the system with it."""
+"""Larger allocations have pages of their own, which are returned when they are freed."""
 
 
 def return_freed_memory() -> None:
-    """Give back what is freed but still held, where the C library is glibc; elsewhere do nothing.
+    """Return memory that is freed but still held by glibc; without glibc do nothing.
 
-    Small results that stay settle in the room that large tensors left, so that the next large ones
-    need new room, and the process grows by what it never uses at once. Takes some milliseconds.
+    Small results settle in the gaps that large tensors leave. The next large tensors then need new
+    pages, and the process grows beyond what it uses at any one time. Takes some milliseconds.
     """
     with suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def return_memory_of(device: torch.device) -> None:
-    """Give back what a batch that did not fit had taken, once nothing holds its error any more."""
+    """Return the memory of a batch that did not fit; its exception must be out of scope."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
@@ -33,11 +33,11 @@ def return_memory_of(device: torch.device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep what is freed until `return_freed_memory`, where the C library is glibc.
+    """Let glibc keep freed memory until `return_freed_memory`; without glibc do nothing.
 
-    By itself glibc returns tensors of some megabytes one by one as they are freed, and the next
-    ones get their pages from the system again, which was seen to double the page faults of a
-    streamed run. Holds for the whole process from now on.
+    By default glibc returns tensors of some megabytes one by one as they are freed, and the next
+    ones get new pages from the system: in a streamed run this doubled the page faults. The setting
+    holds for the whole process from then on.
     """
     with suppress(OSError, TypeError, AttributeError):
         library = ctypes.CDLL(None)

@@ -10,10 +10,10 @@ from fp8calib.errors import UsageError
 
 
 def find_device(name: str) -> str:
-    """Spell a device as torch does (`cpu`, `cuda:0`), and see that the machine has it.
+    """Convert a name to the one torch uses (`cpu`, `cuda:0`); this machine must have the device.
 
     Raises:
-        UsageError: it is none, or the machine has it not.
+        UsageError: it is not a device, or the machine does not have it.
     """
     if name == "cpu":
         return name

@@ -1,6 +1,6 @@
-"""What memory this process may still take, and what it has taken.
+"""How much memory this process may still allocate, and how much it holds.
 
-Taken means anonymous memory: what no file stands behind, and only more RAM or swap helps.
+Anonymous memory is what counts: it is backed by no file, so only RAM or swap can hold it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _V1_UNLIMITED = 2**60
 
 
 def available_bytes(*, root: Path = _ROOT) -> int:
-    """Tell how much more the process may take.
+    """Compute how much more memory the process may allocate.
 
-    The least of what the machine has left, of what its control groups (v2 or v1) leave it, and of
-    its limits of data and address space. Page cache counts as free: the kernel gives it up.
+    This is the least of what the machine has available, of what the control groups (v2 or v1)
+    allow, and of the limits of data and address space. Page cache counts as available: the kernel
+    evicts it.
 
     Args:
         root: where `proc` and `sys` are.
@@ -31,28 +32,28 @@ def available_bytes(*, root: Path = _ROOT) -> int:
 
 
 def anonymous_bytes(*, root: Path = _ROOT) -> int | None:
-    """Tell how much anonymous memory the process holds, swap included; None where nobody counts."""
+    """Read the process's anonymous memory, swap included; None where the system has no count."""
     found = _read_sizes(root / "proc/self/status")
     return None if "RssAnon" not in found else found["RssAnon"] + found.get("VmSwap", 0)
 
 
 class PeakMemory:
-    """Watches the anonymous memory of this process while the context is open.
+    """Measures the peak of this process's anonymous memory while the context is open.
 
-    The kernel keeps no peak of it (VmHWM counts mapped files too), so it is looked at 50 times a
-    second.
+    The kernel keeps no such peak (VmHWM counts mapped files too), so a thread samples the size 50
+    times a second.
 
     Attributes:
-        peak_bytes: the most that was seen; None where nobody counts.
+        peak_bytes: the largest sample; None where the system has no count.
     """
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
 
     def __enter__(self) -> Self:
-        self._look()
+        self._sample()
         self._thread.start()
         return self
 
@@ -64,13 +65,13 @@ class PeakMemory:
     ) -> None:
         self._done.set()
         self._thread.join()
-        self._look()
+        self._sample()
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         while not self._done.wait(_SAMPLE_EVERY_S):
-            self._look()
+            self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         found = anonymous_bytes()
         if found is not None:
             self.peak_bytes = max(self.peak_bytes or 0, found)
@@ -82,17 +83,17 @@ def _machine_bytes(root: Path) -> int:
 
 
 def _limit_bytes(root: Path) -> Iterator[int]:
-    """Tell what `ulimit -d` and `ulimit -v` leave."""
-    taken = _read_sizes(root / "proc/self/status")
+    """Give what `ulimit -d` and `ulimit -v` allow beyond the present use."""
+    used = _read_sizes(root / "proc/self/status")
     for line in _read_lines(root / "proc/self/limits"):
         for title, name in (("Max data size", "VmData"), ("Max address space", "VmSize")):
             soft = line.removeprefix(title).split()[0] if line.startswith(title) else ""
-            if soft.isdigit() and name in taken:
-                yield int(soft) - taken[name]
+            if soft.isdigit() and name in used:
+                yield int(soft) - used[name]
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """Tell what each control group above the process leaves it."""
+    """Give what each control group of the process allows beyond the present use."""
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -104,17 +105,17 @@ def _group_bytes(root: Path) -> Iterator[int]:
 def _v2_bytes(mount: Path, path: PurePosixPath) -> Iterator[int]:
     for folder in _upwards(mount, path):
         limit = _read_number(folder / "memory.max")
-        taken = _read_number(folder / "memory.current")
-        if limit is not None and taken is not None:
-            yield limit - taken + _cached(folder, "file", "shmem")
+        used = _read_number(folder / "memory.current")
+        if limit is not None and used is not None:
+            yield limit - used + _cached(folder, "file", "shmem")
 
 
 def _v1_bytes(mount: Path, path: PurePosixPath) -> Iterator[int]:
     for folder in _upwards(mount, path):
         limit = _read_number(folder / "memory.limit_in_bytes")
-        taken = _read_number(folder / "memory.usage_in_bytes")
-        if limit is not None and taken is not None and limit < _V1_UNLIMITED:
-            yield limit - taken + _cached(folder, "total_cache", "total_shmem")
+        used = _read_number(folder / "memory.usage_in_bytes")
+        if limit is not None and used is not None and limit < _V1_UNLIMITED:
+            yield limit - used + _cached(folder, "total_cache", "total_shmem")
 
 
 def _upwards(mount: Path, path: PurePosixPath) -> Iterator[Path]:
@@ -127,7 +128,7 @@ def _upwards(mount: Path, path: PurePosixPath) -> Iterator[Path]:
 
 
 def _cached(folder: Path, cache: str, shared: str) -> int:
-    """Tell how much of a group's memory is page cache; tmpfs is cache that cannot be given up."""
+    """Compute how much of a group's memory is page cache, without tmpfs: that cannot be evicted."""
     found = dict.fromkeys((cache, shared), 0)
     for line in _read_lines(folder / "memory.stat"):
         name, _, value = line.partition(" ")
@@ -137,7 +138,7 @@ def _cached(folder: Path, cache: str, shared: str) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """Read the number a file holds; None where there is none, or it says `max`."""
+    """Read the number in a file; None where there is no file, or it contains `max`."""
     text = "".join(_read_lines(path)).strip()
     return int(text) if text.isdigit() else None
 

@@ -1,6 +1,6 @@
-"""The program, which keeps what it has seen after a batch and then waits to be ended.
+"""The program, which writes a checkpoint after a batch and then waits to be killed.
 
-Run it as `python -m tests.cli.held` where `python -m fp8calib` is run: a test that ends a run
+Run it as `python -m tests.cli.held` where `python -m fp8calib` is run: a test that kills a run
 in the middle must not race it to its end.
 """
 
@@ -13,16 +13,16 @@ from fp8calib.observe.recorder import Recorder
 from fp8calib.run.resume import journal
 from fp8calib.run.resume.journal import Journal
 
-note = Journal.note
+save_if_due = Journal.save_if_due
 
 
-def note_and_wait(self: Journal, recorder: Recorder) -> None:
-    note(self, recorder)
+def save_and_wait(self: Journal, recorder: Recorder) -> None:
+    save_if_due(self, recorder)
     while True:
         signal.pause()
 
 
 if __name__ == "__main__":
     journal.LONGEST_INTERVAL_S = 0.0
-    Journal.note = note_and_wait  # type: ignore[method-assign]
+    Journal.save_if_due = save_and_wait  # type: ignore[method-assign]
     main()

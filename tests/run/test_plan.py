@@ -12,7 +12,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import batches
 from fp8calib.errors import UsageError
-from fp8calib.machine.units import spell_duration, spell_size
+from fp8calib.machine.units import format_duration, format_gib
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
@@ -181,7 +181,7 @@ def test_a_full_disk_is_known_before(
     room = making.plan(PROBE)
     bare = room.peak.total_bytes - room.hidden_ram_bytes
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 12799})())
-    with pytest.raises(UsageError, match="hidden states have to wait"):
+    with pytest.raises(UsageError, match="hidden states have to be stored"):
         planner(subject, limits(bare), tmp_path).plan(PROBE)
 
 
@@ -263,7 +263,7 @@ def test_a_workload_is_what_the_batches_hold() -> None:
     [(12, "12 bytes"), (3 * 2**20, "3 MiB"), (2**29, "0.50 GiB"), (140 * 2**30, "140.00 GiB")],
 )
 def test_sizes_are_spelled(size_bytes: int, text: str) -> None:
-    assert spell_size(size_bytes) == text
+    assert format_gib(size_bytes) == text
 
 
 @pytest.mark.parametrize(
@@ -271,4 +271,4 @@ def test_sizes_are_spelled(size_bytes: int, text: str) -> None:
     [(0.2, "1 s"), (40.4, "40 s"), (750.0, "12 min"), (12000.0, "3 h 20 min")],
 )
 def test_durations_are_spelled(duration_s: float, text: str) -> None:
-    assert spell_duration(duration_s) == text
+    assert format_duration(duration_s) == text

@@ -1,7 +1,7 @@
-"""How much memory a run will take, on paper: from sizes alone, before anything is read.
+"""Estimates of the memory of a run, from shapes alone, before any weight is read.
 
-A formula for what every architecture has (weights, hidden states, the widest tensors of a
-layer); what else a layer does inside is found out by the probe (`fp8calib.run.probe`).
+A formula covers what every architecture has: weights, hidden states, the widest tensors of a
+layer. What else a layer allocates is measured by the probe (`fp8calib.run.streaming.probe`).
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.streaming.weights import LayerSize, ModelPart, PartedWeights
 
 SLACK_BYTES = 96 * 2**20
-"""What the formula does not know: arenas of the allocator, threads, code that is loaded late."""
+"""Memory outside the formula: arenas of the allocator, threads, code that is loaded late."""
 _FLOAT32_BYTES = 4
 _LIVE_COPIES = 4
-"""How many tensors as wide as a layer's widest live at once (gate, up, activation, product)."""
+"""How many tensors of a layer's largest width exist at once (gate, up, activation, product)."""
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _FEW_EXPERTS = 8
-"""Where a config does not say how many experts a token goes to."""
+"""Experts per token, where the config does not state it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What runs through the layers of a model."""
+    """The batches of a run, as far as they determine its memory."""
 
     rows: int
-    """Of the largest micro-batch; `columns` tokens each, padding included."""
+    """Sequences of the largest micro-batch, of `columns` tokens each, padding included."""
     columns: int
     num_batches: int
     num_tokens: int
-    """Of all micro-batches, padding included."""
+    """Tokens of all micro-batches, padding included."""
     num_distinct: int
-    """Different tokens among them: rows of the embedding that are read."""
+    """Distinct tokens: as many rows of the embedding are read."""
     num_models: int = 1
-    """Hidden states of so many models wait between layers: a reference and its candidates."""
+    """Models whose hidden states are kept between layers: a reference and its candidates."""
     changes_weights: bool = False
-    """Weights are replaced and restored layer by layer."""
+    """Whether weights are replaced and restored, layer by layer."""
     changes_inputs: bool = False
-    """Inputs of linears are quantized."""
+    """Whether inputs of linears are quantized."""
     is_padded: bool = False
-    """Some micro-batch holds padding."""
+    """Whether a micro-batch contains padding."""
 
     @classmethod
     def of(cls, batches: Sequence[Batch], num_distinct: int) -> Self:
-        """Describe the micro-batches of a run of one model."""
+        """Measure the micro-batches of a run of one model."""
         largest = max((batch.input_ids for batch in batches), key=torch.Tensor.numel, default=None)
         rows, columns = (0, 0) if largest is None else largest.shape
         return cls(
@@ -66,13 +66,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of memory, each with what it is for."""
+    """Bytes of memory by purpose."""
 
     parts: Mapping[str, int]
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
     def with_part(self, name: str, size_bytes: int) -> Footprint:
@@ -81,7 +81,7 @@ class Footprint:
 
 
 def size_part(parted: PartedWeights, part: ModelPart) -> LayerSize:
-    """Measure the weights of a layer by their shapes."""
+    """Compute the bytes of a layer's weights from their shapes."""
     return LayerSize(
         stored=parted.stored_bytes(part),
         placed=parted.size_bytes(part),
@@ -90,11 +90,11 @@ def size_part(parted: PartedWeights, part: ModelPart) -> LayerSize:
 
 
 def peak_of_layers(layers: Sequence[LayerSize], *, keep: bool) -> int:
-    """Compute what weights take at most while layers come and go, the next one read ahead.
+    """Compute the peak bytes of weights while layers are streamed, each next one read ahead.
 
     Args:
         layers: their sizes, in order.
-        keep: what was read is kept beside what is placed, to restore weights that are replaced.
+        keep: the stored tensors stay in memory beside the placed ones, to restore the weights.
     """
     following = [layer.stored for layer in layers[1:]] + [0]
     return max(
@@ -107,12 +107,12 @@ def peak_of_layers(layers: Sequence[LayerSize], *, keep: bool) -> int:
 
 
 def hidden_bytes(model: PreTrainedModel, work: Workload, itemsize: int) -> int:
-    """Compute what hidden states take that wait between layers."""
+    """Compute the bytes of the hidden states kept between layers."""
     return work.num_tokens * int(_text_config(model).hidden_size) * itemsize * work.num_models
 
 
 def weights_bytes(model: PreTrainedModel, itemsize: int) -> int:
-    """Compute what all parameters and buffers take, each once."""
+    """Compute the bytes of all parameters and buffers, each counted once."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return sum(
         tensor.numel() * (itemsize if tensor.is_floating_point() else tensor.itemsize)
@@ -121,10 +121,10 @@ def weights_bytes(model: PreTrainedModel, itemsize: int) -> int:
 
 
 def loading_bytes(geometry: ModelGeometry, weights: WeightSource, itemsize: int) -> int:
-    """Compute what transformers takes for the moment while it loads a model whole.
+    """Compute the temporary bytes of transformers while it loads a whole model.
 
-    A tensor that it casts; and all experts that it joins once more, for it reads their tensors
-    ahead in threads of its own (a model of experts alone was seen to take twice its weights).
+    These are the largest tensor, which it casts, and a second copy of all experts that it joins:
+    it reads their tensors ahead in threads (a model of experts alone took twice its weights).
     """
     largest = joined = 0
     for _, linear in geometry.linears():
@@ -136,13 +136,13 @@ def loading_bytes(geometry: ModelGeometry, weights: WeightSource, itemsize: int)
 
 
 def head_bytes(model: PreTrainedModel, itemsize: int) -> int:
-    """Compute what the head's weights take."""
+    """Compute the bytes of the head's weights."""
     head: Any = model.get_output_embeddings()
     return 0 if head is None else sum(x.numel() * itemsize for x in head.parameters())
 
 
 def stats_bytes(geometry: ModelGeometry, *, inputs: bool, weights: bool) -> int:
-    """Compute what the statistics of linears take: an amax per channel."""
+    """Compute the bytes of the statistics of linears: an amax per channel."""
     channels = sum(
         linear.in_features * (inputs + weights) + linear.out_features * weights
         for _, linear in geometry.linears()
@@ -153,7 +153,7 @@ def stats_bytes(geometry: ModelGeometry, *, inputs: bool, weights: bool) -> int:
 def batch_bytes(
     model: PreTrainedModel, geometry: ModelGeometry, work: Workload, itemsize: int
 ) -> int:
-    """Compute what one micro-batch takes inside the layer that needs most."""
+    """Compute the bytes of one micro-batch inside the layer that needs most."""
     config = _text_config(model)
     scores = _scores_bytes(model, geometry, work, itemsize)
     tokens = work.rows * work.columns
@@ -169,13 +169,13 @@ def batch_bytes(
 
 
 def change_bytes(geometry: ModelGeometry) -> int:
-    """Compute what it takes to quantize the largest weight (of experts: one) and to measure it."""
+    """Compute the bytes to quantize and measure the largest weight (of experts: one)."""
     largest = max((x.in_features * x.out_features for _, x in geometry.linears()), default=0)
     return largest * _FLOAT32_BYTES * _LIVE_COPIES
 
 
 def layer_flops(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int) -> list[int]:
-    """Compute what each layer costs per token of sequences of `seq_len`, products and attention."""
+    """Compute each layer's operations per token, in sequences of `seq_len`."""
     config = _text_config(model)
     return [
         2 * sum(x.in_features * x.out_features * _rows_per_token(x, config) for x in layer.linears)
@@ -214,7 +214,7 @@ def _rows_per_token(linear: Linear, config: Any) -> int:
 def _scores_bytes(
     model: PreTrainedModel, geometry: ModelGeometry, work: Workload, itemsize: int
 ) -> int:
-    """Compute what attention itself takes: a mask, and all scores where no kernel avoids them."""
+    """Compute the bytes of attention: a mask, and all scores unless a fused kernel avoids them."""
     square = work.rows * work.columns**2
     is_fused = _text_config(model)._attn_implementation != "eager" and all(
         attention.k_head_dim == attention.v_head_dim for _, attention in geometry.attentions()
@@ -226,12 +226,12 @@ def _scores_bytes(
 
 
 def _makes_mask(model: PreTrainedModel, geometry: ModelGeometry, work: Workload) -> bool:
-    """Tell whether transformers makes a mask: the kernels know the plain causal one themselves."""
+    """Whether transformers builds a mask; the kernels need none for plain causal attention."""
     config = _text_config(model)
     windows = [_window(attention) for _, attention in geometry.attentions()]
     windows.append(getattr(config, "attention_chunk_size", None))
     is_cut = any(window is not None and window <= work.columns for window in windows)
-    # A config with ALiBi (falcon) always has its mask made, in use or not.
+    # With ALiBi in the config (falcon) transformers always builds a mask, used or not.
     return work.is_padded or is_cut or hasattr(config, "alibi")
 
 

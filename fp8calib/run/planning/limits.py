@@ -1,4 +1,4 @@
-"""What memory there is for a run: asked of the machine, or given."""
+"""The memory limits of a run: measured on the machine, or given by `--memory`."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from fp8calib.errors import UsageError
 from fp8calib.machine.memory import anonymous_bytes, available_bytes
 
 _GIB = 2**30
-_OTHERS_SHARE = 0.1
-"""Of what is available, left to others, who may want more while the run lasts."""
+_RESERVED_SHARE = 0.1
+"""The share of the available memory left to other programs, which may grow during the run."""
 _UNKNOWN_PROCESS_BYTES = 2**29
-"""What the interpreter and the libraries take where nobody counts."""
+"""The size of the interpreter and the libraries, where the system has no count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What memory there is."""
+    """How much memory a run may use."""
 
     host_bytes: int
-    """What the process may hold, its interpreter and libraries included."""
+    """The most memory the process may hold, interpreter and libraries included."""
     host_why: str
-    """Who says so: `given by --memory`, `available`."""
+    """Where the limit is from: `given by --memory`, `available`."""
     is_given: bool
-    """Whether a larger --memory would help."""
+    """Whether --memory sets the limit, so that a larger one would help."""
     process_bytes: int
-    """What it holds already."""
+    """How much memory the process holds already."""
     device_bytes: int | None
-    """What is free on the GPU; None where the model runs on the CPU."""
+    """Free memory of the GPU; None where the model runs on the CPU."""
     sharers: int = 1
-    """How many processes write to the same disk, as much as this one each."""
+    """How many processes share the disk, each writing as much as this one."""
 
 
 def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> Limits:
-    """Ask the machine what memory it has left, and hold that against --memory.
+    """Measure the available memory, and take the smaller of it and --memory.
 
     Args:
         device: where the model runs.
-        memory_gib: --memory, the cap of each process.
-        sharers: how many processes share what the machine has left, its disk included.
+        memory_gib: --memory, the limit of each process.
+        sharers: how many processes share the machine's memory and disk.
 
     Raises:
-        UsageError: --memory is no amount of memory.
+        UsageError: --memory is not a positive number.
     """
     if memory_gib is not None and not 0 < memory_gib < math.inf:
-        raise UsageError(f"--memory {memory_gib}: a number of GiB above 0 is needed")
+        raise UsageError(f"--memory {memory_gib}: must be a number of GiB above 0")
     device_bytes = None
     if device != "cpu":
-        device_bytes = int(torch.cuda.mem_get_info(device)[0] * (1 - _OTHERS_SHARE))
+        device_bytes = int(torch.cuda.mem_get_info(device)[0] * (1 - _RESERVED_SHARE))
     process = anonymous_bytes() or _UNKNOWN_PROCESS_BYTES
-    found = process + int(available_bytes() * (1 - _OTHERS_SHARE)) // sharers
+    found = process + int(available_bytes() * (1 - _RESERVED_SHARE)) // sharers
     given = None if memory_gib is None else int(memory_gib * _GIB)
     is_given = given is not None and given <= found
     return Limits(
@@ -73,6 +73,6 @@ def refuse_device_map(memory_gib: float | None) -> None:
     """
     if memory_gib is not None:
         raise UsageError(
-            "--memory streams a model through one device, and --device-map spreads it over all",
-            hint="leave one of them out",
+            "--memory streams a model through one device, but --device-map spreads it over several",
+            hint="leave out one of them",
         )

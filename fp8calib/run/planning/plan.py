@@ -1,4 +1,4 @@
-"""The choice between a model in memory whole and one that is streamed, and what it will cost."""
+"""The plan of a run: hold the whole model in memory, or stream it layer by layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.machine.units import spell_duration, spell_size
+from fp8calib.machine.units import format_duration, format_gib
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import (
@@ -25,7 +25,7 @@ from fp8calib.run.planning.limits import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamable:
-    """A model without weights, and what will run through it."""
+    """A model without weights, and the workload planned for it."""
 
     model: LoadedModel
     geometry: ModelGeometry
@@ -33,23 +33,23 @@ class Streamable:
     weights: WeightSource
     work: Workload
     itemsize: int
-    """Bytes of a number as the model computes."""
+    """Bytes per number of the dtype the model computes in."""
     extra: Mapping[str, int]
-    """What a run needs besides, whole or streamed: statistics, say."""
+    """Bytes a run needs besides, whole or streamed (for example statistics), by name."""
     logits_bytes: int = 0
-    """What is needed for logits, when no layer is in use; 0 where nobody needs them."""
+    """Bytes for logits, computed when no layer is in use; 0 where no logits are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """How a model will be run, and what that takes."""
+    """How a model will be run, and the resources it needs."""
 
     streams: bool
     why: str
     num_layers: int
     read_bytes: int
     peak: Footprint
-    """Of anonymous memory, hidden states in it included."""
+    """Anonymous memory, hidden states included."""
     limit_bytes: int
     device_peak: Footprint | None = None
     hidden_ram_bytes: int = 0
@@ -58,7 +58,7 @@ class RunPlan:
     expected_s: float | None = None
 
     def as_json(self) -> dict[str, object]:
-        """Give what `--json` and report.json say of it."""
+        """Give the plan as in `--json` and report.json."""
         return {
             "streamed": self.streams,
             "why": self.why,
@@ -73,10 +73,24 @@ class RunPlan:
             "expected_s": self.expected_s,
         }
 
+    def describe(self) -> Iterator[str]:
+        """Describe in a few lines how the model will be run."""
+        yield self.why
+        if not self.streams:
+            return
+        parts = ", ".join(f"{name} {format_gib(size)}" for name, size in self.peak.parts.items())
+        yield (
+            f"plan: {self.num_layers} layers, {format_gib(self.read_bytes)} to read, peak memory "
+            f"{format_gib(self.peak.total_bytes)} ({parts})"
+        )
+        scratch = f"{format_gib(self.scratch_bytes)} of hidden states in {self.scratch}"
+        time = "" if self.expected_s is None else f", about {format_duration(self.expected_s)}"
+        yield f"plan: scratch disk {scratch if self.scratch_bytes else 'none'}{time}"
+
 
 def plan_whole(subject: Streamable, limits: Limits, scratch: Path) -> RunPlan | None:
     """Plan to hold the whole model in memory; None where it does not fit."""
-    needs = list_whole(subject)
+    needs = whole_parts(subject)
     own = {"process": limits.process_bytes + SLACK_BYTES}
     if limits.device_bytes is None:
         peak, device_peak = Footprint(parts={**own, **needs}), None
@@ -86,10 +100,10 @@ def plan_whole(subject: Streamable, limits: Limits, scratch: Path) -> RunPlan | 
         needed, limit, where = device_peak.total_bytes, limits.device_bytes, "free on the GPU"
     if needed > limit:
         return None
-    there = f"{spell_size(limit)} are {where}"
+    there = f"{format_gib(limit)} are {where}"
     return RunPlan(
         streams=False,
-        why=f"the model is held whole: it needs {spell_size(needed)}, {there}",
+        why=f"the model is held whole: it needs {format_gib(needed)}, {there}",
         num_layers=len(subject.geometry.layers),
         read_bytes=subject.checkpoint.total_size_bytes,
         peak=peak,
@@ -99,18 +113,18 @@ def plan_whole(subject: Streamable, limits: Limits, scratch: Path) -> RunPlan | 
     )
 
 
-def list_whole(subject: Streamable) -> dict[str, int]:
-    """Compute what a model takes that is held whole, without the process itself."""
-    inside = list_inside(subject, head=True)
+def whole_parts(subject: Streamable) -> dict[str, int]:
+    """Compute the bytes of a run with the whole model in memory, without the process itself."""
+    inside = working_parts(subject, head=True)
     loading = loading_bytes(subject.geometry, subject.weights, subject.itemsize)
-    # It is over before anything runs: only what it takes above that counts.
+    # Loading ends before the first batch: only what it needs beyond the batches counts.
     above = max(loading - sum(inside.values()), 0)
     weights = weights_bytes(subject.model, subject.itemsize)
     return {"weights": weights, **inside, **({"loading": above} if above else {})}
 
 
-def list_inside(subject: Streamable, *, head: bool) -> dict[str, int]:
-    """Compute what a run takes besides weights and hidden states."""
+def working_parts(subject: Streamable, *, head: bool) -> dict[str, int]:
+    """Compute the bytes of a run besides weights and hidden states."""
     work = subject.work
     parts = {
         "micro-batch": batch_bytes(subject.model, subject.geometry, work, subject.itemsize),
@@ -121,18 +135,3 @@ def list_inside(subject: Streamable, *, head: bool) -> dict[str, int]:
     if head and subject.logits_bytes:
         parts["logits"] = subject.logits_bytes
     return parts
-
-
-def describe_run(plan: RunPlan) -> Iterator[str]:
-    """Say in a few lines how a model will be run."""
-    yield plan.why
-    if not plan.streams:
-        return
-    parts = ", ".join(f"{name} {spell_size(size)}" for name, size in plan.peak.parts.items())
-    yield (
-        f"plan: {plan.num_layers} layers, {spell_size(plan.read_bytes)} to read, peak memory "
-        f"{spell_size(plan.peak.total_bytes)} ({parts})"
-    )
-    waits = f"{spell_size(plan.scratch_bytes)} of hidden states in {plan.scratch}"
-    time = "" if plan.expected_s is None else f", about {spell_duration(plan.expected_s)}"
-    yield f"plan: scratch disk {waits if plan.scratch_bytes else 'none'}{time}"

@@ -1,4 +1,4 @@
-"""The plan of a run that streams a model: by the formula alone, then by what a probe measured."""
+"""The plan of a streamed run: from the formula alone, then from a probe's measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.machine.units import spell_size
+from fp8calib.machine.units import format_gib
 from fp8calib.run.planning.footprint import (
     SLACK_BYTES,
     Footprint,
@@ -22,18 +22,18 @@ from fp8calib.run.planning.footprint import (
     size_part,
 )
 from fp8calib.run.planning.limits import Limits
-from fp8calib.run.planning.plan import RunPlan, Streamable, list_inside, list_whole
-from fp8calib.run.streaming.model import layer_parts, part_around
+from fp8calib.run.planning.plan import RunPlan, Streamable, whole_parts, working_parts
+from fp8calib.run.streaming.model import layer_parts, part_outside_layers
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import LayerSize, PartedWeights
 
 _GIB = 2**30
 _ROUNDED_BYTES = 2**25
-"""Two runs of one command differ by less; the smallest cap is named so much larger."""
+"""A margin on the smallest --memory: two runs of one command differ by less."""
 
 
 class StreamPlanner:
-    """Plans to stream a model: first by the formula alone, then by what a probe has measured."""
+    """Plans to stream a model, with or without the measurements of a probe."""
 
     def __init__(
         self,
@@ -41,15 +41,16 @@ class StreamPlanner:
         limits: Limits,
         layers: list[LayerSize],
         *,
-        around_bytes: int,
+        outside_bytes: int,
         scratch: Path,
     ) -> None:
         self._subject = subject
         self._limits = limits
         self._layers = layers
-        self._around_bytes = around_bytes
+        self._outside_bytes = outside_bytes
         self._scratch = scratch
-        self._why = _explain(subject, limits)  # a probe leaves rows where an embedding was
+        # Before a probe: it replaces embeddings by some of their rows, and the model gets smaller.
+        self._why = _explain(subject, limits)
 
     def plan(
         self,
@@ -61,13 +62,13 @@ class StreamPlanner:
         """Plan the run.
 
         Args:
-            probe: what was measured, if anything was.
-            total_bytes: what is read at least, the layers included.
-            further_walks: the layers are walked again so many times, each with this part of what
-                runs through them the first time.
+            probe: the measurements of the first layer; None before there are any.
+            total_bytes: the bytes read at least, layers included.
+            further_walks: one entry for each further walk through the layers: its number of
+                tokens as a fraction of that of the first walk.
 
         Raises:
-            UsageError: memory or disk have no room even so; the message names what is needed.
+            UsageError: memory or disk are too small even so; the message names what is needed.
         """
         peak = self._host_peak(probe)
         self._check_host(peak)
@@ -112,12 +113,12 @@ class StreamPlanner:
             layers = max(layer.placed for layer in self._layers)
         else:
             layers = peak_of_layers(self._layers, keep=subject.work.changes_weights)
-        inside = list_inside(subject, head=False)
+        inside = working_parts(subject, head=False)
         if probe is not None and probe.batch_bytes is not None and not on_device:
             inside["micro-batch"] = max(inside["micro-batch"], probe.batch_bytes)
-        beside = {"embedding": self._embedding_bytes(), "around the layers": self._around_bytes}
+        beside = {"embedding": self._embedding_bytes(), "around the layers": self._outside_bytes}
         at_layers = layers + sum(inside.values())
-        # The head comes when the last layer is gone: only what it takes above the layers counts.
+        # The head runs after the last layer is dropped: only what it needs beyond a layer counts.
         head = max(_head_bytes(subject) - at_layers, 0)
         return {**beside, "layers": layers, **inside, **({"head": head} if head else {})}
 
@@ -129,7 +130,7 @@ class StreamPlanner:
     def _read_bytes(self, walks: int) -> int:
         layers = sum(layer.stored for layer in self._layers)
         head = head_bytes(self._subject.model, self._subject.itemsize)
-        once = self._embedding_bytes() + self._around_bytes
+        once = self._embedding_bytes() + self._outside_bytes
         return walks * (layers + (head if self._subject.logits_bytes else 0)) + once
 
     def _hidden_bytes(self, probe: Probe | None) -> int:
@@ -154,12 +155,12 @@ class StreamPlanner:
         limits, needed = self._limits, peak.total_bytes
         if needed <= limits.host_bytes:
             return
-        parts = ", ".join(f"{name} {spell_size(size)}" for name, size in peak.parts.items())
+        parts = ", ".join(f"{name} {format_gib(size)}" for name, size in peak.parts.items())
         smallest = math.ceil((needed + _ROUNDED_BYTES) / _GIB * 100) / 100
-        shrink = "a smaller --batch-size or --seq-len takes less"
+        shrink = "a smaller --batch-size or --seq-len needs less"
         raise UsageError(
-            f"even layer by layer the model needs {spell_size(needed)} ({parts}), and "
-            f"{spell_size(limits.host_bytes)} are {limits.host_why}",
+            f"even layer by layer the model needs {format_gib(needed)} ({parts}), but "
+            f"{format_gib(limits.host_bytes)} are {limits.host_why}",
             hint=f"the smallest --memory that works is {smallest:.2f}; {shrink}"
             if limits.is_given
             else f"use a machine with more memory; {shrink}",
@@ -169,8 +170,8 @@ class StreamPlanner:
         free = self._limits.device_bytes
         if peak is not None and free is not None and peak.total_bytes > free:
             raise UsageError(
-                f"even layer by layer the model needs {spell_size(peak.total_bytes)} on the GPU, "
-                f"and {spell_size(free)} are free",
+                f"even layer by layer the model needs {format_gib(peak.total_bytes)} on the GPU, "
+                f"but {format_gib(free)} are free",
                 hint="use a smaller --batch-size or --seq-len, or --device cpu",
             )
 
@@ -178,8 +179,8 @@ class StreamPlanner:
         free = shutil.disk_usage(self._scratch).free
         if scratch_bytes > free:
             raise UsageError(
-                f"{self._scratch}: {spell_size(scratch_bytes)} of hidden states have to wait "
-                f"there, and {spell_size(free)} are free",
+                f"{self._scratch}: {format_gib(scratch_bytes)} of hidden states have to be stored "
+                f"there, but {format_gib(free)} are free",
                 hint="use fewer --samples, a larger --memory, or another disk",
             )
 
@@ -192,14 +193,14 @@ def plan_streamed(
     device: str,
     scratch: Path,
 ) -> StreamPlanner:
-    """Measure the layers of a model, by their shapes, for a plan to stream it.
+    """Make the planner of a streamed run from the shapes of the model's layers.
 
     Args:
         subject: the model, built without weights in `dtype`.
-        limits: what memory there is.
-        dtype: what it computes in.
-        device: where.
-        scratch: folder for hidden states that memory has no room for.
+        limits: how much memory the run may use.
+        dtype: the dtype it computes in.
+        device: the device it computes on.
+        scratch: folder for the hidden states that do not fit into memory.
 
     Raises:
         ModelError: a weight is missing or has another shape.
@@ -210,7 +211,7 @@ def plan_streamed(
         subject,
         limits,
         [size_part(parted, part) for part in layer_parts(geometry, parted)],
-        around_bytes=parted.size_bytes(part_around(model, geometry, weights, parted)),
+        outside_bytes=parted.size_bytes(part_outside_layers(model, geometry, weights, parted)),
         scratch=scratch,
     )
 
@@ -222,10 +223,10 @@ def _head_bytes(subject: Streamable) -> int:
 
 
 def _explain(subject: Streamable, limits: Limits) -> str:
-    needed = sum(list_whole(subject).values())
+    needed = sum(whole_parts(subject).values())
     if limits.device_bytes is None:
         needed += limits.process_bytes + SLACK_BYTES
-        there = f"{spell_size(limits.host_bytes)} are {limits.host_why}"
+        there = f"{format_gib(limits.host_bytes)} are {limits.host_why}"
     else:
-        there = f"{spell_size(limits.device_bytes)} are free on the GPU"
-    return f"streaming layer by layer: the model needs {spell_size(needed)}, {there}"
+        there = f"{format_gib(limits.device_bytes)} are free on the GPU"
+    return f"streaming layer by layer: the model needs {format_gib(needed)}, {there}"

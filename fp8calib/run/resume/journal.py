@@ -116,12 +116,12 @@ class Journal:
             weights=frozenset(site.module for site in self.sites if site.role is Role.WEIGHT),
         )
 
-    def keep_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
+    def save_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
         """Keep the statistics of weights, where reading them took long enough."""
         if sites and duration_s >= _WORTH_KEEPING_S:
             self._write(f"weights-{self._rank}", sites, ())
 
-    def note(self, recorder: Recorder) -> None:
+    def save_if_due(self, recorder: Recorder) -> None:
         """Keep what a recorder holds, all of it finite, if the last time is long enough ago."""
         now = time.monotonic()
         since_call, self._called_at = now - self._called_at, now

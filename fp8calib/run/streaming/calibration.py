@@ -94,7 +94,7 @@ class LayerObserver:
         with self._streamed.layers() as layers:
             for layer in layers:
                 self._meet(layer)
-                self._streamed.pass_over()
+                self._streamed.skip_layer()
                 advance(1)
         return self._finish()
 

@@ -1,4 +1,4 @@
-"""A model built without weights, made ready to run but for its decoder layers."""
+"""The embeddings of a streamed model: only the rows that the text uses are read."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str, nn.Embedding]:
-    """Find the embeddings of tokens whose rows can be read one by one, by their path.
+    """Find the token embeddings whose rows can be read one by one, by their path.
 
-    Those of the class of the input embedding, that reach as far: others may not be given tokens.
+    They are of the class of the input embedding and at least as large: others may not get tokens.
     """
     path, decoder = find_text_decoder(model)
     inputs: Any = decoder.get_input_embeddings()  # type: ignore[operator]
@@ -84,7 +84,7 @@ def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str
 
 
 class EmbeddingRows:
-    """The rows of an embedding that the text uses; the others are never read."""
+    """The rows of an embedding that the text uses, in place of the whole."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class EmbeddingRows:
     ) -> None:
         self._embedding = embedding
         num_rows = embedding.num_embeddings
-        self._place = torch.full((num_rows,), -1, dtype=torch.int64)
+        self._row_of = torch.full((num_rows,), -1, dtype=torch.int64)
         self._read_rows = read_rows
         self._dtype = dtype
         self._device = device
@@ -106,15 +106,15 @@ class EmbeddingRows:
 
     def read_others(self, read_rows: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """Read the same rows of another embedding, for `replaced`."""
-        ids = (self._place >= 0).nonzero().flatten()
+        ids = (self._row_of >= 0).nonzero().flatten()
         pieces = _runs(ids, lambda start, stop: read_rows(start, stop).to(self._dtype))
         rows = torch.empty_like(self._rows, device="cpu")
-        rows[self._place[ids]] = _join(pieces, len(ids))
+        rows[self._row_of[ids]] = _join(pieces, len(ids))
         return rows.to(self._device)
 
     @contextmanager
     def replaced(self, rows: torch.Tensor) -> Iterator[None]:
-        """Hold other rows (`read_others`) in the embedding while the context is open."""
+        """Put other rows (`read_others`) into the embedding while the context is open."""
         self._embedding.weight = nn.Parameter(rows, requires_grad=False)
         try:
             yield
@@ -122,19 +122,19 @@ class EmbeddingRows:
             self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """Turn ids into numbers of rows that are in memory; rows that are not are read."""
-        places = self._place[ids.cpu()]
-        if bool((places < 0).any()):
-            self._read(ids.cpu()[places < 0])
-            places = self._place[ids.cpu()]
-        return places.to(ids.device)
+        """Convert token ids to row numbers in memory; rows not in memory are read first."""
+        rows = self._row_of[ids.cpu()]
+        if bool((rows < 0).any()):
+            self._read(ids.cpu()[rows < 0])
+            rows = self._row_of[ids.cpu()]
+        return rows.to(ids.device)
 
     def _read(self, ids: torch.Tensor) -> None:
         new = torch.unique(ids)
-        new = new[self._place[new] < 0]
+        new = new[self._row_of[new] < 0]
         pieces = _runs(new, lambda start, stop: self._read_rows(start, stop).to(self._dtype))
         rows = torch.cat([self._rows.cpu(), *pieces]) if len(self._rows) else None
-        self._place[new] = torch.arange(len(self._rows), len(self._rows) + len(new))
+        self._row_of[new] = torch.arange(len(self._rows), len(self._rows) + len(new))
         if rows is None:
             rows = _join(pieces, len(new))
         self._rows = rows.to(self._device)
@@ -144,7 +144,7 @@ class EmbeddingRows:
 def _runs(
     ids: torch.Tensor, read_rows: Callable[[int, int], torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Read neighbouring rows together, a few at a time."""
+    """Read consecutive rows together, up to a limit."""
     starts = torch.cat([torch.ones(1, dtype=torch.bool), ids[1:] != ids[:-1] + 1])
     for run in torch.tensor_split(ids, starts.nonzero().flatten()[1:]):
         for piece in torch.split(run, _ROWS_AT_ONCE):
@@ -172,7 +172,7 @@ def embedded_by_row(
     dtype: torch.dtype,
     device: str,
 ) -> Iterator[dict[str, EmbeddingRows]]:
-    """Give embeddings of tokens the rows of `tokens` while the context is open, by weight's name.
+    """Fill the token embeddings with the rows of `tokens` while the context is open.
 
     Args:
         model: built without weights.
@@ -181,6 +181,9 @@ def embedded_by_row(
         tokens: the ids of the text, in any order.
         dtype: what the model computes in.
         device: where the rows go.
+
+    Yields:
+        The rows of each embedding by the name of its weight.
     """
     found = embeddings_by_row(model, weights)
     handles = []
@@ -194,7 +197,7 @@ def embedded_by_row(
             dtype=dtype,
             device=device,
         )
-        module.padding_idx = None  # it serves training alone, and may lie beyond the rows
+        module.padding_idx = None  # used only in training, and may exceed the number of rows
         placed[f"{name}.weight"] = rows
         handles.append(module.register_forward_pre_hook(_hook(rows), with_kwargs=True))
     try:

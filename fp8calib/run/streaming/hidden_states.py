@@ -1,4 +1,4 @@
-"""What waits between layers: in memory up to a limit, beyond it in a file that is mapped."""
+"""The hidden states between two layers: in memory up to a limit, beyond it in a mapped file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fp8calib.errors import CalibrationError
+from fp8calib.machine.units import format_gib
 
 _ALIGNMENT = 64
 _SEGMENT_BYTES = 64 * 2**20
@@ -22,19 +23,19 @@ _SEGMENT_BYTES = 64 * 2**20
 @dataclass(slots=True)
 class _Slot:
     leaves: list[Any]
-    """Tensors on the CPU, whose memory is used again; other leaves as they are."""
+    """Tensors on the CPU, whose memory is reused; other leaves unchanged."""
     spec: Any
 
 
 class HiddenStateStore:
-    """Keeps trees of tensors by number; what is put under a number replaces what was there.
+    """Stores trees of tensors by number, one under each; a context manager.
 
-    The file has no name, so that nothing is left of it however the process ends. Its room is taken
-    when it is mapped: a full disk is an error, not a crash. Used as a context manager.
+    The file has no name: it is gone however the process ends. Its disk space is allocated when it
+    is mapped, so that a full disk is an error and not a crash.
 
     Attributes:
-        ram_bytes: what is kept in memory of the process's own.
-        file_bytes: what is kept in the file.
+        ram_bytes: bytes in memory.
+        file_bytes: bytes in the file.
     """
 
     def __init__(self, *, ram_limit_bytes: int, folder: Path) -> None:
@@ -47,10 +48,10 @@ class HiddenStateStore:
         self._segment = torch.zeros(0, dtype=torch.uint8)
 
     def put(self, number: int, tree: Any) -> None:
-        """Keep a copy of a tree of tensors.
+        """Store a copy of a tree of tensors, in place of the one with the same number.
 
         Raises:
-            CalibrationError: neither the limit nor the disk has room for it.
+            CalibrationError: it fits neither into memory nor onto the disk.
         """
         leaves, spec = pytree.tree_flatten(tree)
         known = self._slots[number].leaves if number in self._slots else []
@@ -59,7 +60,7 @@ class HiddenStateStore:
         self._slots[number] = _Slot(kept, spec)
 
     def get(self, number: int, device: torch.device) -> Any:
-        """Give the tree back; on the CPU its tensors are the kept ones, not copies."""
+        """Load a tree onto a device; on the CPU its tensors are the stored ones, not copies."""
         slot = self._slots[number]
         return pytree.tree_unflatten([_to(leaf, device) for leaf in slot.leaves], slot.spec)
 
@@ -92,7 +93,7 @@ class HiddenStateStore:
         return (room if fits else self._allocate(leaf)).copy_(leaf)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Give room of the shape and the order in memory of `like`: results may round by it."""
+        """Allocate with the shape and strides of `like`: results may round by their strides."""
         form = torch.empty_like(like, device="meta")
         size_bytes = form.numel() * form.element_size()
         if self.ram_bytes + size_bytes <= self._ram_limit_bytes:
@@ -104,10 +105,10 @@ class HiddenStateStore:
         )
 
     def _allocate_mapped(self, size_bytes: int) -> torch.Tensor:
-        taken_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-        if taken_bytes > len(self._segment):
-            self._segment = self._map_segment(max(taken_bytes, _SEGMENT_BYTES))
-        found, self._segment = self._segment[:size_bytes], self._segment[taken_bytes:]
+        aligned_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+        if aligned_bytes > len(self._segment):
+            self._segment = self._map_segment(max(aligned_bytes, _SEGMENT_BYTES))
+        found, self._segment = self._segment[:size_bytes], self._segment[aligned_bytes:]
         return found
 
     def _map_segment(self, size_bytes: int) -> torch.Tensor:
@@ -120,16 +121,11 @@ class HiddenStateStore:
             mapped = mmap.mmap(self._file.fileno(), size_bytes, offset=offset)
         except OSError as error:
             raise CalibrationError(
-                f"{self._folder}: no room for hidden states beyond {offset_text(self.file_bytes)}: "
-                f"{error.strerror}",
+                f"{self._folder}: no space for more than {format_gib(self.file_bytes)} of hidden "
+                f"states: {error.strerror}",
                 hint="use fewer --samples, a shorter --seq-len, a larger --memory, or another disk",
             ) from error
         return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-def offset_text(size_bytes: int) -> str:
-    """Spell a size in GiB."""
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def _to(leaf: Any, device: torch.device) -> Any:

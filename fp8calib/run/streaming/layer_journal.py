@@ -64,7 +64,9 @@ class LayerJournal:
         self.sites = sites
         return layer + 1
 
-    def note(self, layer: int, store: HiddenStateStore, sites: Mapping[Site, SiteStats]) -> None:
+    def save_if_due(
+        self, layer: int, store: HiddenStateStore, sites: Mapping[Site, SiteStats]
+    ) -> None:
         """Keep the state after a layer, where the last that was kept is long enough ago."""
         started = time.monotonic()
         interval_s = max(_SHORTEST_INTERVAL_S, _INTERVAL_PER_COST * self._cost_s)

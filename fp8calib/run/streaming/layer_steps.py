@@ -1,10 +1,9 @@
-"""One decoder layer of a model at a time, by the model's own forward and nothing of its own.
+"""Run one decoder layer at a time through the model's own forward.
 
-Whatever surrounds the layers (embeddings, masks, rotary tables, inputs of single layers) is run
-anew for each layer and micro-batch, which costs little beside a layer. The layers before the one
-that is run are passed over: the last of them gives what it gave, the others give NaN, so that a
-model whose layers read more than the layer before them is found out. Only what a layer gave has to
-be kept from one to the next.
+What surrounds the layers (embeddings, masks, rotary tables, inputs of single layers) runs again
+for each layer and micro-batch, which costs little beside a layer. The layers before the chosen one
+do not run: the last of them returns its stored output, the others return NaN, which reveals a model
+whose layers read more than the output before them. Only that output is stored between layers.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from fp8calib.run.forward.decoder import Decoder
 
 @dataclass(slots=True, kw_only=True)
 class LayerState:
-    """What a micro-batch has become after a layer."""
+    """The state of a micro-batch after a layer."""
 
     output: Any
-    """What the layer gave: a tensor, or tensors in a tuple."""
+    """The output of the layer: a tensor or a tuple of tensors."""
     shared: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    """What layers wrote for later ones into a mapping that all are passed (shared K and V)."""
+    """What layers wrote for later ones into a mapping passed to all of them (shared K and V)."""
 
 
 class _LayerIsDone(BaseException):
-    """Ends a forward pass; nothing after the layer is needed. No error, so nobody handles it."""
+    """Ends a forward pass after the layer. No Exception, so that no model handles it."""
 
 
 class LayerSteps:
@@ -50,7 +49,7 @@ class LayerSteps:
         self._before: LayerState | None = None
         self._after: LayerState | None = None
         self._checks = False
-        self._forms: list[Any] = []
+        self._shapes: list[Any] = []
         self._nans: list[Any] = []
 
     def run_layer(
@@ -62,8 +61,8 @@ class LayerSteps:
             index: the layer.
             batch: the micro-batch.
             cache: a fresh cache.
-            before: what `run_layer` gave for the layer before; None for the first layer.
-            checks: look whether the layer is given anything of the layers before the last.
+            before: the state after the layer before; None for the first layer.
+            checks: check that the layer reads nothing of the layers before the last one.
 
         Raises:
             ModelError: the model does not run its layers one after another.
@@ -79,13 +78,13 @@ class LayerSteps:
         self._before = self._after = None
         if after is None:
             raise ModelError(
-                f"{self._names[index]}: the model ran to its end without it",
+                f"{self._names[index]}: the model's forward ended without running it",
                 hint="it cannot be streamed: leave out --memory, or use a larger machine",
             )
         return after
 
     def finish(self, batch: Batch, cache: Any, before: LayerState) -> torch.Tensor:
-        """Run what comes after the last layer: the last hidden state, [B, S, C]."""
+        """Run what follows the last layer, and give the last hidden state: [B, S, C]."""
         self._begin(len(self._originals), before, checks=False)
         hidden = self._decoder.run(batch, cache)
         self._before = None
@@ -96,10 +95,10 @@ class LayerSteps:
         self._before, self._after, self._checks = before, None, checks
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the forward of layer `index`."""
+        """Replace the forward of layer `index`."""
         self._require_order(index)
         if index < self._chosen:
-            assert self._before is not None  # noqa: S101 -- given for every layer but the first
+            assert self._before is not None  # noqa: S101 -- None only at the first layer
             output = self._before.output
             return output if index == self._chosen - 1 else self._unknown(output)
         if self._checks and self._before is not None:
@@ -110,14 +109,14 @@ class LayerSteps:
         raise _LayerIsDone
 
     def _unknown(self, output: Any) -> Any:
-        """Give what has the form of `output`, and NaN for numbers."""
+        """Give a tree like `output`, filled with NaN."""
         leaves, spec = pytree.tree_flatten(output)
-        forms = [
+        shapes = [
             (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
-        if forms != self._forms:
-            self._forms, self._nans = forms, [_nan_like(leaf) for leaf in leaves]
+        if shapes != self._shapes:
+            self._shapes, self._nans = shapes, [_nan_like(leaf) for leaf in leaves]
         return pytree.tree_unflatten(self._nans, spec)
 
     def _require_order(self, index: int) -> None:
@@ -134,14 +133,14 @@ class LayerSteps:
         if not _has_nan((args, kwargs)) or _has_nan(self._before.output):
             return
         raise ModelError(
-            f"{self._names[self._chosen]} reads what a layer before the last one gave",
+            f"{self._names[self._chosen]} reads more than the output of the layer before it",
             hint="it cannot be streamed: leave out --memory, or use a larger machine",
         )
 
 
 @contextmanager
 def open_steps(decoder: Decoder, layers: Sequence[nn.Module]) -> Iterator[LayerSteps]:
-    """Put the layers under the control of `LayerSteps` while the context is open."""
+    """Let `LayerSteps` run the layers while the context is open."""
     steps = LayerSteps(decoder, layers)
     for index, layer in enumerate(layers):
         layer.forward = partial(steps.forward, index)
@@ -176,7 +175,7 @@ _Opened = dict[str, tuple[dict[Any, Any], dict[Any, int]]]
 
 
 def _open_shared(before: LayerState | None, args: Any, kwargs: Any) -> _Opened:
-    """Put back what earlier layers wrote, and note what there is before the layer runs."""
+    """Restore what earlier layers wrote, and record the mappings before the layer runs."""
     opened: _Opened = {}
     for name, mapping in _mappings(args, kwargs):
         known = {} if before is None else before.shared.get(name, {})

@@ -132,7 +132,7 @@ class StreamedModel:
 
         return hook
 
-    def pass_over(self) -> None:
+    def skip_layer(self) -> None:
         """Tell that a layer's weights are not placed: the next one may be read."""
         self._begin_next()
 
@@ -165,7 +165,7 @@ def open_streamed(
     stored = frozenset(made for group in weights.parameters.values() for made in group)
     compute_buffers(model, stored, device)
     streamed = StreamedModel(model, geometry, parted)
-    around = part_around(model, geometry, weights, parted)
+    around = part_outside_layers(model, geometry, weights, parted)
     with embedded_by_row(
         model, weights, checkpoint, tokens, dtype=dtype, device=device
     ) as streamed.embeddings:
@@ -185,7 +185,7 @@ def layer_parts(geometry: ModelGeometry, parted: PartedWeights) -> list[ModelPar
     ]
 
 
-def part_around(
+def part_outside_layers(
     model: PreTrainedModel, geometry: ModelGeometry, weights: WeightSource, parted: PartedWeights
 ) -> ModelPart:
     """Gather the text decoder's parameters outside its layers, without embeddings read by row.

@@ -132,12 +132,12 @@ class StreamedRunner:
             for layer in stack.enter_context(self._streamed.layers(until=until)):
                 meet_layer(layer)
                 if layer.layer.index < first:
-                    self._streamed.pass_over()
+                    self._streamed.skip_layer()
                     continue
                 with self._streamed.placed(layer):
                     self._run_layer(steps, store, layer, batches, recorder, advance)
                 if journal is not None and self._has_next(layer):
-                    journal.note(layer.layer.index, store, recorder.stats())
+                    journal.save_if_due(layer.layer.index, store, recorder.stats())
 
     def _run_layer(
         self,

@@ -57,7 +57,7 @@ class HeldTensors:
         """Tell the shape of what `read` gives."""
         return self._checkpoint.shape(name)
 
-    def part_from(self, tensor: torch.Tensor, names: Sequence[str]) -> None:
+    def copy_shared(self, tensor: torch.Tensor, names: Sequence[str]) -> None:
         """Copy those of `names` that are held and share memory with a tensor in use elsewhere."""
         room = tensor.untyped_storage().data_ptr()
         for name in names:
@@ -194,7 +194,7 @@ class PartedWeights:
                 held.release(stored)
             for name in names:
                 tensor = made[part.wanted[name]].to(self._target(name))
-                held.part_from(tensor, stored)
+                held.copy_shared(tensor, stored)
                 self._set(name, tensor)
 
     def drop(self, part: ModelPart) -> None:
