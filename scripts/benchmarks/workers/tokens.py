@@ -1,6 +1,6 @@
-"""Write the benchmark's tokens: python scripts/bench_tokens.py MODEL OUT SEQUENCES TOKENS [PART].
+"""Write the benchmark's tokens, and print the facts that the figures depend on as JSON.
 
-Prints, as JSON, what the figures depend on: threads, CPU abilities, device.
+python -m scripts.benchmarks.workers.tokens MODEL OUT SEQUENCES TOKENS PART
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from fp8calib.data.sources import Part
 from fp8calib.model.load import load_tokenizer, open_source
 
 
-def main(
-    model: str, out: Path, num_sequences: int, num_tokens: int, part: Part = "calibrate"
-) -> None:
+def main(model: str, out: Path, num_sequences: int, num_tokens: int, part: Part) -> None:
     """Cut a part of the built-in text into rows of exactly `num_tokens` ids."""
     source = open_source(model, revision=None, trust_remote_code=False, if_quantized="-")
     vocab_size = int(source.text_config.vocab_size)
@@ -38,7 +36,7 @@ def main(
 
 
 def describe_machine() -> dict[str, object]:
-    """Tell what the figures depend on."""
+    """Describe what the figures depend on: versions, threads, CPU abilities, GPU."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -49,7 +47,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def has_cpu_bfloat16() -> bool | None:
-    """Whether the CPU multiplies bfloat16 itself; None where nobody can tell."""
+    """Whether the CPU multiplies bfloat16 natively; None if unknown."""
     flags = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not flags.is_file():
         return None
@@ -58,4 +56,4 @@ def has_cpu_bfloat16() -> bool | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

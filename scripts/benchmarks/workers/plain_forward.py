@@ -1,6 +1,6 @@
-"""What calibration is measured against: load a model, run `model(input_ids)` over the tokens.
+"""The bare script that calibration is compared with: load a model, run `model(input_ids)`.
 
-python scripts/bench_plain.py MODEL TOKENS DTYPE DEVICE
+python -m scripts.benchmarks.workers.plain_forward MODEL TOKENS DTYPE DEVICE
 """
 
 import json
@@ -13,7 +13,7 @@ name, tokens, dtype, device = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(
     name, dtype=getattr(torch, dtype), device_map=None if device == "cpu" else device
 ).eval()
-with open(tokens) as file:  # noqa: PTH123 (as anybody would write it)
+with open(tokens) as file:  # noqa: PTH123 (as a user would write it)
     rows = [json.loads(line)["input_ids"] for line in file]
 with torch.no_grad():
     for row in rows:

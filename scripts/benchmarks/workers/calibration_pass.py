@@ -1,0 +1,108 @@
+"""Time the calibration pass, the plain forward and the decoder alone in one process.
+
+python -m scripts.benchmarks.workers.calibration_pass MODEL TOKENS DTYPE DEVICE ROUNDS
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from fp8calib.calibration import PreparedModel, calibrate, prepare
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.data.plan import DataPlan, build_plan
+from fp8calib.model.load import load_model, open_source
+from fp8calib.recipe import Recipe, load_recipe
+from fp8calib.stats.calibration_stats import CalibrationStats
+from scripts.benchmarks.workers.timing import load_batches, print_seconds, run_plain
+
+
+class Silent:
+    """Progress that is not shown."""
+
+    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
+        """Begin a stage."""
+
+    def advance(self, steps: int) -> None:
+        """Count finished steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A loaded model, ready to be calibrated on the benchmark's tokens."""
+
+    model: PreTrainedModel
+    checkpoint: Checkpoint
+    prepared: PreparedModel
+    batches: list[torch.Tensor]
+    plan: DataPlan
+    calibrate: Callable[[], CalibrationStats]
+    """Runs the calibration pass."""
+
+
+def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> None:
+    """Time recipe `kv` without its weight statistics, which are no part of a forward pass."""
+    recipe = load_recipe("kv")
+    observe = recipe.observe.model_copy(update={"weights": False})
+    recipe = recipe.model_copy(update={"observe": observe})
+    with set_up(folder, tokens, dtype, device, recipe) as setup:
+        decoder = setup.model.get_decoder()
+        runs = {
+            "plain": lambda: lambda: run_plain(setup.model, setup.batches),
+            "body": lambda: lambda: run_plain(decoder, setup.batches),
+            "calibrate": lambda: setup.calibrate,
+        }
+        print_seconds(runs, rounds=rounds, device=device)
+
+
+@contextmanager
+def set_up(folder: str, tokens: Path, dtype: str, device: str, recipe: Recipe) -> Iterator[Setup]:
+    """Load the model and plan exactly the tokens that the plain forward runs."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    source = open_source(folder, revision=None, trust_remote_code=False, if_quantized="-")
+    model = load_model(source, dtype=getattr(torch, dtype), device=device, device_map=None)
+    batches = load_batches(tokens, device)
+    plan = _plan_tokens(tokens, batches, model)
+    with Checkpoint.open(Path(folder)) as checkpoint:
+        ready = prepare(model, checkpoint, recipe)
+        run = partial(calibrate, ready, plan, source, checkpoint, recipe=recipe)
+        yield Setup(
+            model=model,
+            checkpoint=checkpoint,
+            prepared=ready,
+            batches=batches,
+            plan=plan,
+            calibrate=partial(run, batch_size=1, progress=Silent()),
+        )
+
+
+def _plan_tokens(tokens: Path, batches: list[torch.Tensor], model: PreTrainedModel) -> DataPlan:
+    def no_tokenizer() -> None:
+        msg = "the tokens are ids already"
+        raise RuntimeError(msg)
+
+    plan = build_plan(
+        [str(tokens)],
+        tokenizer=no_tokenizer,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        samples=len(batches),
+        seq_len=batches[0].shape[1],
+    )
+    same = [torch.equal(a, b[0].cpu()) for a, b in zip(plan.sequences, batches, strict=True)]
+    if not all(same):
+        msg = "the plan has other tokens than the plain forward runs"
+        raise RuntimeError(msg)
+    return plan
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))

@@ -1,0 +1,78 @@
+"""Time a verification and the plain forward pass in one process.
+
+python -m scripts.benchmarks.workers.verification_pass MODEL TOKENS DTYPE DEVICE ROUNDS
+
+Each verification has three passes: the reference, one candidate, and `scale-1.0`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fp8calib.engines.numerics import EngineProfile, find_profile
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import find_scheme
+from fp8calib.recipe import load_recipe
+from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.verification.candidates import (
+    Candidate,
+    Target,
+    build_kv_candidate,
+    build_scheme,
+    build_unscaled,
+)
+from fp8calib.verification.report import SCALE_ONE
+from fp8calib.verification.verify import ReferenceModel, VerificationRequest, verify
+from scripts.benchmarks.workers.calibration_pass import Setup, Silent, set_up
+from scripts.benchmarks.workers.timing import print_seconds, run_plain
+
+
+def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> None:
+    """Time the verification of a KV candidate and of a static W8A8 one."""
+    profile = find_profile("vllm")
+    with set_up(folder, tokens, dtype, device, load_recipe("w8a8-static")) as setup:
+        geometry = setup.prepared.geometry
+        unscaled = build_unscaled(SCALE_ONE, geometry, E4M3FN, profile)
+        reference = ReferenceModel(
+            name="bench",
+            model=setup.model,
+            geometry=geometry,
+            originals=setup.prepared.weights,
+            dtype=dtype,
+            device=device,
+        )
+
+        def verification(candidate: Candidate) -> Callable[[], object]:
+            request = VerificationRequest(profile=profile, candidates=(candidate, unscaled))
+            return lambda: verify(reference, request, setup.plan, batch_size=1, progress=Silent())
+
+        candidates = build_candidates(setup, profile)
+        runs = {
+            "plain": lambda: run_plain(setup.model, setup.batches),
+            **{name: verification(candidate) for name, candidate in candidates.items()},
+        }
+        prepared = {name: (lambda run=run: run) for name, run in runs.items()}
+        print_seconds(prepared, rounds=rounds, device=device)
+
+
+def build_candidates(setup: Setup, profile: EngineProfile) -> dict[str, Candidate]:
+    """Calibrate, and build a KV candidate and a static W8A8 one from the statistics."""
+    stats = setup.calibrate()
+    return {
+        "kv": build_kv_candidate("kv", compute_kv_scales(stats, E4M3FN), profile, "bench"),
+        "w8a8": build_scheme(
+            "w8a8",
+            find_scheme("fp8-static"),
+            Target(checkpoint=setup.checkpoint, fingerprint="", geometry=setup.prepared.geometry),
+            setup.model,
+            profile,
+            fmt=E4M3FN,
+            stats=stats,
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))
