@@ -1,4 +1,4 @@
-"""The set-up scripts hold together, and the tracked files name no one machine."""
+"""The scripts are consistent, and no tracked file contains a path of one machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ABSOLUTE_PATH = re.compile(rb"(?<![\w.~}])/(?:tmp|work|root|home|farm|Users)/[\w
 
 
 def _name(requirement: str) -> str:
-    """Return a requirement's package name in the one spelling PyPI compares by."""
+    """Return a requirement's package name as PyPI normalizes it."""
     found = re.match(r"[\w.-]+?(?=[\s<>=!~;\[]|$)", requirement)
     assert found is not None, requirement
     return re.sub(r"[-_.]+", "-", found.group()).lower()
@@ -33,6 +33,16 @@ def test_a_script_is_executable_and_its_bash_parses(script: Path) -> None:
     if text.startswith("#!/usr/bin/env bash\n"):
         assert "\nset -euo pipefail\n" in text
         subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_every_module_that_a_script_runs_exists() -> None:
+    text = "".join(script.read_text() for script in SCRIPTS)
+    modes = re.findall(r"--\w+(?= \||\))", (ROOT / "scripts" / "bench").read_text())
+    assert "--quality" in modes
+    named = [f"benchmarks.{name}" for name in ("calibrate", *(mode[2:] for mode in modes))]
+    named += re.findall(r"-m scripts\.(fixtures\.\w+)", text)
+    paths = [ROOT / "scripts" / f"{name.replace('.', '/')}.py" for name in named]
+    assert [path for path in paths if not path.exists()] == []
 
 
 def test_the_ci_runs_what_a_user_runs() -> None:

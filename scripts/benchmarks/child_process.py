@@ -50,7 +50,8 @@ def call(
 
 def read_json(*command: object) -> dict[str, Any]:
     """Run a child and read the JSON object in its last line of stdout."""
-    return json.loads(call(*command).splitlines()[-1])
+    found: dict[str, Any] = json.loads(call(*command).splitlines()[-1])
+    return found
 
 
 def measure(command: Sequence[str], log: Path, *, cap_bytes: int | None = None) -> Usage:

@@ -9,6 +9,7 @@ import json
 import platform
 import sys
 from pathlib import Path
+from typing import cast
 
 import torch
 import transformers
@@ -18,7 +19,7 @@ from fp8calib.data.sources import Part
 from fp8calib.model.load import load_tokenizer, open_source
 
 
-def main(model: str, out: Path, num_sequences: int, num_tokens: int, part: Part) -> None:
+def main(model: str, out: Path, num_sequences: int, num_tokens: int, part: str) -> None:
     """Cut a part of the built-in text into rows of exactly `num_tokens` ids."""
     source = open_source(model, revision=None, trust_remote_code=False, if_quantized="-")
     vocab_size = int(source.text_config.vocab_size)
@@ -28,7 +29,7 @@ def main(model: str, out: Path, num_sequences: int, num_tokens: int, part: Part)
         vocab_size=vocab_size,
         samples=num_sequences,
         seq_len=num_tokens,
-        part=part,
+        part=cast("Part", part),
     )
     rows = (json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in plan.sequences)
     out.write_text("".join(rows))
