@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from fp8calib.data.plan import build_plan
-from fp8calib.data.sources import Part
+from fp8calib.data.sources import BuiltinPart
 from fp8calib.model.load import load_tokenizer, open_source
 
 
@@ -29,7 +29,7 @@ def main(model: str, out: Path, num_sequences: int, num_tokens: int, part: str) 
         vocab_size=vocab_size,
         samples=num_sequences,
         seq_len=num_tokens,
-        part=cast("Part", part),
+        part=cast("BuiltinPart", part),
     )
     rows = (json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in plan.sequences)
     out.write_text("".join(rows))
