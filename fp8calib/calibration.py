@@ -17,8 +17,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped, prepare
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
-from fp8calib.observe.calibration_hooks import CalibrationHooks
-from fp8calib.observe.hooks import open_hooks
+from fp8calib.observe.calibration_hooks import open_calibration_hooks
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
 from fp8calib.recipe import Recipe
 from fp8calib.run.forward.whole import WholeRunner
@@ -216,24 +215,15 @@ def _activations(
     progress: Progress,
     share: WorkShare,
 ) -> dict[Site, SiteStats]:
-    observe = recipe.observe
     recorder = Recorder()
-    runner = WholeRunner(
-        prepared.model, prepared.geometry, observe_kv=observe.kv, ignored=prepared.ignored
-    )
     progress.stage("calibrating", sum(batch.num_tokens for batch in todo), unit="tokens")
     with (
-        open_hooks(
-            prepared.model,
-            prepared.geometry,
-            CalibrationHooks(recorder),
-            query=observe.query,
-            inputs=observe.inputs,
-            ignored=prepared.ignored,
-        ),
+        open_calibration_hooks(
+            prepared.model, prepared.geometry, recorder, recipe.observe, ignored=prepared.ignored
+        ) as new_cache,
         _kept(recorder, share.journal) as on_checked,
     ):
-        runner.run(
+        WholeRunner(prepared.model, new_cache).run(
             todo,
             recorder,
             progress.advance,

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
 import torch
+from transformers import PreTrainedModel
 
 from fp8calib.fp8.amax import channel_amax, expert_counts, group_amax, row_amax, segment_amax
-from fp8calib.geometry.model_geometry import Attention, Linear
+from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.hooks import ExpertsCall
+from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions
 from fp8calib.observe.recorder import ExpertRows, Recorder
+from fp8calib.recipe import Observe
 from fp8calib.stats.histogram import count_bins
+
+
+@contextmanager
+def open_calibration_hooks(
+    model: PreTrainedModel,
+    geometry: ModelGeometry,
+    recorder: Recorder,
+    observe: Observe,
+    *,
+    ignored: Collection[str],
+) -> Iterator[Callable[[], HookedCache]]:
+    """Show the tensors of `model` to a recorder while the context is open.
+
+    Args:
+        model: the model, unquantized.
+        geometry: its geometry.
+        recorder: sees the tensors.
+        observe: which of K and V, q, and the inputs of linears it sees.
+        ignored: paths of modules it does not see.
+
+    Yields:
+        Makes the cache for one forward pass; it holds the hook of K and V.
+    """
+    hooks = CalibrationHooks(recorder)
+    config = model.config.get_text_config(decoder=True)
+    attentions = own_attentions(geometry)
+    unseen = ignored if observe.kv else {each.module for each in attentions.values()}
+    with open_hooks(
+        model, geometry, hooks, query=observe.query, inputs=observe.inputs, ignored=ignored
+    ):
+        yield lambda: HookedCache(config, attentions, unseen, hooks)
 
 
 class CalibrationHooks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,9 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch, cut_batch
 from fp8calib.errors import CalibrationError
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.machine.allocator import return_freed_memory, return_memory_of
-from fp8calib.observe.calibration_hooks import CalibrationHooks
-from fp8calib.observe.hooks import HookedCache, own_attentions
+from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.run.forward.decoder import Decoder, OutOfMemoryInForward
 
@@ -39,18 +37,10 @@ def _ignore(*_: object) -> None:
 class WholeRunner:
     """Runs the text decoder (never the lm_head) and shows every batch to a recorder."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        geometry: ModelGeometry,
-        *,
-        observe_kv: bool,
-        ignored: Collection[str],
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, new_cache: Callable[[], HookedCache]) -> None:
+        """Take from `open_calibration_hooks` the function that makes a batch's cache."""
         self._decoder = Decoder(model)
-        self._attentions = own_attentions(geometry)
-        all_modules = {attention.module for attention in self._attentions.values()}
-        self._ignored = frozenset(ignored) if observe_kv else frozenset(all_modules)
+        self._new_cache = new_cache
         self._max_sequences = sys.maxsize
         self._has_run = False
 
@@ -115,10 +105,7 @@ class WholeRunner:
     def _forward(self, batch: Batch, recorder: Recorder) -> None:
         rows, columns = batch.input_ids.shape
         recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
-        cache = HookedCache(
-            self._decoder.config, self._attentions, self._ignored, CalibrationHooks(recorder)
-        )
-        self._decoder.run(batch, cache)
+        self._decoder.run(batch, self._new_cache())
         recorder.end_batch()
         if not self._has_run:
             # Statistics are new tensors between the activations; later batches add to them.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -13,8 +13,7 @@ from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
-from fp8calib.observe.calibration_hooks import CalibrationHooks
-from fp8calib.observe.hooks import open_hooks
+from fp8calib.observe.calibration_hooks import open_calibration_hooks
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
@@ -71,9 +70,11 @@ class LayerObserver:
 
         Of one that does not fit into memory a half is tried, and taken for half of it.
         """
-        runner = self._runner(streaming)
         try:
-            with self._open_hooks(), runner.first_layer(batch, self.recorder) as first:
+            with (
+                self._runner(streaming) as runner,
+                runner.first_layer(batch, self.recorder) as first,
+            ):
                 return probe_layer(self._streamed, first, meet_layer=self._meet)
         except OutOfMemoryInForward:
             size = len(batch.lengths) // 2
@@ -136,27 +137,19 @@ class LayerObserver:
         advance: Callable[[int], None],
         journal: Journal | None,
     ) -> dict[Site, SiteStats]:
-        runner = self._runner(streaming)
         kept = None if journal is None else LayerJournal(journal, batches)
-        with self._open_hooks():
+        with self._runner(streaming) as runner:
             runner.run(batches, self.recorder, advance, meet_layer=self._meet, journal=kept)
         earlier = {} if kept is None else kept.sites
         return merge_sites([self._finish(), earlier, self.recorder.stats()])
 
-    def _runner(self, streaming: Streaming) -> StreamedRunner:
-        return StreamedRunner(
-            self._streamed, streaming, observe_kv=self._observe.kv, ignored=self._ignored
-        )
-
-    def _open_hooks(self) -> AbstractContextManager[None]:
-        return open_hooks(
-            self._streamed.model,
-            self._streamed.geometry,
-            CalibrationHooks(self.recorder),
-            query=self._observe.query,
-            inputs=self._observe.inputs,
-            ignored=self._ignored,
-        )
+    @contextmanager
+    def _runner(self, streaming: Streaming) -> Iterator[StreamedRunner]:
+        streamed = self._streamed
+        with open_calibration_hooks(
+            streamed.model, streamed.geometry, self.recorder, self._observe, ignored=self._ignored
+        ) as new_cache:
+            yield StreamedRunner(streamed, streaming, new_cache)
 
     def _meet(self, layer: StreamedLayer) -> None:
         if not self._observe.weights:

@@ -7,14 +7,13 @@ of `fp8calib.run.whole`, so the statistics are the same, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Site
-from fp8calib.observe.calibration_hooks import CalibrationHooks
-from fp8calib.observe.hooks import HookedCache, own_attentions
+from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder, view_batch
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.whole import GPU_BATCHES_PER_CHECK, nonfinite_error, one_by_one
@@ -52,16 +51,13 @@ class StreamedRunner:
         self,
         streamed: StreamedModel,
         streaming: Streaming,
-        *,
-        observe_kv: bool,
-        ignored: Collection[str],
+        new_cache: Callable[[], HookedCache],
     ) -> None:
+        """Take from `open_calibration_hooks` the function that makes a batch's cache."""
         self._streamed = streamed
         self._streaming = streaming
         self._decoder = Decoder(streamed.model)
-        self._attentions = own_attentions(streamed.geometry)
-        all_modules = {attention.module for attention in self._attentions.values()}
-        self._ignored = frozenset(ignored) if observe_kv else frozenset(all_modules)
+        self._new_cache = new_cache
 
     def run(
         self,
@@ -190,9 +186,6 @@ class StreamedRunner:
     ) -> LayerState:
         rows, columns = batch.input_ids.shape
         recorder.begin_batch(view_batch((rows, columns), batch.lengths, batch.first, batch.quarter))
-        cache = HookedCache(
-            self._decoder.config, self._attentions, self._ignored, CalibrationHooks(recorder)
-        )
-        after = steps.run_layer(index, batch, cache, before, checks=checks)
+        after = steps.run_layer(index, batch, self._new_cache(), before, checks=checks)
         recorder.end_batch()
         return after
