@@ -1,4 +1,4 @@
-"""Options that several commands share, and what typer's grammar lacks."""
+"""Options that several commands share, and option values that typer cannot parse itself."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ FormatOption = Annotated[
 ]
 TpOption = Annotated[
     list[int] | None,
-    typer.Option("--tp", metavar="N", help="Tensor-parallel degree of the JSON formats; repeat."),
+    typer.Option(
+        "--tp", metavar="N", help="Tensor-parallel degree of the JSON formats; repeat for more."
+    ),
 ]
 RuleOption = Annotated[
     str | None,
     typer.Option(
         "--rule",
         metavar="NAME",
-        help="Magnitude that a scale covers: amax (default), percentile:P, mse (least squared "
-        "error) or headroom:H (H times amax). Of K, V and inputs; weights always use amax.",
+        help="Rule for the scales of K, V and inputs: amax (default), percentile:P, mse (least "
+        "squared error) or headroom:H (H times amax). Weights always use amax.",
     ),
 ]
 FallbackOption = Annotated[
@@ -31,27 +33,28 @@ FallbackOption = Annotated[
     typer.Option(
         "--fallback",
         metavar="NAME",
-        help="Scale where none can be computed: layer-max, one or refuse.",
+        help="Scale of a site for which none can be computed: layer-max, one or refuse.",
     ),
 ]
 Fp8DtypeOption = Annotated[
     str | None,
-    typer.Option("--fp8-dtype", metavar="NAME", help="e4m3fn (default) or e4m3fnuz."),
+    typer.Option("--fp8-dtype", metavar="NAME", help="FP8 format: e4m3fn (default) or e4m3fnuz."),
 ]
 ForceOption = Annotated[
     bool,
     typer.Option(
-        "--force", help="Replace the files this run writes; a folder that holds others is refused."
+        "--force", help="Overwrite earlier output; a folder with any other file is still refused."
     ),
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout, talk on stderr.")
+    bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
 ]
 RevisionOption = Annotated[
-    str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the hub.")
+    str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit on the Hub.")
 ]
 TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the Python code a checkpoint carries.")
+    bool,
+    typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint."),
 ]
 
 DataOption = Annotated[
@@ -64,27 +67,36 @@ DataOption = Annotated[
     ),
 ]
 SamplesOption = Annotated[
-    int | None, typer.Option("--samples", metavar="N", min=1, help="Sequences; default 512.")
+    int | None,
+    typer.Option("--samples", metavar="N", min=1, help="Number of sequences; default 512."),
 ]
 SeqLenOption = Annotated[
     int | None,
     typer.Option(
-        "--seq-len", metavar="L", min=2, help="Tokens each; default min(2048, the model's)."
+        "--seq-len",
+        metavar="L",
+        min=2,
+        help="Tokens per sequence; default 2048, or the model's maximum if smaller.",
     ),
 ]
 BatchSizeOption = Annotated[
     int | None,
-    typer.Option("--batch-size", metavar="B", min=1, help="Sequences at once; default 1."),
+    typer.Option("--batch-size", metavar="B", min=1, help="Sequences per batch; default 1."),
 ]
 NoPackOption = Annotated[
-    bool, typer.Option("--no-pack", help="Keep rows whole: cut, padded, the padding masked.")
+    bool,
+    typer.Option(
+        "--no-pack", help="One text per sequence, truncated or padded; padding is masked."
+    ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Where to run.")
+    str, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Device to compute on.")
 ]
 DtypeOption = Annotated[
     str,
-    typer.Option("--dtype", metavar="auto|float32|bfloat16|float16", help="What to compute in."),
+    typer.Option(
+        "--dtype", metavar="auto|float32|bfloat16|float16", help="Data type to compute in."
+    ),
 ]
 DeviceMapOption = Annotated[
     str | None,
@@ -95,14 +107,14 @@ MemoryOption = Annotated[
     typer.Option(
         "--memory",
         metavar="GIB",
-        help="What the process may take, all in all; a model that needs more is read layer by "
-        "layer. Default: what the machine has left.",
+        help="Memory limit of the process; a model that needs more is streamed layer by layer. "
+        "Default: what is available on the machine.",
     ),
 ]
 
 
 def spread_formats(arguments: Sequence[str]) -> list[str]:
-    """Let one --format take several names: `--format a b` becomes `--format a --format b`."""
+    """Allow several names after one --format: `--format a b` becomes `--format a --format b`."""
     spread: list[str] = []
     in_formats = is_value = False
     for argument in arguments:

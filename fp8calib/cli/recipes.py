@@ -1,4 +1,4 @@
-"""`fp8calib recipes`: list the shipped recipes, or print one with its schema explained."""
+"""`fp8calib recipes`: list the recipes, or print one with an explanation of every key."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fp8calib.cli.option_types import JsonOption
 
 def recipes_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A shipped recipe or a YAML file.")
+        str | None, typer.Argument(metavar="[NAME]", help="A recipe of fp8calib, or a YAML file.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the recipes, or print one and explain every key it may hold.
+    """List the recipes, or print one and explain every key.
 
     Example: fp8calib recipes kv
     """
@@ -29,34 +29,34 @@ def recipes_command(
     if name is not None:
         recipe = load_recipe(name)
         if as_json:
-            print_json({"recipe": recipe.model_dump(mode="json"), "schema": _explained()})
+            print_json({"recipe": recipe.model_dump(mode="json"), "schema": _describe_keys()})
             return
         print_text(read_recipe(name))
-        rows = [[key, text["default"], text["description"]] for key, text in _explained().items()]
-        print_table("every key a recipe may hold", ["key", "default", "meaning"], rows)
+        rows = [
+            [key, text["default"], text["description"]] for key, text in _describe_keys().items()
+        ]
+        print_table("keys of a recipe", ["key", "default", "meaning"], rows)
         return
     recipes = {key: load_recipe(key) for key in recipe_files()}
     if as_json:
         print_json({"recipes": {key: r.description for key, r in recipes.items()}})
         return
-    print_table(
-        "recipes", ["name", "what it is for"], [[k, r.description] for k, r in recipes.items()]
-    )
+    print_table("recipes", ["name", "purpose"], [[k, r.description] for k, r in recipes.items()])
 
 
-def _explained() -> dict[str, dict[str, str]]:
+def _describe_keys() -> dict[str, dict[str, str]]:
     from fp8calib.recipe import Recipe  # noqa: PLC0415
 
-    return _explain_fields(Recipe, prefix="")
+    return _describe_fields(Recipe, prefix="")
 
 
-def _explain_fields(model: Any, *, prefix: str) -> dict[str, dict[str, str]]:
+def _describe_fields(model: Any, *, prefix: str) -> dict[str, dict[str, str]]:
     explained: dict[str, dict[str, str]] = {}
     for name, field in model.model_fields.items():
         if hasattr(field.annotation, "model_fields"):
-            explained |= _explain_fields(field.annotation, prefix=f"{prefix}{name}.")
+            explained |= _describe_fields(field.annotation, prefix=f"{prefix}{name}.")
         else:
-            default = "required" if field.is_required() else _spell(field.default)
+            default = "required" if field.is_required() else _format_default(field.default)
             explained[f"{prefix}{name}"] = {
                 "default": default,
                 "description": field.description or "",
@@ -64,7 +64,7 @@ def _explain_fields(model: Any, *, prefix: str) -> dict[str, dict[str, str]]:
     return explained
 
 
-def _spell(default: object) -> str:
+def _format_default(default: object) -> str:
     if isinstance(default, tuple):
         return "[" + ", ".join(map(str, default)) + "]"
     if default is None or isinstance(default, bool):

@@ -75,7 +75,7 @@ def test_without_json_an_error_leaves_stdout_empty() -> None:
 
 
 def test_main_inner_raises_what_main_shows() -> None:
-    with pytest.raises(UsageError, match="needs at least one --format"):
+    with pytest.raises(UsageError, match="export: --format is missing"):
         main_inner(["export", "stats.safetensors", "--out", "out"])
 
 

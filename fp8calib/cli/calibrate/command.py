@@ -1,4 +1,4 @@
-"""`fp8calib calibrate`: the options, and nothing heavy before they are parsed."""
+"""The options of `fp8calib calibrate`; heavy libraries are imported after they are parsed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,19 @@ from fp8calib.cli.option_types import (
 
 
 def calibrate_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or Hub id.")],
     data: DataOption = None,
     recipe: Annotated[
-        str, typer.Option("--recipe", metavar="NAME|FILE", help="See `fp8calib recipes`.")
+        str,
+        typer.Option(
+            "--recipe",
+            metavar="NAME|FILE",
+            help="What to observe and write; see `fp8calib recipes`.",
+        ),
     ] = "kv",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Default: ./<model>-fp8calib."),
+        typer.Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8calib."),
     ] = None,
     formats: FormatOption = None,
     tp: TpOption = None,
@@ -50,30 +55,30 @@ def calibrate_command(
     no_pack: NoPackOption = False,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", metavar="S", help="Orders the mixing of weighted specs."),
+        typer.Option("--seed", metavar="S", help="Seed for mixing weighted data specs."),
     ] = None,
     rule: RuleOption = None,
     fallback: FallbackOption = None,
     fp8_dtype: Fp8DtypeOption = None,
     query_scale: Annotated[
-        bool, typer.Option("--query-scale", help="Write q_scale into overlays.")
+        bool, typer.Option("--query-scale", help="Also write q_scale into overlays.")
     ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     device_map: DeviceMapOption = None,
     memory: MemoryOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan; run and write nothing.")
+        bool, typer.Option("--dry-run", help="Print the plan and exit: run and write nothing.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where an interrupted or killed run stopped.")
+        bool, typer.Option("--resume", help="Continue an interrupted or killed run.")
     ] = False,
     shard: Annotated[
         str | None,
         typer.Option(
             "--shard",
             metavar="I/N",
-            help="Run part I (from 1) of N; `fp8calib merge` joins what all parts wrote.",
+            help="Run only part I of N (from 1); `fp8calib merge` joins the statistics.",
         ),
     ] = None,
     revision: RevisionOption = None,
@@ -81,7 +86,7 @@ def calibrate_command(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run calibration text through an unquantized model and write FP8 scales engines load.
+    """Run calibration text through an unquantized model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
@@ -92,7 +97,7 @@ def calibrate_command(
         from fp8calib.cli.recipe_options import override_recipe  # noqa: PLC0415
         from fp8calib.data.shares import parse_share  # noqa: PLC0415
 
-    asked_of_data = {
+    data_options = {
         "sources": data,
         "samples": samples,
         "seq_len": seq_len,
@@ -102,7 +107,7 @@ def calibrate_command(
     }
     resolved = override_recipe(
         recipe,
-        data=asked_of_data,
+        data=data_options,
         scales={"rule": rule, "fallback": fallback, "fp8_dtype": fp8_dtype},
         top={
             "formats": split_names(formats),
@@ -110,11 +115,11 @@ def calibrate_command(
             "query_scale": query_scale or None,
         },
     )
-    if not resolved.observe.needs_forward and any(v is not None for v in asked_of_data.values()):
-        warn(f"recipe {resolved.name} runs no data: --data and what goes with it change nothing")
+    if not resolved.observe.needs_forward and any(v is not None for v in data_options.values()):
+        warn(f"recipe {resolved.name} runs no data: --data and related options have no effect")
     if shard is not None:
         if formats:
-            warn("--format: a shard writes no scales; `fp8calib export` does, after the merge")
+            warn("--format has no effect on a shard: run `fp8calib export` after `fp8calib merge`")
         resolved = leave_out_formats(resolved)
     run_calibrate(
         CalibrateSettings(

@@ -1,4 +1,4 @@
-"""`fp8calib export`: any format and tensor-parallel degree from a stats file, no forward pass."""
+"""The options of `fp8calib export`."""
 
 from __future__ import annotations
 
@@ -22,35 +22,39 @@ from fp8calib.cli.option_types import (
 
 
 def export_command(
-    stats: Annotated[Path, typer.Argument(metavar="STATS", help="What calibrate wrote.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into.")],
+    stats: Annotated[
+        Path, typer.Argument(metavar="STATS", help="stats.safetensors of a calibration.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder.")],
     formats: FormatOption = None,
     tp: TpOption = None,
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="MODEL", help="The unquantized model, for overlays and weights."
+            "--model",
+            metavar="MODEL",
+            help="The unquantized model; needed for overlays and weights.",
         ),
     ] = None,
     rule: RuleOption = None,
     fallback: FallbackOption = None,
     fp8_dtype: Fp8DtypeOption = None,
     query_scale: Annotated[
-        bool, typer.Option("--query-scale", help="Write q_scale into overlays.")
+        bool, typer.Option("--query-scale", help="Also write q_scale into overlays.")
     ] = False,
     with_weights: Annotated[
         bool,
         typer.Option(
             "--with-weights",
-            help="With --format rfc and --model: write the FP8 weights of every rank too. Here "
-            "MODEL may be int4 (compressed-tensors, symmetric, one scale for each tensor): the "
-            "JSON then has the compound scale.",
+            help="With --format rfc and --model: also write the FP8 weights of every rank. MODEL "
+            "may then be int4 (compressed-tensors, symmetric, one scale per tensor), and the JSON "
+            "holds the compound scales.",
         ),
     ] = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write scales in other formats, or for other tensor-parallel degrees.
+    """Write the scales of a calibration in other formats or for other tensor-parallel degrees.
 
     Example: fp8calib export out/stats.safetensors --format rfc vllm-json --tp 2 --out tp2
     """
@@ -62,7 +66,7 @@ def export_command(
     names = split_names(formats)
     if not names:
         raise UsageError(
-            "export needs at least one --format", hint=f"known formats: {', '.join(FORMAT_NAMES)}"
+            "export: --format is missing", hint=f"known formats: {', '.join(FORMAT_NAMES)}"
         )
     resolved = override_recipe(
         "kv",

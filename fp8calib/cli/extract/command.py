@@ -1,4 +1,4 @@
-"""`fp8calib extract-kv-scales`: the KV scales of a quantized checkpoint, beside the model."""
+"""The options of `fp8calib extract-kv-scales`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def extract_command(
         typer.Option(
             "--quantized-model",
             metavar="PATH",
-            help="Checkpoint folder or file (.safetensors .json .npz) that holds KV scales.",
+            help="Checkpoint folder, or file (.safetensors .json .npz), with KV scales.",
         ),
     ],
     model: Annotated[
         str,
-        typer.Option("--model", metavar="MODEL", help="The unquantized model: folder or hub id."),
+        typer.Option("--model", metavar="MODEL", help="The unquantized model: folder or Hub id."),
     ],
     save_path: Annotated[
         Path,
         typer.Option(
             "--save-path",
             metavar="DIR",
-            help="The checkpoint that is written, or the folder of the one file.",
+            help="Output folder: a checkpoint, or the folder of one file, by --format.",
         ),
     ],
     formats: FormatOption = None,
@@ -46,14 +46,17 @@ def extract_command(
         typer.Option(
             "--source-dtype",
             metavar="NAME",
-            help="e4m3fn or e4m3fnuz: what the scales are for, where the files do not say.",
+            help="FP8 format that the scales were made for, if the files do not state it: "
+            "e4m3fn or e4m3fnuz.",
         ),
     ] = None,
     fp8_dtype: Fp8DtypeOption = None,
     tp: Annotated[
         int | None,
         typer.Option(
-            "--tp", metavar="N", help="Ranks of the JSON form; default: as many as are found."
+            "--tp",
+            metavar="N",
+            help="Tensor-parallel degree of the JSON formats; default: that of the source.",
         ),
     ] = None,
     revision: RevisionOption = None,
@@ -61,7 +64,7 @@ def extract_command(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Take the KV scales out of a quantized checkpoint and write them beside the unquantized model.
+    """Copy the KV scales of a quantized checkpoint to its unquantized model.
 
     Example: fp8calib extract-kv-scales --quantized-model llama-fp8 --model llama --save-path out
     """
@@ -72,8 +75,8 @@ def extract_command(
     names = split_names(formats) or ["kv-overlay"]
     if len(names) > 1:
         raise UsageError(
-            f"--format {' '.join(names)}: --save-path is one checkpoint, or holds one file",
-            hint="name one format, and run once for each",
+            f"--format {' '.join(names)}: only one format can be written to --save-path",
+            hint="run the command once for each format",
         )
     run_extract(
         ExtractSettings(

@@ -1,4 +1,4 @@
-"""`fp8calib merge`: the options, and nothing heavy before they are parsed."""
+"""The options of `fp8calib merge`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def merge_command(
         list[Path],
         typer.Argument(
             metavar="STATS...",
-            help="What every shard wrote: its stats.safetensors, or the folder that holds it.",
+            help="stats.safetensors of every shard, or its output folder.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="STATS", help="The file to write.")],
+    out: Annotated[Path, typer.Option("--out", metavar="STATS", help="Output file.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Join the statistics of all shards of a calibration to those of the whole.
+    """Join the statistics of all shards of a calibration.
 
     Example: fp8calib merge one/stats.safetensors two/stats.safetensors --out stats.safetensors
     """

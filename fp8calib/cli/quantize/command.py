@@ -1,4 +1,4 @@
-"""`fp8calib quantize`: the options, and nothing heavy before they are parsed."""
+"""The options of `fp8calib quantize`; heavy libraries are imported after they are parsed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _describe_dialects() -> Iterator[str]:
 
 def quantize_command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder or hub id of the unquantized model.")
+        str, typer.Argument(metavar="MODEL", help="The unquantized model: folder or Hub id.")
     ],
     scheme: Annotated[
         str,
@@ -37,11 +37,15 @@ def quantize_command(
             help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The FP8 checkpoint to write.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Output folder of the FP8 checkpoint.")
+    ],
     stats: Annotated[
         Path | None,
         typer.Option(
-            "--stats", metavar="STATS", help="What calibrate wrote: scales of inputs, K and V."
+            "--stats",
+            metavar="STATS",
+            help="Statistics of a calibration, for the scales of inputs, K and V.",
         ),
     ] = None,
     form: Annotated[
@@ -57,24 +61,24 @@ def quantize_command(
         typer.Option(
             "--ignore",
             metavar="PATTERN",
-            help="Leave a module and what is in it unquantized: its path, a glob, or re: and an "
-            "expression for the whole path; repeat. Heads, embeddings, norms, routers, towers and "
-            "projectors are left out already.",
+            help="Leave a module and its submodules unquantized: a path, a glob, or re: and a "
+            "regular expression that matches the whole path; repeat for more. Heads, embeddings, "
+            "norms, routers, towers and projectors are never quantized.",
         ),
     ] = None,
     no_shared_scales: Annotated[
         bool,
         typer.Option(
             "--no-shared-scales",
-            help="Per tensor: a weight scale for each of q, k, v, of gate and up, and an input "
-            "scale for each expert.",
+            help="With scales per tensor: give q, k and v, and gate and up, a weight scale each, "
+            "and every expert its own input scale.",
         ),
     ] = False,
     dequantize: Annotated[
         bool,
         typer.Option(
             "--dequantize",
-            help="Read the FP8 weights of a MODEL that is quantized already back on the way.",
+            help="Accept a MODEL with FP8 weights: dequantize them first.",
         ),
     ] = False,
     device: Annotated[
@@ -82,18 +86,18 @@ def quantize_command(
         typer.Option(
             "--device",
             metavar="auto|cpu|cuda[:i]",
-            help="Where to compute; auto is the CPU, which outruns the disk.",
+            help="Device to compute on; auto is the CPU, which is faster than the disk.",
         ),
     ] = "auto",
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on after the last shard an interrupted run finished."),
+        typer.Option("--resume", help="Continue an interrupted run after its last finished shard."),
     ] = False,
     revision: RevisionOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write an FP8 checkpoint, shard by shard: no class of the model, no memory for it.
+    """Write an FP8 checkpoint shard by shard, without loading the model.
 
     Example: fp8calib quantize meta-llama/Llama-3.1-8B-Instruct --scheme fp8-dynamic --out llama-fp8
     """

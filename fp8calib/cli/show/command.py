@@ -1,4 +1,4 @@
-"""`fp8calib show`: readable tables of a stats file, or of a file of scales."""
+"""The options of `fp8calib show`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def show_command(
         Path,
         typer.Argument(
             metavar="STATS|SCALES",
-            help="stats.safetensors, a safetensors, npz or JSON file of scales, or their folder.",
+            help="Statistics or scales: a file (.safetensors .npz .json) or a folder.",
         ),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a file of statistics or scales holds.
+    """Print the contents of a file of statistics or scales.
 
     Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors
     """
@@ -32,9 +32,9 @@ def show_command(
 
     try:
         if not path.exists():
-            raise UsageError(f"no file at {path}")
+            raise UsageError(f"{path}: no such file or folder")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{shorten(str(path))}: cannot be looked at") from error
+        raise UsageError(f"{shorten(str(path))}: cannot be read") from error
     if path.is_dir():
         refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path

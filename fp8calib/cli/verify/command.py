@@ -1,4 +1,4 @@
-"""`fp8calib verify`: the options, and nothing heavy before they are parsed."""
+"""The options of `fp8calib verify`; heavy libraries are imported after they are parsed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from fp8calib.fp8.schemes import SCHEMES
 
 def verify_command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder or hub id of the unquantized model.")
+        str, typer.Argument(metavar="MODEL", help="The unquantized model: folder or Hub id.")
     ],
     scales: Annotated[
         list[str] | None,
         typer.Option(
             "--scales",
             metavar="PATH",
-            help="Stats, scales in any dialect, or an FP8 checkpoint; repeat to compare several.",
+            help="Statistics, a file of scales, or an FP8 checkpoint; repeat to compare several.",
         ),
     ] = None,
     data: DataOption = None,
@@ -43,7 +43,7 @@ def verify_command(
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="Whose FP8 to emulate: vllm, vllm-cpu, sglang, tgi or reference.",
+            help="Engine to emulate: vllm, vllm-cpu, sglang, tgi or reference.",
         ),
     ] = "vllm",
     scheme: Annotated[
@@ -51,7 +51,8 @@ def verify_command(
         typer.Option(
             "--scheme",
             metavar="NAME",
-            help=f"Quantize weights and inputs of the stats: {', '.join(SCHEMES)}.",
+            help="Emulate FP8 weights and inputs instead of an FP8 KV cache: "
+            f"{', '.join(SCHEMES)}.",
         ),
     ] = None,
     rules: Annotated[
@@ -59,18 +60,18 @@ def verify_command(
         typer.Option(
             "--rules",
             metavar="NAME,...",
-            help="Rank scale rules on this text: amax,percentile:99.99,mse,headroom:2.",
+            help="Scale rules to compare, such as amax,percentile:99.99,mse,headroom:2.",
         ),
     ] = None,
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Quantize one layer at a time as well.")
+        bool, typer.Option("--sensitivity", help="Also quantize one layer at a time.")
     ] = False,
     fp8_dtype: Annotated[
         str,
         typer.Option(
             "--fp8-dtype",
             metavar="NAME",
-            help="For stats and scale 1.0: e4m3fn, e4m3fnuz or e5m2.",
+            help="FP8 format for statistics and scale 1.0: e4m3fn, e4m3fnuz or e5m2.",
         ),
     ] = "e4m3fn",
     samples: SamplesOption = None,
@@ -82,12 +83,12 @@ def verify_command(
         typer.Option(
             "--gate",
             metavar="NAME|FILE",
-            help="kv, w8a8 or a YAML file of thresholds; exit 8 when a --scales candidate fails.",
+            help="Thresholds: kv, w8a8 or a YAML file. Exit code 8 if a --scales candidate fails.",
         ),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE.html", help="Write one page with plots."),
+        typer.Option("--report", metavar="FILE.html", help="Write an HTML page with plots."),
     ] = None,
     dump: Annotated[
         Path | None,
@@ -100,23 +101,27 @@ def verify_command(
         typer.Option(
             "--tasks",
             metavar="NAME,...",
-            help="Tasks of lm-evaluation-harness to run as well, or YAML files of your own.",
+            help="Also run these tasks of lm-evaluation-harness; a task may be a YAML file.",
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", metavar="N", min=1, help="Documents of each task, from its first."),
+        typer.Option(
+            "--limit", metavar="N", min=1, help="Run only the first N documents of each task."
+        ),
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     device_map: DeviceMapOption = None,
     memory: MemoryOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and exit: run nothing.")
+    ] = False,
     revision: RevisionOption = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Run a model and its FP8 emulation on the same text, and say what changed.
+    """Compare a model with its FP8 emulation on the same text.
 
     Example: fp8calib verify SmolLM2-135M-Instruct --scales SmolLM2-135M-Instruct-fp8calib
     """
