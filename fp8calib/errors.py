@@ -1,4 +1,4 @@
-"""The errors a user can meet, each with its kind and its exit code."""
+"""The errors a user can meet, each with its kind and exit code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _MAX_NAME = 200
 
 
 class Fp8CalibError(Exception):
-    """Say in one message what went wrong, where, and what to do about it.
+    """An error whose message a user can act on.
 
     Attributes:
-        message: what went wrong and where (file, tensor, layer, line).
+        message: what failed and where (file, tensor, layer, line).
         hint: what the user can do; empty when there is nothing to add.
     """
 
@@ -26,9 +26,9 @@ class Fp8CalibError(Exception):
 
 
 def shorten(name: str) -> str:
-    """Make a name that stands in a file fit for a message: cut, and what cannot be shown escaped.
+    """Truncate a name that was read from a file, and escape what cannot be printed.
 
-    Names are as hostile as the file: megabytes long, or full of a terminal's control sequences.
+    A name in a hostile file may be megabytes long or hold a terminal's control sequences.
     """
     return _escape(name[:_MAX_NAME])[:_MAX_NAME]
 
@@ -39,7 +39,7 @@ def first_line(error: BaseException) -> str:
 
 
 def fit_line(text: str) -> str:
-    """Keep a message to one line that any terminal prints, and within what anybody reads."""
+    """Escape what cannot be printed on one line, and cut the middle out of a very long message."""
     if len(text) > _MAX_MESSAGE:
         half = _MAX_MESSAGE // 2
         text = f"{text[:half]} ... {text[-half:]}"
@@ -53,49 +53,49 @@ def _escape(text: str) -> str:
 
 
 class UsageError(Fp8CalibError):
-    """The command line asks for something that cannot be."""
+    """The command line is invalid."""
 
     kind = "usage"
     exit_code = 2
 
 
 class RecipeError(Fp8CalibError):
-    """A recipe file is not a recipe, or one of its rules matches nothing."""
+    """A recipe file is invalid, or one of its patterns matches nothing."""
 
     kind = "recipe"
     exit_code = 3
 
 
 class ModelError(Fp8CalibError):
-    """A checkpoint cannot be read, or its architecture is not understood."""
+    """A checkpoint cannot be read, or its architecture is not supported."""
 
     kind = "model"
     exit_code = 4
 
 
 class DataError(Fp8CalibError):
-    """Calibration data cannot be read or turned into tokens."""
+    """Calibration data or statistics cannot be read, or text cannot be tokenized."""
 
     kind = "data"
     exit_code = 5
 
 
 class CalibrationError(Fp8CalibError):
-    """The forward pass gave something no scale can be made of."""
+    """The forward pass failed, or gave values from which no scale can be computed."""
 
     kind = "calibration"
     exit_code = 6
 
 
 class ExportError(Fp8CalibError):
-    """Scales cannot be written in the form that was asked for."""
+    """Scales or weights cannot be written in the requested format."""
 
     kind = "export"
     exit_code = 7
 
 
 class VerificationError(Fp8CalibError):
-    """A file or a model did not pass the check it was put to."""
+    """A file or a model failed a check."""
 
     kind = "verification"
     exit_code = 8

@@ -1,4 +1,4 @@
-"""Recipes: what to observe, on which data, and what to write. YAML, unknown keys refused."""
+"""Recipes: YAML files that state what to observe, on which data, and what to write."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
 
 DEFAULT_RECIPE = "kv"
+# In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
+_IN_PACKAGE = Path(__file__).parent / "recipes"
+_IN_CLONE = Path(__file__).parents[1] / "recipes"
 
 
 class _Section(BaseModel):
@@ -33,44 +36,51 @@ class _Section(BaseModel):
 
 
 class Observe(_Section):
-    """Which sites to observe."""
+    """Which sites are observed."""
 
-    kv: bool = Field(default=True, description="K and V per head, where the cache stores them")
+    kv: bool = Field(default=True, description="K and V per head, as they are stored in the cache")
     query: bool = Field(default=True, description="q per head, as attention receives it")
-    inputs: bool = Field(default=True, description="inputs of linears and experts per channel")
-    weights: bool = Field(default=True, description="weights per output and input channel")
+    inputs: bool = Field(default=True, description="inputs of linears and experts, per channel")
+    weights: bool = Field(default=True, description="weights, per output and per input channel")
     ignore: tuple[str, ...] = Field(
         default=(),
-        description="modules to leave out: an exact path, a glob, or re: and a regular expression; "
-        "one that matches no module is an error",
+        description="modules to exclude: a path, a glob, or `re:` and a regular expression; "
+        "a pattern that matches no module is an error",
     )
 
     @model_validator(mode="after")
     def _observes_something(self) -> Self:
         if not (self.kv or self.query or self.inputs or self.weights):
-            msg = "nothing is observed: set one of kv, query, inputs, weights"
+            msg = "nothing is observed: enable one of kv, query, inputs, weights"
             raise ValueError(msg)
         return self
 
     @property
     def needs_forward(self) -> bool:
-        """Whether a forward pass is needed at all."""
+        """Whether a forward pass is needed; weights are read without one."""
         return self.kv or self.query or self.inputs
 
 
 class Data(_Section):
-    """Which data to run."""
+    """Which data is run through the model."""
 
     sources: tuple[str, ...] = Field(
-        default=(), description="data specs as on the command line; empty means builtin"
+        default=(), description="data specs, as for --data; empty means builtin"
     )
-    samples: int = Field(default=512, ge=1, description="sequences to run")
+    samples: int = Field(default=512, ge=1, description="number of sequences")
     seq_len: int | None = Field(
-        default=None, ge=2, description="tokens per sequence; null means min(2048, the model's)"
+        default=None,
+        ge=2,
+        description="tokens per sequence; null means 2048, or the model's maximum if smaller",
     )
     batch_size: int = Field(default=1, ge=1, description="sequences per forward pass")
-    pack: bool = Field(default=True, description="join rows and cut them; false keeps rows whole")
-    seed: int = Field(default=0, description="orders the mixing of weighted specs, nothing else")
+    pack: bool = Field(
+        default=True,
+        description="join rows and cut them into sequences; false makes each row one sequence",
+    )
+    seed: int = Field(
+        default=0, description="order in which weighted specs are mixed; has no other effect"
+    )
 
 
 def _read_rule(value: Any) -> Rule:
@@ -89,37 +99,37 @@ class ScaleOptions(_Section):
     """How statistics become scales."""
 
     rule: RuleField = Field(
-        default=AMAX, description=f"for activations; weights take amax; one of: {KNOWN_RULES}"
+        default=AMAX, description=f"rule for activations (weights always use amax): {KNOWN_RULES}"
     )
     fallback: Fallback | None = Field(
         default=None,
-        description="for tensors of zeros and experts never reached: layer-max (the default), one, "
-        "refuse",
+        description="scale of all-zero tensors and of experts no token reached: layer-max (the "
+        "default), one, refuse",
     )
     fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = Field(
-        default="e4m3fn", description="the format scales are computed for"
+        default="e4m3fn", description="FP8 format that scales are computed for"
     )
 
 
 class Recipe(_Section):
-    """What to observe, with which data, which rule makes scales, which formats to write."""
+    """What to observe, on which data, how to compute scales, and what to write."""
 
-    name: str = Field(description="what the stats file calls the recipe")
-    description: str = Field(default="", description="one sentence for people")
-    observe: Observe = Field(default=Observe(), description="which sites to observe")
-    data: Data = Field(default=Data(), description="which data to run")
+    name: str = Field(description="name recorded in the statistics file")
+    description: str = Field(default="", description="one sentence for the reader")
+    observe: Observe = Field(default=Observe(), description="which sites are observed")
+    data: Data = Field(default=Data(), description="which data is run")
     scales: ScaleOptions = Field(default=ScaleOptions(), description="how statistics become scales")
     formats: tuple[str, ...] = Field(
-        default=("kv-overlay",), description="what to write beside stats and report"
+        default=("kv-overlay",), description="formats to write, besides statistics and report"
     )
     tp: tuple[int, ...] = Field(
-        default=(1,), description="tensor-parallel degrees of the JSON formats"
+        default=(1,), description="tensor-parallel degrees that per-rank formats are written for"
     )
-    query_scale: bool = Field(default=False, description="write q_scale into overlays")
+    query_scale: bool = Field(default=False, description="also write q_scale to overlays")
     quantize: str | None = Field(
         default=None,
-        description="write an FP8 checkpoint of this scheme too, in a folder of its name; one of: "
-        f"{', '.join(SCHEMES)}",
+        description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
+        f"one of: {', '.join(SCHEMES)}",
     )
 
     @field_validator("quantize")
@@ -140,7 +150,7 @@ class Recipe(_Section):
 
     @property
     def observation_hash(self) -> str:
-        """Hash of what decides the statistics: the `observe` section (the data has its own)."""
+        """Hash of the `observe` section, which with the data determines the statistics."""
         return hashlib.sha256(self.observe.model_dump_json().encode()).hexdigest()
 
 
@@ -148,20 +158,24 @@ def load_recipe(name_or_path: str) -> Recipe:
     """Load a shipped recipe by name, or a YAML file.
 
     Raises:
-        RecipeError: unknown name, unreadable file, or what is wrong in it, all at once.
+        RecipeError: there is no such recipe, or it is invalid; the message lists all faults.
     """
     return parse_recipe(read_recipe(name_or_path), where=name_or_path)
 
 
 def read_recipe(name_or_path: str) -> str:
-    """Read the text of a recipe, by name or path."""
+    """Read the text of a shipped recipe or of a YAML file.
+
+    Raises:
+        RecipeError: there is no such recipe or file, or it cannot be read.
+    """
     shipped = recipe_files()
     if name_or_path in shipped:
         return shipped[name_or_path].read_text(encoding="utf-8")
     path = Path(name_or_path)
     if not path.is_file():
         raise RecipeError(
-            f"no recipe called {name_or_path}, and no file of that name",
+            f"{name_or_path} is neither a shipped recipe nor a file",
             hint=f"shipped recipes: {', '.join(sorted(shipped))}",
         )
     try:
@@ -170,16 +184,26 @@ def read_recipe(name_or_path: str) -> str:
         raise RecipeError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
+def recipe_files() -> dict[str, Path]:
+    """List the shipped recipes, sorted by name: name -> YAML file."""
+    folder = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _IN_CLONE
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
 def parse_recipe(text: str, *, where: str) -> Recipe:
-    """Parse a recipe's YAML; every error of the file is told at once."""
+    """Parse the YAML of a recipe.
+
+    Raises:
+        RecipeError: the recipe is invalid; the message lists all faults.
+    """
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"{where} is not YAML: {_locate(error)}") from error
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise RecipeError(f"{where} is not YAML that can be read: {error}") from error
+        raise RecipeError(f"{where} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        raise RecipeError(f"{where} holds no mapping", hint="see `fp8calib recipes kv`")
+        raise RecipeError(f"{where} is not a mapping of keys", hint="see `fp8calib recipes kv`")
     try:
         recipe = Recipe.model_validate(document)
     except ValidationError as error:
@@ -195,12 +219,12 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
 
 def _locate(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or "it holds characters that YAML does not allow"
+    problem = getattr(error, "problem", None) or "it contains characters that YAML does not allow"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
 
 
 def explain_value(item: Any) -> str:
-    """Say in our words what pydantic found wrong with one value."""
+    """Explain in plain words a fault that pydantic found in one value."""
     if item["type"] == "extra_forbidden":
         return "unknown key"
     message = str(item["msg"]).removeprefix("Value error, ")
@@ -211,10 +235,10 @@ def explain_value(item: Any) -> str:
 
 
 def match_modules(patterns: tuple[str, ...], modules: list[str]) -> frozenset[str]:
-    """Find the modules that patterns name.
+    """Find the modules that match any of the patterns.
 
     Raises:
-        RecipeError: a pattern matches nothing, or is no regular expression.
+        RecipeError: a pattern matches nothing, or is not a valid regular expression.
     """
     matched: set[str] = set()
     for pattern in patterns:
@@ -237,14 +261,3 @@ def _matches(pattern: str, module: str) -> bool:
         raise RecipeError(
             f"observe.ignore: {pattern!r} is no regular expression: {error}"
         ) from error
-
-
-# A wheel carries them inside the package (setup.py puts them there); a clone at its top.
-_IN_PACKAGE = Path(__file__).parent / "recipes"
-_IN_CLONE = Path(__file__).parents[1] / "recipes"
-
-
-def recipe_files() -> dict[str, Path]:
-    """Return the built-in recipes, name -> YAML file, in the order of their names."""
-    folder = _IN_PACKAGE if _IN_PACKAGE.is_dir() else _IN_CLONE
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}

@@ -1,7 +1,12 @@
-"""Recipes: read, checked, and their patterns resolved."""
+"""Recipes are parsed and checked, their patterns resolved, and the shipped ones packaged."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,8 @@ from fp8calib.recipe import Observe, Recipe, load_recipe, match_modules, parse_r
 from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, Rule, RuleKind
 
+ROOT = Path(__file__).parents[1]
+PROMISED = {"kv", "w8a8-static", "w8a8-dynamic", "w8a16"}
 MODULES = ["model.layers.0.self_attn", "model.layers.0.mlp.up_proj", "model.layers.10.self_attn"]
 
 
@@ -69,9 +76,9 @@ query_scale: true
             "name: x\nobserve: {kv: false, query: false, inputs: false, weights: false}",
             "observe: nothing is observed",
         ),
-        ("- x", "holds no mapping"),
+        ("- x", "is not a mapping of keys"),
         ("name: [", "is not YAML: line 1, column 8"),
-        ("name: \x07", "is not YAML: it holds characters that YAML does not allow"),
+        ("name: \x07", "is not YAML: it contains characters that YAML does not allow"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_key(text: str, told: str) -> None:
@@ -149,3 +156,57 @@ def test_a_broken_regular_expression_is_an_error() -> None:
 
 def test_no_pattern_matches_no_module() -> None:
     assert match_modules((), MODULES) == frozenset()
+
+
+def test_the_promised_recipes_are_there() -> None:
+    assert recipe_files().keys() >= PROMISED
+
+
+def test_a_recipe_is_named_like_its_file_at_the_top_of_the_clone() -> None:
+    assert recipe_files() == {path.stem: path for path in (ROOT / "recipes").glob("*.yaml")}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy of what a build reads, with one recipe that exists nowhere else."""
+    root = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        # A file that is not written yet is not what is tested here.
+        (root / name).write_bytes((ROOT / name).read_bytes() if (ROOT / name).exists() else b"")
+    shutil.copytree(ROOT / "fp8calib", root / "fp8calib")
+    (root / "recipes").mkdir()
+    (root / "recipes" / "mine.yaml").write_text("only: here\n")
+    return root
+
+
+def _build(source: Path, *command: str) -> None:
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", *command], cwd=source, check=True, capture_output=True
+    )
+
+
+def test_a_built_package_finds_the_recipes_it_carries(source: Path, tmp_path: Path) -> None:
+    _build(source, "build_py", "--build-lib", str(tmp_path))
+    code = "from fp8calib.recipe import recipe_files as f; print(*map(str, f().values()))"
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    carried = tmp_path / "fp8calib" / "recipes" / "mine.yaml"
+    assert told.stdout.split() == [str(carried)]
+    assert carried.read_text() == "only: here\n"
+
+
+def test_a_source_distribution_holds_the_recipes_where_the_clone_has_them(
+    source: Path, tmp_path: Path
+) -> None:
+    _build(source, "sdist", "--dist-dir", str(tmp_path))
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        held = {name.partition("/")[2] for name in tar.getnames()}
+    assert {"recipes/mine.yaml", "setup.py"} <= held
+    assert "fp8calib/recipes/mine.yaml" not in held

@@ -1,4 +1,4 @@
-"""The data plan: every token a run will see, in order, and how it is cut into batches."""
+"""The data plan: every token of a run in order, and how it is cut into batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, keep_rows, pack_rows,
 from fp8calib.errors import DataError, UsageError
 
 FEW_TOKENS = 4096
-"""With fewer tokens than this the plan carries a warning."""
+"""With fewer tokens than this, the plan carries a warning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,9 @@ class DataPlan:
     fingerprint: str
     """sha256 (hex) over `packed`, `seq_len` and all token ids in order, lengths delimited."""
     text: TextHashes
-    """Of the rows, as far as their tokens are in a sequence (`PackedRows.text`)."""
+    """Hashes of the rows that are in a sequence (see `PackedRows.text`)."""
     sources: tuple[str, ...]
-    """The specs as given, paths cut down to their last part."""
+    """The specs as given; of a path, only its last component."""
     warnings: tuple[str, ...]
 
     @property
@@ -54,7 +54,7 @@ class Batch:
     lengths: tuple[int, ...]
     """Tokens of each sequence, without padding."""
     quarter: int
-    """The part of the data the batch lies in, from 0."""
+    """The quarter of the data that holds the batch, from 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """Bool [B, L], true where a token stands; None when nothing is padded."""
+        """Bool [B, L], true at tokens and false at padding; None when nothing is padded."""
         width = self.input_ids.shape[1]
         if all(length == width for length in self.lengths):
             return None
@@ -83,12 +83,13 @@ def build_plan(
 ) -> DataPlan:
     """Read the first `samples` sequences of at most `seq_len` tokens.
 
-    `tokenizer` loads the tokenizer; it is called once at most, when the first row needs it. No
-    specs mean the built-in text, of which `part` says the end. `seed` orders weighted specs only.
+    `tokenizer` loads the tokenizer; it is called at most once, when the first row needs it. Without
+    specs, the built-in text is used; `part` selects which part of it. `seed` affects only the
+    order of weighted specs.
 
     Raises:
-        UsageError: a spec, `samples` or `seq_len` makes no sense.
-        DataError: the data cannot be read, or holds no sequence of two tokens.
+        UsageError: a spec, `samples` or `seq_len` is invalid.
+        DataError: the data cannot be read, or gives no sequence of two tokens.
 
     """
     _check_sizes(samples=samples, seq_len=seq_len)
@@ -100,7 +101,7 @@ def build_plan(
     if not found.sequences:
         raise DataError(
             f"{', '.join(sources)}: no sequence of two tokens in {found.num_rows} rows",
-            hint="give more text" if pack else "give longer rows, or leave out --no-pack",
+            hint="use more text" if pack else "use longer rows, or omit --no-pack",
         )
     return DataPlan(
         sequences=found.sequences,
@@ -116,9 +117,9 @@ def build_plan(
 def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Batch]:
     """Cut a plan into batches of at most `batch_size` neighbouring sequences.
 
-    Sequence i of n lies in group `groups * i // n`, and no batch holds sequences of two groups.
-    Packed sequences of different lengths never share a batch, so that packed data is never padded.
-    What a batch holds depends on the plan, `batch_size` and `groups` alone.
+    Sequence i of n belongs to group `groups * i // n`; a batch holds sequences of one group only.
+    Packed sequences of different lengths never share a batch, so packed data is never padded. The
+    batches depend only on the plan, `batch_size` and `groups`.
     """
     if batch_size < 1:
         raise UsageError(f"--batch-size {batch_size}: must be 1 or more", hint="use 1")
@@ -134,9 +135,9 @@ def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Bat
 
 
 def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
-    """Take the sequences `start:stop` of a batch (counted within it), padded no wider than needed.
+    """Take the sequences `start:stop` of a batch (counted within it), with no excess padding.
 
-    What comes out is what `batches` makes where it cuts there.
+    The result equals the batch that `batches` would have cut there.
     """
     lengths = batch.lengths[start:stop]
     return replace(
@@ -170,7 +171,7 @@ def _check_sizes(*, samples: int, seq_len: int) -> None:
     if seq_len < MIN_TOKENS:
         raise UsageError(
             f"--seq-len {seq_len}: must be {MIN_TOKENS} or more",
-            hint="one token alone predicts nothing",
+            hint="a single token predicts nothing",
         )
 
 
@@ -189,11 +190,11 @@ def _list_warnings(
         yield "no --data given: using the text that ships with Python (builtin)"
     for spec in parsed:
         if isinstance(spec.source, FileSource) and spec.source.ignored:
-            yield f"{spec.label}: not read, no data files: {', '.join(spec.source.ignored)}"
+            yield f"{spec.label}: ignored, not data files: {', '.join(spec.source.ignored)}"
     if found.num_dropped:
-        yield f"{found.num_dropped} of {found.num_rows} rows were too short and left out"
+        yield f"{found.num_dropped} of {found.num_rows} rows were too short and were skipped"
     if len(found.sequences) < samples:
-        yield f"the data gave {len(found.sequences)} sequences of the {samples} asked for"
+        yield f"the data gave {len(found.sequences)} of the {samples} requested sequences"
     num_tokens = sum(map(len, found.sequences))
     if num_tokens < FEW_TOKENS:
         yield f"only {num_tokens} tokens, fewer than {FEW_TOKENS}: scales may miss large values"

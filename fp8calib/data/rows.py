@@ -1,4 +1,4 @@
-"""One row of calibration data, and how a JSON object becomes one."""
+"""One row of calibration data, parsed from a JSON object and checked."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from fp8calib.errors import DataError
 
 Message = dict[str, Any]
-"""A chat message with a `role`, a `content` that is text, and whatever else its row gave it."""
+"""A chat message: `role`, `content` as text, and any other keys of the row's message."""
 
 FIELDS = ("input_ids", "messages", "conversations", "text")
-"""The fields a row is read from; the first one that is there and not null wins."""
+"""The fields a row is read from; the first one that is present and not null is used."""
 
-_ROW_HINT = "a row holds `text`, `messages` or `conversations`, or `input_ids`"
+_ROW_HINT = "a row needs `text`, `messages`, `conversations` or `input_ids`"
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -29,19 +29,19 @@ class Row:
     """One row; exactly one of the three contents is set."""
 
     origin: str
-    """Where the row was read, e.g. `calib.jsonl:17`."""
+    """Where the row comes from, e.g. `calib.jsonl:17`."""
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     input_ids: tuple[int, ...] | None = None
 
 
 def parse_row(value: object, origin: str, *, allow_blank: bool = False) -> Row:
-    """Read a row from a decoded JSON object.
+    """Parse a row from a decoded JSON object.
 
-    `allow_blank` lets a text without any letter through, for data its user cannot edit.
+    `allow_blank` accepts text that is only white space, for datasets the user cannot edit.
 
     Raises:
-        DataError: no field is usable, or the one that counts has the wrong type or is empty.
+        DataError: no field is usable, or the one used has the wrong type or is empty.
 
     """
     if not isinstance(value, dict):
@@ -57,13 +57,13 @@ def parse_row(value: object, origin: str, *, allow_blank: bool = False) -> Row:
 
 
 def require_unicode(text: str, where: str) -> str:
-    r"""Return `text`, refusing halves of surrogate pairs (a lone "\ud800" is legal in JSON)."""
+    r"""Return `text`; refuse half a surrogate pair (a lone "\ud800" is legal in JSON)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: character {error.start} is half of a surrogate pair, not text",
-            hint="write the file again with whole characters",
+            hint="write the file again with complete characters",
         ) from error
     return text
 
@@ -83,7 +83,7 @@ def _parse_text(value: object, origin: str, *, allow_blank: bool) -> str:
     if not isinstance(value, str):
         raise _row_error(f"{origin}: text must be a string, found {_name_type(value)}")
     if not allow_blank and not value.strip():
-        raise DataError(f"{origin}: text is empty", hint="take the row out of the file")
+        raise DataError(f"{origin}: text is empty", hint="remove the row from the file")
     return require_unicode(value, f"{origin}: text")
 
 
@@ -91,7 +91,7 @@ def _parse_messages(value: object, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
         raise _row_error(f"{where} must be a list of messages, found {_name_type(value)}")
     if not value:
-        raise DataError(f"{where} is empty", hint="take the row out of the file")
+        raise DataError(f"{where} is empty", hint="remove the row from the file")
     return tuple(
         _parse_message(message, f"{where}[{index}]") for index, message in enumerate(value)
     )
@@ -111,7 +111,7 @@ def _parse_message(value: object, where: str) -> Message:
     if "from" in present:
         role = _SHAREGPT_ROLES.get(_parse_role(present["from"], where))
         if role is None:
-            raise _row_error(f"{where} is from {present['from']!r:.40}, which is no known role")
+            raise _row_error(f"{where} is from {present['from']!r:.40}, an unknown role")
         return {"role": role, "content": _parse_content(present.get("value"), f"{where}.value")}
     raise _row_error(f"{where} has neither `role` nor `from`; {_list_keys(value)}")
 

@@ -1,7 +1,7 @@
-"""What of a data plan one run takes: its share, less what others have done already.
+"""Split the batches of a data plan among processes, and drop those that are finished.
 
-Batches are cut from the plan before they are shared out, so what they hold does not depend on who
-runs them.
+Batches are cut from the plan before they are split, so their contents do not depend on which
+process runs them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Share:
     count: int = 1
 
     def take(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Give the part of a list."""
+        """Return this part of a list."""
         first, stop = (index * len(items) // self.count for index in (self.index - 1, self.index))
         return items[first:stop]
 
 
 def parse_share(text: str) -> Share:
-    """Read `I/N`.
+    """Parse `I/N`.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the text has another form, or I is not from 1 to N.
     """
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
@@ -45,7 +45,7 @@ def parse_share(text: str) -> Share:
 
 
 def select_batches(plan: DataPlan, batch_size: int, shard: Share | None) -> list[Batch]:
-    """Cut a plan into batches and give those of a shard, or all.
+    """Cut a plan into batches and return those of a shard, or all of them.
 
     Raises:
         UsageError: there are fewer batches than shards.
@@ -55,28 +55,28 @@ def select_batches(plan: DataPlan, batch_size: int, shard: Share | None) -> list
         return found
     if shard.count > len(found):
         raise UsageError(
-            f"--shard {shard.index}/{shard.count}: the data makes only {len(found)} batches",
+            f"--shard {shard.index}/{shard.count}: the data gives only {len(found)} batches",
             hint=f"use at most {len(found)} shards, or more --samples",
         )
     return list(shard.take(found))
 
 
 def sequence_ranges(batches: Iterable[Batch]) -> list[tuple[int, int]]:
-    """List the sequences of batches: global index of the first, and of the one after the last."""
+    """List the sequences of each batch as a range of global indices, the stop exclusive."""
     return [(batch.first, batch.first + len(batch.lengths)) for batch in batches]
 
 
 def drop_finished(batches: Iterable[Batch], done: Collection[tuple[int, int]]) -> list[Batch]:
-    """Drop the sequences that are done from batches; a batch that holds none of them stays as is.
+    """Remove finished sequences from batches; a batch without any is unchanged.
 
     Args:
         batches: neighbouring sequences each.
-        done: ranges of global indices, the second one exclusive.
+        done: ranges of global indices, the stop exclusive.
     """
-    return [left for batch in batches for left in _leave_out_of(batch, done)]
+    return [rest for batch in batches for rest in _drop_finished_of(batch, done)]
 
 
-def _leave_out_of(batch: Batch, done: Collection[tuple[int, int]]) -> Iterator[Batch]:
+def _drop_finished_of(batch: Batch, done: Collection[tuple[int, int]]) -> Iterator[Batch]:
     num_sequences = len(batch.lengths)
     is_done = [
         any(first <= batch.first + row < stop for first, stop in done)

@@ -1,13 +1,12 @@
-"""Rows of several sources, one after another or mixed by weight."""
+"""Read rows from files, the hub and the built-in text, and mix several sources by weight."""
 
 from __future__ import annotations
 
 import codecs
-import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence, Set
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,51 +14,33 @@ from fp8calib.data.rows import FIELDS, Row, parse_row
 from fp8calib.data.specs import DataSpec, FileSource, HubSource
 from fp8calib.errors import DataError, first_line
 
+BuiltinPart = Literal["calibrate", "verify"]
+"""Which part of the built-in text is read; other sources have no parts."""
+
+_UTF8_HINT = "save the file as UTF-8"
+_PARQUET_ROWS_AT_ONCE = 64
+
 
 def mix_rows(
     sources: Sequence[tuple[Iterator[Row], float | None]], *, seed: int = 0
 ) -> Iterator[Row]:
     """Join the rows of (rows, weight) pairs.
 
-    Without any weight the sources follow one another. With one, each row comes from a source drawn
-    in proportion to the weights (those without count as 1) among the sources that are not used up.
-    The order inside a source never changes.
+    If no source has a weight, they are read one after another. Otherwise each row is drawn from a
+    source that is not exhausted, with a probability proportional to its weight (1 by default). The
+    order within a source never changes.
     """
     if all(weight is None for _, weight in sources):
-        return itertools.chain.from_iterable(rows for rows, _ in sources)
+        return chain.from_iterable(rows for rows, _ in sources)
     weighted = [(rows, 1.0 if weight is None else weight) for rows, weight in sources]
     return _draw_rows(weighted, random.Random(seed))  # noqa: S311  an order, not a secret
-
-
-def _draw_rows(sources: list[tuple[Iterator[Row], float]], rng: random.Random) -> Iterator[Row]:
-    while sources:
-        index = _draw_index([weight for _, weight in sources], rng)
-        row = next(sources[index][0], None)
-        if row is None:
-            del sources[index]
-        else:
-            yield row
-
-
-def _draw_index(weights: list[float], rng: random.Random) -> int:
-    # Written out because only random() promises the same numbers in every Python.
-    ends = list(itertools.accumulate(weights))
-    point = rng.random() * ends[-1]
-    return next((index for index, end in enumerate(ends) if point < end), len(ends) - 1)
-
-
-BuiltinPart = Literal["calibrate", "verify"]
-"""Which end of the built-in text is read; other sources are the same for both."""
-
-_UTF8_HINT = "save the file as UTF-8"
-_PARQUET_ROWS_AT_ONCE = 64
 
 
 def iter_rows(spec: DataSpec, *, part: BuiltinPart = "calibrate") -> Iterator[Row]:
     """Yield the rows of one spec.
 
     Raises:
-        DataError: on the first row that cannot be read, or at the end of a file without rows.
+        DataError: a row cannot be read, or a file holds no rows.
 
     """
     match spec.source:
@@ -73,7 +54,7 @@ def iter_rows(spec: DataSpec, *, part: BuiltinPart = "calibrate") -> Iterator[Ro
 
 
 def iter_file_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of one data file; its ending says how it is read."""
+    """Yield the rows of one data file; its suffix selects the format."""
     try:
         yield from _require_rows(_READERS[path.suffix.lower()](path), path.name)
     except OSError as error:
@@ -85,13 +66,30 @@ def iter_file_rows(path: Path) -> Iterator[Row]:
 def iter_builtin_rows(part: BuiltinPart) -> Iterator[Row]:
     """Yield one row per topic of Python's own `help()`, sorted by name.
 
-    A topic belongs to `calibrate` when it ends within the first 80 % of all characters, and to
-    `verify` otherwise; topics that a longer one of `calibrate` repeats ("try", "while", "with") are
-    left out of `verify`.
+    A topic belongs to `calibrate` if it ends within the first 80 % of all characters, otherwise to
+    `verify`. `verify` excludes topics whose text a longer topic of `calibrate` repeats ("try",
+    "while", "with").
     """
     calibrate, verify = _split_topics()
     for name, text in calibrate.items() if part == "calibrate" else verify.items():
         yield Row(f"builtin:{name}", text=text)
+
+
+def _draw_rows(sources: list[tuple[Iterator[Row], float]], rng: random.Random) -> Iterator[Row]:
+    while sources:
+        index = _draw_index([weight for _, weight in sources], rng)
+        row = next(sources[index][0], None)
+        if row is None:
+            del sources[index]
+        else:
+            yield row
+
+
+def _draw_index(weights: list[float], rng: random.Random) -> int:
+    # Only random() gives the same numbers in every version of Python, so choices() is not used.
+    ends = list(accumulate(weights))
+    point = rng.random() * ends[-1]
+    return next((index for index, end in enumerate(ends) if point < end), len(ends) - 1)
 
 
 def _split_topics() -> tuple[dict[str, str], dict[str, str]]:
@@ -116,11 +114,11 @@ def _is_repeated(text: str, seen: Set[str]) -> bool:
 
 def _load_topics() -> dict[str, str]:
     try:
-        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte, seldom needed
+        from pydoc_data.topics import topics  # noqa: PLC0415  half a megabyte, rarely needed
     except ImportError as error:
         raise DataError(
-            "builtin: this Python comes without pydoc_data, the text of its help()",
-            hint="give a file with --data",
+            "builtin: this Python has no pydoc_data, which holds the text of help()",
+            hint="name a data file with --data",
         ) from error
     return {name: text.strip() + "\n" for name, text in topics.items() if text.strip()}
 
@@ -128,7 +126,7 @@ def _load_topics() -> dict[str, str]:
 def _require_rows(rows: Iterator[Row], where: str) -> Iterator[Row]:
     first = next(rows, None)
     if first is None:
-        raise DataError(f"{where}: no rows", hint="leave it out, or give a file that holds data")
+        raise DataError(f"{where}: no rows", hint="use a file that holds data")
     yield first
     yield from rows
 
@@ -163,13 +161,13 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _iter_parquet_values(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: PLC0415  slow, seldom needed
+    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: PLC0415  slow, rarely needed
     import pyarrow.parquet as pq  # type: ignore[import-untyped]  # noqa: PLC0415
 
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             names = file.schema_arrow.names
-            # Columns nobody asked for may be images: they are not decoded, only named.
+            # Other columns may hold images: they are named in errors, but not decoded.
             unread = dict.fromkeys(name for name in names if name not in FIELDS)
             columns = [name for name in names if name in FIELDS]
             for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=columns):
@@ -177,13 +175,13 @@ def _iter_parquet_values(path: Path) -> Iterator[dict[str, Any]]:
     except (pa.ArrowException, ValueError) as error:
         raise DataError(
             f"{path.name}: not a readable parquet file ({first_line(error)})",
-            hint="write the file again, or use .jsonl",
+            hint="write the file again, or use a .jsonl file",
         ) from error
 
 
 def _read_hub(source: HubSource) -> Iterator[Row]:
     for number, value in enumerate(_iter_hub_values(source), start=1):
-        # Hub datasets such as wikitext hold blank lines as rows, which nobody can take out.
+        # Hub datasets such as wikitext have blank rows, which the user cannot remove.
         yield parse_row(value, f"hub:{source.name} row {number}", allow_blank=True)
 
 
@@ -195,9 +193,9 @@ def _iter_hub_values(source: HubSource) -> Iterator[Any]:
     except Exception as error:  # the hub's failures share no base class
         raise DataError(
             f"hub:{source.name}, config {source.config or 'default'}, split {source.split}: "
-            "the hub cannot be reached or has no such data "
+            "the hub cannot be reached or has no such dataset "
             f"({type(error).__name__}: {first_line(error)})",
-            hint="check name, configuration and split, or give a local file with --data",
+            hint="check name, configuration and split, or name a local file with --data",
         ) from error
 
 
@@ -208,7 +206,7 @@ def _find_rows(value: object, where: str) -> list[Any]:
         return lists[0]
     raise DataError(
         f"{where}: holds neither a list of rows nor an object with one list of rows",
-        hint="write [{...}, {...}], or one object a line in a .jsonl file",
+        hint="write [{...}, {...}], or one object per line in a .jsonl file",
     )
 
 
@@ -225,12 +223,12 @@ def _parse_json(text: str, where: str) -> object:
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: not JSON, {error.msg} (line {error.lineno}, column {error.colno})",
-            hint="a .jsonl file holds one object a line, a .json file one list of objects",
+            hint="a .jsonl file holds one object per line, a .json file one list of objects",
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where}: JSON that cannot be read ({first_line(error)})",
-            hint="check the row for endless numbers or nesting",
+            f"{where}: JSON cannot be read ({first_line(error)})",
+            hint="the row holds a number with too many digits, or is nested too deeply",
         ) from error
 
 

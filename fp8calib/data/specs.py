@@ -1,4 +1,4 @@
-"""What `--data SPEC` means: which files, which hub dataset, with which weight."""
+"""Parse `--data SPEC`: files, a hub dataset or the built-in text, with an optional weight."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from fp8calib.errors import DataError, UsageError
 
 ACCEPTED_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
-"""The endings a data file may have, in any case."""
+"""The suffixes of data files, in upper or lower case."""
 
 _SPEC_HINT = (
-    "give a .jsonl, .json, .parquet or .txt file, a folder of them, "
+    "use a .jsonl, .json, .parquet or .txt file, a folder of them, "
     "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several"
 )
-# The names a single word after `hub:NAME:` is a split by; any other word is a configuration.
+# A single word after `hub:NAME:` is a split if it is one of these, else a configuration.
 _SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev"})
 
 
@@ -25,7 +25,7 @@ class FileSource:
 
     paths: tuple[Path, ...]
     ignored: tuple[str, ...] = ()
-    """Names in the folder that are no data files; hidden ones are not listed."""
+    """Other entries of the folder, by name; hidden ones are not listed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class BuiltinSource:
-    """The text every CPython carries."""
+    """The text of `help()`, which is part of CPython."""
 
 
 Source = FileSource | HubSource | BuiltinSource
@@ -47,23 +47,23 @@ Source = FileSource | HubSource | BuiltinSource
 
 @dataclass(frozen=True)
 class DataSpec:
-    """One `--data`, resolved."""
+    """One resolved `--data` option."""
 
     source: Source
     label: str
-    """The spec as given, a path cut down to its last part: fit for an artifact."""
+    """The spec as given, but of a path only its last component; it is stored in artifacts."""
     weight: float | None = None
-    """Share of the rows when specs are mixed; None when none was written."""
+    """Share of the rows when specs are mixed; None when the spec has no weight."""
 
 
 def parse_spec(text: str) -> DataSpec:
     """Resolve one SPEC against the file system.
 
-    A path that exists is taken as written, whatever '@' or ':' it holds; otherwise a number after
+    A path that exists is used as written, even if it contains '@' or ':'. Otherwise a number after
     the last '@' is a weight. `builtin` always means the built-in text (`./builtin` is a folder).
 
     Raises:
-        UsageError: the spec is none of the accepted forms, or its weight is not positive.
+        UsageError: the spec has none of the accepted forms, or its weight is not positive.
         DataError: the file or folder does not exist, or the folder holds no data file.
 
     """
@@ -110,15 +110,16 @@ def _parse_path(path: Path, body: str) -> FileSource:
         return _list_folder(path, body)
     suffix = path.suffix.lower()
     if suffix not in ACCEPTED_SUFFIXES and (suffix or _is_file(path)):
+        found = f"the suffix {suffix!r}" if suffix else "a file without suffix"
+        accepted = ", ".join(ACCEPTED_SUFFIXES)
         raise UsageError(
-            f"--data {body}: files ending in {suffix or 'nothing'!r} are not read; "
-            f"accepted are {', '.join(ACCEPTED_SUFFIXES)}",
+            f"--data {body}: {found} is not accepted; accepted are {accepted}",
             hint=_SPEC_HINT,
         )
     if not _is_file(path):
         raise DataError(
             f"--data {body}: no such file or folder",
-            hint=f"check the path; a dataset of the hub is written hub:{body}",
+            hint=f"check the path; a dataset on the hub is written hub:{body}",
         )
     return FileSource((path,))
 
@@ -135,7 +136,7 @@ def _list_folder(path: Path, body: str) -> FileSource:
     if not paths:
         raise DataError(
             f"--data {body}: the folder holds no {', '.join(ACCEPTED_SUFFIXES)} file",
-            hint="name the folder that holds the files themselves; folders in it are not searched",
+            hint="name the folder that holds the files; its subfolders are not searched",
         )
     return FileSource(paths, tuple(entry.name for entry in entries if entry not in paths))
 
@@ -145,7 +146,7 @@ def _parse_weight(weight: str, spec: str) -> float:
     if not math.isfinite(value) or value <= 0:
         raise UsageError(
             f"--data {spec}: the weight {weight} is not a positive finite number",
-            hint="leave the spec out instead of giving it no weight, or write e.g. @0.5",
+            hint="use a positive weight such as @0.5, or omit the spec",
         )
     return value
 
@@ -172,7 +173,7 @@ def _has_accepted_suffix(path: Path) -> bool:
 def _is_dir(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name too long, a folder without permission: nothing we can read
+    except OSError:  # the name is too long, or a parent folder may not be read
         return False
 
 

@@ -1,4 +1,4 @@
-"""Conversations to token ids, with exactly one BOS."""
+"""Tokenize rows of calibration data, and cut or pack the tokens into sequences."""
 
 from __future__ import annotations
 
@@ -14,47 +14,6 @@ from fp8calib.data.rows import Message, Row, require_unicode
 from fp8calib.data.text_hashes import TOKENS_PER_HASH, TextHashes, hash_text
 from fp8calib.errors import DataError
 
-
-def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) -> list[int]:
-    """Apply the tokenizer's chat template and tokenize what it renders.
-
-    Template and tokenizer may both, one or none of them write a BOS. There is one in the result
-    when either does, at its start, and none when neither does.
-
-    Raises:
-        DataError: there is no template, or it refuses this conversation.
-
-    """
-    text = require_unicode(_render(tokenizer, messages, origin), f"{origin}: the rendered chat")
-    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return _with_one_bos(ids, tokenizer)
-
-
-def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    except Exception as error:  # a template is a program that may raise anything
-        if not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"{origin}: the row is a conversation, but the tokenizer has no chat template",
-                hint="use rows with `text`, or a chat model",
-            ) from error
-        raise DataError(
-            f"{origin}: the chat template refuses the conversation ({error})",
-            hint="check the order and names of its roles",
-        ) from error
-
-
-def _with_one_bos(ids: list[int], tokenizer: Any) -> list[int]:
-    bos = tokenizer.bos_token_id
-    num_leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
-    return [bos, *ids[num_leading:]] if num_leading or _adds_bos(tokenizer) else ids
-
-
-def _adds_bos(tokenizer: Any) -> bool:
-    return list(tokenizer("a", verbose=False)["input_ids"])[:1] == [tokenizer.bos_token_id]
-
-
 MIN_TOKENS = 2
 """A shorter sequence predicts nothing."""
 
@@ -66,9 +25,9 @@ class PackedRows:
     sequences: tuple[torch.Tensor, ...]
     """1-D int64, each of at least two tokens."""
     text: TextHashes
-    """Of the rows that have a token in a sequence: these tokens, or 32 where they are fewer."""
+    """Of each row that has a token in a sequence: those tokens, or the first 32 if that is more."""
     num_rows: int
-    """Rows that were read."""
+    """Rows read."""
     num_dropped: int
     """Rows that were too short to use."""
 
@@ -76,12 +35,13 @@ class PackedRows:
 def tokenize_rows(
     rows: Iterable[Row], *, tokenizer: Callable[[], Any], vocab_size: int
 ) -> Iterator[Sequence[int]]:
-    """Yield the token ids of each row; `tokenizer` is called when a row needs it, and never else.
+    """Yield the token ids of each row; `tokenizer` is called only when a row needs one.
 
-    Text gets the tokenizer's own special tokens, `input_ids` get none, blank text has no tokens.
+    The tokenizer adds its special tokens to `text`. `input_ids` are used unchanged. Blank text
+    gives no tokens.
 
     Raises:
-        DataError: a token id is not within the vocabulary, or a conversation cannot be rendered.
+        DataError: a token id is outside the vocabulary, or a conversation cannot be rendered.
 
     """
     for row in rows:
@@ -97,7 +57,7 @@ def tokenize_rows(
 def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
     """Join rows and cut them into at most `samples` sequences of exactly `seq_len` tokens.
 
-    A last shorter sequence is kept when it has two tokens. No row is read that is not needed.
+    The last sequence may be shorter, but has at least two tokens. Rows are read only as needed.
     """
     stream, starts, num_rows, num_dropped = array("q"), [], 0, 0
     for ids in rows:
@@ -120,7 +80,10 @@ def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> P
 
 
 def keep_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
-    """Make one sequence of each of the first `samples` rows of two tokens, cut to `seq_len`."""
+    """Turn each of the first `samples` rows of two or more tokens into one sequence.
+
+    A row longer than `seq_len` is truncated.
+    """
     sequences: list[torch.Tensor] = []
     used: list[Sequence[int]] = []
     num_rows = 0
@@ -134,12 +97,18 @@ def keep_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> P
     return PackedRows(tuple(sequences), hash_text(used), num_rows, num_rows - len(sequences))
 
 
-def _cut(stream: array[int], *, samples: int, seq_len: int) -> tuple[torch.Tensor, ...]:
-    num_tokens = min(len(stream), samples * seq_len)
-    pieces = (stream[start : start + seq_len] for start in range(0, num_tokens, seq_len))
-    return tuple(
-        torch.tensor(piece, dtype=torch.int64) for piece in pieces if len(piece) >= MIN_TOKENS
-    )
+def render_messages(tokenizer: Any, messages: Sequence[Message], origin: str) -> list[int]:
+    """Render a conversation with the tokenizer's chat template and tokenize the result.
+
+    If the template, the tokenizer or both add a BOS token, the result starts with exactly one.
+
+    Raises:
+        DataError: there is no chat template, or it rejects the conversation.
+
+    """
+    text = require_unicode(_render(tokenizer, messages, origin), f"{origin}: the rendered chat")
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return _with_one_bos(ids, tokenizer)
 
 
 def _tokenize(row: Row, tokenizer: Callable[[], Any]) -> list[int]:
@@ -147,8 +116,33 @@ def _tokenize(row: Row, tokenizer: Callable[[], Any]) -> list[int]:
         return render_messages(tokenizer(), row.messages, row.origin)
     if row.text is None or not row.text.strip():
         return []
-    # verbose=False: a text longer than the model's context is cut later, no reason to warn.
+    # verbose=False: text longer than the model's context is cut later, so no warning is due.
     return list(tokenizer()(row.text, verbose=False)["input_ids"])
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], origin: str) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+    except Exception as error:  # a template is a program that may raise anything
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"{origin}: the row is a conversation, but the tokenizer has no chat template",
+                hint="use rows with `text`, or a chat model",
+            ) from error
+        raise DataError(
+            f"{origin}: the chat template rejects the conversation ({error})",
+            hint="check the order and names of the roles",
+        ) from error
+
+
+def _with_one_bos(ids: list[int], tokenizer: Any) -> list[int]:
+    bos = tokenizer.bos_token_id
+    num_leading = next((index for index, token in enumerate(ids) if token != bos), len(ids))
+    return [bos, *ids[num_leading:]] if num_leading or _adds_bos(tokenizer) else ids
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    return list(tokenizer("a", verbose=False)["input_ids"])[:1] == [tokenizer.bos_token_id]
 
 
 def _check_given_ids(ids: Sequence[int], vocab_size: int, origin: str) -> None:
@@ -167,9 +161,17 @@ def _check_tokenizer_ids(ids: Sequence[int], vocab_size: int, origin: str) -> No
         raise DataError(
             f"{origin}: the tokenizer gives token {ids[bad]}, "
             f"but the model's embedding holds 0 to {vocab_size - 1}",
-            hint="the tokenizer is not this model's: use the files the model was published with",
+            hint="the tokenizer belongs to another model: use the one published with this model",
         )
 
 
 def _find_outside(ids: Sequence[int], vocab_size: int) -> int | None:
     return next((index for index, token in enumerate(ids) if not 0 <= token < vocab_size), None)
+
+
+def _cut(stream: array[int], *, samples: int, seq_len: int) -> tuple[torch.Tensor, ...]:
+    num_tokens = min(len(stream), samples * seq_len)
+    pieces = (stream[start : start + seq_len] for start in range(0, num_tokens, seq_len))
+    return tuple(
+        torch.tensor(piece, dtype=torch.int64) for piece in pieces if len(piece) >= MIN_TOKENS
+    )

@@ -68,9 +68,7 @@ def test_ids_out_of_the_vocabulary(
 
 def test_an_unknown_extension(refused: Refused, model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text\nhello\n")
-    assert "files ending in '.csv' are not read" in refused(
-        2, model, "--data", tmp_path / "rows.csv"
-    )
+    assert "the suffix '.csv' is not accepted" in refused(2, model, "--data", tmp_path / "rows.csv")
 
 
 @pytest.mark.parametrize(

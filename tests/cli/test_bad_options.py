@@ -73,7 +73,7 @@ def test_a_degree_that_does_not_divide_the_mlp(refused: Refused, tmp_path: Path)
 
 def test_an_unknown_recipe(refused: Refused, model: Path) -> None:
     text = refused(3, model, "--recipe", "no-such")
-    assert "no recipe called no-such" in text
+    assert "no-such is neither a shipped recipe nor a file" in text
     assert "w8a8-static" in text
 
 
@@ -108,7 +108,7 @@ def test_a_recipe_that_is_no_mapping(
     refused: Refused, model: Path, tmp_path: Path, content: str
 ) -> None:
     (tmp_path / "mine.yaml").write_text(content)
-    assert "holds no mapping" in refused(3, model, "--recipe", tmp_path / "mine.yaml")
+    assert "is not a mapping of keys" in refused(3, model, "--recipe", tmp_path / "mine.yaml")
 
 
 def test_a_recipe_that_is_no_text(refused: Refused, model: Path, tmp_path: Path) -> None:

@@ -126,4 +126,4 @@ def test_more_shards_than_batches_are_refused_before_anything_runs(
 ) -> None:
     command = ("calibrate", model, "--data", data, *SIZE, "--out", tmp_path / "out")
     text = fail(2, *command, "--shard", "1/7")
-    assert "--shard 1/7: the data makes only 6 batches" in text
+    assert "--shard 1/7: the data gives only 6 batches" in text

@@ -89,7 +89,7 @@ def test_unpacked_rows_stay_whole(tmp_path: Path) -> None:
     assert not plan.packed
     assert plan.num_tokens == 6
     assert torch.equal(plan.text.hashes, hash_text([[1, 2], [4, 5, 6, 7, 8]]).hashes)
-    assert "1 of 3 rows were too short and left out" in plan.warnings
+    assert "1 of 3 rows were too short and were skipped" in plan.warnings
 
 
 def test_the_fingerprint_is_the_digest_of_flag_length_and_ids(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_fingerprint_tells_apart_what_differs_and_nothing_else(tmp_path: Pat
 def test_few_sequences_and_few_tokens_are_warned_of(tmp_path: Path) -> None:
     plan = plan_of(write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4]), samples=3)
     assert plan.warnings == (
-        "the data gave 1 sequences of the 3 asked for",
+        "the data gave 1 of the 3 requested sequences",
         "only 4 tokens, fewer than 4096: scales may miss large values",
     )
 
@@ -133,7 +133,7 @@ def test_files_of_a_folder_that_were_not_read_are_named(tmp_path: Path) -> None:
     write_ids(tmp_path / "x.jsonl", [1, 2, 3, 4])
     (tmp_path / "notes.md").touch()
     assert plan_of(str(tmp_path)).warnings[0] == (
-        f"{tmp_path.name}: not read, no data files: notes.md"
+        f"{tmp_path.name}: ignored, not data files: notes.md"
     )
 
 
@@ -160,7 +160,7 @@ def test_without_specs_the_builtin_text_is_used_and_said_so() -> None:
     assert not any("no --data" in text for text in plan_of("builtin", **options).warnings)
 
 
-@pytest.mark.parametrize(("pack", "hint"), [(True, "give more text"), (False, "--no-pack")])
+@pytest.mark.parametrize(("pack", "hint"), [(True, "use more text"), (False, "--no-pack")])
 def test_data_without_any_sequence_is_an_error(tmp_path: Path, pack: bool, hint: str) -> None:
     spec = write_ids(tmp_path / "x.jsonl", [1])
     with pytest.raises(DataError, match=r"x\.jsonl: no sequence of two tokens in 1 rows") as caught:

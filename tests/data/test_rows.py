@@ -76,7 +76,7 @@ def test_a_message_becomes_role_and_text(message: object, expected: object) -> N
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0] is not a text part",
         ),
-        ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien', which is no known"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "from 'alien', an unknown role"),
         ({"conversations": [{"from": "gpt"}]}, "conversations[0].value must be text"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests of fp8calib.data.sources."""
+"""Rows of files, the hub and the built-in text, one after another or mixed by weight."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8calib.data.rows import Row
-from fp8calib.data.sources import iter_builtin_rows, iter_file_rows, iter_rows
+from fp8calib.data.sources import iter_builtin_rows, iter_file_rows, iter_rows, mix_rows
 from fp8calib.data.specs import parse_spec
 from fp8calib.errors import DataError
 
@@ -64,8 +64,8 @@ def test_a_text_file_gives_its_rows_in_order(
         ("x.jsonl", b'{"text": "a"}\n[1]\n', "x.jsonl:2: a row must be a JSON object"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "x.jsonl:2: not UTF-8 at byte 10"),
         ("x.jsonl", "{}".encode("utf-16"), "x.jsonl:1: not UTF-8 at byte 0"),
-        ("x.jsonl", b"[" * 200_000, "x.jsonl:1: JSON that cannot be read"),
-        ("x.jsonl", b'{"input_ids": [' + b"9" * 5000 + b"]}", "x.jsonl:1: JSON that cannot be"),
+        ("x.jsonl", b"[" * 200_000, "x.jsonl:1: JSON cannot be read"),
+        ("x.jsonl", b'{"input_ids": [' + b"9" * 5000 + b"]}", "x.jsonl:1: JSON cannot be"),
         ("x.json", b"", "x.json: no rows"),
         ("x.json", b"[]", "x.json: no rows"),
         ("x.json", b"3", "x.json: holds neither a list of rows"),
@@ -174,7 +174,7 @@ def test_builtin_rows_are_the_topics_of_help() -> None:
 
 def test_a_python_without_help_text_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(DataError, match="comes without pydoc_data"):
+    with pytest.raises(DataError, match="has no pydoc_data"):
         list(iter_builtin_rows("calibrate"))
 
 
@@ -208,8 +208,8 @@ def test_a_hub_that_fails_is_a_data_error_naming_the_dataset(
     with pytest.raises(DataError) as caught:
         list(iter_rows(parse_spec("hub:org/name")))
     assert caught.value.message == (
-        "hub:org/name, config default, split train: the hub cannot be reached or has no such data "
-        "(ConnectionError: no route)"
+        "hub:org/name, config default, split train: the hub cannot be reached or has "
+        "no such dataset (ConnectionError: no route)"
     )
     assert "local file" in caught.value.hint
 
@@ -247,3 +247,53 @@ def test_importing_the_package_imports_no_slow_library() -> None:
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     slow = {"transformers", "datasets", "tokenizers", "pyarrow", "pydoc_data.topics"}
     assert slow & set(json.loads(output)) == set()
+
+
+def rows(name: str, count: int) -> Iterator[Row]:
+    return (Row(f"{name}{index}") for index in range(count))
+
+
+def mix(*sources: tuple[str, int, float | None], seed: int = 0) -> list[str]:
+    mixed = mix_rows([(rows(name, count), weight) for name, count, weight in sources], seed=seed)
+    return [row.origin for row in mixed]
+
+
+def test_sources_without_weights_follow_one_another() -> None:
+    assert mix(("b", 2, None), ("a", 3, None), seed=5) == ["b0", "b1", "a0", "a1", "a2"]
+
+
+# random.Random(0).random() starts 0.844, 0.758, 0.421, 0.259, 0.511, 0.405, 0.784, 0.303:
+# b when the number is at or above a's share.
+@pytest.mark.parametrize(
+    ("weight_a", "weight_b", "expected"),
+    [
+        (1.0, 1.0, "b0 b1 a0 a1 b2 a2 b3 a3"),
+        (1.0, None, "b0 b1 a0 a1 b2 a2 b3 a3"),
+        (3.0, 1.0, "b0 b1 a0 a1 a2 a3 b2 b3"),
+        (1.0, 3.0, "b0 b1 b2 b3 a0 a1 a2 a3"),
+        (4.0, 0.4, "a0 a1 a2 a3 b0 b1 b2 b3"),
+    ],
+)
+def test_weighted_sources_are_drawn_by_the_seed_and_used_up(
+    weight_a: float, weight_b: float | None, expected: str
+) -> None:
+    assert " ".join(mix(("a", 4, weight_a), ("b", 4, weight_b))) == expected
+
+
+def test_the_seed_changes_the_order_between_sources_but_not_inside_them() -> None:
+    orders = {tuple(mix(("a", 9, 1.0), ("b", 9, 1.0), seed=seed)) for seed in range(4)}
+    assert len(orders) == 4
+    for order in orders:
+        assert [name for name in order if name[0] == "a"] == [f"a{index}" for index in range(9)]
+
+
+def test_many_rows_come_in_proportion_to_the_weights() -> None:
+    first = mix(("a", 4000, 3.0), ("b", 4000, 1.0))[:4000]
+    assert 2900 < sum(name[0] == "a" for name in first) < 3100
+
+
+def test_rows_are_read_one_at_a_time() -> None:
+    source = rows("a", 3)
+    mixed = mix_rows([(source, 2.0)])
+    assert next(mixed).origin == "a0"
+    assert next(source).origin == "a1"

@@ -106,15 +106,15 @@ def test_the_label_of_the_current_folder_is_its_name(
     [
         ("", "empty"),
         ("@2", "empty"),
-        ("x.csv", "'.csv' are not read; accepted are .jsonl, .json, .parquet, .txt"),
-        ("x.jsonl@half", "'.jsonl@half' are not read"),
+        ("x.csv", "the suffix '.csv' is not accepted; accepted are .jsonl, .json, .parquet, .txt"),
+        ("x.jsonl@half", "the suffix '.jsonl@half' is not accepted"),
         ("x.jsonl@0", "weight 0 is not a positive"),
         ("x.jsonl@-1", "weight -1 is not a positive"),
         ("x.jsonl@nan", "weight nan is not a positive"),
         ("x.jsonl@inf", "weight inf is not a positive"),
         ("hub:", "not of the form hub:NAME[:CONFIG][:SPLIT]"),
         ("hub:a:b:c:d", "not of the form hub:NAME[:CONFIG][:SPLIT]"),
-        ("bare", "'nothing' are not read"),
+        ("bare", "a file without suffix is not accepted"),
     ],
 )
 def test_a_spec_that_makes_no_sense_is_a_usage_error(

@@ -1,4 +1,4 @@
-"""Tests of fp8calib.data.packing."""
+"""Rows become token ids with one BOS, and sequences of the requested length."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,13 @@ import pytest
 
 from fp8calib.data.rows import Row
 from fp8calib.data.text_hashes import TextHashes, hash_text
-from fp8calib.data.tokenize import PackedRows, keep_rows, pack_rows, tokenize_rows
+from fp8calib.data.tokenize import PackedRows, keep_rows, pack_rows, render_messages, tokenize_rows
 from fp8calib.errors import DataError
-from tests.data.tokenizers import PLAIN_TEMPLATE, make_tokenizer
+from tests.data.tokenizers import BOS_TEMPLATE, PLAIN_TEMPLATE, make_tokenizer
+
+MESSAGES = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+WITHOUT_BOS = [3, 6, 7, 8, 4, 6, 9]
+WITH_BOS = [0, *WITHOUT_BOS]
 
 
 def refuse_tokenizer() -> Any:
@@ -157,3 +161,59 @@ def test_no_row_is_read_that_is_not_needed(make: Any, expected: int) -> None:
 def test_sequences_share_no_memory_with_their_neighbours() -> None:
     packed = pack_rows([list(range(8))], samples=2, seq_len=4)
     assert [sequence.untyped_storage().nbytes() for sequence in packed.sequences] == [32, 32]
+
+
+@pytest.mark.parametrize(
+    ("template", "adds_bos", "bos", "expected"),
+    [
+        (PLAIN_TEMPLATE, False, "<s>", WITHOUT_BOS),
+        (PLAIN_TEMPLATE, True, "<s>", WITH_BOS),
+        (BOS_TEMPLATE, False, "<s>", WITH_BOS),
+        (BOS_TEMPLATE, True, "<s>", WITH_BOS),
+        ("{{ bos_token }} " + BOS_TEMPLATE, True, "<s>", WITH_BOS),
+        (PLAIN_TEMPLATE, False, None, WITHOUT_BOS),
+        (PLAIN_TEMPLATE + "{{ bos_token }}", True, "<s>", [*WITH_BOS, 0]),
+    ],
+)
+def test_a_conversation_has_one_bos_when_template_or_tokenizer_writes_one(
+    template: str, adds_bos: bool, bos: str | None, expected: list[int]
+) -> None:
+    tokenizer = make_tokenizer(adds_bos=adds_bos, bos=bos, template=template)
+    assert render_messages(tokenizer, MESSAGES, "x:1") == expected
+
+
+def test_the_tokenizers_closing_token_is_left_to_the_template() -> None:
+    tokenizer = make_tokenizer(adds_eos=True, template=PLAIN_TEMPLATE)
+    assert tokenizer("a")["input_ids"] == [0, 7, 1]
+    assert render_messages(tokenizer, MESSAGES, "x:1") == WITH_BOS
+
+
+def test_a_tokenizer_without_template_is_named_with_the_row() -> None:
+    with pytest.raises(DataError) as caught:
+        render_messages(make_tokenizer(), MESSAGES, "x.jsonl:3")
+    assert caught.value.message == (
+        "x.jsonl:3: the row is a conversation, but the tokenizer has no chat template"
+    )
+    assert caught.value.hint == "use rows with `text`, or a chat model"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.gone.deep }}", "has no attribute 'gone'"),
+        ("{{ messages | length + 'x' }}", "unsupported operand"),
+        ("{% for %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_refuses_a_row_is_a_data_error(template: str, reason: str) -> None:
+    with pytest.raises(DataError) as caught:
+        render_messages(make_tokenizer(template=template), MESSAGES, "x.jsonl:3")
+    assert caught.value.message.startswith("x.jsonl:3: the chat template rejects")
+    assert reason in caught.value.message
+
+
+def test_half_a_surrogate_pair_that_a_template_lets_through_is_a_data_error() -> None:
+    tokenizer = make_tokenizer(template="{{ messages[0].extra }}")
+    with pytest.raises(DataError, match="x:1: the rendered chat: character 0 is half"):
+        render_messages(tokenizer, [{"role": "user", "content": "", "extra": "\ud800"}], "x:1")
