@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
-FORMAT_NAMES = ("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json", "rfc")
+from fp8calib.dialects.registry import list_format_names
 
 FormatOption = Annotated[
     list[str] | None,
-    typer.Option("--format", metavar="NAME", help=f"What to write: {', '.join(FORMAT_NAMES)}."),
+    typer.Option(
+        "--format", metavar="NAME", help=f"What to write: {', '.join(list_format_names())}."
+    ),
 ]
 TpOption = Annotated[
     list[int] | None,
@@ -120,7 +122,7 @@ def spread_formats(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         if is_value:
             is_value = False
-        elif in_formats and set(argument.split(",")) <= set(FORMAT_NAMES):
+        elif in_formats and set(argument.split(",")) <= set(list_format_names()):
             spread.append("--format")
         else:
             is_value = argument == "--format"

@@ -33,6 +33,11 @@ class Fp8Format:
     specials: Specials
 
     @property
+    def dtype_name(self) -> str:
+        """The name of torch's dtype: `float8_e4m3fn`."""
+        return f"float8_{self.name}"
+
+    @property
     def max(self) -> float:
         """The largest finite value."""
         exponent = 2**self.exponent_bits - 1
@@ -97,3 +102,5 @@ E4M3FNUZ = Fp8Format(
 E5M2 = Fp8Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, specials=Specials.IEEE)
 
 FP8_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ, E5M2)}
+KV_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
+"""What KV caches are quantized to."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.registry import WHY_NOT_OBSERVED
+from fp8calib.dialects.write import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import list_without_calibration

@@ -15,7 +15,7 @@ from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, refuse_dupli
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
-from fp8calib.dialects.kv.metadata import make_metadata
+from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
 from fp8calib.quantization.selection.select import Matrix, Selection, select

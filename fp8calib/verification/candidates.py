@@ -11,8 +11,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
-from fp8calib.dialects.kv.read import FoundScales, check_origin, has_kv_scales, read_scales
-from fp8calib.dialects.kv.validate import reading_errors
+from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
+from fp8calib.dialects.refusals import reading_errors
 from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8.formats import Fp8Format

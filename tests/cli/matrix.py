@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.kv.read import read_scales
+from fp8calib.dialects.read import read_scales
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import ScaleTable, compute_kv_scales

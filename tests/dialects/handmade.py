@@ -10,8 +10,12 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.dialects.dialect import WriteJob
+from fp8calib.dialects.metadata import Provenance
+from fp8calib.dialects.registry import find_dialect
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry, Part
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.scales.compute import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats, StatsHeader
 
 Sites = dict[Site, SiteStats]
@@ -249,6 +253,23 @@ def expert_stats() -> CalibrationStats:
             count=0, amax=amax_of((8,) * 8), experts=amax_of(EXPERT_WEIGHTS[name])
         )
     return make_stats(geometry, sites)
+
+
+def write_scales(
+    name: str,
+    table: ScaleTable,
+    target: Path,
+    *,
+    source: Checkpoint | None = None,
+    linears: ScaleTable | None = None,
+    provenance: Provenance | None = None,
+) -> dict[str, str]:
+    """Let a dialect write a table; give what it left out of the source."""
+    job = WriteJob(table=table, source=source, linears=linears, provenance=provenance)
+    write = find_dialect(name).write
+    assert write is not None
+    write(job, target)
+    return job.skipped
 
 
 def save_source(stats: CalibrationStats, folder: Path, **config: object) -> Checkpoint:

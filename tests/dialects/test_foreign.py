@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.kv.read import read_scales
+from fp8calib.dialects.read import read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import InputScaling
 from fp8calib.geometry.sites import Role

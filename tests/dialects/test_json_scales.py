@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.dialects.kv.json import save_json, write_vllm_json
+from fp8calib.dialects.dialect import WriteJob
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import SiteStats
-from tests.dialects.handmade import make_attention, make_geometry, make_stats
+from tests.dialects.handmade import (
+    make_attention,
+    make_geometry,
+    make_stats,
+    plain_stats,
+    write_scales,
+)
 
 
 def test_every_number_reads_back_as_the_fp32_it_was(tmp_path: Path) -> None:
@@ -26,7 +32,9 @@ def test_every_number_reads_back_as_the_fp32_it_was(tmp_path: Path) -> None:
         for layer, attention in geometry.attentions()
         for role in (Role.K, Role.V)
     }
-    write_vllm_json(compute_kv_scales(make_stats(geometry, sites), E4M3FN), tmp_path / "a.json")
+    write_scales(
+        "vllm-json", compute_kv_scales(make_stats(geometry, sites), E4M3FN), tmp_path / "a.json"
+    )
 
     read = json.loads((tmp_path / "a.json").read_text())["kv_cache"]["scaling_factor"]["0"]
     expected = (amaxes / 448).clamp(min=2.0**-126)
@@ -37,6 +45,7 @@ def test_every_number_reads_back_as_the_fp32_it_was(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    job = WriteJob(table=compute_kv_scales(plain_stats(), E4M3FN))
     with pytest.raises(ValueError, match="not JSON compliant"):
-        save_json(tmp_path / "a.json", {"scale": float("nan")})
+        job.save_json(tmp_path / "a.json", {"scale": float("nan")})
     assert not (tmp_path / "a.json").exists()

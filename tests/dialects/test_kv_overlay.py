@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.kv.overlay import write_kv_overlay
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import compute_kv_scales
@@ -25,6 +24,7 @@ from tests.dialects.handmade import (
     make_stats,
     plain_stats,
     save_source,
+    write_scales,
 )
 from tests.zoo import save
 
@@ -42,7 +42,9 @@ def test_the_config_says_that_nothing_but_the_kv_cache_is_quantized(
 ) -> None:
     stats = plain_stats()
     table = compute_kv_scales(stats, E4M3FN, per_head=per_head)
-    write_kv_overlay(table, save_source(stats, tmp_path / "model"), tmp_path / "out")
+    write_scales(
+        "kv-overlay", table, tmp_path / "out", source=save_source(stats, tmp_path / "model")
+    )
 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     expected = json.loads(CONFIG.replace("STRATEGY", strategy))
@@ -52,7 +54,9 @@ def test_the_config_says_that_nothing_but_the_kv_cache_is_quantized(
 def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
     stats = plain_stats()
     table = compute_kv_scales(stats, E4M3FN)
-    left_out = write_kv_overlay(table, save_source(stats, tmp_path / "model"), tmp_path / "out")
+    left_out = write_scales(
+        "kv-overlay", table, tmp_path / "out", source=save_source(stats, tmp_path / "model")
+    )
 
     raw = (tmp_path / "out" / "model-00002-of-00002.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
@@ -75,7 +79,9 @@ def _describe(start: int) -> dict[str, object]:
 def test_per_head_scales_are_stored_one_for_each_kv_head(tmp_path: Path) -> None:
     stats = plain_stats()
     table = compute_kv_scales(stats, E4M3FN, per_head=True, query=True)
-    write_kv_overlay(table, save_source(stats, tmp_path / "model"), tmp_path / "out")
+    write_scales(
+        "kv-overlay", table, tmp_path / "out", source=save_source(stats, tmp_path / "model")
+    )
 
     scales = load_file(tmp_path / "out" / "model-00002-of-00002.safetensors")
     assert {name: tensor.flatten().tolist() for name, tensor in scales.items()} == {
@@ -101,7 +107,7 @@ def test_names_that_vllm_refuses_in_gpt2_lie_in_a_file_that_the_index_does_not_l
     stats = make_stats(geometry, make_kv_sites(geometry))
     table = compute_kv_scales(stats, E4M3FN)
     folder = tmp_path / "out"
-    write_kv_overlay(table, save_source(stats, tmp_path / "model"), folder)
+    write_scales("kv-overlay", table, folder, source=save_source(stats, tmp_path / "model"))
 
     listed = load_file(folder / "model-00002-of-00002.safetensors")
     side = folder / "kv_scales.safetensors"
@@ -133,7 +139,7 @@ def test_transformers_loads_every_scale_bit_for_bit(
     }
     table = compute_kv_scales(make_stats(geometry, sites), E4M3FN, per_head=per_head)
     with Checkpoint.open(tmp_path / "model") as source:
-        write_kv_overlay(table, source, tmp_path / "out")
+        write_scales("kv-overlay", table, tmp_path / "out", source=source)
 
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.dialects.kv.tensors import write_kv_scales
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.compute import compute_kv_scales
 from tests.dialects.handmade import (
@@ -13,6 +12,7 @@ from tests.dialects.handmade import (
     make_geometry,
     make_kv_sites,
     make_stats,
+    write_scales,
 )
 
 GOLDEN = (
@@ -28,7 +28,7 @@ GOLDEN = (
 def test_the_file_is_these_bytes(tmp_path: Path) -> None:
     geometry = make_geometry([make_attention(0, checkpoint_module="transformer.h.0.attn")])
     table = compute_kv_scales(make_stats(geometry, make_kv_sites(geometry)), E4M3FN)
-    write_kv_scales(table, tmp_path / "kv_scales.safetensors")
+    write_scales("kv-scales", table, tmp_path / "kv_scales.safetensors")
 
     raw = (tmp_path / "kv_scales.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")

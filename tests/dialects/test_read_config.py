@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.dialects.kv.config import CheckpointConfig, read_config
+from fp8calib.dialects.kv.config import CheckpointConfig, read_config, read_quant_method
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from tests.dialects.handmade import make_attention, make_geometry
@@ -28,15 +28,20 @@ def _refusal(folder: Path, config: object, name: str = "config.json") -> str:
 
 
 def test_no_config_says_nothing(tmp_path: Path) -> None:
-    assert read_config(tmp_path, GEOMETRY) == CheckpointConfig(exists=False)
+    assert read_config(tmp_path, GEOMETRY) == CheckpointConfig()
+    assert read_quant_method(tmp_path) is None
 
 
 def test_a_plain_config_exists_and_says_nothing_else(tmp_path: Path) -> None:
-    assert _read(tmp_path, {"model_type": "llama"}) == CheckpointConfig(exists=True)
+    assert _read(tmp_path, {"model_type": "llama"}) == CheckpointConfig()
+    assert read_quant_method(tmp_path) == ""
 
 
-def test_the_method_of_quantization_is_found(tmp_path: Path) -> None:
-    assert _read(tmp_path, {"quantization_config": {"quant_method": "fp8"}}).quant_method == "fp8"
+@pytest.mark.parametrize(("method", "found"), [("fp8", "fp8"), (8, "")])
+def test_the_method_of_quantization_is_found(tmp_path: Path, method: object, found: str) -> None:
+    config = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_quant_method(tmp_path) == found
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ def test_another_model_type_is_refused(tmp_path: Path, model_type: object) -> No
 
 def test_a_config_around_the_decoders_may_have_another_type(tmp_path: Path) -> None:
     config = {"model_type": "llava", "text_config": {"hidden_size": 8}}
-    assert _read(tmp_path, config) == CheckpointConfig(exists=True)
+    assert _read(tmp_path, config) == CheckpointConfig()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_kv_schemes_other_than_fp8_are_refused(tmp_path: Path, scheme: object, s
 
 @pytest.mark.parametrize("scheme", [None, "static", {}, {"num_bits": 8, "type": "float"}])
 def test_kv_schemes_of_fp8_are_taken(tmp_path: Path, scheme: object) -> None:
-    assert _read(tmp_path, {"quantization_config": {"kv_cache_scheme": scheme}}).exists
+    assert _read(tmp_path, {"quantization_config": {"kv_cache_scheme": scheme}}).fmt is None
 
 
 @pytest.mark.parametrize(

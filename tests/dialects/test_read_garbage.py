@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from fp8calib.dialects.kv.read import has_kv_scales, read_scales
+from fp8calib.dialects.read import has_kv_scales, read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.scales.compute import ScaleTable
 from tests.dialects.handmade import make_attention, make_geometry

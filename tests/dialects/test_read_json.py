@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.dialects.kv.read import FoundScales, read_scales
+from fp8calib.dialects.read import FoundScales, read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import ModelGeometry

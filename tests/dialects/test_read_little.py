@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.dialects.kv.read import read_scales
+from fp8calib.dialects.read import read_scales
 from fp8calib.geometry.sites import Role
 from tests.engines.check_handmade import plain_geometry
 

@@ -16,7 +16,7 @@ import numpy as np
 from fp8calib.cli.show.scales import show_scales
 from fp8calib.engines.check import check_folder, ENGINES
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.dialects.kv.read import read_scales
+from fp8calib.dialects.read import read_scales
 from fp8calib.errors import Fp8CalibError
 from tests.engines.check_handmade import plain_geometry
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.tensor_names import (
     Owners,
     ScaleName,
-    Spelling,
     find_owners,
-    is_kv_scale_name,
+    find_spelling,
     parse_name,
 )
 from fp8calib.errors import VerificationError
@@ -45,7 +45,7 @@ def _indices(owners: Owners, geometry: ModelGeometry) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "form", "roles"),
+    ("name", "path", "spelling", "roles"),
     [
         ("m.0.self_attn.k_scale", "m.0.self_attn", Spelling.ATTENTION, (Role.K,)),
         ("m.0.self_attn.q_scale", "m.0.self_attn", Spelling.ATTENTION, (Role.Q,)),
@@ -58,9 +58,9 @@ def _indices(owners: Owners, geometry: ModelGeometry) -> dict[str, int]:
     ],
 )
 def test_a_name_is_taken_apart(
-    name: str, path: str, form: Spelling, roles: tuple[Role, ...]
+    name: str, path: str, spelling: Spelling, roles: tuple[Role, ...]
 ) -> None:
-    assert parse_name(name) == ScaleName(name, path, form, roles)
+    assert parse_name(name) == ScaleName(name, path, spelling, roles)
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,22 @@ def test_a_name_is_taken_apart(
 )
 def test_other_tensors_are_no_kv_scales(name: str) -> None:
     assert parse_name(name) is None
-    assert not is_kv_scale_name(name)
+    assert find_spelling(name) is None
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("m.0.self_attn.k_scale", True),
-        ("m.0.self_attn.kv_scale", True),
-        ("transformer.layers.0.attention.kv_cache_scaling_factor", True),
-        ("m.0.self_attn.q_scale", False),
-        ("m.0.self_attn.k_zero_point", False),
+        ("m.0.self_attn.k_scale", Spelling.ATTENTION),
+        ("m.0.self_attn.kv_scale", Spelling.SINGLE),
+        ("m.0.self_attn.v_proj.output_scale", Spelling.OUTPUT),
+        ("transformer.layers.0.attention.kv_cache_scaling_factor", None),
+        ("m.0.self_attn.q_scale", None),
+        ("m.0.self_attn.k_zero_point", None),
     ],
 )
-def test_q_and_zero_points_alone_are_nothing_to_read(name: str, expected: bool) -> None:
-    assert is_kv_scale_name(name) is expected
+def test_q_and_zero_points_alone_are_nothing_to_read(name: str, expected: Spelling | None) -> None:
+    assert find_spelling(name) is expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.kv.read import FoundScales, has_kv_scales, read_scales
+from fp8calib.dialects.read import FoundScales, has_kv_scales, read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FNUZ
 from tests.dialects.handmade import make_attention, make_geometry, shared_stats

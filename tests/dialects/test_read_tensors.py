@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.kv.read import FoundScales, has_kv_scales, read_scales
+from fp8calib.dialects.read import FoundScales, has_kv_scales, read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import ModelGeometry

@@ -11,12 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.kv.json import write_vllm_json
-from fp8calib.dialects.kv.overlay import write_kv_overlay
-from fp8calib.dialects.kv.read import has_kv_scales, read_scales
-from fp8calib.dialects.kv.rfc import write_rfc
-from fp8calib.dialects.kv.tensors import write_kv_scales
-from fp8calib.dialects.kv.tgi import write_tgi_overlay
+from fp8calib.dialects.read import has_kv_scales, read_scales
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role
@@ -38,6 +33,7 @@ from tests.dialects.handmade import (
     plain_stats,
     save_source,
     shared_stats,
+    write_scales,
 )
 
 GEOMETRY = plain_stats().geometry
@@ -100,7 +96,7 @@ def test_an_overlay_reads_back(
     query = query and make is not latent_stats
     table = compute_kv_scales(stats, E4M3FN, per_head=per_head, query=query)
     source = save_source(stats, tmp_path / "model", model_type=stats.geometry.model_type)
-    write_kv_overlay(table, source, tmp_path / "out")
+    write_scales("kv-overlay", table, tmp_path / "out", source=source)
     found = read_scales(tmp_path / "out", stats.geometry)
 
     assert (found.dialect, found.has_weights) == ("compressed-tensors", False)
@@ -115,7 +111,7 @@ def test_tgis_overlay_reads_back(
     stats = make()
     table = compute_kv_scales(stats, fmt)
     source = save_source(stats, tmp_path / "model", model_type=stats.geometry.model_type)
-    write_tgi_overlay(table, source, tmp_path / "out")
+    write_scales("tgi", table, tmp_path / "out", source=source)
     found = read_scales(tmp_path / "out", stats.geometry)
 
     assert (found.dialect, found.has_weights) == ("tgi", False)
@@ -127,7 +123,7 @@ def test_the_file_of_scales_reads_back(
     tmp_path: Path, make: Callable[[], CalibrationStats]
 ) -> None:
     table = compute_kv_scales(make(), E4M3FNUZ)
-    write_kv_scales(table, tmp_path / "kv_scales.safetensors")
+    write_scales("kv-scales", table, tmp_path / "kv_scales.safetensors")
     found = read_scales(tmp_path / "kv_scales.safetensors", table.geometry, source_dtype="e4m3fnuz")
 
     assert found.dialect == "kv-scales"
@@ -140,7 +136,7 @@ def test_the_json_of_vllm_reads_back(
     tmp_path: Path, make: Callable[[], CalibrationStats], fmt: Fp8Format, tp: int
 ) -> None:
     table = compute_kv_scales(make(), fmt, tp=tp)
-    write_vllm_json(table, tmp_path / "a.json")
+    write_scales("vllm-json", table, tmp_path / "a.json")
     found = read_scales(tmp_path / "a.json", table.geometry)
 
     assert found.dialect == "vllm-json"
@@ -150,7 +146,8 @@ def test_the_json_of_vllm_reads_back(
 def test_the_json_of_the_rfc_reads_back(tmp_path: Path) -> None:
     stats = linear_stats()
     table = compute_kv_scales(stats, E4M3FN, tp=2)
-    write_rfc(table, compute_linear_scales(stats, E4M3FN, tp=2), tmp_path / "a.json")
+    linears = compute_linear_scales(stats, E4M3FN, tp=2)
+    write_scales("rfc", table, tmp_path / "a.json", linears=linears)
     found = read_scales(tmp_path / "a.json", stats.geometry)
 
     assert found.dialect == "rfc"

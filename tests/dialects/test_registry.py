@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.dialects.registry import (
-    FORMATS,
+from fp8calib.dialects.registry import check_formats, find_dialect, list_format_names
+from fp8calib.dialects.write import (
     Note,
     WrittenFormats,
     check_export,
-    check_formats,
     check_overlay_source,
-    paths,
+    list_outputs,
     write_formats,
 )
 from fp8calib.errors import ExportError, UsageError
@@ -57,7 +56,7 @@ def _write(
     fallback: Fallback | None = None,
     rule: Rule = AMAX,
 ) -> WrittenFormats:
-    needs_model = any(FORMATS[name].needs_model for name in formats)
+    needs_model = any(find_dialect(name).needs_model for name in formats)
     source = save_source(stats, out.with_name(f"{out.name}-source")) if needs_model else None
     return write_formats(
         stats,
@@ -86,7 +85,7 @@ def test_all_formats_are_written_under_the_names_of_the_contract(out: Path) -> N
     overlays = [f"{name}/{file}" for name in ALL[:3] for file in OVERLAY_FILES]
     files = ["kv_cache_scales.tp1.json", "kv_cache_scales.tp2.json", "kv_scales.safetensors"]
     assert list(written.files) == sorted([*overlays, *files, "rfc.tp1.json", "rfc.tp2.json"])
-    assert {path.name for path in out.iterdir()} == paths(ALL, (1, 2))
+    assert {path.name for path in out.iterdir()} == list_outputs(ALL, (1, 2))
     assert set(written.notes) == {
         Note("model.gguf", f"left out of {name}: belongs to weights in another form")
         for name in ALL[:3]
@@ -94,9 +93,13 @@ def test_all_formats_are_written_under_the_names_of_the_contract(out: Path) -> N
 
 
 def test_the_paths_of_formats_are_their_top_level_names() -> None:
-    assert paths(["rfc", "kv-overlay"], (1, 4)) == {"rfc.tp1.json", "rfc.tp4.json", "kv-overlay"}
-    assert paths(["kv-scales", "tgi"], (8,)) == {"kv_scales.safetensors", "tgi"}
-    assert paths(["vllm-json", "kv-overlay-head"], (1,)) == {
+    assert list_outputs(["rfc", "kv-overlay"], (1, 4)) == {
+        "rfc.tp1.json",
+        "rfc.tp4.json",
+        "kv-overlay",
+    }
+    assert list_outputs(["kv-scales", "tgi"], (8,)) == {"kv_scales.safetensors", "tgi"}
+    assert list_outputs(["vllm-json", "kv-overlay-head"], (1,)) == {
         "kv_cache_scales.tp1.json",
         "kv-overlay-head",
     }
@@ -245,7 +248,7 @@ def test_an_unknown_format_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(UsageError, match="--format vllm: unknown format") as caught:
         check_formats(["rfc", "vllm"])
     assert caught.value.hint == f"known formats: {', '.join(ALL)}"
-    assert tuple(FORMATS) == ALL
+    assert list_format_names() == ALL
 
 
 @pytest.mark.parametrize(

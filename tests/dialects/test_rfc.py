@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from fp8calib.dialects.kv.rfc import write_rfc
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import Fallback, compute_kv_scales, compute_linear_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
-from tests.dialects.handmade import DATA, MODEL, expert_stats, hybrid_stats, linear_stats
+from tests.dialects.handmade import (
+    DATA,
+    MODEL,
+    expert_stats,
+    hybrid_stats,
+    linear_stats,
+    write_scales,
+)
 
 EXPECTED = {
     1: {
@@ -70,7 +76,8 @@ def _write(
     fallback: Fallback | None = None,
 ) -> dict[str, Any]:
     kv = compute_kv_scales(stats, fmt, tp=tp)
-    write_rfc(kv, compute_linear_scales(stats, fmt, tp=tp, fallback=fallback), path)
+    linears = compute_linear_scales(stats, fmt, tp=tp, fallback=fallback)
+    write_scales("rfc", kv, path, linears=linears)
     document: dict[str, Any] = json.loads(path.read_text())
     return document
 

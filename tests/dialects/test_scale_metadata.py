@@ -10,17 +10,20 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.kv.json import write_vllm_json
-from fp8calib.dialects.kv.metadata import Provenance, find_recorded_format, make_metadata
-from fp8calib.dialects.kv.overlay import write_kv_overlay
-from fp8calib.dialects.kv.read import check_origin, read_scales
-from fp8calib.dialects.kv.rfc import write_rfc
-from fp8calib.dialects.kv.tensors import write_kv_scales
-from fp8calib.dialects.kv.tgi import write_tgi_overlay
+from fp8calib.dialects.metadata import Provenance, find_recorded_format, make_metadata
+from fp8calib.dialects.read import check_origin, read_scales
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from tests.dialects.handmade import DATA, MODEL, TEXT, linear_stats, plain_stats, save_source
+from tests.dialects.handmade import (
+    DATA,
+    MODEL,
+    TEXT,
+    linear_stats,
+    plain_stats,
+    save_source,
+    write_scales,
+)
 
 STATS = plain_stats()
 FORMATS = (E4M3FN, E4M3FNUZ)
@@ -51,7 +54,7 @@ def test_the_format_and_the_origin_are_said() -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_a_file_of_scales_reads_back_in_its_format(tmp_path: Path, fmt: Fp8Format) -> None:
     path = tmp_path / "kv_scales.safetensors"
-    write_kv_scales(compute_kv_scales(STATS, fmt), path)
+    write_scales("kv-scales", compute_kv_scales(STATS, fmt), path)
     assert read_scales(path, STATS.geometry, needs_dtype=True).table.fmt is fmt
     assert find_recorded_format(TensorFile(path)) is fmt
     other = next(each for each in FORMATS if each is not fmt)
@@ -64,7 +67,7 @@ def test_an_overlay_names_the_format_that_its_config_does_not_mean(
     tmp_path: Path, fmt: Fp8Format
 ) -> None:
     source = save_source(STATS, tmp_path / "model")
-    write_kv_overlay(compute_kv_scales(STATS, fmt), source, tmp_path / "out")
+    write_scales("kv-overlay", compute_kv_scales(STATS, fmt), tmp_path / "out", source=source)
     shard = TensorFile(tmp_path / "out" / "model-00002-of-00002.safetensors")
     assert find_recorded_format(shard) is (None if fmt is E4M3FN else E4M3FNUZ)
     assert read_scales(tmp_path / "out", STATS.geometry, needs_dtype=True).table.fmt is fmt
@@ -93,14 +96,15 @@ def test_foreign_metadata_says_nothing(tmp_path: Path) -> None:
 def _write_every_form(folder: Path) -> list[Path]:
     table, source = compute_kv_scales(STATS, E4M3FN), save_source(STATS, folder / "model")
     per_head = compute_kv_scales(STATS, E4M3FN, per_head=True)
-    write_kv_overlay(table, source, folder / "kv-overlay")
-    write_kv_overlay(per_head, source, folder / "kv-overlay-head")
-    write_tgi_overlay(table, source, folder / "tgi")
-    write_kv_scales(table, folder / "kv_scales.safetensors")
-    write_vllm_json(table, folder / "vllm.json")
+    write_scales("kv-overlay", table, folder / "kv-overlay", source=source)
+    write_scales("kv-overlay-head", per_head, folder / "kv-overlay-head", source=source)
+    write_scales("tgi", table, folder / "tgi", source=source)
+    write_scales("kv-scales", table, folder / "kv_scales.safetensors")
+    write_scales("vllm-json", table, folder / "vllm.json")
     linear = linear_stats()
     kv = compute_kv_scales(linear, E4M3FN)
-    write_rfc(kv, compute_linear_scales(linear, E4M3FN), folder / "rfc.json")
+    linears = compute_linear_scales(linear, E4M3FN)
+    write_scales("rfc", kv, folder / "rfc.json", linears=linears)
     source.close()
     names = (
         "kv-overlay",
@@ -150,7 +154,7 @@ def test_a_damaged_word_on_the_model_is_refused(tmp_path: Path, text: str) -> No
 
 
 def test_a_damaged_word_in_a_json_is_refused(tmp_path: Path) -> None:
-    write_vllm_json(compute_kv_scales(STATS, E4M3FN), tmp_path / "a.json")
+    write_scales("vllm-json", compute_kv_scales(STATS, E4M3FN), tmp_path / "a.json")
     document = json.loads((tmp_path / "a.json").read_text())
     document["_fp8calib"]["model"] = "yes"
     (tmp_path / "a.json").write_text(json.dumps(document))

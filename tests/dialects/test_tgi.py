@@ -9,16 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.dialects.kv.tgi import write_tgi_overlay
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales
-from tests.dialects.handmade import plain_stats, save_source
+from tests.dialects.handmade import plain_stats, save_source, write_scales
 
 
 def test_every_layer_has_the_larger_of_its_k_and_v_scales(tmp_path: Path) -> None:
     stats = plain_stats()
     source = save_source(stats, tmp_path / "model")
-    left_out = write_tgi_overlay(compute_kv_scales(stats, E4M3FN), source, tmp_path / "out")
+    left_out = write_scales(
+        "tgi", compute_kv_scales(stats, E4M3FN), tmp_path / "out", source=source
+    )
 
     scales = load_file(tmp_path / "out" / "model-00002-of-00002.safetensors")
     assert {name: tensor.item() for name, tensor in scales.items()} == {
@@ -38,7 +39,7 @@ def test_the_config_names_the_dtype_and_has_no_quantization_config(
 ) -> None:
     stats = plain_stats()
     source = save_source(stats, tmp_path / "model")
-    write_tgi_overlay(compute_kv_scales(stats, fmt), source, tmp_path / "out")
+    write_scales("tgi", compute_kv_scales(stats, fmt), tmp_path / "out", source=source)
 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"model_type": "llama", "kv_cache_torch_dtype": dtype}

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.dialects.kv.json import write_vllm_json
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
-from tests.dialects.handmade import hybrid_stats, latent_stats, plain_stats, shared_stats
+from tests.dialects.handmade import (
+    hybrid_stats,
+    latent_stats,
+    plain_stats,
+    shared_stats,
+    write_scales,
+)
 
 GOLDEN = """{
   "model_type": "llama",
@@ -38,7 +43,7 @@ GOLDEN = """{
 
 
 def _write(stats: CalibrationStats, path: Path, tp: int = 1) -> dict[str, dict[str, float]]:
-    write_vllm_json(compute_kv_scales(stats, E4M3FN, tp=tp), path)
+    write_scales("vllm-json", compute_kv_scales(stats, E4M3FN, tp=tp), path)
     factors: dict[str, dict[str, float]] = json.loads(path.read_text())["kv_cache"][
         "scaling_factor"
     ]
@@ -86,7 +91,7 @@ def test_latents_are_whole_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_the_dtype_of_fnuz_scales_is_named(tmp_path: Path) -> None:
-    write_vllm_json(compute_kv_scales(plain_stats(), E4M3FNUZ), tmp_path / "a.json")
+    write_scales("vllm-json", compute_kv_scales(plain_stats(), E4M3FNUZ), tmp_path / "a.json")
 
     kv_cache = json.loads((tmp_path / "a.json").read_text())["kv_cache"]
     assert kv_cache["dtype"] == "float8_e4m3fnuz"

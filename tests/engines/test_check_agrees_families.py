@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.registry import write_table
+from fp8calib.dialects.write import write_table
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.fp8.formats import E4M3FN

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.kv.read import read_scales
-from fp8calib.dialects.registry import write_table
+from fp8calib.dialects.read import read_scales
+from fp8calib.dialects.write import write_table
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Status

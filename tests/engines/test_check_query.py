@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8calib.dialects.kv.read import read_scales
+from fp8calib.dialects.read import read_scales
 from fp8calib.engines.replay.vllm import map_name
 from fp8calib.engines.replay.vllm_config import KvMethod
 from tests.engines.check_handmade import (

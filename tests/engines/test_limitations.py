@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8calib.dialects.registry import FORMATS
+from fp8calib.dialects.registry import list_format_names
 from fp8calib.engines.limitations import OLD_VLLM, SGLANG, TGI, TRANSFORMERS, VLLM
 from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
@@ -120,7 +120,7 @@ def test_only_vllm_reads_the_scale_of_q() -> None:
     assert {engine for engine, _ in added} == {SGLANG, TGI, TRANSFORMERS}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", list_format_names())
 @pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ])
 def test_every_limitation_names_reason_and_source(name: str, fmt: Fp8Format) -> None:
     for geometry in (LLAMA, DEEPSEEK, shared_stats().geometry, _of_type("gpt_neox")):

@@ -9,7 +9,7 @@ from fp8calib.calibration import PreparedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share
-from fp8calib.dialects.registry import paths
+from fp8calib.dialects.write import list_outputs
 from fp8calib.model.load import ModelSource
 from fp8calib.recipe import Recipe
 from fp8calib.stats.calibration_stats import STATS_NAME
@@ -61,6 +61,6 @@ class CalibrateJob:
     @property
     def owned(self) -> frozenset[str]:
         """Names of what the command writes under the output folder."""
-        formats = paths(self.recipe.formats, self.recipe.tp)
+        formats = list_outputs(self.recipe.formats, self.recipe.tp)
         checkpoint = {self.recipe.quantize} if self.recipe.quantize else frozenset[str]()
         return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint

@@ -13,7 +13,8 @@ from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.console import list_top_level, print_text, say, warn
 from fp8calib.cli.memory_mode import MemoryMode
-from fp8calib.dialects.registry import FORMATS, Note
+from fp8calib.dialects.registry import find_dialect
+from fp8calib.dialects.write import Note
 from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.geometry.sites import Role
@@ -104,7 +105,7 @@ def build_calibration_report(
         "warnings": [
             *(job.plan.warnings if job.plan else ()),
             *_query_warnings(job, stats),
-            *(f"{note.subject}: {note.why}" for note in notes),
+            *map(str, notes),
         ],
         "versions": stats.header.versions,
     }
@@ -112,9 +113,9 @@ def build_calibration_report(
 
 def _targets(job: CalibrateJob) -> Iterator[tuple[str, Path, int]]:
     for name in job.recipe.formats:
-        spec = FORMATS[name]
-        for tp in job.recipe.tp if spec.per_tp else (1,):
-            yield name, job.out / spec.path(tp), tp
+        dialect = find_dialect(name)
+        for tp in dialect.degrees(job.recipe.tp):
+            yield name, job.out / dialect.path(tp), tp
 
 
 def save_report(path: Path, report: Mapping[str, Any]) -> None:

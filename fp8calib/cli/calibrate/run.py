@@ -48,9 +48,9 @@ from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.data.plan import DataPlan
-from fp8calib.dialects.registry import (
+from fp8calib.dialects.registry import check_formats
+from fp8calib.dialects.write import (
     check_export,
-    check_formats,
     check_overlay_source,
     check_replaced,
     write_formats,

@@ -9,7 +9,6 @@ import typer
 
 from fp8calib.cli.heavy_imports import heavy_imports
 from fp8calib.cli.option_types import (
-    FORMAT_NAMES,
     FallbackOption,
     ForceOption,
     FormatOption,
@@ -19,6 +18,7 @@ from fp8calib.cli.option_types import (
     TpOption,
     split_names,
 )
+from fp8calib.dialects.registry import list_format_names
 
 
 def export_command(
@@ -66,7 +66,8 @@ def export_command(
     names = split_names(formats)
     if not names:
         raise UsageError(
-            "export: --format is missing", hint=f"known formats: {', '.join(FORMAT_NAMES)}"
+            "export: --format is missing",
+            hint=f"known formats: {', '.join(list_format_names())}",
         )
     resolved = override_recipe(
         "kv",

@@ -12,14 +12,8 @@ from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.dialects.kv.rfc import name_rank_files
-from fp8calib.dialects.registry import (
-    FORMATS,
-    check_export,
-    check_formats,
-    check_replaced,
-    paths,
-    write_formats,
-)
+from fp8calib.dialects.registry import check_formats, find_dialect
+from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.sources.already_quantized import check_unquantized
@@ -59,7 +53,7 @@ def run_export(settings: ExportSettings) -> None:
         inputs = [settings.stats, *([source.folder] if source else [])]
         with OutputFolder(
             settings.out,
-            owned=paths(recipe.formats, recipe.tp) | _name_weights(settings),
+            owned=list_outputs(recipe.formats, recipe.tp) | _name_weights(settings),
             force=settings.force,
             inputs=inputs,
         ) as folder:
@@ -79,7 +73,7 @@ def run_export(settings: ExportSettings) -> None:
             files = sorted([*written.files, *(weights.write(folder) if weights else ())])
     notes = [
         *(weights.notes if weights else ()),
-        *(f"{note.subject}: {note.why}" for note in written.notes),
+        *map(str, written.notes),
     ]
     for note in notes:
         warn(note)
@@ -138,7 +132,7 @@ def _source(settings: ExportSettings, stats: CalibrationStats) -> Iterator[Check
 
 
 def _refuse_overlays(settings: ExportSettings, checkpoint: Checkpoint) -> None:
-    names = [name for name in settings.recipe.formats if FORMATS[name].needs_model]
+    names = [name for name in settings.recipe.formats if find_dialect(name).needs_model]
     if names:
         raise UsageError(
             f"--format {names[0]}: overlays are of the unquantized model, and the weights of "

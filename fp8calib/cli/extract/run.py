@@ -14,11 +14,13 @@ from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.setup import quiet_libraries
-from fp8calib.dialects.kv.metadata import Provenance
-from fp8calib.dialects.kv.read import KV_FORMATS, FoundScales, check_origin, read_scales
-from fp8calib.dialects.registry import FORMATS, check_formats, list_owned, write_table
+from fp8calib.dialects.metadata import Provenance
+from fp8calib.dialects.read import FoundScales, check_origin, read_scales
+from fp8calib.dialects.registry import find_dialect, list_written
+from fp8calib.dialects.write import list_owned, write_table
 from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.errors import UsageError
+from fp8calib.fp8.formats import KV_FORMATS
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.model.load import build_skeleton, open_source
@@ -83,22 +85,23 @@ def run_extract(settings: ExtractSettings) -> None:
 
 
 def _check(settings: ExtractSettings) -> None:
-    check_formats([settings.format_name])
+    dialect = find_dialect(settings.format_name)
     named = {"--source-dtype": settings.source_dtype, "--fp8-dtype": settings.fp8_dtype}
     for option, name in named.items():
         if name is not None and name not in KV_FORMATS:
             raise UsageError(f"{option} {name}: unknown", hint=f"it is {' or '.join(KV_FORMATS)}")
-    if settings.tp is not None and not FORMATS[settings.format_name].per_tp:
+    if settings.tp is not None and not dialect.per_tp:
+        others = " or ".join(each.name for each in list_written() if each.per_tp)
         raise UsageError(
-            f"--tp {settings.tp}: {settings.format_name} is the same for any number of ranks",
-            hint="leave --tp out, or choose --format vllm-json or rfc",
+            f"--tp {settings.tp}: {dialect.name} is the same for any number of ranks",
+            hint=f"leave --tp out, or choose --format {others}",
         )
 
 
 def _extract(
     settings: ExtractSettings, geometry: ModelGeometry, checkpoint: Checkpoint, fingerprint: str
 ) -> Extracted:
-    spec = FORMATS[settings.format_name]
+    dialect = find_dialect(settings.format_name)
     found = read_scales(
         settings.quantized_model,
         geometry,
@@ -112,18 +115,18 @@ def _extract(
         replace(found.table, origin=known),
         fmt=KV_FORMATS[settings.fp8_dtype],
         tp=_choose_tp(settings, found.table),
-        per_head=spec.per_head,
+        per_head=dialect.per_head,
     )
     taken_from = _name_files(found)
     provenance = _describe_source(found, taken_from)
     with OutputFolder(
         settings.save_path,
-        owned=list_owned(spec.name, table.tp, geometry, checkpoint),
+        owned=list_owned(dialect.name, table.tp, geometry, checkpoint),
         force=settings.force,
         inputs=[checkpoint.folder, settings.quantized_model],
     ) as folder:
-        target = folder if spec.needs_model else folder / spec.path(table.tp)
-        notes = write_table(table, spec.name, target, source=checkpoint, provenance=provenance)
+        target = folder if dialect.needs_model else folder / dialect.path(table.tp)
+        notes = write_table(table, dialect.name, target, source=checkpoint, provenance=provenance)
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         files = tuple(path.relative_to(folder).as_posix() for path in written)
     return Extracted(
@@ -135,9 +138,9 @@ def _extract(
             *([provenance.describe()] if provenance else []),
             *found.notes,
             *explain_fit(found.table, table),
-            *(explain_joint(table) if spec.joins_kv else ()),
+            *(explain_joint(table) if dialect.joins_kv else ()),
             *_advise_heads(found.table, table),
-            *(f"{note.subject}: {note.why}" for note in notes),
+            *map(str, notes),
         ),
     )
 
@@ -146,7 +149,7 @@ def _choose_tp(settings: ExtractSettings, table: ScaleTable) -> int:
     """Keep the ranks that were found, where the form has ranks and they fit the model."""
     if settings.tp is not None:
         return settings.tp
-    is_kept = FORMATS[settings.format_name].per_tp and fits_heads(table.geometry, table.tp)
+    is_kept = find_dialect(settings.format_name).per_tp and fits_heads(table.geometry, table.tp)
     return table.tp if is_kept else 1
 
 
@@ -172,10 +175,12 @@ def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
 
 def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
     table, name = extracted.table, settings.format_name
-    spec = FORMATS[name]
-    target = settings.save_path if spec.needs_model else settings.save_path / spec.path(table.tp)
+    dialect = find_dialect(name)
+    target = (
+        settings.save_path if dialect.needs_model else settings.save_path / dialect.path(table.tp)
+    )
     before, after = kv_bytes_per_token(table.geometry)
-    has_query = not spec.joins_kv and any(site.role is Role.Q for site in table.scales)
+    has_query = dialect.has_query and any(site.role is Role.Q for site in table.scales)
     return {
         "save_path": str(settings.save_path),
         "files": list(extracted.files),
@@ -186,7 +191,7 @@ def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
         "tp": table.tp,
         "taken_from": list(extracted.taken_from),
         "layers": [
-            _describe_layer(table, index, attention, joins_kv=spec.joins_kv)
+            _describe_layer(table, index, attention, joins_kv=dialect.joins_kv)
             for index, attention in ((layer.index, a) for layer, a in table.geometry.attentions())
         ],
         "notes": list(extracted.notes),

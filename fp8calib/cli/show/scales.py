@@ -13,9 +13,9 @@ from fp8calib.checkpoint.json_files import parse_strict
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.console import print_json, print_table
 from fp8calib.dialects.kv.rank_files import list_arrays, read_number
+from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
 from fp8calib.errors import DataError, UsageError, shorten
 
-_SCALE_SUFFIXES = ("_scale", "_scale_inv", "kv_cache_scaling_factor", ".scale")
 _RANK_FILE_SUFFIXES = (".npz", ".safetensors")
 _INDEX = re.compile(r"[0-9]{1,9}")
 _FEW_VALUES = 8
@@ -57,7 +57,7 @@ def _rows(path: Path) -> Iterator[ScaleRow]:
         yield from _json_rows(path)
     elif path.suffix == ".npz":
         for name in list_arrays(path):
-            if name.endswith(_SCALE_SUFFIXES):
+            if name.endswith(list_scale_suffixes()):
                 yield name, read_number(path, name).flatten().tolist()
     else:
         kinds = ".safetensors, .npz or .json"
@@ -73,7 +73,7 @@ def _list_rank_files(folder: Path) -> list[Path]:
 
 def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
     for name, entry in file.tensors.items():
-        if not name.endswith(_SCALE_SUFFIXES):
+        if not name.endswith(list_scale_suffixes()):
             continue
         if math.prod(entry.shape) > _MOST_VALUES or entry.dtype in PACKED_BITS:
             yield name, f"{entry.dtype} of shape {list(entry.shape)}"
@@ -87,7 +87,7 @@ def _json_rows(path: Path) -> Iterator[ScaleRow]:
     except (OSError, ValueError) as error:
         fault = shorten(str(error))
         raise DataError(f"{path}: cannot be read as JSON: {fault}") from error
-    if isinstance(document, dict) and "kv_cache" in document:
+    if isinstance(document, dict) and any(keys[0] in document for keys in list_json_keys()):
         yield from _numbers(document)
 
 

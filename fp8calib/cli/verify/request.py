@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from fp8calib.cli.verify.job import VerifyJob
-from fp8calib.dialects.kv.read import FoundScales
+from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel

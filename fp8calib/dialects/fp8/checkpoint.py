@@ -22,8 +22,9 @@ from fp8calib.dialects.fp8.config_readers import load_finder
 from fp8calib.dialects.fp8.pairing import pair_tensors
 from fp8calib.dialects.fp8.quantization_config import Activation, contradiction
 from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spread_scale
-from fp8calib.dialects.kv.metadata import find_measurement
-from fp8calib.dialects.kv.validate import check_scales, reading_errors, refusal
+from fp8calib.dialects.kv.validate import check_scales
+from fp8calib.dialects.metadata import find_measurement
+from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.fp8.schemes import Granularity
 
 _METHODS = {"fp8": "autofp8"}

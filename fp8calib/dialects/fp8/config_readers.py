@@ -22,9 +22,8 @@ from fp8calib.dialects.fp8.quantization_config import (
     take_block,
     take_list,
 )
-from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
-from fp8calib.dialects.kv.json import load_object
-from fp8calib.dialects.kv.validate import refusal
+from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME, load_object
+from fp8calib.dialects.refusals import refusal
 from fp8calib.fp8.schemes import SCHEMES
 
 _KEYS = ("quantization_config", "compression_config")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.dialects.kv.validate import refusal
+from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
 

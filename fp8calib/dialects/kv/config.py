@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME
+from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_link
-from fp8calib.dialects.kv.json import load_object
-from fp8calib.dialects.kv.metadata import find_format
-from fp8calib.dialects.kv.validate import reading_errors, refusal
+from fp8calib.dialects.metadata import find_format
+from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -24,8 +24,6 @@ _ALGORITHM_SECTIONS = ("quantization", "quantization_config")
 class CheckpointConfig:
     """The parts of a checkpoint's config that its scales depend on."""
 
-    exists: bool = False
-    quant_method: str = ""
     fmt: Fp8Format | None = None
     """The format that is written there: under TGI's key, or as an algorithm of NVIDIA's tools."""
     tp: int | None = None
@@ -50,14 +48,37 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
     _check_algorithm(path, config)
     quantization = _section(config, "quantization_config")
     _check_scheme(path, quantization.get("kv_cache_scheme"))
-    method, dtype = quantization.get("quant_method"), config.get(_TGI_DTYPE_KEY)
+    dtype = config.get(_TGI_DTYPE_KEY)
     tp = _section(config, "mapping").get("tp_size")
     return CheckpointConfig(
-        exists=True,
-        quant_method=method if isinstance(method, str) else "",
         fmt=_find_algorithm(config) if dtype is None else find_format(path, _TGI_DTYPE_KEY, dtype),
         tp=tp if type(tp) is int else None,
     )
+
+
+def read_quant_method(folder: Path) -> str | None:
+    """Read what the `quantization_config` calls its method; None where there is no config.
+
+    Raises:
+        VerificationError: the config cannot be read.
+    """
+    path = folder / CONFIG_NAME
+    with reading_errors():
+        refuse_external_link(path)
+    if not path.is_file():
+        return None
+    method = _section(load_object(path), "quantization_config").get("quant_method")
+    return method if isinstance(method, str) else ""
+
+
+def load_object(path: Path) -> dict[str, object]:
+    """Load a JSON object in which no key occurs twice.
+
+    Raises:
+        VerificationError: the file cannot be read, or holds something else.
+    """
+    with reading_errors():
+        return load_json_object(path, parse=parse_unique_keys)
 
 
 def _load(path: Path) -> dict[str, object]:

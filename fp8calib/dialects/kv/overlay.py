@@ -8,17 +8,16 @@ knows no float group in the format `dense` either (`layers/compressed_tensors/lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.overlay import write_overlay
-from fp8calib.checkpoint.tensor_file import save_tensors
-from fp8calib.dialects.kv.metadata import Provenance, make_metadata
+from fp8calib.dialects.dialect import Dialect, WriteJob
 from fp8calib.dialects.kv.tensors import make_scale_tensors
 from fp8calib.fp8.formats import E4M3FN
-from fp8calib.scales.compute import ScaleTable
+
+if TYPE_CHECKING:
+    from fp8calib.scales.compute import ScaleTable
 
 Strategy = Literal["tensor", "attn_head"]
 
@@ -33,36 +32,19 @@ STRICT_TYPES = ("gpt2",)
 inner model has no `quant_config`; gptj and gpt_bigcode load both)."""
 
 
-def write_kv_overlay(
-    table: ScaleTable, source: Checkpoint, folder: Path, *, provenance: Provenance | None = None
-) -> Mapping[str, str]:
-    """Write `source` with the table's scales beside its weights, per tensor or per head.
+def _write(job: WriteJob, folder: Path) -> None:
+    """Write the model with the scales beside its weights, per tensor or per head.
 
-    compressed-tensors means e4m3fn; another format is named in the metadata of the scales' file.
-
-    Returns:
-        The entries of the source that were left out, each with the reason.
-
-    Raises:
-        ModelError: the source's config.json is missing or broken.
-        ExportError: the source already has such tensors, or the folder cannot be written.
+    compressed-tensors means e4m3fn; another format is recorded in the scales' file.
     """
-    strategy: Strategy = "attn_head" if table.per_head else "tensor"
-    scales = make_scale_tensors(table, scalar_shape=SCALAR_SHAPE)
-    unlisted = _list_refused_by_vllm(table, scales)
-    fmt = None if table.fmt is E4M3FN else table.fmt
-    metadata = make_metadata(fmt=fmt, origin=table.origin, provenance=provenance)
-    skipped = write_overlay(
-        source,
-        folder,
-        scales={name: scale for name, scale in scales.items() if name not in unlisted},
-        config_updates={"quantization_config": make_quantization_config(strategy)},
-        metadata=metadata,
-    )
+    strategy: Strategy = "attn_head" if job.table.per_head else "tensor"
+    fmt = None if job.table.fmt is E4M3FN else job.table.fmt
+    scales = make_scale_tensors(job.table, scalar_shape=SCALAR_SHAPE)
+    unlisted = {name: scales.pop(name) for name in _list_refused_by_vllm(job.table, list(scales))}
+    updates = {"quantization_config": make_quantization_config(strategy)}
+    job.save_checkpoint(folder, scales, config_updates=updates, fmt=fmt)
     if unlisted:
-        tensors = {name: scales[name] for name in unlisted}
-        save_tensors(folder / UNLISTED_NAME, tensors, metadata={"format": "pt", **metadata})
-    return skipped
+        job.save_tensors(folder / UNLISTED_NAME, unlisted, fmt=fmt)
 
 
 def _list_refused_by_vllm(table: ScaleTable, names: Iterable[str]) -> list[str]:
@@ -88,3 +70,26 @@ def make_quantization_config(strategy: Strategy) -> dict[str, object]:
         },
         "kv_cache_scheme": {**number, "strategy": strategy, **fixed},
     }
+
+
+KV_OVERLAY = Dialect(
+    name="kv-overlay",
+    description="a checkpoint: the model's weights, KV scales, a quantization_config",
+    path_pattern="kv-overlay",
+    write=_write,
+    needs_model=True,
+    replaces_quantization=True,
+    has_query=True,
+)
+"""Read as `compressed-tensors`, like `KV_OVERLAY_HEAD`."""
+
+KV_OVERLAY_HEAD = Dialect(
+    name="kv-overlay-head",
+    description="the same checkpoint with a scale for each KV head",
+    path_pattern="kv-overlay-head",
+    write=_write,
+    needs_model=True,
+    replaces_quantization=True,
+    per_head=True,
+    has_query=True,
+)

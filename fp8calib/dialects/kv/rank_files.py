@@ -14,18 +14,16 @@ import torch
 from numpy.lib import format as npy
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.kv.config import CheckpointConfig
+from fp8calib.dialects.dialect import ParsedScales, ScaleFiles
+from fp8calib.dialects.kv.config import read_config
 from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK
 from fp8calib.dialects.kv.validate import (
     ONE_FILLS_BOTH,
-    ParsedScales,
     check_precision,
     check_scales,
-    cut_list,
     join_ranks,
-    reading_errors,
-    refusal,
 )
+from fp8calib.dialects.refusals import cut_list, reading_errors, refusal
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -33,21 +31,18 @@ _RANK = re.compile(r"rank(\d{1,9})(?!\d)", re.ASCII)
 _LAYER = re.compile(r"\d+", re.ASCII)
 
 
-def read_ranks(
-    place: Path, files: Sequence[Path], geometry: ModelGeometry, config: CheckpointConfig
-) -> ParsedScales:
+def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry) -> ParsedScales:
     """Read the scales of rank files, of which each holds every layer.
 
     Args:
-        place: the folder or file the user named.
-        files: the `.safetensors` or `.npz` files that hold scales; a file that is alone may go
-            without a rank in its name.
+        found: the folder or file the user named.
+        files: those of its files that hold scales; a single file needs no rank in its name.
         geometry: the model the scales are for.
-        config: what the config beside them says.
 
     Raises:
         VerificationError: a rank or layer is missing or doubled, or a number is not a scale.
     """
+    place, config = found.place, read_config(found.folder, geometry)
     ranks: dict[int, dict[int, torch.Tensor]] = {}
     for path in files:
         rank = _find_rank(path, is_alone=len(files) == 1)
@@ -61,7 +56,6 @@ def read_ranks(
         fault = f"{len(ranks)} of {config.tp} rank files are there ({cut_list(sorted(ranks))})"
         raise refusal(place, fault, hint="config.json tells how many there are; copy all of them")
     return ParsedScales(
-        dialect="trtllm",
         values=join_ranks(place, geometry, ranks),
         tp=len(ranks),
         fmt=config.fmt,

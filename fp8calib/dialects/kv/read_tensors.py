@@ -11,37 +11,27 @@ import torch
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
-from fp8calib.dialects.kv.config import CheckpointConfig
-from fp8calib.dialects.kv.metadata import find_measurement, find_recorded_format
+from fp8calib.dialects.dialect import ParsedScales, ScaleFiles, Spelling
+from fp8calib.dialects.kv.config import CheckpointConfig, read_config
 from fp8calib.dialects.kv.tensor_names import (
     ScaleName,
-    Spelling,
     find_owners,
-    is_kv_scale_name,
+    find_spelling,
     parse_name,
 )
 from fp8calib.dialects.kv.validate import (
     ONE_FILLS_BOTH,
-    ParsedScales,
     check_precision,
     check_scales,
-    cut_list,
     list_owners,
     missing_layers,
-    name_layers,
-    reading_errors,
-    refusal,
 )
+from fp8calib.dialects.metadata import find_measurement, find_recorded_format
+from fp8calib.dialects.refusals import cut_list, name_layers, reading_errors, refusal
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
 
-_METHOD_DIALECTS = {
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "autofp8",
-    "modelopt": "modelopt",
-    "quark": "quark",
-}
 _PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
 
 
@@ -60,26 +50,15 @@ class _Stored:
         return f"{self.name.full} = {shown} ({self.file.path.name})"
 
 
-def read_tensors(
-    place: Path,
-    files: Sequence[TensorFile],
-    geometry: ModelGeometry,
-    config: CheckpointConfig,
-    *,
-    drops_bad_query: bool = False,
-) -> ParsedScales:
-    """Read the scale tensors of a checkpoint's files, whichever tool named them.
-
-    Args:
-        place: the folder or file the user named.
-        files: its safetensors files, their headers read.
-        geometry: the model the scales are for.
-        config: what the config beside them says.
-        drops_bad_query: go without `q_scale` where one is not a scale, and say so.
+def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
+    """Read the scale tensors of a checkpoint or file, in any tool's spelling.
 
     Raises:
-        VerificationError: a scale is missing, doubled with another value, or not a scale.
+        VerificationError: a scale is missing, stored twice with another value, or not a scale.
     """
+    place, config = found.place, read_config(found.folder, geometry)
+    with reading_errors():
+        files = [TensorFile(path) for path in found.tensor_names if path.suffix == ".safetensors"]
     _check_listed(place, files)
     named = [
         (parsed, file)
@@ -92,18 +71,17 @@ def read_tensors(
         for file in files:
             stack.callback(file.close)
         stored = [
-            (owners.found[name], _read(name, file, owners.found[name], drops_bad_query))
+            (owners.found[name], _read(name, file, owners.found[name], found.drops_bad_query))
             for name, file in named
             if name in owners.found
         ]
-    scales = [item for item in stored if item[1].name.form is not Spelling.ZERO_POINT]
+    scales = [item for item in stored if item[1].name.spelling is not Spelling.ZERO_POINT]
     bad_queries = _find_bad_queries([item for _, item in scales])
     if bad_queries:
         scales = [item for item in scales if Role.Q not in item[1].name.roles]
     values = _merge(place, scales)
     _check_complete(place, geometry, values)
     return ParsedScales(
-        dialect=name_dialect({item.name.form for _, item in scales}, config),
         values=values,
         per_head=_is_per_head(place, values),
         fmt=_find_format(place, config, [item.file for _, item in scales]),
@@ -111,7 +89,7 @@ def read_tensors(
         has_weights=has_fp8_weights(files),
         files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
         notes=(
-            *_write_notes(owners.ignored, {item.name.form for _, item in scales}),
+            *_make_notes(owners.ignored, {item.name.spelling for _, item in scales}),
             *_explain_bad_queries(bad_queries),
         ),
     )
@@ -127,20 +105,6 @@ def _find_format(
         names = cut_list(sorted(fmt.name for fmt in named))
         raise refusal(place, f"config and files name several formats: {names}")
     return named.pop() if named else None
-
-
-def name_dialect(forms: Collection[Spelling], config: CheckpointConfig) -> str:
-    """Recognise the dialect: by the names of the scales first, by the config second."""
-    if Spelling.PROJECTION in forms:
-        return "modelopt"
-    if Spelling.OUTPUT in forms:
-        return "quark"
-    if set(forms) == {Spelling.SINGLE}:
-        return "autofp8" if config.quant_method == "fp8" else "tgi"
-    method = config.quant_method.partition("_")[0]
-    if method in _METHOD_DIALECTS:
-        return _METHOD_DIALECTS[method]
-    return "tgi" if config.exists else "kv-scales"
 
 
 def has_fp8_weights(files: Iterable[TensorFile]) -> bool:
@@ -170,7 +134,7 @@ def list_indexed_scales(place: Path) -> dict[str, str]:
         return {}
     with reading_errors():
         weight_map = read_index(path).weight_map
-    return {name: file for name, file in weight_map.items() if is_kv_scale_name(name)}
+    return {name: file for name, file in weight_map.items() if find_spelling(name)}
 
 
 def _read(
@@ -181,15 +145,18 @@ def _read(
     if entry.shape not in ((), (1,), (heads, 1, 1)):
         fault = f"{name.full} has shape {list(entry.shape)}"
         raise refusal(path, fault, hint=f"one number, or per head [{heads}, 1, 1] for this model")
-    if name.form is Spelling.SINGLE and len(entry.shape) == 3:
+    if name.spelling is Spelling.SINGLE and len(entry.shape) == 3:
         raise refusal(
             path, f"{name.full} has shape {list(entry.shape)}", hint="kv_scale is one number"
         )
-    if name.form is not Spelling.ZERO_POINT and not file.torch_dtype(name.full).is_floating_point:
+    if (
+        name.spelling is not Spelling.ZERO_POINT
+        and not file.torch_dtype(name.full).is_floating_point
+    ):
         raise refusal(path, f"{name.full} is of dtype {entry.dtype}", hint="a scale is a float")
     raw = file.read(name.full).to(torch.float32)
     values = raw.reshape(1, heads) if len(entry.shape) == 3 else raw.reshape(1)
-    if name.form is not Spelling.ZERO_POINT:
+    if name.spelling is not Spelling.ZERO_POINT:
         if not (drops_bad_query and Role.Q in name.roles):
             check_scales(path, name.full, values, stored=entry.dtype)
         check_precision(path, name.full, values, stored=entry.dtype)
@@ -218,7 +185,7 @@ def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Sit
     merged: dict[Site, _Stored] = {}
     singles: dict[Site, _Stored] = {}
     for attention, stored in scales:
-        target = singles if stored.name.form is Spelling.SINGLE else merged
+        target = singles if stored.name.spelling is Spelling.SINGLE else merged
         for role in stored.name.roles:
             other = target.setdefault(attention.site(role), stored)
             if not torch.equal(other.values, stored.values):
@@ -287,8 +254,8 @@ def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
     return bool(per_head)
 
 
-def _write_notes(ignored: Sequence[str], forms: Collection[Spelling]) -> tuple[str, ...]:
-    notes = (ONE_FILLS_BOTH,) if Spelling.SINGLE in forms else ()
+def _make_notes(ignored: Sequence[str], spellings: Collection[Spelling]) -> tuple[str, ...]:
+    notes = (ONE_FILLS_BOTH,) if Spelling.SINGLE in spellings else ()
     if not ignored:
         return notes
     return (*notes, f"{len(ignored)} scales outside the decoder left aside ({cut_list(ignored)})")

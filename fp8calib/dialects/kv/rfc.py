@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fp8calib.dialects.kv.json import describe_measurement, list_kv_scales, save_json
-from fp8calib.dialects.kv.metadata import Provenance, name_dtype
-from fp8calib.geometry.model_geometry import Layer, Section
+from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
+from fp8calib.dialects.kv.json import KV_CACHE_KEYS, list_kv_scales
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import ScaleTable
+
+if TYPE_CHECKING:
+    from fp8calib.geometry.model_geometry import Layer, ModelGeometry, Section
+    from fp8calib.scales.compute import ScaleTable
+
+_RANK = "rank"
 
 
-def write_rfc(
-    kv: ScaleTable,
-    linears: ScaleTable | None,
-    path: Path,
-    *,
-    provenance: Provenance | None = None,
-    with_weights: bool = False,
-) -> None:
-    """Write KV, MLP and attention scales for each rank of the two tables, which is the same number.
-
-    Without `linears` there is the `kv_cache` section alone; a provenance goes to the `_comment` at
-    the top. `with_weights` names the files of `name_rank_files`, which lie beside this one.
-
-    Raises:
-        ExportError: the file cannot be written.
-    """
-    dtype = name_dtype(kv.fmt)
-    factors = {f"rank{rank}": list_kv_scales(kv, rank) for rank in range(kv.tp)}
+def _write(job: WriteJob, path: Path) -> None:
+    """Write KV, MLP and attention scales for each rank, as far as they are known."""
+    kv, linears = job.table, job.linears
+    factors = {f"{_RANK}{rank}": list_kv_scales(kv, rank) for rank in range(kv.tp)}
     sections: tuple[Section, ...] = ("mlp", "attention")
     document: dict[str, object] = {
-        **({} if provenance is None else {"_comment": provenance.describe()}),
         "model_type": kv.geometry.model_type,
-        "kv_cache": {"dtype": dtype, "scaling_factor": factors},
+        "kv_cache": {"dtype": kv.fmt.dtype_name, "scaling_factor": factors},
         **({} if linears is None else {name: _make_section(linears, name) for name in sections}),
-        **({"quantized_weights": name_rank_files(kv.tp)} if with_weights else {}),
-        **describe_measurement(kv),
+        **({"quantized_weights": name_rank_files(kv.tp)} if job.with_rank_weights else {}),
     }
-    save_json(path, document)
+    job.save_json(path, document)
 
 
 def name_rank_files(tp: int) -> dict[str, str]:
     """Name the file of quantized weights of each rank."""
-    return {f"rank{rank}": f"rfc.tp{tp}.rank{rank}.safetensors" for rank in range(tp)}
+    return {f"{_RANK}{rank}": f"rfc.tp{tp}.rank{rank}.safetensors" for rank in range(tp)}
 
 
 def _make_section(table: ScaleTable, section: Section) -> dict[str, object]:
-    dtype = name_dtype(table.fmt)
+    dtype = table.fmt.dtype_name
     return {
         "activation": {
             "dtype": _name_served_dtype(table.geometry.checkpoint_dtype),
@@ -72,7 +61,7 @@ def _list_factors(
     """List rank -> layer -> projection -> scale; layers without such projections have no entry."""
     sites = {layer.index: _list_sites(layer, section, role) for layer in table.geometry.layers}
     return {
-        f"rank{rank}": {
+        f"{_RANK}{rank}": {
             str(index): {key: float(table.scales[site].values[rank]) for key, site in found.items()}
             for index, found in sites.items()
             if found
@@ -89,3 +78,36 @@ def _list_sites(layer: Layer, section: Section, role: Role) -> dict[str, Site]:
         for expert in linear.experts
         for part in linear.parts
     }
+
+
+def _recognise(files: ScaleFiles) -> bool:
+    return any(map(_has_rank_keys, files.documents.values()))
+
+
+def _has_rank_keys(document: dict[str, object]) -> bool:
+    kv_cache = document.get("kv_cache")
+    factors = kv_cache.get("scaling_factor") if isinstance(kv_cache, dict) else None
+    return isinstance(factors, dict) and all(key.startswith(_RANK) for key in factors)
+
+
+def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
+    from fp8calib.dialects.kv.read_json import read_json  # noqa: PLC0415 -- imports torch
+
+    return read_json(files, geometry, rank_prefix=_RANK, requires_model_type=False)
+
+
+RFC = Dialect(
+    name="rfc",
+    description="the RFC's JSON: KV cache, MLP and attention scales",
+    path_pattern="rfc.tp{tp}.json",
+    write=_write,
+    recognise=_recognise,
+    read=_read,
+    requires_dtype=True,
+    scale_suffixes=(),
+    json_keys=KV_CACHE_KEYS,
+    per_tp=True,
+    has_linears=True,
+    joins_kv=True,
+    lists_all_layers=True,
+)

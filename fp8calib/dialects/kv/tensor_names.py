@@ -5,32 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fp8calib.dialects.kv.validate import cut_list, refusal
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.dialects.dialect import Spelling
+from fp8calib.dialects.refusals import cut_list, refusal
 from fp8calib.geometry.sites import KV_ROLES, Role
 
+if TYPE_CHECKING:
+    from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+
 RANK_FILE_MARK = "kv_cache_scaling_factor"
-"""What the scales of TensorRT-LLM and AMMO rank files are called."""
-
-
-class Spelling(StrEnum):
-    """How a scale is attached to its attention module."""
-
-    ATTENTION = "k_scale"
-    """`self_attn.k_scale`: compressed-tensors, AutoFP8, TGI, the names vLLM has inside."""
-    SINGLE = "kv_scale"
-    """`self_attn.kv_scale`, for k and v: TGI, older AutoFP8."""
-    PROJECTION = "k_proj.k_scale"
-    """`self_attn.k_proj.k_scale`, or under a fused `qkv_proj`: ModelOpt."""
-    OUTPUT = "k_proj.output_scale"
-    """`self_attn.k_proj.output_scale`: Quark."""
-    CACHE = "k_cache.scale"
-    """`self_attn.k_cache.scale`, and `self_attn.q.scale`: Hunyuan 3."""
-    ZERO_POINT = "k_zero_point"
-    """`self_attn.k_zero_point`: compressed-tensors; zero, as the format is symmetric."""
+"""In the names of the scales of TensorRT-LLM and AMMO rank files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +25,7 @@ class ScaleName:
 
     full: str
     path: str
-    form: Spelling
+    spelling: Spelling
     roles: tuple[Role, ...]
 
 
@@ -52,9 +38,9 @@ class Owners:
 
 
 _SUFFIXES: Mapping[str, tuple[Spelling, tuple[Role, ...]]] = {
-    f".{suffix}": (form, roles)
+    f".{suffix}": (spelling, roles)
     for role in (Role.K, Role.V, Role.Q)
-    for suffix, form, roles in (
+    for suffix, spelling, roles in (
         (f"{role}_proj.{role}_scale", Spelling.PROJECTION, (role,)),
         (f"qkv_proj.{role}_scale", Spelling.PROJECTION, (role,)),
         (f"qkqkv_proj.{role}_scale", Spelling.PROJECTION, (role,)),
@@ -73,9 +59,9 @@ _WRAPPERS = frozenset({"model", "language_model", "text_model", "base_model", "t
 
 def parse_name(name: str) -> ScaleName | None:
     """Take the name of a KV scale (or zero point) apart; None for any other tensor."""
-    for suffix, (form, roles) in _SUFFIXES.items():
+    for suffix, (spelling, roles) in _SUFFIXES.items():
         if name.endswith(suffix):
-            return ScaleName(name, name.removesuffix(suffix), form, roles)
+            return ScaleName(name, name.removesuffix(suffix), spelling, roles)
     return None
 
 
@@ -84,12 +70,12 @@ def is_probability_scale(name: str) -> bool:
     return name.endswith((".prob_scale", ".prob_output_scale"))
 
 
-def is_kv_scale_name(name: str) -> bool:
-    """Tell whether a tensor is called like a scale of K or V, in any dialect."""
+def find_spelling(name: str) -> Spelling | None:
+    """Find how the scale of K or V with this name is spelled; None for any other tensor."""
     parsed = parse_name(name)
-    if parsed is None:
-        return RANK_FILE_MARK in name
-    return parsed.form is not Spelling.ZERO_POINT and parsed.roles != (Role.Q,)
+    if parsed is None or parsed.spelling is Spelling.ZERO_POINT or parsed.roles == (Role.Q,):
+        return None
+    return parsed.spelling
 
 
 def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName]) -> Owners:

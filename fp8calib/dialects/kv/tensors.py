@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from fp8calib.checkpoint.tensor_file import save_tensors
-from fp8calib.dialects.kv.metadata import Provenance, make_metadata
-from fp8calib.geometry.model_geometry import Attention
+from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, Spelling, WriteJob
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import ScaleTable
 
+if TYPE_CHECKING:
+    import torch
 
-def write_kv_scales(table: ScaleTable, path: Path, *, provenance: Provenance | None = None) -> None:
-    """Write the table's scales under the names an overlay gives them, fp32 0-dim.
-
-    No config lies beside them, so the FP8 format stands in the header's metadata.
-
-    Raises:
-        ExportError: the file cannot be written.
-    """
-    metadata = make_metadata(fmt=table.fmt, origin=table.origin, provenance=provenance)
-    save_tensors(path, make_scale_tensors(table), metadata={"format": "pt", **metadata})
+    from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+    from fp8calib.scales.compute import ScaleTable
 
 
 def name_scales(attention: Attention, role: Role) -> tuple[str, ...]:
@@ -57,3 +47,35 @@ def make_scale_tensors(
                 values = scale.values[0].reshape(shape)
                 tensors |= dict.fromkeys(name_scales(attention, role), values)
     return tensors
+
+
+def read_kv_scales(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
+    """Read the scale tensors of a file or checkpoint, in any tool's spelling.
+
+    Raises:
+        VerificationError: a scale is missing, not valid, or of another model.
+    """
+    from fp8calib.dialects.kv.read_tensors import read_tensors  # noqa: PLC0415 -- imports torch
+
+    return read_tensors(files, geometry)
+
+
+def _write(job: WriteJob, path: Path) -> None:
+    """Write the scales under the names an overlay gives them, fp32 0-dim."""
+    job.save_tensors(path, make_scale_tensors(job.table), fmt=job.table.fmt)
+
+
+def _recognise(files: ScaleFiles) -> bool:
+    is_tgi = files.has_config or files.spellings == {Spelling.SINGLE}
+    return bool(files.spellings) and not is_tgi
+
+
+KV_SCALES = Dialect(
+    name="kv-scales",
+    description="only the scale tensors",
+    path_pattern="kv_scales.safetensors",
+    write=_write,
+    recognise=_recognise,
+    read=read_kv_scales,
+    has_query=True,
+)

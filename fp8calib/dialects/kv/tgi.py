@@ -6,33 +6,36 @@ the pull request's branch alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.overlay import write_overlay
-from fp8calib.dialects.kv.metadata import Provenance, make_metadata, name_dtype
-from fp8calib.scales.compute import ScaleTable
+from fp8calib.dialects.dialect import Dialect, ScaleFiles, WriteJob
+from fp8calib.dialects.kv.tensors import read_kv_scales
 
 
-def write_tgi_overlay(
-    table: ScaleTable, source: Checkpoint, folder: Path, *, provenance: Provenance | None = None
-) -> Mapping[str, str]:
-    """Write `source` with one scale for k and v of every layer, fp32 0-dim.
+def _write(job: WriteJob, folder: Path) -> None:
+    """Write the model with one scale for k and v of every layer, fp32 0-dim."""
+    import torch  # noqa: PLC0415 -- the names of dialects must cost nothing
 
-    Returns:
-        The entries of the source that were left out, each with the reason.
-
-    Raises:
-        ModelError: the source's config.json is missing or broken.
-        ExportError: the source already has such tensors, or the folder cannot be written.
-    """
+    table = job.table
     scales = {
         f"{attention.checkpoint_module}.kv_scale": torch.tensor(table.kv(attention))
         for _, attention in table.geometry.attentions()
     }
-    updates = {"kv_cache_torch_dtype": name_dtype(table.fmt)}
-    metadata = make_metadata(fmt=None, origin=table.origin, provenance=provenance)
-    return write_overlay(source, folder, scales=scales, config_updates=updates, metadata=metadata)
+    updates = {"kv_cache_torch_dtype": table.fmt.dtype_name}
+    job.save_checkpoint(folder, scales, config_updates=updates, fmt=None)
+
+
+def _recognise(files: ScaleFiles) -> bool:
+    return bool(files.spellings)
+
+
+TGI = Dialect(
+    name="tgi",
+    description="a checkpoint with one kv_scale per layer, no quantization_config",
+    path_pattern="tgi",
+    write=_write,
+    recognise=_recognise,
+    read=read_kv_scales,
+    needs_model=True,
+    joins_kv=True,
+)

@@ -1,70 +1,23 @@
-"""What every reader of scales hands on, and the checks that all of them make."""
+"""The checks that every reader of KV scales makes, and the joining of ranks and shared layers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fp8calib.errors import ModelError, VerificationError, shorten
-from fp8calib.fp8.formats import Fp8Format
+from fp8calib.dialects.dialect import ParsedScales
+from fp8calib.dialects.refusals import cut_list, name_layers, refusal
+from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.scales.compute import SMALLEST_SCALE
-from fp8calib.stats.calibration_origin import CalibrationOrigin
 
-MAX_LISTED = 8
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
 """16 times its smallest number."""
 ONE_FILLS_BOTH = "one scale a layer fills k and v"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedScales:
-    """The scales of one file or folder, as they stand there."""
-
-    dialect: str
-    values: Mapping[Site, torch.Tensor]
-    """fp32 [tp], or [1, heads] per head; layers that share a cache may be missing."""
-    tp: int = 1
-    per_head: bool = False
-    fmt: Fp8Format | None = None
-    """The format the file names; None where it names none."""
-    origin: CalibrationOrigin | None = None
-    """None where the file does not say it."""
-    has_weights: bool = False
-    files: tuple[Path, ...] = ()
-    """Those that held the scales."""
-    notes: tuple[str, ...] = ()
-
-
-def refusal(path: Path, fault: str, *, hint: str = "") -> VerificationError:
-    """Make the one error a reader knows."""
-    return VerificationError(f"{path}: {fault}", hint=hint)
-
-
-@contextmanager
-def reading_errors() -> Iterator[None]:
-    """Turn what the checkpoint code says of a damaged file into a failed check."""
-    try:
-        yield
-    except ModelError as error:
-        raise VerificationError(error.message, hint=error.hint) from error
-
-
-def cut_list(items: Collection[object]) -> str:
-    """List the first few of `items`, each fit for a message, and count the others."""
-    shown = ", ".join(shorten(str(item)) for item in list(items)[:MAX_LISTED])
-    more = len(items) - MAX_LISTED
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-def name_layers(indices: Sequence[int]) -> str:
-    """Name layers by their indices: `layer 3`, `layers 1, 2 and 5 more`."""
-    return f"layer{'s' if len(indices) > 1 else ''} {cut_list(indices)}"
 
 
 def check_scales(path: Path, where: str, values: torch.Tensor, *, stored: str = "") -> None:

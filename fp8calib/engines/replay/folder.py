@@ -14,9 +14,10 @@ from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
+from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
-from fp8calib.dialects.kv.metadata import DTYPE_KEY
 from fp8calib.dialects.kv.tensor_names import is_of_draft_layer, is_probability_scale, parse_name
+from fp8calib.dialects.metadata import DTYPE_KEY
 from fp8calib.engines.replay.verdicts import LoadVerdict, Refusal, Status
 from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -262,7 +263,7 @@ def find_meaning(geometry: ModelGeometry, scales: Iterable[HeldScale]) -> dict[S
     meant: dict[Slot, HeldScale] = {}
     for held in scales:
         parsed = parse_name(held.name)
-        if parsed is None or parsed.path not in owners or parsed.form.endswith("zero_point"):
+        if parsed is None or parsed.path not in owners or parsed.spelling is Spelling.ZERO_POINT:
             continue
         for role in parsed.roles:
             meant.setdefault((owners[parsed.path], role), held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.tensor_names import is_probability_scale, parse_name
 from fp8calib.engines.replay.folder import HeldScale, LoadContext, ScaleFolder
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Status
@@ -17,7 +18,7 @@ def list_queries(scene: LoadContext) -> list[HeldScale]:
         for held, parsed in found
         if parsed is not None
         and parsed.roles == (Role.Q,)
-        and not parsed.form.endswith("zero_point")
+        and parsed.spelling is not Spelling.ZERO_POINT
     ]
 
 
@@ -25,7 +26,9 @@ def list_zero_points(scene: LoadContext) -> list[HeldScale]:
     """List the zero points of q, k and v that the engine's files hold."""
     found = ((held, parse_name(name)) for name, held in scene.scales.items())
     return [
-        held for held, parsed in found if parsed is not None and parsed.form.endswith("zero_point")
+        held
+        for held, parsed in found
+        if parsed is not None and parsed.spelling is Spelling.ZERO_POINT
     ]
 
 

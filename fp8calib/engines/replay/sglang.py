@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fp8calib.dialects.kv.tensor_names import Spelling, parse_name
+from fp8calib.dialects.dialect import Spelling
+from fp8calib.dialects.kv.tensor_names import parse_name
 from fp8calib.engines.models import (
     SGLANG_FUSING_TYPES,
     SGLANG_LOSING_TYPES,
@@ -160,10 +161,10 @@ def map_name(name: str, model_type: str) -> str:
 def _is_lost(name: str, model_type: str) -> bool:
     """Tell whether a name under a projection is fused away before it could be remapped."""
     parsed = parse_name(name)
-    form = None if parsed is None else parsed.form
-    return (model_type == _NO_PROJECTIONS and form in (Spelling.PROJECTION, Spelling.OUTPUT)) or (
-        model_type == "minimax_m2" and form is Spelling.OUTPUT
-    )
+    spelling = None if parsed is None else parsed.spelling
+    return (
+        model_type == _NO_PROJECTIONS and spelling in (Spelling.PROJECTION, Spelling.OUTPUT)
+    ) or (model_type == "minimax_m2" and spelling is Spelling.OUTPUT)
 
 
 def _remap(name: str) -> str:

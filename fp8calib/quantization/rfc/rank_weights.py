@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.atomic import explain_os_error, require_free_space
-from fp8calib.dialects.kv.metadata import make_metadata
 from fp8calib.dialects.kv.rfc import name_rank_files
+from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.cast import encode
 from fp8calib.fp8.encode import ENCODABLE_DTYPES, encode_rows
 from fp8calib.fp8.formats import E4M3FN, Fp8Format

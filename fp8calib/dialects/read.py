@@ -7,38 +7,29 @@ be there: of safetensors files only the headers and the scales themselves are re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.kv.config import read_config
-from fp8calib.dialects.kv.json import is_scales_json, load_object, read_json
-from fp8calib.dialects.kv.rank_files import list_tensor_names, read_ranks
-from fp8calib.dialects.kv.read_tensors import list_indexed_scales, read_tensors
-from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK, is_kv_scale_name
-from fp8calib.dialects.kv.validate import (
-    ParsedScales,
-    cut_list,
-    fill_shared,
-    reading_errors,
-    refusal,
-)
+from fp8calib.dialects.dialect import Dialect, ScaleFiles
+from fp8calib.dialects.kv.config import load_object, read_quant_method
+from fp8calib.dialects.kv.rank_files import list_tensor_names
+from fp8calib.dialects.kv.read_tensors import list_indexed_scales
+from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK, find_spelling
+from fp8calib.dialects.kv.validate import fill_shared
+from fp8calib.dialects.refusals import reading_errors, refusal
+from fp8calib.dialects.registry import list_json_keys, list_read
 from fp8calib.errors import UsageError, VerificationError
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, KV_FORMATS, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import METADATA_KEY
 
-KV_FORMATS = {fmt.name: fmt for fmt in (E4M3FN, E4M3FNUZ)}
-_E4M3FN_DIALECTS = ("compressed-tensors", "autofp8", "modelopt", "quark")
-"""Of tools that make no other KV scales: their names or their `quant_method` say it."""
-_JSON_DIALECTS = ("vllm-json", "rfc")
 _TENSOR_SUFFIXES = (".safetensors", ".npz")
-_SCALES_JSON_WORDS = (b'"kv_cache"', b'"scaling_factor"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +47,6 @@ class FoundScales:
     """The files that held the scales."""
     notes: tuple[str, ...]
     """What a user should know of how the scales were read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """The files that KV scales are looked for in, as far as they hold any."""
-
-    place: Path
-    tensor_files: tuple[Path, ...] = ()
-    """All that can hold tensors, weights too."""
-    rank_files: tuple[Path, ...] = ()
-    json_files: tuple[Path, ...] = ()
-    has_tensors: bool = False
-    """Whether any tensor, or entry of the index, is called like a scale of an HF checkpoint."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder whose config describes the files."""
-        return self.place if self.place.is_dir() else self.place.parent
 
 
 def read_scales(
@@ -100,43 +73,35 @@ def read_scales(
         VerificationError: the scales are not complete, not valid, of another model, or not there.
     """
     asked = _find_source_format(source_dtype)
-    source = _look_into(path)
-    found = _read(source, geometry, drops_bad_query=drops_bad_query)
-    reading, shared = fill_shared(geometry, found)
+    files = _look_into(path, drops_bad_query=drops_bad_query)
+    dialect = _recognise(files)
+    if dialect is None or dialect.read is None:
+        raise _no_scales(files)
+    parsed, shared = fill_shared(geometry, dialect.read(files, geometry))
     scales = {
         site: Scale(
-            values=reading.values[site],
+            values=parsed.values[site],
             source=ScaleSource.SHARED if site in shared else ScaleSource.OBSERVED,
         )
         for _, attention in geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
-        if (site := attention.site(role)) in reading.values
+        if (site := attention.site(role)) in parsed.values
     }
     table = ScaleTable(
         geometry=geometry,
-        fmt=_agree_on_format(path, reading, asked, needs_dtype=needs_dtype),
-        tp=reading.tp,
-        per_head=reading.per_head,
+        fmt=_agree_on_format(path, dialect, parsed.fmt, asked, needs_dtype=needs_dtype),
+        tp=parsed.tp,
+        per_head=parsed.per_head,
         scales=scales,
-        origin=reading.origin,
+        origin=parsed.origin,
     )
     return FoundScales(
-        dialect=reading.dialect,
+        dialect=dialect.name,
         table=table,
-        has_weights=reading.has_weights,
-        files=reading.files,
-        notes=(*reading.notes, *_explain_expanded(reading, geometry)),
+        has_weights=parsed.has_weights,
+        files=parsed.files,
+        notes=parsed.notes,
     )
-
-
-def _explain_expanded(reading: ParsedScales, geometry: ModelGeometry) -> Iterator[str]:
-    """Tell of scales that ModelOpt itself measured on the arguments of latent attention."""
-    is_foreign = reading.dialect == "modelopt" and reading.origin is None
-    if is_foreign and geometry.has_latent_attention:
-        yield (
-            "ModelOpt measures K and V of latent attention expanded to heads; where an engine "
-            "caches the latents instead, calibrate them"
-        )
 
 
 def check_origin(name: str, measured: CalibrationOrigin | None, fingerprint: str) -> None:
@@ -159,54 +124,52 @@ def check_origin(name: str, measured: CalibrationOrigin | None, fingerprint: str
 
 
 def has_kv_scales(path: Path) -> bool:
-    """Tell whether a folder or file has any KV scale to read, by names alone.
+    """Tell whether a folder or file has KV scales of any dialect.
 
     Raises:
         UsageError: there is no such path.
         VerificationError: a file is damaged, so that nothing can be told.
     """
-    source = _look_into(path)
-    return source.has_tensors or bool(source.rank_files or source.json_files)
+    return _recognise(_look_into(path)) is not None
 
 
-def _read(source: _Source, geometry: ModelGeometry, *, drops_bad_query: bool) -> ParsedScales:
-    if source.rank_files:
-        config = read_config(source.folder, geometry)
-        return read_ranks(source.place, source.rank_files, geometry, config)
-    if source.has_tensors:
-        config = read_config(source.folder, geometry)
-        with reading_errors():
-            files = [TensorFile(path) for path in source.tensor_files]
-        return read_tensors(source.place, files, geometry, config, drops_bad_query=drops_bad_query)
-    if len(source.json_files) > 1:
-        names = cut_list([path.name for path in source.json_files])
-        raise refusal(
-            source.place, f"several files hold KV scales: {names}", hint="name one of them"
-        )
-    if source.json_files:
-        return read_json(source.json_files[0], geometry)
-    raise _no_scales(source)
+def _recognise(files: ScaleFiles) -> Dialect | None:
+    for dialect in list_read():
+        if dialect.recognise is not None and dialect.recognise(files):
+            return dialect
+    return None
 
 
-def _look_into(path: Path) -> _Source:
+def _look_into(path: Path, *, drops_bad_query: bool = False) -> ScaleFiles:
+    found = replace(_list_files(path), drops_bad_query=drops_bad_query)
+    if not found.spellings:
+        return found
+    method = read_quant_method(found.folder)
+    return replace(found, quant_method=method or "", has_config=method is not None)
+
+
+def _list_files(path: Path) -> ScaleFiles:
     try:
         if not path.exists():
             raise UsageError(f"{path}: no such file or folder", hint="name a scales file")
         if path.is_dir():
-            return _look_into_folder(path)
+            return _list_folder(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise VerificationError(f"{path}: cannot be read: {reason}") from error
     if path.is_file() and path.suffix in _TENSOR_SUFFIXES:
         return _sort_files(path, [path], [])
     if path.is_file() and path.suffix == ".json":
-        is_scales = is_scales_json(load_object(path))
-        return _Source(place=path, json_files=(path,) if is_scales else ())
+        document = load_object(path)
+        documents = (
+            {path: document} if any(keys[0] in document for keys in list_json_keys()) else {}
+        )
+        return ScaleFiles(place=path, tensor_names={}, documents=documents)
     hint = "scales are read from a checkpoint folder, or a .safetensors, .json or .npz file"
     raise refusal(path, "not a scales file", hint=hint)
 
 
-def _look_into_folder(folder: Path) -> _Source:
+def _list_folder(folder: Path) -> ScaleFiles:
     with reading_errors():
         refuse_external_links(folder)
     visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
@@ -216,38 +179,43 @@ def _look_into_folder(folder: Path) -> _Source:
     return _sort_files(folder, tensor_files, json_files)
 
 
-def _sort_files(place: Path, tensor_files: list[Path], json_files: list[Path]) -> _Source:
+def _sort_files(place: Path, tensor_files: list[Path], json_files: list[Path]) -> ScaleFiles:
     """Find out which of the files hold scales; JSON counts only where no tensor is one."""
-    names = {path: list_tensor_names(path) for path in tensor_files}
-    marked = [path for path in names if any(RANK_FILE_MARK in name for name in names[path])]
-    has_tensors = bool(list_indexed_scales(place)) or any(
-        is_kv_scale_name(name) for path in names for name in names[path]
-    )
-    return _Source(
+    tensor_names = {path: list_tensor_names(path) for path in tensor_files}
+    names = [name for listed in tensor_names.values() for name in listed]
+    found = map(find_spelling, [*names, *list_indexed_scales(place)])
+    spellings = frozenset(spelling for spelling in found if spelling is not None)
+    has_tensors = bool(spellings) or any(RANK_FILE_MARK in name for name in names)
+    return ScaleFiles(
         place=place,
-        tensor_files=tuple(path for path in tensor_files if path.suffix == ".safetensors"),
-        rank_files=tuple(marked),
-        json_files=() if has_tensors else tuple(filter(_is_scales_file, json_files)),
-        has_tensors=has_tensors,
+        tensor_names=tensor_names,
+        documents={} if has_tensors else dict(_load_documents(json_files)),
+        spellings=spellings,
     )
 
 
-def _is_scales_file(path: Path) -> bool:
-    """Tell whether a JSON file of a folder is about KV scales, without parsing the others."""
-    raw = path.read_bytes()
-    return all(word in raw for word in _SCALES_JSON_WORDS) and is_scales_json(load_object(path))
+def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, object]]]:
+    """Load the JSON files that have the keys of a dialect, without parsing the others."""
+    for path in json_files:
+        raw = path.read_bytes()
+        found = {
+            keys for keys in list_json_keys() if all(f'"{key}"'.encode() in raw for key in keys)
+        }
+        document = load_object(path) if found else {}
+        if any(keys[0] in document for keys in found):
+            yield path, document
 
 
-def _no_scales(source: _Source) -> VerificationError:
+def _no_scales(files: ScaleFiles) -> VerificationError:
     with reading_errors():
-        files = [TensorFile(path) for path in source.tensor_files]
-    if any(METADATA_KEY in file.header.metadata for file in files):
+        opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
+    if any(METADATA_KEY in file.header.metadata for file in opened):
         hint = "these are statistics: `fp8calib export` makes scales of them"
-    elif any(file.tensors for file in files):
+    elif any(file.tensors for file in opened):
         hint = "the weights come without scales; `fp8calib calibrate` makes them"
     else:
         hint = "expected *.k_scale and *.v_scale tensors, rank files, or a JSON with `kv_cache`"
-    return refusal(source.place, "there are no KV scales", hint=hint)
+    return refusal(files.place, "there are no KV scales", hint=hint)
 
 
 def _find_source_format(source_dtype: str | None) -> Fp8Format | None:
@@ -258,19 +226,23 @@ def _find_source_format(source_dtype: str | None) -> Fp8Format | None:
 
 
 def _agree_on_format(
-    path: Path, reading: ParsedScales, asked: Fp8Format | None, *, needs_dtype: bool
+    path: Path,
+    dialect: Dialect,
+    named: Fp8Format | None,
+    asked: Fp8Format | None,
+    *,
+    needs_dtype: bool,
 ) -> Fp8Format:
-    named = reading.fmt
     if named is not None and asked is not None and named is not asked:
         fault = f"the scales are for {named.name}, as is written there, not {asked.name}"
         raise refusal(path, fault, hint="leave --source-dtype out")
     if named is not None or asked is not None:
         return named or asked or E4M3FN
-    if needs_dtype and reading.dialect not in _E4M3FN_DIALECTS:
+    if needs_dtype and len(dialect.formats) > 1:
         raise UsageError(
-            f"{path}: nothing says which FP8 format these scales ({reading.dialect}) are for",
+            f"{path}: nothing says which FP8 format these scales ({dialect.name}) are for",
             hint="--source-dtype e4m3fn (all but AMD's MI300) or --source-dtype e4m3fnuz says it",
         )
-    if reading.dialect in _JSON_DIALECTS:
+    if dialect.requires_dtype:
         raise refusal(path, "there is no kv_cache.dtype", hint="engines refuse the file for it")
-    return E4M3FN
+    return dialect.formats[0]

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.kv.validate import refusal
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
+from fp8calib.dialects.refusals import refusal
+from fp8calib.fp8.formats import KV_FORMATS, Fp8Format
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
-KV_DTYPES: Mapping[str, Fp8Format] = {f"float8_{fmt.name}": fmt for fmt in (E4M3FN, E4M3FNUZ)}
+KV_DTYPES: Mapping[str, Fp8Format] = {fmt.dtype_name: fmt for fmt in KV_FORMATS.values()}
 JSON_MEASURED_KEY = "_fp8calib"
 """Model and text that a file of ours names; at the top, where every reader passes over it."""
 
@@ -54,7 +54,7 @@ def make_metadata(
     *, fmt: Fp8Format | None, origin: CalibrationOrigin | None, provenance: Provenance | None
 ) -> dict[str, str]:
     """Make the metadata of a file of scales; None is not mentioned."""
-    metadata = {} if fmt is None else {DTYPE_KEY: name_dtype(fmt)}
+    metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
     if origin is not None:
         metadata[MEASURED_KEY] = json.dumps(origin.to_fields())
     if provenance is not None:
@@ -98,11 +98,6 @@ def _find_recorded_measurement(file: TensorFile) -> CalibrationOrigin | None:
     except (ValueError, RecursionError):
         fields = None
     return find_origin(file.path, MEASURED_KEY, fields)
-
-
-def name_dtype(fmt: Fp8Format) -> str:
-    """Name the format as torch does: `float8_e4m3fn`."""
-    return f"float8_{fmt.name}"
 
 
 def find_format(path: Path, key: str, dtype: object) -> Fp8Format:

@@ -1,0 +1,100 @@
+"""The dialects of other tools, which are read and not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, Spelling
+from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK
+from fp8calib.dialects.kv.tensors import read_kv_scales
+from fp8calib.fp8.formats import E4M3FN
+
+if TYPE_CHECKING:
+    from fp8calib.geometry.model_geometry import ModelGeometry
+
+_EXPANDED_NOTE = (
+    "ModelOpt measures K and V of latent attention expanded to heads; where an engine caches the "
+    "latents instead, calibrate them"
+)
+
+
+def find_rank_files(files: ScaleFiles) -> list[Path]:
+    """List the files with scales of TensorRT-LLM's or AMMO's ranks."""
+    named = files.tensor_names.items()
+    return [path for path, names in named if any(RANK_FILE_MARK in name for name in names)]
+
+
+def _recognise(quant_method: str, spelling: Spelling | None = None) -> Callable[[ScaleFiles], bool]:
+    """Recognise a tool by the spelling that it alone uses; where there is none, by the config."""
+
+    def recognise(files: ScaleFiles) -> bool:
+        if files.spellings & {Spelling.PROJECTION, Spelling.OUTPUT}:
+            return spelling in files.spellings
+        if files.spellings == {Spelling.SINGLE}:  # of these tools, AutoFP8 alone wrote it
+            return quant_method == files.quant_method == "fp8"
+        return files.quant_method.partition("_")[0] == quant_method
+
+    return recognise
+
+
+def _read_modelopt(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
+    parsed = read_kv_scales(files, geometry)
+    if parsed.origin is None and geometry.has_latent_attention:
+        return replace(parsed, notes=(*parsed.notes, _EXPANDED_NOTE))
+    return parsed
+
+
+def _read_trtllm(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
+    from fp8calib.dialects.kv.rank_files import read_ranks  # noqa: PLC0415 -- imports torch
+
+    return read_ranks(files, find_rank_files(files), geometry)
+
+
+def _recognise_trtllm(files: ScaleFiles) -> bool:
+    return bool(find_rank_files(files))
+
+
+COMPRESSED_TENSORS = Dialect(
+    name="compressed-tensors",
+    description="llm-compressor's checkpoint, k_scale and v_scale per layer or per head",
+    recognise=_recognise("compressed-tensors"),
+    read=read_kv_scales,
+    formats=(E4M3FN,),
+    scale_suffixes=("_scale", ".scale"),
+    per_head=True,
+    has_query=True,
+)
+AUTOFP8 = Dialect(
+    name="autofp8",
+    description="AutoFP8's checkpoint, k_scale and v_scale or the older kv_scale",
+    recognise=_recognise("fp8"),
+    read=read_kv_scales,
+    formats=(E4M3FN,),
+    scale_suffixes=("_scale", "_scale_inv"),
+)
+QUARK = Dialect(
+    name="quark",
+    description="Quark's checkpoint, output_scale of k_proj and v_proj",
+    recognise=_recognise("quark", Spelling.OUTPUT),
+    read=read_kv_scales,
+    formats=(E4M3FN,),
+)
+MODELOPT = Dialect(
+    name="modelopt",
+    description="ModelOpt's checkpoint, k_scale of k_proj and v_scale of v_proj",
+    recognise=_recognise("modelopt", Spelling.PROJECTION),
+    read=_read_modelopt,
+    formats=(E4M3FN,),
+)
+TRTLLM = Dialect(
+    name="trtllm",
+    description="rank files of TensorRT-LLM and AMMO, one kv_cache_scaling_factor per layer",
+    recognise=_recognise_trtllm,
+    read=_read_trtllm,
+    scale_suffixes=(RANK_FILE_MARK,),
+    per_tp=True,
+    joins_kv=True,
+)

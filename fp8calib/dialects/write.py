@@ -1,0 +1,287 @@
+"""Write scales in any dialect: from statistics, or from scales that were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.overlay import plan_overlay
+from fp8calib.dialects.dialect import Dialect, WriteJob
+from fp8calib.dialects.kv.overlay import STRICT_TYPES, UNLISTED_NAME
+from fp8calib.dialects.metadata import Provenance
+from fp8calib.dialects.registry import check_formats, find_dialect
+from fp8calib.errors import ExportError, UsageError
+from fp8calib.fp8.formats import Fp8Format
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.tensor_parallel import check_heads, check_linears
+from fp8calib.scales.compute import (
+    Fallback,
+    ScaleSource,
+    ScaleTable,
+    compute_kv_scales,
+    compute_linear_scales,
+)
+from fp8calib.scales.rules import AMAX, Rule
+from fp8calib.stats.calibration_stats import CalibrationStats
+
+WHY_NOT_OBSERVED = {
+    ScaleSource.SHARED: "reads another layer's K and V, so it carries that layer's scale",
+    ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
+    ScaleSource.UNSEEN: "no token came by, so its scale is the fallback",
+}
+"""Why a scale was not computed from what was seen at its site."""
+
+_KV_ALONE = (
+    "only its kv_cache section is written: no KV scales tell those of weights and activations, "
+    "which `fp8calib calibrate` measures"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something a user should know about a file that was written."""
+
+    subject: str
+    """A site, a layer, or an entry of the model's folder."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFormats:
+    """What `write_formats` wrote."""
+
+    files: tuple[str, ...]
+    """Relative to the output folder, sorted."""
+    notes: tuple[Note, ...]
+
+
+def list_outputs(formats: Iterable[str], tps: Iterable[int]) -> frozenset[str]:
+    """Name everything at the top of the output folder that these formats write."""
+    degrees = tuple(tps)
+    dialects = map(find_dialect, formats)
+    return frozenset(dialect.path(tp) for dialect in dialects for tp in dialect.degrees(degrees))
+
+
+def check_export(geometry: ModelGeometry, formats: Sequence[str], tps: Sequence[int]) -> None:
+    """Refuse what cannot be written, before anything is computed.
+
+    Raises:
+        UsageError: a format is unknown, or a degree does not fit the model.
+    """
+    check_formats(formats)
+    has_linears = any(find_dialect(name).has_linears for name in formats)
+    for tp in tps:
+        check_heads(geometry, tp)
+        if has_linears:
+            check_linears(geometry, tp)
+
+
+def check_overlay_source(
+    geometry: ModelGeometry, formats: Iterable[str], source: Checkpoint | None
+) -> None:
+    """Refuse a model that overlays of these formats cannot be made of.
+
+    Raises:
+        UsageError: there is no model, and a format needs one.
+        ModelError: the model's config.json is missing or broken.
+        ExportError: it is another model than the geometry's, or quantized already.
+    """
+    dialects = [dialect for dialect in map(find_dialect, formats) if dialect.needs_model]
+    if not dialects:
+        return
+    if source is None:
+        hint = "--model names the model whose weights the overlay takes"
+        raise UsageError(f"--format {dialects[0].name} needs --model", hint=hint)
+    _check_attentions(geometry, source)
+    is_quantized = bool(source.load_config().get("quantization_config"))
+    if is_quantized and any(dialect.replaces_quantization for dialect in dialects):
+        raise ExportError(
+            f"{source.folder}: the model is quantized already, and the overlay's "
+            "quantization_config would replace its own",
+            hint="start from the unquantized model, or write kv-scales",
+        )
+
+
+def list_owned(
+    format_name: str, tp: int, geometry: ModelGeometry, source: Checkpoint
+) -> frozenset[str]:
+    """Name everything in an output folder that *is* the overlay, or holds the one file."""
+    if not find_dialect(format_name).needs_model:
+        return list_outputs([format_name], [tp])
+    unlisted = {UNLISTED_NAME} if geometry.model_type in STRICT_TYPES else frozenset[str]()
+    return plan_overlay(source).names | unlisted
+
+
+def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> None:
+    """Refuse to replace an overlay folder that holds what no overlay of `source` has.
+
+    Raises:
+        UsageError: naming what would be lost.
+    """
+    known = plan_overlay(source).names | {UNLISTED_NAME}
+    for dialect in map(find_dialect, formats):
+        folder = out / dialect.path()
+        if dialect.needs_model and folder.is_dir():
+            strangers = sorted({entry.name for entry in folder.iterdir()} - known)
+            if strangers:
+                raise UsageError(
+                    f"{folder}: holds what this command does not write: {', '.join(strangers[:5])}",
+                    hint="move it away, or name another folder",
+                )
+
+
+def write_formats(
+    stats: CalibrationStats,
+    formats: Sequence[str],
+    out: Path,
+    *,
+    fmt: Fp8Format,
+    tps: Sequence[int],
+    source: Checkpoint | None,
+    query: bool,
+    fallback: Fallback | None,
+    rule: Rule = AMAX,
+    quantized: Mapping[int, ScaleTable] | None = None,
+) -> WrittenFormats:
+    """Write the scales of statistics in each of `formats`, once for each degree where it matters.
+
+    Args:
+        stats: what was observed.
+        formats: names of dialects.
+        out: an existing folder without any entry that `list_outputs` names.
+        fmt: the FP8 format the scales are for.
+        tps: tensor-parallel degrees of the engines.
+        source: the model, for overlays.
+        query: write `q_scale` too, where the dialect has it.
+        fallback: the scale of sites at which nothing was observed.
+        rule: which magnitude of an activation the largest FP8 value stands for.
+        quantized: for each degree, the scales of the quantized weights that the caller writes
+            beside these files: `rfc` holds these, and names the files.
+
+    Raises:
+        UsageError: a format or degree is not valid, or the model is missing.
+        ExportError: a scale cannot be computed, or a file not written.
+    """
+    check_export(stats.geometry, formats, tps)
+    check_overlay_source(stats.geometry, formats, source)
+    kv_scales = cache(partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule))
+    linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
+    written: list[Path] = []
+    notes: list[Note] = []
+    for dialect in map(find_dialect, dict.fromkeys(formats)):
+        for tp in dialect.degrees(tps):
+            has_query = query and dialect.has_query
+            linears = None
+            if dialect.has_linears:
+                linears = linear_scales(tp=tp) if quantized is None else quantized[tp]
+            job = WriteJob(
+                table=kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
+                linears=linears,
+                source=source,
+                with_rank_weights=quantized is not None,
+            )
+            written.append(out / dialect.path(tp))
+            notes += _write(dialect, job, written[-1])
+        if dialect.has_linears:
+            notes += _note_unobserved_weights(dialect, stats)
+    files = (file for target in written for file in _list_files(target))
+    return WrittenFormats(
+        files=tuple(sorted(file.relative_to(out).as_posix() for file in files)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def write_table(
+    table: ScaleTable,
+    format_name: str,
+    target: Path,
+    *,
+    source: Checkpoint,
+    provenance: Provenance | None = None,
+) -> tuple[Note, ...]:
+    """Write one table of KV scales.
+
+    Args:
+        table: scales of the ranks, or heads, that the dialect has.
+        format_name: the dialect.
+        target: the file, or the folder of an overlay, empty or not there.
+        source: the model, for overlays.
+        provenance: the quantized model that the scales were read from, to be recorded.
+
+    Returns:
+        What a user should know: layers without scales of their own, files left out.
+
+    Raises:
+        UsageError: the format is not known.
+        ExportError: it cannot be written.
+    """
+    dialect = find_dialect(format_name)
+    check_overlay_source(table.geometry, [format_name], source)
+    job = WriteJob(table=table, source=source, provenance=provenance)
+    return tuple(_write(dialect, job, target))
+
+
+def _write(dialect: Dialect, job: WriteJob, target: Path) -> list[Note]:
+    """Write one file or overlay, and list what a user should know about it."""
+    assert dialect.write is not None  # noqa: S101 -- find_dialect gives none that is only read
+    dialect.write(job, target)
+    return list(_list_notes(dialect, job))
+
+
+def _list_notes(dialect: Dialect, job: WriteJob) -> Iterator[Note]:
+    for table in filter(None, (job.linears, job.table)):
+        yield from _note_unobserved(table)
+        yield from _note_kept_amax(table)
+    for name, why in job.skipped.items():
+        yield Note(name, f"left out of {dialect.name}: {why}")
+    if dialect.lists_all_layers:
+        why = "caches no K and V; the JSON forms want every layer, so it is 1.0 there"
+        layers = job.table.geometry.layers
+        yield from (Note(layer.module, why) for layer in layers if layer.attention is None)
+    if dialect.has_linears and job.linears is None:
+        yield Note(dialect.name, _KV_ALONE)
+
+
+def _note_unobserved(table: ScaleTable) -> Iterator[Note]:
+    return (Note(str(site), WHY_NOT_OBSERVED[scale.source]) for site, scale in table.not_observed())
+
+
+def _note_kept_amax(table: ScaleTable) -> Iterator[Note]:
+    """Note once for all sites of a reason where the rule could not be followed."""
+    for why in dict.fromkeys(table.kept_amax.values()):
+        first, *others = (str(site) for site, reason in table.kept_amax.items() if reason == why)
+        yield Note(f"{first} and {len(others)} more" if others else first, why)
+
+
+def _note_unobserved_weights(dialect: Dialect, stats: CalibrationStats) -> Iterator[Note]:
+    weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
+    return (Note(item.site, f"not in {dialect.name}: {item.why}") for item in weights)
+
+
+def _check_attentions(geometry: ModelGeometry, source: Checkpoint) -> None:
+    parents = {name.rpartition(".")[0] for name in source.tensors}
+    modules = {parent for name in parents for parent in _list_prefixes(name)}
+    for layer, attention in geometry.attentions():
+        if attention.checkpoint_module not in modules:
+            raise ExportError(
+                f"{source.folder}: no tensor lies under {attention.checkpoint_module}, where layer "
+                f"{layer.index} of the calibrated model has its attention",
+                hint="name the model the statistics were made of",
+            )
+
+
+def _list_prefixes(name: str) -> list[str]:
+    pieces = name.split(".")
+    return [".".join(pieces[:end]) for end in range(1, len(pieces) + 1)]
+
+
+def _list_files(target: Path) -> list[Path]:
+    if target.is_file():
+        return [target]
+    return [path for path in target.rglob("*") if path.is_file()]
