@@ -242,9 +242,9 @@ def _kept(recorder: Recorder, journal: Journal | None) -> Iterator[Callable[[], 
     try:
         yield lambda: journal.save_if_due(recorder)
     except KeyboardInterrupt:
-        journal.interrupt(recorder)
+        journal.save_interrupted(recorder)
         raise
-    journal.finish(recorder)
+    journal.save_final(recorder)
 
 
 def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> None:

@@ -32,7 +32,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _keeps_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "LONGEST_INTERVAL_S", 0.0)
-    monkeypatch.setattr(journal_module, "_WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(journal_module, "_WORTH_SAVING_S", 0.0)
 
 
 class Stopping(Silent):
@@ -238,7 +238,7 @@ def test_a_damaged_state_of_a_layer_is_not_gone_on_with(
         progress = Stopping(10**9, kill)
         assert as_bytes(subject.calibrate(share, progress=progress), tmp_path) == whole
     assert 10**9 - progress.left == 1 + 2 * 8  # from the first layer on
-    assert all("beginning anew" in text for text in told)
+    assert all("starting again" in text for text in told)
     assert len(told) == (lost != "digests")  # those are of no batches
 
 
@@ -264,7 +264,7 @@ def test_layers_of_other_batches_are_not_gone_on_with(
         monkeypatch.setattr(share.journal, "warn", told.append)
         assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
     assert len(told) == 1
-    assert "beginning anew" in told[0]
+    assert "starting again" in told[0]
 
 
 def test_a_shard_goes_on_too(tmp_path: Path) -> None:
@@ -362,4 +362,4 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on(
             patch.setattr(journal_module, "save_stats", no_space)
             stats = subject.calibrate(share)
     assert as_bytes(stats, tmp_path) == whole
-    assert "no checkpoint was written, the run goes on: no space left" in told
+    assert "no checkpoint was written, the run continues: no space left" in told

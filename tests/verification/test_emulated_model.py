@@ -12,7 +12,7 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.sites import Role
-from fp8calib.run.forward.lm_head import open_head
+from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
@@ -70,7 +70,7 @@ def call(model: PreTrainedModel) -> list[torch.Tensor]:
 def emulated_logits(subject: Subject, emulation: Emulation) -> list[torch.Tensor]:
     """Give the logits that verify would score."""
     hidden = emulate(subject, emulation, *BATCHES)
-    with open_head(subject.model) as head:
+    with open_lm_head(subject.model) as head:
         return [head.logits(h.flatten(0, 1)).reshape(*h.shape[:2], -1) for h in hidden]
 
 

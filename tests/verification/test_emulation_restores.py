@@ -23,7 +23,7 @@ from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.load import load_model, open_source
 from fp8calib.model.topology.find import find_geometry, find_text_decoder
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.forward.lm_head import open_head
+from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.emulation.emulate import (
     Emulation,
     EmulationHooks,
@@ -231,11 +231,11 @@ def test_one_parameter_may_be_changed_twice(tmp_path: Path) -> None:
 def test_the_decoder_gets_its_forward_back(subject: Subject) -> None:
     before = take(subject.model)
     decoder = find_text_decoder(subject.model)[1]
-    with open_head(subject.model) as head:
+    with open_lm_head(subject.model) as head:
         assert "forward" in vars(decoder)
         head.logits(torch.zeros(3, subject.model.config.hidden_size))
     assert_unchanged(subject.model, before)
-    with pytest.raises(Interrupted), open_head(subject.model):
+    with pytest.raises(Interrupted), open_lm_head(subject.model):
         raise Interrupted
     assert_unchanged(subject.model, before)
 
@@ -247,7 +247,7 @@ def test_a_forward_that_was_already_replaced_is_put_back(tmp_path: Path) -> None
     decoder = find_text_decoder(model)[1]
     replaced = partial(type(decoder).forward, decoder)
     decoder.forward = replaced
-    with open_head(model) as head:
+    with open_lm_head(model) as head:
         assert decoder.forward is not replaced
         head.logits(torch.zeros(3, 32))
     assert decoder.forward is replaced

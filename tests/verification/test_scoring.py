@@ -18,7 +18,7 @@ from fp8calib.engines.numerics import EngineProfile
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.run.forward.lm_head import open_head
+from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.compare import token_scores as scoring
 from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.token_scores import TokenScores, score_batch
@@ -132,7 +132,7 @@ def test_a_candidate_has_the_divergence_of_two_whole_models(subject: Subject) ->
         input_ids=batch.input_ids, attention_mask=padding_mask(batch)
     ).last_hidden_state.detach()
     disturbed = hidden + torch.randn(hidden.shape, generator=generator) * 0.1
-    with open_head(subject.model) as head:
+    with open_lm_head(subject.model) as head:
         scores = score_batch(batch, hidden, [disturbed], head.logits, 128)
 
     def disturb(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -297,7 +297,7 @@ def test_a_head_gives_the_logits_of_the_model(subject: Subject) -> None:
     hidden = _decoder(subject.model)(input_ids=batch.input_ids).last_hidden_state.detach()
     with torch.no_grad():
         expected = subject.model(input_ids=batch.input_ids).logits
-    with open_head(subject.model) as head:
+    with open_lm_head(subject.model) as head:
         for row in (1, 0):
             torch.testing.assert_close(head.logits(hidden[row]), expected[row])
         torch.testing.assert_close(head.logits(hidden[1, 3:4]), expected[1, 3:4])

@@ -1,4 +1,4 @@
-"""One batch through the text decoder of a model, without its head."""
+"""Run one batch through the text decoder of a model, without its lm_head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError, Fp8CalibError
 from fp8calib.model.topology.find import find_text_decoder
 
-_UNTYPED = (
+_OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator",
     "could not create a primitive",  # oneDNN, in bfloat16: no room for its scratch pad
     "could not create a memory object",
@@ -34,7 +34,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the decoder computes in."""
+        """The dtype the decoder computes in."""
         dtype: torch.dtype = self._decoder.dtype
         return dtype
 
@@ -64,17 +64,19 @@ class Decoder:
             raise CalibrationError(
                 f"{type(self._decoder).__name__}: its forward pass failed at sample {batch.first}: "
                 f"{type(error).__name__}: {error}",
-                hint="transformers runs this architecture in another way than is known here",
+                hint="transformers runs this architecture in a way that fp8calib does not know",
             ) from error
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Tell torch's own error, C++'s, and those without a type of the CPU's allocator and oneDNN."""
+    """Recognise torch's and C++'s errors, and by message those of the CPU allocator and oneDNN."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _UNTYPED)
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in _OUT_OF_MEMORY_MESSAGES
+    )
 
 
 def _out_of_memory(batch: Batch, error: Exception) -> OutOfMemoryInForward:

@@ -1,4 +1,4 @@
-"""The way from hidden states to logits, a few tokens at a time."""
+"""Compute logits from hidden states, a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8calib.model.topology.find import find_text_decoder
 
 
 class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers is untyped
-    """What a text decoder returns: the hidden states, and None for all that is not asked for."""
+    """The output of a text decoder: the hidden states, and None for every other field."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -22,11 +22,11 @@ class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers is
         return None
 
 
-class Head:
-    """Turns hidden states into logits as the model itself does (scaling, soft caps and all).
+class LmHead:
+    """Computes logits by the model's own forward, scaling and soft caps included.
 
-    The model's own forward runs with its text decoder replaced by the hidden states, so nothing
-    has to be known of the architecture. Made by `open_head`.
+    The text decoder is replaced by one that returns the given hidden states, so no knowledge of the
+    architecture is needed. Made by `open_lm_head`.
     """
 
     def __init__(self, model: Any, current: list[torch.Tensor]) -> None:
@@ -35,7 +35,7 @@ class Head:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Give the logits of hidden states [N, C]: [N, vocabulary], in the model's dtype."""
+        """Compute the logits of hidden states [N, C]: [N, vocabulary], in the model's dtype."""
         self._current[0] = hidden.unsqueeze(0)
         device = self._model.get_input_embeddings().weight.device
         tokens = torch.zeros(
@@ -46,14 +46,14 @@ class Head:
 
 
 @contextmanager
-def open_head(model: PreTrainedModel) -> Iterator[Head]:
-    """Put the text decoder of `model` out of the way while the context is open."""
+def open_lm_head(model: PreTrainedModel) -> Iterator[LmHead]:
+    """Replace the forward of the text decoder of `model` while the context is open."""
     decoder: Any = find_text_decoder(model)[1]
     before = decoder.__dict__.get("forward")
     current = [torch.zeros(0)]
     decoder.forward = lambda *_args, **_kwargs: _Hidden(last_hidden_state=current[0])
     try:
-        yield Head(model, current)
+        yield LmHead(model, current)
     finally:
         if before is None:
             del decoder.forward

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.streaming.weights import LayerSize, ModelPart, PartedWeights
+from fp8calib.run.streaming.weights import LayerSize, ModelPart, PartLoader
 
 SLACK_BYTES = 96 * 2**20
 """Memory outside the formula: arenas of the allocator, threads, code that is loaded late."""
@@ -80,12 +80,12 @@ class Footprint:
         return replace(self, parts={**self.parts, name: size_bytes})
 
 
-def size_part(parted: PartedWeights, part: ModelPart) -> LayerSize:
+def size_part(loader: PartLoader, part: ModelPart) -> LayerSize:
     """Compute the bytes of a layer's weights from their shapes."""
     return LayerSize(
-        stored=parted.stored_bytes(part),
-        placed=parted.size_bytes(part),
-        step=parted.step_bytes(part),
+        stored=loader.stored_bytes(part),
+        placed=loader.size_bytes(part),
+        step=loader.step_bytes(part),
     )
 
 

@@ -25,7 +25,7 @@ from fp8calib.run.planning.limits import Limits
 from fp8calib.run.planning.plan import RunPlan, Streamable, whole_parts, working_parts
 from fp8calib.run.streaming.model import layer_parts, part_outside_layers
 from fp8calib.run.streaming.probe import Probe, expect_duration
-from fp8calib.run.streaming.weights import LayerSize, PartedWeights
+from fp8calib.run.streaming.weights import LayerSize, PartLoader
 
 _GIB = 2**30
 _ROUNDED_BYTES = 2**25
@@ -206,12 +206,12 @@ def plan_streamed(
         ModelError: a weight is missing or has another shape.
     """
     model, geometry, weights = subject.model, subject.geometry, subject.weights
-    parted = PartedWeights(model, weights, subject.checkpoint, dtype=dtype, device=device)
+    loader = PartLoader(model, weights, subject.checkpoint, dtype=dtype, device=device)
     return StreamPlanner(
         subject,
         limits,
-        [size_part(parted, part) for part in layer_parts(geometry, parted)],
-        outside_bytes=parted.size_bytes(part_outside_layers(model, geometry, weights, parted)),
+        [size_part(loader, part) for part in layer_parts(geometry, loader)],
+        outside_bytes=loader.size_bytes(part_outside_layers(model, geometry, weights, loader)),
         scratch=scratch,
     )
 

@@ -1,7 +1,7 @@
-"""What a run has seen so far, kept in files, so that another can go on where it was ended.
+"""Checkpoints of the statistics of a run, from which a later run resumes.
 
-Everything kept is a part of the statistics (`fp8calib.merging`): what was run is never run again,
-and the end is the same, byte for byte.
+Each checkpoint holds part of the statistics (`fp8calib.stats.merge`). No batch runs twice, and the
+result is the same byte for byte as without an interruption.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from fp8calib.stats.calibration_stats import (
 from fp8calib.stats.merge import explain_other_run, merge_sites
 
 LONGEST_INTERVAL_S = 10.0
-"""Nothing older than this is lost, but for the batch that is running."""
+"""A killed run loses at most this much work and the running batch."""
 _SHORTEST_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 50.0
 _PREFIX = "checkpoint-"
-_WORTH_KEEPING_S = 1.0
+_WORTH_SAVING_S = 1.0
+"""Weights that were read faster than this are not saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What earlier runs have done."""
+    """The work that earlier runs have done."""
 
     sequences: tuple[tuple[int, int], ...]
     weights: frozenset[str]
@@ -49,7 +50,7 @@ class Done:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences."""
+        """The number of sequences."""
         return sum(stop - first for first, stop in self.sequences)
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class Done:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Convert from what `to_json` gave."""
+        """Convert from JSON values."""
         return cls(
             sequences=tuple((first, stop) for first, stop in document["sequences"]),
             weights=frozenset(document["weights"]),
@@ -69,7 +70,7 @@ NOTHING = Done(sequences=(), weights=frozenset())
 
 
 class Journal:
-    """The files of one run, in a folder; each process writes its own, whole each time."""
+    """The checkpoints of one run, in a folder; each process rewrites its own file."""
 
     def __init__(
         self,
@@ -85,9 +86,9 @@ class Journal:
     ) -> None:
         self.header = header
         self.done = done
-        """What is not to be done again."""
+        """The work that earlier runs have done."""
         self.sites: dict[Site, SiteStats] = {}
-        """What earlier runs have seen."""
+        """The statistics of earlier runs."""
         self._folder = folder
         self._text_hashes = text_hashes
         self._shard = shard or Share()
@@ -96,20 +97,20 @@ class Journal:
         self._rank = rank
         self._cost_s = 0.0
         self._has_written = False
-        self._kept_at = self._called_at = time.monotonic()
+        self._saved_at = self._called_at = time.monotonic()
 
     def load(self) -> None:
-        """Take up what earlier runs of the same calibration have left.
+        """Load the checkpoints that earlier runs of the same calibration have left.
 
         Raises:
-            UsageError: they were of another calibration; the message says in what it differs.
+            UsageError: they are of another calibration; the message names the difference.
             DataError: a file is damaged.
         """
         found = _drop_repeated(
             [self.load_file(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))]
         )
         for path in self._folder.glob(f"{_PREFIX}layers-*[0-9]/{STATS_NAME}"):
-            self.load_file(path)  # of this calibration, or refused; its turn comes later
+            self.load_file(path)  # check only: a `LayerJournal` loads it
         self.sites = merge_sites(stats.sites for stats in found)
         self.done = Done(
             sequences=join_ranges([each for stats in found for each in _shard_of(stats).sequences]),
@@ -117,52 +118,52 @@ class Journal:
         )
 
     def save_weights(self, sites: Mapping[Site, SiteStats], *, duration_s: float) -> None:
-        """Keep the statistics of weights, where reading them took long enough."""
-        if sites and duration_s >= _WORTH_KEEPING_S:
+        """Save the statistics of weights, if reading them took long enough."""
+        if sites and duration_s >= _WORTH_SAVING_S:
             self._write(f"weights-{self._rank}", sites, ())
 
     def save_if_due(self, recorder: Recorder) -> None:
-        """Keep what a recorder holds, all of it finite, if the last time is long enough ago."""
+        """Save the statistics of a recorder, all finite, if the last checkpoint is old enough."""
         now = time.monotonic()
         since_call, self._called_at = now - self._called_at, now
         interval_s = max(_SHORTEST_INTERVAL_S, _INTERVAL_PER_COST * self._cost_s)
-        if now + since_call >= self._kept_at + min(interval_s, LONGEST_INTERVAL_S):
-            self._keep(recorder)
+        if now + since_call >= self._saved_at + min(interval_s, LONGEST_INTERVAL_S):
+            self._save(recorder)
 
-    def finish(self, recorder: Recorder) -> None:
-        """Keep what a recorder holds in the end, if the run was long enough to keep anything."""
+    def save_final(self, recorder: Recorder) -> None:
+        """Save the final statistics of a recorder, if the run has written checkpoints before."""
         if self._has_written:
-            self._keep(recorder)
+            self._save(recorder)
 
-    def interrupt(self, recorder: Recorder) -> None:
-        """Keep what a recorder holds where a run was interrupted, anywhere."""
+    def save_interrupted(self, recorder: Recorder) -> None:
+        """Save the statistics of a recorder after an interruption, if they are consistent."""
         if recorder.is_settled and recorder.check_finite() is None:
-            self._keep(recorder)
+            self._save(recorder)
 
     def remove(self) -> None:
-        """Remove the files: the run has ended."""
+        """Remove all checkpoints."""
         for path in self._folder.glob(f"{_PREFIX}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @property
     def layers_stem(self) -> Path:
-        """How the folders begin in which a streamed run keeps states (`LayerJournal`)."""
+        """The path, without its suffix, of the folders of a streamed run (`LayerJournal`)."""
         return self._folder / f"{_PREFIX}layers-{self._rank}"
 
     @property
     def has_layers(self) -> bool:
-        """Whether a streamed run has left the state after a layer."""
+        """Whether a streamed run has left hidden states."""
         return any(self._folder.glob(f"{_PREFIX}layers-*/{STATS_NAME}"))
 
     def save_file(self, path: Path, sites: Mapping[Site, SiteStats]) -> None:
-        """Write statistics of no whole sequence, such as those of some layers.
+        """Write statistics that cover no whole sequence, such as those of some layers.
 
         Raises:
             ExportError: they cannot be written.
         """
         save_stats(self._make_stats(sites, ()), path)
 
-    def _keep(self, recorder: Recorder) -> None:
+    def _save(self, recorder: Recorder) -> None:
         sequences = recorder.sequences
         if sequences:
             first = min(first for first, _ in sequences)
@@ -174,14 +175,14 @@ class Journal:
     ) -> None:
         started = time.monotonic()
         stats = self._make_stats(sites, sequences)
-        if not self._folder.is_dir():  # that of a process on another machine
+        if not self._folder.is_dir():  # the first process has it on another machine
             return
         try:
             save_stats(stats, self._folder / f"{_PREFIX}{name}.safetensors")
         except ExportError as error:
-            self.warn(f"no checkpoint was written, the run goes on: {error.message}")
-        self._kept_at = self._called_at = time.monotonic()
-        self._cost_s = self._kept_at - started
+            self.warn(f"no checkpoint was written, the run continues: {error.message}")
+        self._saved_at = self._called_at = time.monotonic()
+        self._cost_s = self._saved_at - started
 
     def _make_stats(
         self, sites: Mapping[Site, SiteStats], sequences: tuple[tuple[int, int], ...]
@@ -198,41 +199,45 @@ class Journal:
         )
 
     def load_file(self, path: Path) -> CalibrationStats:
-        """Read what an earlier run has kept.
+        """Load a checkpoint of an earlier run.
 
         Raises:
-            UsageError: it was of another calibration; the message says in what it differs.
+            UsageError: it is of another calibration; the message names the difference.
             DataError: the file is damaged.
         """
         try:
             stats = load_stats(path, accepts_shard=True)
         except DataError as error:
-            raise DataError(error.message, hint="leave out --resume to begin anew") from error
-        difference = explain_other_run(stats.header, self.header) or self._explain_cut(stats)
+            raise DataError(error.message, hint="leave out --resume to start again") from error
+        difference = explain_other_run(stats.header, self.header) or self._explain_other_shard(
+            stats
+        )
         if difference:
             raise UsageError(
-                f"{self._folder}: the interrupted run was another one: {difference}",
-                hint="repeat its command line, or leave out --resume to begin anew",
+                f"{self._folder}: the interrupted run was another calibration: {difference}",
+                hint="repeat its command line, or leave out --resume to start again",
             )
         return stats
 
-    def _explain_cut(self, stats: CalibrationStats) -> str:
-        part = _shard_of(stats)
+    def _explain_other_shard(self, stats: CalibrationStats) -> str:
+        found = _shard_of(stats)
         here = StatsShard(
             index=self._shard.index,
             count=self._shard.count,
             batch_size=self._batch_size,
             sequences=(),
         )
-        if (part.index, part.count) != (here.index, here.count):
-            return f"{part.describe()}, and {here.describe()}"
-        if part.count > 1 and part.batch_size != here.batch_size:
-            return f"--batch-size {part.batch_size}, and {here.batch_size}: shards hang on it"
+        if (found.index, found.count) != (here.index, here.count):
+            return f"{found.describe()}, and {here.describe()}"
+        if found.count > 1 and found.batch_size != here.batch_size:
+            return (
+                f"--batch-size {found.batch_size}, and {here.batch_size}: the shards depend on it"
+            )
         return ""
 
 
 def _drop_repeated(found: Sequence[CalibrationStats]) -> list[CalibrationStats]:
-    """Leave out what holds a sequence of another part: a process may have outlived its run."""
+    """Drop checkpoints with a sequence of another one: a process may have outlived its run."""
     kept: list[CalibrationStats] = []
     for stats in sorted(found, key=lambda stats: -_shard_of(stats).num_sequences):
         known = [each for other in kept for each in _shard_of(other).sequences]
@@ -245,11 +250,11 @@ def _drop_repeated(found: Sequence[CalibrationStats]) -> list[CalibrationStats]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file is one that a journal keeps."""
+    """Whether a file or folder is a checkpoint of a run."""
     return path.name.startswith(_PREFIX)
 
 
 def _shard_of(stats: CalibrationStats) -> StatsShard:
     if stats.shard is None:
-        raise DataError("a checkpoint holds whole statistics", hint="leave out --resume")
+        raise DataError("a checkpoint holds complete statistics", hint="leave out --resume")
     return stats.shard

@@ -75,7 +75,7 @@ class LayerObserver:
                 self._runner(streaming) as runner,
                 runner.first_layer(batch, self.recorder) as first,
             ):
-                return probe_layer(self._streamed, first, meet_layer=self._meet)
+                return probe_layer(self._streamed, first, on_layer_read=self._meet)
         except OutOfMemoryInForward:
             size = len(batch.lengths) // 2
             if not size:
@@ -139,7 +139,7 @@ class LayerObserver:
     ) -> dict[Site, SiteStats]:
         kept = None if journal is None else LayerJournal(journal, batches)
         with self._runner(streaming) as runner:
-            runner.run(batches, self.recorder, advance, meet_layer=self._meet, journal=kept)
+            runner.run(batches, self.recorder, advance, on_layer_read=self._meet, journal=kept)
         earlier = {} if kept is None else kept.sites
         return merge_sites([self._finish(), earlier, self.recorder.stats()])
 

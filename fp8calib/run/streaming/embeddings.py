@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,60 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fp8calib.errors import ModelError
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import TensorSource, WeightSource
 
 _ROWS_AT_ONCE = 1024
-
-
-def compute_buffers(model: PreTrainedModel, stored: frozenset[str], device: str) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies, scales, masks).
-
-    transformers computes them where it initialises weights; here that meets weights without
-    memory, and does nothing to them.
-
-    Args:
-        model: built without weights.
-        stored: the parameters and buffers that the checkpoint holds.
-        device: where the buffers go.
-
-    Raises:
-        ModelError: a buffer of the text decoder is not computed there.
-    """
-    names = [
-        name
-        for name, buffer in model.named_buffers(remove_duplicate=False)
-        if buffer.is_meta and name not in stored
-    ]
-    if not names:
-        return  # they were computed when the model was opened before
-    first, second = (_initialise(model, names, fill) for fill in (0, 1))
-    path = find_text_decoder(model)[0]
-    for name in names:
-        if name.startswith(f"{path}.") and not torch.equal(first[name], second[name]):
-            raise ModelError(
-                f"{type(model).__name__} does not say how the buffer {name} is computed",
-                hint="it cannot be streamed: leave out --memory, or use a larger machine",
-            )
-        _set_buffer(model, name, second[name].to(device))
-
-
-def _initialise(model: PreTrainedModel, names: Sequence[str], fill: int) -> dict[str, torch.Tensor]:
-    for name in names:
-        _set_buffer(model, name, torch.full_like(model.get_buffer(name), fill, device="cpu"))
-    for module in model.modules():
-        module._is_hf_initialized = False
-    model.initialize_weights()
-    return {name: model.get_buffer(name).clone() for name in names}
-
-
-def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    _owner(model, name)._buffers[name.rpartition(".")[2]] = value
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def embeddings_by_row(model: PreTrainedModel, weights: WeightSource) -> dict[str, nn.Embedding]:
@@ -107,7 +57,7 @@ class EmbeddingRows:
     def read_others(self, read_rows: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """Read the same rows of another embedding, for `replaced`."""
         ids = (self._row_of >= 0).nonzero().flatten()
-        pieces = _runs(ids, lambda start, stop: read_rows(start, stop).to(self._dtype))
+        pieces = _read_runs(ids, lambda start, stop: read_rows(start, stop).to(self._dtype))
         rows = torch.empty_like(self._rows, device="cpu")
         rows[self._row_of[ids]] = _join(pieces, len(ids))
         return rows.to(self._device)
@@ -132,7 +82,7 @@ class EmbeddingRows:
     def _read(self, ids: torch.Tensor) -> None:
         new = torch.unique(ids)
         new = new[self._row_of[new] < 0]
-        pieces = _runs(new, lambda start, stop: self._read_rows(start, stop).to(self._dtype))
+        pieces = _read_runs(new, lambda start, stop: self._read_rows(start, stop).to(self._dtype))
         rows = torch.cat([self._rows.cpu(), *pieces]) if len(self._rows) else None
         self._row_of[new] = torch.arange(len(self._rows), len(self._rows) + len(new))
         if rows is None:
@@ -141,7 +91,7 @@ class EmbeddingRows:
         self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
 
 
-def _runs(
+def _read_runs(
     ids: torch.Tensor, read_rows: Callable[[int, int], torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """Read consecutive rows together, up to a limit."""
@@ -163,7 +113,7 @@ def _join(pieces: Iterator[torch.Tensor], num_rows: int) -> torch.Tensor:
 
 
 @contextmanager
-def embedded_by_row(
+def open_embeddings(
     model: PreTrainedModel,
     weights: WeightSource,
     checkpoint: TensorSource,

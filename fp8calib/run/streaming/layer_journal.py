@@ -1,4 +1,4 @@
-"""What a streamed run has seen, kept layer by layer with the hidden states that wait there."""
+"""The checkpoint of a streamed run: the statistics and hidden states after a layer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _DIGEST = "blake2b"
 
 
 class LayerJournal:
-    """A folder with the state after one layer; a later layer's takes its place, whole.
+    """A folder with the state after one layer, replaced as a whole by that of a later layer.
 
-    Writing takes at most a twentieth of the time: where layers are quick, some are passed over.
+    Writing takes at most a twentieth of the run: after quick layers nothing is written.
     """
 
     def __init__(self, journal: Journal, batches: Sequence[Batch]) -> None:
@@ -40,12 +40,12 @@ class LayerJournal:
         self._stem = journal.layers_stem
         self._sequences = sequence_ranges(batches)
         self._cost_s = 0.0
-        self._kept_at = time.monotonic()
+        self._saved_at = time.monotonic()
         self.sites: Mapping[Site, SiteStats] = {}
-        """What an earlier run has seen, in the layers before the first."""
+        """The statistics an earlier run gathered in its layers."""
 
     def load(self, store: HiddenStateStore) -> int:
-        """Take up what an earlier run of the same batches has left; give the first layer to run."""
+        """Load what an earlier run of the same batches left, and give the first layer to run."""
         found = sorted(self._stem.parent.glob(f"{self._stem.name}-[0-9]*[0-9]"))
         if not found:
             return 0
@@ -53,13 +53,13 @@ class LayerJournal:
         try:
             known = json.loads((folder / _LAYER_NAME).read_bytes())
             if [tuple(pair) for pair in known["sequences"]] != self._sequences:
-                return 0  # shared out among another number of processes
+                return 0  # of another number of processes
             sites = self._journal.load_file(folder / STATS_NAME).sites
             for number, digest in zip(range(len(self._sequences)), known["digests"], strict=True):
                 store.put(number, _load_state(folder / _name_state(number), digest))
             layer = int(known["layer"])
         except Exception as error:  # noqa: BLE001 -- a torn file raises anything
-            self._journal.warn(f"{folder.name} cannot be read, beginning anew: {error}")
+            self._journal.warn(f"{folder.name} cannot be read, starting again: {error}")
             return 0
         self.sites = sites
         return layer + 1
@@ -67,29 +67,31 @@ class LayerJournal:
     def save_if_due(
         self, layer: int, store: HiddenStateStore, sites: Mapping[Site, SiteStats]
     ) -> None:
-        """Keep the state after a layer, where the last that was kept is long enough ago."""
+        """Save the state after a layer, if the last checkpoint is old enough."""
         started = time.monotonic()
         interval_s = max(_SHORTEST_INTERVAL_S, _INTERVAL_PER_COST * self._cost_s)
-        if started - self._kept_at < interval_s or not self._stem.parent.is_dir():
+        if started - self._saved_at < interval_s or not self._stem.parent.is_dir():
             return
         try:
-            self._keep(layer, store, sites)
+            self._save(layer, store, sites)
         except (ExportError, OSError, RuntimeError) as error:  # torch.save's own is a RuntimeError
             shutil.rmtree(self._new_folder, ignore_errors=True)
-            self._journal.warn(f"no checkpoint was written, the run goes on: {error}")
-        self._kept_at = time.monotonic()
-        self._cost_s = self._kept_at - started
+            self._journal.warn(f"no checkpoint was written, the run continues: {error}")
+        self._saved_at = time.monotonic()
+        self._cost_s = self._saved_at - started
 
     @property
     def _new_folder(self) -> Path:
         return self._stem.with_name(f"{self._stem.name}.new")
 
-    def _keep(self, layer: int, store: HiddenStateStore, sites: Mapping[Site, SiteStats]) -> None:
+    def _save(self, layer: int, store: HiddenStateStore, sites: Mapping[Site, SiteStats]) -> None:
         new = self._new_folder
         shutil.rmtree(new, ignore_errors=True)
         needed = store.ram_bytes + store.file_bytes
         if shutil.disk_usage(new.parent).free < needed:
-            raise ExportError(f"{new.parent}: {format_size(needed)} are needed on its disk")
+            raise ExportError(
+                f"{new.parent}: its disk has less than the {format_size(needed)} needed"
+            )
         new.mkdir()
         digests = [
             _save_state(
@@ -98,10 +100,10 @@ class LayerJournal:
             for number in range(len(self._sequences))
         ]
         self._journal.save_file(new / STATS_NAME, merge_sites([self.sites, sites]))
-        told = {"layer": layer, "sequences": self._sequences, "digests": digests}
-        write_file_atomic(new / _LAYER_NAME, json.dumps(told).encode())
+        document = {"layer": layer, "sequences": self._sequences, "digests": digests}
+        write_file_atomic(new / _LAYER_NAME, json.dumps(document).encode())
         kept = self._stem.with_name(f"{self._stem.name}-{layer:05}")
-        shutil.rmtree(kept, ignore_errors=True)  # there only where it was of no use
+        shutil.rmtree(kept, ignore_errors=True)  # it exists only if it could not be used
         new.rename(kept)
         for folder in self._stem.parent.glob(f"{self._stem.name}-*"):
             if folder != kept:
@@ -109,7 +111,7 @@ class LayerJournal:
 
 
 def _save_state(state: object, path: Path) -> str:
-    """Write a state to the disk itself, and give its digest."""
+    """Write a state through to the disk, and give its digest."""
     with path.open("w+b") as file:
         torch.save(state, file)
         file.flush()
@@ -121,7 +123,7 @@ def _save_state(state: object, path: Path) -> str:
 def _load_state(path: Path, digest: str) -> object:
     with path.open("rb") as file:
         if hashlib.file_digest(file, _DIGEST).hexdigest() != digest:
-            msg = f"{path.name} is not what was written"
+            msg = f"{path.name} has changed since it was written"
             raise ValueError(msg)
         file.seek(0)
         return torch.load(file, weights_only=True)
@@ -132,7 +134,7 @@ def _name_state(number: int) -> str:
 
 
 def _detached(tree: object) -> object:
-    """Copy tensors out of the memory they share with others, their order in it kept."""
+    """Copy tensors out of shared memory, with their strides."""
     return pytree.tree_map(
         lambda leaf: torch.empty_like(leaf).copy_(leaf) if isinstance(leaf, torch.Tensor) else leaf,
         tree,

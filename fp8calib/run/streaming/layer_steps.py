@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError
 from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.streaming.buffers import NO_STREAMING_HINT
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +80,7 @@ class LayerSteps:
         if after is None:
             raise ModelError(
                 f"{self._names[index]}: the model's forward ended without running it",
-                hint="it cannot be streamed: leave out --memory, or use a larger machine",
+                hint=NO_STREAMING_HINT,
             )
         return after
 
@@ -124,7 +125,7 @@ class LayerSteps:
             raise ModelError(
                 f"{self._names[index]} runs where layer {self._next} was due: the model does not "
                 "run its layers once each, in order",
-                hint="it cannot be streamed: leave out --memory, or use a larger machine",
+                hint=NO_STREAMING_HINT,
             )
         self._next += 1
 
@@ -134,7 +135,7 @@ class LayerSteps:
             return
         raise ModelError(
             f"{self._names[self._chosen]} reads more than the output of the layer before it",
-            hint="it cannot be streamed: leave out --memory, or use a larger machine",
+            hint=NO_STREAMING_HINT,
         )
 
 

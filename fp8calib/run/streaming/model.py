@@ -1,4 +1,4 @@
-"""A model whose decoder layers get their weights one after another, each from one read."""
+"""A model whose decoder layers are loaded one after another, each from one read."""
 
 from __future__ import annotations
 
@@ -16,94 +16,89 @@ from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.streaming.embeddings import (
-    EmbeddingRows,
-    compute_buffers,
-    embedded_by_row,
-    embeddings_by_row,
-)
+from fp8calib.run.streaming.buffers import compute_buffers, computed_names
+from fp8calib.run.streaming.embeddings import EmbeddingRows, embeddings_by_row, open_embeddings
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import LayerState
-from fp8calib.run.streaming.weights import HeldTensors, ModelPart, PartedWeights, ReadAhead
+from fp8calib.run.streaming.weights import HeldTensors, ModelPart, PartLoader, PartReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """How a model is streamed."""
+    """How a model is streamed: dtype, device, and where hidden states are stored."""
 
     dtype: torch.dtype
     device: str
     hidden_ram_bytes: int
-    """Hidden states beyond this wait in a file."""
+    """Hidden states beyond this are stored in a file."""
     scratch: Path
-    """Folder of that file."""
+    """The folder of that file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedLayer:
-    """A decoder layer whose tensors were read."""
+    """A decoder layer whose tensors have been read."""
 
     layer: Layer
     part: ModelPart
     held: HeldTensors
     weights: WeightSource
-    """Over what was read."""
+    """Reads its parameters from `held`."""
 
 
 class StreamedModel:
-    """A model whose layers come and go; made by `open_streamed`.
+    """A model whose layers are loaded and dropped in turn; made by `open_streamed`.
 
     Attributes:
-        model: the model, only parts of which have weights.
+        model: the model, with weights only in the parts that are loaded.
         geometry: its geometry.
-        device: where it computes.
-        embeddings: the embeddings whose rows are in memory, by the name of their weight.
+        device: the device it computes on.
+        embeddings: the rows of embeddings in memory, by the name of the weight.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, geometry: ModelGeometry, parted: PartedWeights
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, geometry: ModelGeometry, loader: PartLoader) -> None:
         self.model = model
         self.geometry = geometry
-        self.device = torch.device(parted.device)
+        self.device = torch.device(loader.device)
         self.embeddings: Mapping[str, EmbeddingRows] = {}
         self._begin_next: Callable[[], None] = lambda: None
-        self._parted = parted
-        self._parts = layer_parts(geometry, parted)
+        self._loader = loader
+        self._parts = layer_parts(geometry, loader)
 
     def layer_modules(self) -> list[nn.Module]:
-        """Give the decoder layers themselves."""
+        """Give the modules of the decoder layers."""
         return [self.model.get_submodule(layer.module) for layer in self.geometry.layers]
 
     @contextmanager
     def layers(self, *, until: int | None = None) -> Iterator[Iterator[StreamedLayer]]:
-        """Walk the layers (the first `until` of them), each read while the one before is used."""
-        with ReadAhead(self._parted, self._parts[:until]) as reading:
+        """Iterate over the layers, or the first `until`; each is read while the one before runs."""
+        with PartReader(self._loader, self._parts[:until]) as reading:
             self._begin_next = reading.begin_next
             yield (
-                StreamedLayer(layer=layer, part=part, held=held, weights=self._parted.over(held))
+                StreamedLayer(
+                    layer=layer, part=part, held=held, weights=self._loader.source_over(held)
+                )
                 for layer, (part, held) in zip(self.geometry.layers, reading, strict=False)
             )
 
     @contextmanager
     def placed(self, layer: StreamedLayer, *, keep: bool = False) -> Iterator[None]:
-        """Hold a layer's weights in the model while the context is open.
+        """Put a layer's weights into the model while the context is open.
 
-        `keep` also keeps what was read, for those who change the weights and restore them.
+        With `keep` the tensors that were read stay in memory too, to restore changed weights.
         """
-        self._parted.place(layer.part, layer.held, keep=keep)
+        self._loader.place(layer.part, layer.held, keep=keep)
         self._begin_next()
         try:
             yield
         finally:
-            self._parted.drop(layer.part)
+            self._loader.drop(layer.part)
 
     @contextmanager
-    def with_head(self) -> Iterator[None]:
-        """Let what lies outside the text decoder get its weights when the model comes to it.
+    def load_head_on_demand(self) -> Iterator[None]:
+        """Load each module outside the text decoder when it first runs.
 
-        They are dropped again when the context closes. What does not run (a vision tower) is not
-        read.
+        All are dropped when the context closes. What does not run (a vision tower) is not read.
         """
         inside = set(find_text_decoder(self.model)[1].modules())
         placed: list[ModelPart] = []
@@ -117,7 +112,7 @@ class StreamedModel:
 
     def _drop_all(self, parts: Sequence[ModelPart]) -> None:
         for part in parts:
-            self._parted.drop(part)
+            self._loader.drop(part)
 
     def _placing_hook(
         self, name: str, module: nn.Module, placed: list[ModelPart]
@@ -126,14 +121,14 @@ class StreamedModel:
 
         def hook(*_: object) -> None:
             if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-                part = self._parted.part(lambda parameter: parameter in own)
-                self._parted.place(part, self._parted.read(part))
+                part = self._loader.part(lambda parameter: parameter in own)
+                self._loader.place(part, self._loader.read(part))
                 placed.append(part)
 
         return hook
 
     def skip_layer(self) -> None:
-        """Tell that a layer's weights are not placed: the next one may be read."""
+        """Begin to read the next layer, where the present one will not be placed."""
         self._begin_next()
 
 
@@ -146,47 +141,47 @@ def open_streamed(
     tokens: torch.Tensor,
     streaming: Streaming,
 ) -> Iterator[StreamedModel]:
-    """Make a model that was built without weights ready to be streamed.
+    """Prepare a model that was built without weights for streaming.
 
     Args:
         model: built without weights, in the dtype it will compute in.
         geometry: its geometry.
         weights: its parameters.
-        checkpoint: where they are read.
+        checkpoint: the checkpoint they are read from.
         tokens: ids of the text, whose embeddings are read.
-        streaming: how.
+        streaming: how to stream it.
 
     Raises:
         ModelError: a weight is missing or has another shape, or the model cannot be streamed.
     """
     keep_freed_memory()
     dtype, device = streaming.dtype, streaming.device
-    parted = PartedWeights(model, weights, checkpoint, dtype=dtype, device=device)
+    loader = PartLoader(model, weights, checkpoint, dtype=dtype, device=device)
     stored = frozenset(made for group in weights.parameters.values() for made in group)
     compute_buffers(model, stored, device)
-    streamed = StreamedModel(model, geometry, parted)
-    around = part_outside_layers(model, geometry, weights, parted)
-    with embedded_by_row(
+    streamed = StreamedModel(model, geometry, loader)
+    outside = part_outside_layers(model, geometry, weights, loader)
+    with open_embeddings(
         model, weights, checkpoint, tokens, dtype=dtype, device=device
     ) as streamed.embeddings:
-        parted.place(around, parted.read(around))
+        loader.place(outside, loader.read(outside))
         yield streamed
 
 
-def layer_parts(geometry: ModelGeometry, parted: PartedWeights) -> list[ModelPart]:
+def layer_parts(geometry: ModelGeometry, loader: PartLoader) -> list[ModelPart]:
     """Gather the parameters of each decoder layer.
 
     Raises:
         ModelError: a weight is missing or has another shape.
     """
     return [
-        parted.part(lambda name, path=layer.module: name.startswith(f"{path}."))  # type: ignore[misc]
+        loader.part(lambda name, path=layer.module: name.startswith(f"{path}."))  # type: ignore[misc]
         for layer in geometry.layers
     ]
 
 
 def part_outside_layers(
-    model: PreTrainedModel, geometry: ModelGeometry, weights: WeightSource, parted: PartedWeights
+    model: PreTrainedModel, geometry: ModelGeometry, weights: WeightSource, loader: PartLoader
 ) -> ModelPart:
     """Gather the text decoder's parameters outside its layers, without embeddings read by row.
 
@@ -199,7 +194,7 @@ def part_outside_layers(
     left_out = computed_names(model, stored) | {
         f"{name}.weight" for name in embeddings_by_row(model, weights)
     }
-    return parted.part(
+    return loader.part(
         lambda name: (
             name.startswith(f"{path}." if path else "")
             and not name.startswith(own)
@@ -208,21 +203,16 @@ def part_outside_layers(
     )
 
 
-def computed_names(model: PreTrainedModel, stored: frozenset[str]) -> frozenset[str]:
-    """Name the persistent buffers that the checkpoint does not hold."""
-    return frozenset(name for name, _ in model.named_buffers() if name not in stored)
-
-
 def _has_own(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def open_store(streaming: Streaming) -> HiddenStateStore:
-    """Open the store of hidden states that a way of streaming asks for."""
+def open_hidden_states(streaming: Streaming) -> HiddenStateStore:
+    """Open the store of hidden states of a streamed run."""
     return HiddenStateStore(ram_limit_bytes=streaming.hidden_ram_bytes, folder=streaming.scratch)
 
 
 def load_state(store: HiddenStateStore, number: int, device: torch.device) -> LayerState:
-    """Take what a micro-batch has become out of the store."""
+    """Load the state of a micro-batch."""
     output, shared = store.get(number, device)
     return LayerState(output=output, shared=shared)

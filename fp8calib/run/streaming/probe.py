@@ -1,4 +1,4 @@
-"""A short probe: one layer read, and one micro-batch through it, for time and memory on paper."""
+"""Measure the first layer on one micro-batch, to predict the time and memory of a run."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from fp8calib.run.streaming.model import StreamedLayer, StreamedModel
 from fp8calib.run.streaming.weights import LayerSize
 
 _LONG_S = 2.0
-"""A first run that takes longer is not repeated: what it spends on warming up is little of it."""
+"""A first run longer than this is not repeated: warming up is a small part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was measured on the first layer."""
+    """The measurements of the first layer."""
 
     read_s: float
     place_s: float
-    """Making its parameters of what was read, and looking at them or changing them."""
+    """Making its parameters from the stored tensors, and observing or changing them."""
     run_s: float
     """One micro-batch through it."""
     batch_bytes: int | None
-    """Memory that the micro-batch took inside the layer; None where nobody counts."""
+    """Memory of the micro-batch inside the layer; None where the system has no count."""
     state_bytes: int
-    """What waits of the micro-batch until the next layer."""
+    """The state of the micro-batch that is stored for the next layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstLayer:
-    """The first layer of a model, still to be read, and how to run a micro-batch through it."""
+    """The first layer of a model, not read yet, and a function that runs a batch through it."""
 
     layers: Iterator[StreamedLayer]
     run: Callable[[], LayerState]
@@ -49,7 +49,7 @@ def probe_layer(
     streamed: StreamedModel,
     first: FirstLayer,
     *,
-    meet_layer: Callable[[StreamedLayer], None] = ignore_layer,
+    on_layer_read: Callable[[StreamedLayer], None] = ignore_layer,
     change_layer: Callable[[StreamedLayer], None] = ignore_layer,
     keep: bool = False,
 ) -> Probe:
@@ -58,14 +58,14 @@ def probe_layer(
     Args:
         streamed: the model.
         first: its first layer.
-        meet_layer: what is done when its tensors were read.
-        change_layer: what is done to its weights when they are in place.
-        keep: keep what was read, to restore weights.
+        on_layer_read: called when its tensors have been read.
+        change_layer: called when its weights are placed, and may change them.
+        keep: keep the tensors that were read, to restore the weights.
     """
     started = time.monotonic()
     layer = next(first.layers)
     was_read = time.monotonic()
-    meet_layer(layer)
+    on_layer_read(layer)
     with streamed.placed(layer, keep=keep):
         change_layer(layer)
         was_placed = time.monotonic()
@@ -82,13 +82,13 @@ def probe_layer(
 def expect_duration(
     probe: Probe, layers: Sequence[LayerSize], flops: Sequence[int], num_batches: float
 ) -> float:
-    """Compute the seconds of a run from its first layer; reading hides behind the layer before.
+    """Predict the seconds of a run from its first layer; a layer is read while the last one runs.
 
     Args:
-        probe: of the first layer.
-        layers: the sizes of all.
-        flops: what each costs per token.
-        num_batches: micro-batches, in parts of the one that was probed.
+        probe: the measurements of the first layer.
+        layers: the sizes of all layers.
+        flops: operations per token, by layer.
+        num_batches: micro-batches, as multiples of the probed one.
     """
     per_byte = [layer.stored / layers[0].stored for layer in layers]
     runs = [probe.run_s * num_batches * cost / max(flops[0], 1) for cost in flops]

@@ -25,7 +25,7 @@ from fp8calib.run.streaming.model import (
     StreamedModel,
     Streaming,
     load_state,
-    open_store,
+    open_hidden_states,
 )
 from fp8calib.run.streaming.probe import FirstLayer
 
@@ -65,7 +65,7 @@ class StreamedRunner:
         recorder: Recorder,
         advance: Callable[[int], None],
         *,
-        meet_layer: Callable[[StreamedLayer], None],
+        on_layer_read: Callable[[StreamedLayer], None],
         journal: LayerJournal | None = None,
     ) -> None:
         """Run all batches through every layer in turn.
@@ -74,14 +74,14 @@ class StreamedRunner:
             batches: the micro-batches.
             recorder: is shown them, once a layer.
             advance: is told the tokens of each, once a layer.
-            meet_layer: is shown every layer when its tensors were read, before it runs.
+            on_layer_read: is shown every layer when its tensors were read, before it runs.
             journal: keeps what was seen, and says which layers an earlier run has run.
 
         Raises:
             CalibrationError: an activation is NaN or inf; the message names layer and sample.
         """
         try:
-            self._walk(batches, recorder, advance, meet_layer, until=None, journal=journal)
+            self._walk(batches, recorder, advance, on_layer_read, until=None, journal=journal)
         except _NonfiniteError as error:
             raise self._locate(error, recorder) from None
 
@@ -115,18 +115,18 @@ class StreamedRunner:
         batches: Sequence[Batch],
         recorder: Recorder,
         advance: Callable[[int], None],
-        meet_layer: Callable[[StreamedLayer], None],
+        on_layer_read: Callable[[StreamedLayer], None],
         *,
         until: int | None,
         journal: LayerJournal | None = None,
     ) -> None:
         with ExitStack() as stack:
             steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
-            store = stack.enter_context(open_store(self._streaming))
+            store = stack.enter_context(open_hidden_states(self._streaming))
             first = 0 if journal is None else journal.load(store)
             advance(first * sum(batch.num_tokens for batch in batches))
             for layer in stack.enter_context(self._streamed.layers(until=until)):
-                meet_layer(layer)
+                on_layer_read(layer)
                 if layer.layer.index < first:
                     self._streamed.skip_layer()
                     continue

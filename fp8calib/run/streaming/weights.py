@@ -1,7 +1,7 @@
 """The weights of a model part by part: read ahead from the shards, placed, and dropped again.
 
-A part is a decoder layer, or what of the model lies outside of them. Parameters get the dtype and
-the form that transformers itself would load them in.
+A part is a decoder layer, or what is outside the layers. Parameters get the dtype and the layout
+in which transformers itself loads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp8calib.model.weight_source import TensorSource, WeightSource
 
 
 class HeldTensors:
-    """Some tensors of a checkpoint, in memory; the others are read when they are asked for."""
+    """A checkpoint with some tensors in memory; the others are read on request."""
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         self._checkpoint = checkpoint
@@ -35,7 +35,7 @@ class HeldTensors:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint lies."""
+        """The folder of the checkpoint."""
         return self._checkpoint.folder
 
     @property
@@ -44,21 +44,21 @@ class HeldTensors:
         return self._checkpoint.tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """Give a tensor whole; what is held is not copied."""
+        """Give a whole tensor; one in memory is not copied."""
         held = self._held.get(name)
         return self._checkpoint.read(name) if held is None else held
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Give rows of the leading dimension; what is held is not copied."""
+        """Give rows of the leading dimension; those of a tensor in memory are not copied."""
         held = self._held.get(name)
         return self._checkpoint.read_rows(name, start, stop) if held is None else held[start:stop]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Tell the shape of what `read` gives."""
+        """Give the shape of what `read` returns."""
         return self._checkpoint.shape(name)
 
     def copy_shared(self, tensor: torch.Tensor, names: Sequence[str]) -> None:
-        """Copy those of `names` that are held and share memory with a tensor in use elsewhere."""
+        """Copy those of `names` whose memory is shared with a tensor in use elsewhere."""
         room = tensor.untyped_storage().data_ptr()
         for name in names:
             held = self._held.get(name)
@@ -66,13 +66,13 @@ class HeldTensors:
                 self._held[name] = held.clone()
 
     def release(self, names: Sequence[str]) -> None:
-        """Let go of tensors that are not needed as they are any more."""
+        """Drop tensors that are no longer needed as stored."""
         for name in names:
             self._held.pop(name, None)
 
 
 class _Casting:
-    """A source whose tensors are cast: before transformers joins them, as it does itself."""
+    """A source whose tensors are cast before they are joined, as transformers does."""
 
     def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
         self._source = source
@@ -98,16 +98,16 @@ class _Casting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """What is loaded together."""
+    """Parameters that are loaded together."""
 
     wanted: Mapping[str, str]
-    """Name in the model -> the parameter it is filled from: itself, or the one it is tied to."""
+    """Name in the model -> the parameter it is loaded from: itself, or the one it is tied to."""
     tensors: tuple[str, ...]
-    """The tensors of the checkpoint that it takes, in the order they lie in the files."""
+    """The tensors of the checkpoint that it needs, in the order of the files."""
 
 
-class PartedWeights:
-    """Fills parts of a model that was built without weights, and empties them."""
+class PartLoader:
+    """Loads parts of a model that was built without weights, and drops them again."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class PartedWeights:
         self._dtype_of = _dtypes_by_name(model, dtype)
 
     def part(self, is_wanted: Callable[[str], bool]) -> ModelPart:
-        """Gather the parameters and persistent buffers whose names are wanted.
+        """Collect the parameters and persistent buffers whose names are wanted.
 
         Raises:
             ModelError: the checkpoint lacks one, or has another shape for it.
@@ -145,16 +145,16 @@ class PartedWeights:
         return ModelPart(wanted=wanted, tensors=tuple(sorted(taken, key=order.__getitem__)))
 
     def size_bytes(self, part: ModelPart) -> int:
-        """Tell what a part takes once it is placed."""
+        """Compute the bytes of a part once it is placed."""
         sizes = (self._known[name].numel() * self._target(name).itemsize for name in part.wanted)
         return sum(sizes)
 
     def stored_bytes(self, part: ModelPart) -> int:
-        """Tell what a part takes as it is stored."""
+        """Compute the bytes of a part as stored."""
         return sum(self._checkpoint.tensors[name].size_bytes for name in part.tensors)
 
     def step_bytes(self, part: ModelPart) -> int:
-        """Tell what making one parameter of a part takes for the moment, beside what is stored."""
+        """Compute the temporary bytes of making one parameter, besides its stored tensors."""
         made: dict[str, int] = {}
         for name, parameter in part.wanted.items():
             key = self._maker[parameter]
@@ -163,25 +163,25 @@ class PartedWeights:
         return max(made.values(), default=0)
 
     def _copies(self, name: str, key: str) -> int:
-        """Count the copies that are made: joining stacks, and lays gate beside up; casting one."""
+        """Count the copies: joining makes two (stacks, and gate beside up), casting one."""
         names = self._weights.tensor_names([key])
         if len(names) > 1:
             return 2
         return int(any(self._checkpoint.dtype(stored) != self._target(name) for stored in names))
 
     def read(self, part: ModelPart) -> HeldTensors:
-        """Read the tensors of a part, as they are stored."""
+        """Read the tensors of a part as stored."""
         return HeldTensors(self._checkpoint, part.tensors)
 
-    def over(self, held: HeldTensors) -> WeightSource:
-        """Give the model's parameters as they are read from `held`."""
+    def source_over(self, held: HeldTensors) -> WeightSource:
+        """Give a source of the model's parameters that reads from `held`."""
         return self._weights.reading_from(held)
 
     def place(self, part: ModelPart, held: HeldTensors, *, keep: bool = False) -> None:
-        """Fill a part; what is held is let go of as soon as it is used, unless told to `keep` it.
+        """Load a part into the model; held tensors are dropped once used, unless `keep` is set.
 
         Raises:
-            ModelError: a joined weight has another shape than the config says.
+            ModelError: a joined weight does not have the shape the config states.
         """
         by_key: dict[str, list[str]] = {}
         for name, parameter in part.wanted.items():
@@ -198,7 +198,7 @@ class PartedWeights:
                 self._set(name, tensor)
 
     def drop(self, part: ModelPart) -> None:
-        """Empty a part: its memory is given back to the system."""
+        """Drop a part and return its memory to the system."""
         for name in part.wanted:
             _assign(self._model, name, self._known[name])
         return_freed_memory()
@@ -221,14 +221,14 @@ class PartedWeights:
             raise mismatch_error(self._checkpoint.folder, name, found, self._known[name].shape)
 
 
-class ReadAhead:
-    """Reads parts one ahead of their use, in a thread of its own; a context manager.
+class PartReader:
+    """Reads each part ahead of its use, in a thread; a context manager.
 
     Iterating waits for each part's tensors. The next part is read from `begin_next` on, which is
     called once the tensors are placed: two parts are in memory at a time.
     """
 
-    def __init__(self, weights: PartedWeights, parts: Sequence[ModelPart]) -> None:
+    def __init__(self, weights: PartLoader, parts: Sequence[ModelPart]) -> None:
         self._weights = weights
         self._parts = parts
         self._pending: Future[HeldTensors] | None = None
@@ -247,7 +247,7 @@ class ReadAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def begin_next(self) -> None:
-        """Begin to read the next part, unless that is done already, or there is none."""
+        """Begin to read the next part, if there is one and it is not being read already."""
         if self._pending is None and self._begun < len(self._parts):
             self._pending = self._pool.submit(self._weights.read, self._parts[self._begun])
             self._begun += 1
@@ -276,7 +276,7 @@ def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """For each tied parameter, the others that share its memory."""
+    """Find, for each tied parameter, the others that share its memory."""
     groups: dict[str, list[str]] = {}
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         groups.setdefault(source, [source]).append(target)
@@ -286,7 +286,7 @@ def _tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
 def _dtypes_by_name(
     model: PreTrainedModel, dtype: torch.dtype
 ) -> Callable[[str, torch.dtype], torch.dtype]:
-    """Tell what transformers loads a parameter in, of its name and its dtype in the model."""
+    """Give the dtype transformers loads a parameter in, from its name and its own dtype."""
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     if not plan:
         return lambda _name, own: own
@@ -305,8 +305,8 @@ class LayerSize:
     """Bytes of one decoder layer's weights."""
 
     stored: int
-    """In the shards."""
+    """As stored in the shards."""
     placed: int
-    """As the model computes with them."""
+    """As placed in the model."""
     step: int
-    """What making one parameter (casting, joining of experts) takes for the moment."""
+    """Temporary bytes of making one parameter (casting, joining of experts)."""

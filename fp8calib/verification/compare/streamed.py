@@ -22,7 +22,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.observe.hooks import HookedCache, own_attentions
 from fp8calib.run.forward.decoder import Decoder
-from fp8calib.run.forward.lm_head import open_head
+from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.run.streaming.embeddings import EmbeddingRows
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
 from fp8calib.run.streaming.layer_steps import LayerState, LayerSteps, open_steps
@@ -31,7 +31,7 @@ from fp8calib.run.streaming.model import (
     StreamedModel,
     Streaming,
     load_state,
-    open_store,
+    open_hidden_states,
     open_streamed,
 )
 from fp8calib.run.streaming.probe import FirstLayer, Probe, probe_layer
@@ -86,7 +86,7 @@ class StreamedComparison:
         todo = list(batches)
         lanes = self._make_lanes(emulations, reference_hooks or EmulationHooks({}))
         scores = ScoreCollector(self._model, emulations)
-        with open_store(self._streaming) as store:
+        with open_hidden_states(self._streaming) as store:
             self._walk(todo, lanes, store, advance)
             self._score(todo, lanes, store, scores)
         return scores.finish(
@@ -261,7 +261,7 @@ class StreamedComparison:
         scores: ScoreCollector,
     ) -> None:
         device = self._decoder.device
-        with self._streamed.with_head(), open_head(self._model) as head:
+        with self._streamed.load_head_on_demand(), open_lm_head(self._model) as head:
             logits = self._whole_logits(head.logits, scores.vocab_size)
             for place, batch in enumerate(batches):
                 keys = [lane.number * len(batches) + place for lane in lanes]

@@ -10,7 +10,7 @@ from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.machine.allocator import return_freed_memory
 from fp8calib.model.load import LoadedModel
-from fp8calib.run.forward.lm_head import open_head
+from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.compare.comparison import (
     Advance,
     ComparisonResult,
@@ -55,7 +55,7 @@ class WholeComparison:
             hidden = [list(self._run_group(group, *each, advance)) for each in models]
             if len(group) > 1:  # the scores of a batch alone leave no holes worth the time
                 return_freed_memory()
-            with open_head(self._model) as head:
+            with open_lm_head(self._model) as head:
                 for batch, states in zip(group, zip(*hidden, strict=True), strict=True):
                     scores.add(batch, states, head.logits)
         scales = [find_weight_scales(self._model, each.weights) for each in emulations.values()]
