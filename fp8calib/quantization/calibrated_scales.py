@@ -24,7 +24,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
 from fp8calib.quantization.selection.patterns import list_paths, span_layers, spell_options
-from fp8calib.quantization.selection.select import Matrix, select
+from fp8calib.quantization.selection.select import Matrix, Selection
 from fp8calib.scales.compute import (
     Fallback,
     ScaleTable,
@@ -110,21 +110,19 @@ def find_scales(
     stats: CalibrationStats,
     checkpoint: Checkpoint,
     settings: PlanSettings,
+    selection: Selection,
     choice: Choice = PLAIN_CHOICE,
 ) -> Calibrated:
     """Make all scales that a checkpoint takes from statistics: of K and V, and static inputs.
 
     Raises:
-        UsageError: a pattern of the settings names nothing.
-        ModelError: the checkpoint cannot be quantized.
         ExportError: the statistics hold nothing for a site.
     """
     kv = find_kv_scales(stats, checkpoint, settings.dialect, choice)
     inputs = _NONE_FOUND
     if settings.scheme.has_static_inputs:
-        selection = select(checkpoint, checkpoint.load_config(), ignore=settings.ignore)
         inputs = find_input_scales(
-            stats, selection.taken, shares_scales=settings.shares_scales, choice=choice
+            stats, selection.quantized, shares_scales=settings.shares_scales, choice=choice
         )
     scales = CalibratedScales(inputs=inputs.scales.inputs, kv=kv.scales.kv)
     if scales.inputs or scales.kv:
@@ -134,7 +132,7 @@ def find_scales(
 
 def find_input_scales(
     stats: CalibrationStats,
-    taken: Collection[Matrix],
+    quantized: Collection[Matrix],
     *,
     shares_scales: bool,
     choice: Choice = PLAIN_CHOICE,
@@ -143,7 +141,7 @@ def find_input_scales(
 
     Args:
         stats: of the same model.
-        taken: the weights.
+        quantized: the weights.
         shares_scales: all experts of a layer get one scale per projection, as engines use it,
             gate and up the same; otherwise each its own. Linears that read one tensor (q, k, v)
             have one scale in any case.
@@ -152,10 +150,10 @@ def find_input_scales(
     Raises:
         ExportError: the statistics hold nothing for a linear.
     """
-    inputs = _Inputs(stats, taken, choice)
-    found = {matrix.module: inputs.find(matrix) for matrix in taken}
+    inputs = _Inputs(stats, quantized, choice)
+    found = {matrix.module: inputs.find(matrix) for matrix in quantized}
     if shares_scales:
-        groups = {matrix.module: _name_input_group(matrix) for matrix in taken}
+        groups = {matrix.module: _name_input_group(matrix) for matrix in quantized}
         largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
         for module, group in groups.items():
             largest[group] = torch.maximum(largest[group], found[module])
@@ -165,7 +163,7 @@ def find_input_scales(
     )
 
 
-def list_unmeasured(stats: CalibrationStats, taken: Collection[Matrix]) -> list[str]:
+def list_unmeasured(stats: CalibrationStats, quantized: Collection[Matrix]) -> list[str]:
     """List the modules, outermost first, whose linears lie outside the decoder layers.
 
     Calibration measures the inputs of those inside alone.
@@ -174,10 +172,10 @@ def list_unmeasured(stats: CalibrationStats, taken: Collection[Matrix]) -> list[
     measured = {linear.checkpoint_name for _, linear in stats.geometry.linears()}
     outside = {
         matrix.module
-        for matrix in taken
+        for matrix in quantized
         if matrix.tensor not in measured and layers.isdisjoint(list_paths(matrix.module))
     }
-    modules = [matrix.module for matrix in taken]
+    modules = [matrix.module for matrix in quantized]
     inside = {path for name in modules if name not in outside for path in list_paths(name)}
     outermost = (
         next((path for path in list_paths(name) if path not in inside), name)
@@ -190,11 +188,13 @@ def list_unmeasured(stats: CalibrationStats, taken: Collection[Matrix]) -> list[
 class _Inputs:
     """The scales of inputs, found by the names of weights in the checkpoint."""
 
-    def __init__(self, stats: CalibrationStats, taken: Collection[Matrix], choice: Choice) -> None:
+    def __init__(
+        self, stats: CalibrationStats, quantized: Collection[Matrix], choice: Choice
+    ) -> None:
         self.table = compute_linear_scales(
             stats, E4M3FN, rule=choice.rule, fallback=choice.fallback
         )
-        self._taken = taken
+        self._quantized = quantized
         self._rule = choice.rule
         self._stats = stats
         self._linears = {
@@ -233,7 +233,7 @@ class _Inputs:
 
     def _explain_missing(self, matrix: Matrix) -> str:
         """Say what to use instead, with the options that leave out all that is not measured."""
-        names = list_unmeasured(self._stats, self._taken)
+        names = list_unmeasured(self._stats, self._quantized)
         if any(name in names for name in list_paths(matrix.module)):
             return (
                 "calibrate with --recipe w8a8-static; what lies outside the layers it measures "
@@ -241,7 +241,7 @@ class _Inputs:
             )
         missing = (
             each.module
-            for each in self._taken
+            for each in self._quantized
             if each.tensor not in self._linears and self._find_expert(each) is None
         )
         globs = dict.fromkeys(span_layers(_STACK.sub(r"\1", module)) for module in missing)

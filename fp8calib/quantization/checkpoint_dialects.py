@@ -20,11 +20,13 @@ from fp8calib.fp8.schemes import (
 )
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role
-from fp8calib.quantization.selection.select import HEAD, Left
+from fp8calib.quantization.selection.select import HEAD, UnquantizedMatrix
 
 Shape = tuple[int, ...]
 Config = dict[str, object]
 
+_MakeConfig = Callable[[Scheme, Sequence[UnquantizedMatrix], bool], Config]
+"""From the scheme, what is not quantized, and whether there are KV scales."""
 _NUMBER: Mapping[str, object] = {"num_bits": 8, "type": "float"}
 
 
@@ -37,10 +39,10 @@ class CheckpointDialect:
     """Of a scale that covers a whole tensor: a weight, an input, K or V."""
     block_scale_name: str = "weight_scale"
     """What the scales of blocks are called beside a linear's weight."""
-    make_config: Callable[[Scheme, Sequence[Left], bool], Config]
-    """From scheme, what is left, and whether there are KV scales to the `quantization_config`."""
-    make_extra_files: Callable[[Scheme, Sequence[Left], bool], Config] = lambda *_: {}
-    """From the same to the JSON files beside config.json."""
+    make_config: _MakeConfig
+    """Make the `quantization_config`."""
+    make_extra_files: _MakeConfig = lambda *_: {}
+    """Make the JSON files beside config.json, by name."""
     name_kv: Callable[[Attention, Role, bool], tuple[str, ...]]
     """From attention, K or V, and whether the checkpoint has a k_proj to the names of its scale."""
 
@@ -115,14 +117,16 @@ def _make_input_quantizer(scheme: Scheme) -> Config | None:
     return _make_quantizer({"strategy": scheme.inputs.value, **sizes}, dynamic=True)
 
 
-def _make_compressed_tensors_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
+def _make_compressed_tensors_config(
+    scheme: Scheme, unquantized: Sequence[UnquantizedMatrix], has_kv: bool
+) -> Config:
     inputs = _make_input_quantizer(scheme)
     codec = "naive-quantized" if inputs is None else "float-quantized"
     config: Config = {
         "quant_method": "compressed-tensors",
         "format": codec,
         "quantization_status": "compressed",
-        "ignore": _list_left(left, by_tree=True),
+        "ignore": _list_unquantized(unquantized, by_tree=True),
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
@@ -138,8 +142,10 @@ def _make_compressed_tensors_config(scheme: Scheme, left: Sequence[Left], has_kv
     return config
 
 
-def _make_autofp8_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
-    names = _list_left(left)
+def _make_autofp8_config(
+    scheme: Scheme, unquantized: Sequence[UnquantizedMatrix], has_kv: bool
+) -> Config:
+    names = _list_unquantized(unquantized)
     config: Config = {
         "quant_method": "fp8",
         "activation_scheme": scheme.autofp8,
@@ -149,7 +155,7 @@ def _make_autofp8_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> 
         # transformers reads the second name of the list, and takes ends; vLLM reads either
         config |= {
             "weight_block_size": list(scheme.block),
-            "modules_to_not_convert": [*names, *_list_ends(left)],
+            "modules_to_not_convert": [*names, *_list_ends(unquantized)],
         }
     if has_kv:
         config["kv_cache_scheme"] = "static"
@@ -159,11 +165,13 @@ def _make_autofp8_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> 
 _PRODUCER = {"name": "fp8calib", "version": __version__}
 
 
-def _make_modelopt_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
+def _make_modelopt_config(
+    scheme: Scheme, unquantized: Sequence[UnquantizedMatrix], has_kv: bool
+) -> Config:
     config: Config = {
         "quant_method": "modelopt",
         "quant_algo": scheme.modelopt,
-        "ignore": _list_left(left),
+        "ignore": _list_unquantized(unquantized),
         "producer": _PRODUCER,
     }
     if scheme.has_static_inputs:
@@ -175,29 +183,33 @@ def _make_modelopt_config(scheme: Scheme, left: Sequence[Left], has_kv: bool) ->
     return config
 
 
-def _make_modelopt_files(scheme: Scheme, left: Sequence[Left], has_kv: bool) -> Config:
+def _make_modelopt_files(
+    scheme: Scheme, unquantized: Sequence[UnquantizedMatrix], has_kv: bool
+) -> Config:
     document = {
         "producer": _PRODUCER,
         "quantization": {
             "quant_algo": scheme.modelopt,
             "kv_cache_quant_algo": "FP8" if has_kv else None,
-            "exclude_modules": _list_left(left),
+            "exclude_modules": _list_unquantized(unquantized),
         },
     }
     return {MODELOPT_CONFIG_NAME: document}
 
 
-def _list_left(left: Sequence[Left], *, by_tree: bool = False) -> list[str]:
+def _list_unquantized(
+    unquantized: Sequence[UnquantizedMatrix], *, by_tree: bool = False
+) -> list[str]:
     """Name the linears an engine must not look for scales of; the head even where it is tied.
 
     Args:
-        left: all that is not quantized.
+        unquantized: all matrices that are not quantized.
         by_tree: name towers and projectors by an expression for all that is in them, and what is
             in the layers of a part by one for the end of its path. These hold wherever an engine
             hangs them, and have no quantifier behind a bracket, which `check` would not try.
     """
     names = [HEAD]
-    for item in left:
+    for item in unquantized:
         if by_tree and item.tree:
             names.append(_express_end(item.tree))
             continue
@@ -212,9 +224,9 @@ def _express_end(end: str) -> str:
     return f"re:(.*[.]|){re.escape(end)}([.].*|)$"
 
 
-def _list_ends(left: Sequence[Left]) -> list[str]:
+def _list_ends(unquantized: Sequence[UnquantizedMatrix]) -> list[str]:
     """Name the same by the ends of their paths, where engines may begin these otherwise."""
-    return list(dict.fromkeys(end for item in left for end in item.ends))
+    return list(dict.fromkeys(end for item in unquantized for end in item.ends))
 
 
 CHECKPOINT_DIALECTS: Mapping[str, CheckpointDialect] = {

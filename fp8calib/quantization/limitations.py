@@ -83,9 +83,9 @@ def _describe(plan: QuantizePlan) -> QuantizedWeights:
                 scheme=scheme.name,
                 block=scheme.block if scheme.weights is Granularity.BLOCK else None,
             )
-            for matrix in plan.selection.taken
+            for matrix in plan.selection.quantized
         ),
-        left=plan.selection.list_left_linears(),
+        left=plan.selection.list_unquantized(),
     )
 
 

@@ -18,7 +18,7 @@ from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
-from fp8calib.quantization.selection.select import Matrix, Selection, select
+from fp8calib.quantization.selection.select import Matrix, Selection
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -106,29 +106,31 @@ class QuantizePlan:
 
 
 def make_plan(
-    checkpoint: Checkpoint, settings: PlanSettings, *, scales: CalibratedScales = NO_SCALES
+    checkpoint: Checkpoint,
+    settings: PlanSettings,
+    selection: Selection,
+    *,
+    scales: CalibratedScales = NO_SCALES,
 ) -> QuantizePlan:
-    """Decide what is written where; nothing but headers and config is read.
+    """Decide what is written where; only headers and config.json are read.
 
     Args:
         checkpoint: an unquantized checkpoint (`check_unquantized`).
         settings: what is asked for.
+        selection: what is quantized (`select`, with the settings' patterns).
         scales: of inputs and of the KV cache; the inputs of every linear for a static scheme.
 
     Raises:
-        UsageError: a pattern of `ignore` names nothing.
-        ModelError: there is nothing to quantize, a layout is not known, or two files hold the same
-            tensor.
+        ModelError: two files hold the same tensor.
     """
     refuse_duplicate_tensors(checkpoint)
     config = checkpoint.load_config()
-    selection = select(checkpoint, config, ignore=settings.ignore)
     tag = _make_tag(checkpoint, config, settings, scales)
     shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, tag))
     has_kv = bool(scales.kv)
     dialect, scheme = settings.dialect, settings.scheme
-    quantization = dialect.make_config(scheme, selection.left, has_kv)
-    extras = dialect.make_extra_files(scheme, selection.left, has_kv)
+    quantization = dialect.make_config(scheme, selection.unquantized, has_kv)
+    extras = dialect.make_extra_files(scheme, selection.unquantized, has_kv)
     if checkpoint.is_sharded:
         extras[INDEX_NAME] = _make_index(checkpoint, shards)
     sides, skipped = find_side_files(checkpoint)
@@ -189,19 +191,22 @@ def _lay_out_shards(
     scales: CalibratedScales,
     tag: str,
 ) -> Iterable[ShardLayout]:
-    taken, apart = _by_source(selection.taken), _by_source(selection.apart)
+    quantized, unquantized_experts = (
+        _by_source(selection.quantized),
+        _by_source(selection.unquantized_experts),
+    )
     by_file: dict[str, list[OutputTensor]] = defaultdict(list)
     for name in checkpoint.tensors:
         file = checkpoint.file_of(name).name
-        if name in taken:
-            for matrix in taken[name]:
+        if name in quantized:
+            for matrix in quantized[name]:
                 by_file[file] += _quantized_tensors(matrix, settings, scales)
-        elif name in apart:
+        elif name in unquantized_experts:
             by_file[file] += [
                 OutputTensor(
                     name=matrix.tensor, dtype=matrix.dtype, shape=matrix.shape, content=Cut(matrix)
                 )
-                for matrix in apart[name]
+                for matrix in unquantized_experts[name]
             ]
         else:
             entry = checkpoint.tensors[name]

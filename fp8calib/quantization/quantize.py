@@ -34,7 +34,7 @@ class Written:
     """What a run has done."""
 
     files: tuple[str, ...]
-    dead: tuple[AllZeroWeight, ...]
+    all_zero: tuple[AllZeroWeight, ...]
     resumed: tuple[str, ...]
     """Shards that an interrupted run had finished."""
 
@@ -87,13 +87,13 @@ def quantize(
                 continue
             temporary = staging / f"{shard.name}.unfinished"
             writer = ShardWriter(shard, reader, scales, plan.settings.scheme)
-            dead = writer.write(temporary, progress)
-            journal.add(shard, dead)
+            all_zero = writer.write(temporary, progress)
+            journal.add(shard, all_zero)
             temporary.replace(staging / shard.name)
         _write_side_files(staging, plan)
     return Written(
         files=list_files(out),
-        dead=journal.dead,
+        all_zero=journal.all_zero,
         resumed=tuple(finished),
     )
 
@@ -125,21 +125,21 @@ class _Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._document = json.loads((folder / PROGRESS_NAME).read_bytes())
-        self._dead = {
+        self._all_zero = {
             name: [AllZeroWeight(**fields) for fields in items]
             for name, items in self._document.get("dead", {}).items()
         }
 
     @property
-    def dead(self) -> tuple[AllZeroWeight, ...]:
-        return tuple(item for items in self._dead.values() for item in items)
+    def all_zero(self) -> tuple[AllZeroWeight, ...]:
+        return tuple(item for items in self._all_zero.values() for item in items)
 
     def has(self, shard: ShardLayout) -> bool:
-        return shard.name in self._dead and _is_shard(self._folder / shard.name, shard)
+        return shard.name in self._all_zero and _is_shard(self._folder / shard.name, shard)
 
-    def add(self, shard: ShardLayout, dead: list[AllZeroWeight]) -> None:
-        self._dead[shard.name] = dead
-        items = {name: [asdict(item) for item in items] for name, items in self._dead.items()}
+    def add(self, shard: ShardLayout, all_zero: list[AllZeroWeight]) -> None:
+        self._all_zero[shard.name] = all_zero
+        items = {name: [asdict(item) for item in items] for name, items in self._all_zero.items()}
         temporary = self._folder / f"{PROGRESS_NAME}.new"
         temporary.write_text(json.dumps({**self._document, "dead": items}), encoding="utf-8")
         temporary.replace(self._folder / PROGRESS_NAME)

@@ -74,7 +74,7 @@ class ShardWriter:
             for tensor in shard.tensors
             if isinstance(tensor.content, WeightScale)
         }
-        self._dead: list[AllZeroWeight] = []
+        self._all_zero: list[AllZeroWeight] = []
 
     def write(self, path: Path, progress: WriteProgress) -> list[AllZeroWeight]:
         """Write the file, and list the weights of which something is all zeros.
@@ -98,7 +98,7 @@ class ShardWriter:
         finally:
             _abandon(started)
             os.close(self._file)
-        return self._dead
+        return self._all_zero
 
     def _start_all(self) -> Iterable[_Started]:
         for tensor in self._shard.tensors:
@@ -139,13 +139,13 @@ class ShardWriter:
         return self._start_per_part(tensor, matrix)
 
     def _start_per_tensor(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
-        scale, dead = self._scales.of_group(matrix)
+        scale, all_zero = self._scales.of_group(matrix)
 
         def quantize(rows: range) -> None:
             values = self._reader.read(matrix, rows)
             self._put_rows(tensor, rows, encode_rows(values, scale.to(values.device)))
 
-        self._note(dead)
+        self._note(all_zero)
         self._put_scale(self._places[matrix.module], scale)
         tasks = [self._reader.pool.submit(quantize, rows) for rows in split_rows(matrix)]
         return _Started(tasks, lambda _: None, tensor.size_bytes)
@@ -166,8 +166,8 @@ class ShardWriter:
             return amax.cpu()
 
         def finish(parts: list[torch.Tensor]) -> None:
-            scale, dead = self._scales.of_parts(matrix, torch.cat(parts))
-            self._note(dead)
+            scale, all_zero = self._scales.of_parts(matrix, torch.cat(parts))
+            self._note(all_zero)
             self._put_scale(self._places[matrix.module], scale)
 
         parts = split_rows(matrix, block[0])
@@ -189,9 +189,9 @@ class ShardWriter:
             written = os.pwrite(self._file, view, offset)
             view, offset = view[written:], offset + written
 
-    def _note(self, dead: AllZeroWeight | None) -> None:
-        if dead is not None:
-            self._dead.append(dead)
+    def _note(self, all_zero: AllZeroWeight | None) -> None:
+        if all_zero is not None:
+            self._all_zero.append(all_zero)
 
 
 def _finish(started: _Started, progress: WriteProgress) -> None:

@@ -41,7 +41,7 @@ class WeightScales:
         self._siblings: dict[str, list[Matrix]] = defaultdict(list)
         self._layers: dict[str, list[Matrix]] = defaultdict(list)
         self._plan = plan
-        for matrix in plan.selection.taken:
+        for matrix in plan.selection.quantized:
             self._groups[plan.group(matrix)].append(matrix)
             self._siblings[_name_siblings(matrix)].append(matrix)
             self._layers[matrix.layer].append(matrix)
@@ -54,22 +54,22 @@ class WeightScales:
         """Compute the one scale of a weight and of what it shares it with: fp32 []."""
         amax = torch.tensor(self._reader.measure(self.group_of(matrix)))
         own = torch.tensor(self._reader.measure([matrix]))
-        dead = _describe(matrix, own)
+        all_zero = _describe(matrix, own)
         if float(amax.max()) > 0:
-            return scale_of(amax.max(), E4M3FN), dead
-        return self._substitute(matrix), dead
+            return scale_of(amax.max(), E4M3FN), all_zero
+        return self._substitute(matrix), all_zero
 
     def of_parts(
         self, matrix: Matrix, amax: torch.Tensor
     ) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
-        dead = _describe(matrix, amax)
+        all_zero = _describe(matrix, amax)
         scales = scale_of(amax, E4M3FN)
-        if dead is None:
+        if all_zero is None:
             return scales, None
-        is_whole = dead.count == dead.total
+        is_whole = all_zero.count == all_zero.total
         substitute = self._substitute(matrix) if is_whole else scales[amax > 0].max()
-        return torch.where(amax > 0, scales, substitute), dead
+        return torch.where(amax > 0, scales, substitute), all_zero
 
     def _substitute(self, matrix: Matrix) -> torch.Tensor:
         """Find a scale for a weight of zeros."""

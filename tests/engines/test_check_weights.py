@@ -20,6 +20,7 @@ from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.quantization.selection.select import select
 from tests import zoo
 from tests.architectures import families
 from tests.architectures.families import FAMILIES
@@ -42,7 +43,7 @@ def make(
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
     settings = PlanSettings(scheme=find_scheme(scheme), dialect=CHECKPOINT_DIALECTS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
-        scales = find_scales(stats, checkpoint, settings).scales
+        scales = find_scales(stats, checkpoint, settings, select(checkpoint)).scales
     ignored = (ignore,) if ignore else ()
     return run(folder / "model", folder / "out", scheme, form, scales=scales, ignore=ignored).out
 

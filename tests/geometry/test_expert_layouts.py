@@ -20,6 +20,7 @@ from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.selection.select import select
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from tests.architectures.families import FAMILIES
 from tests.architectures.families import save as save_family
@@ -120,7 +121,9 @@ def test_nothing_of_a_stack_is_left_in_the_output(saved: Saved, tmp_path: Path) 
     found = run(saved.folder, tmp_path / "fp8", "fp8-dynamic")
     names = [name for name, tensor in found.tensors().items() if tensor.dim() == 3]
     assert not [name for name in names if "conv1d" not in name]
-    assert not [item for item in found.plan.selection.left if "experts" in item.module.split(".")]
+    assert not [
+        item for item in found.plan.selection.unquantized if "experts" in item.module.split(".")
+    ]
 
 
 HIDDEN, INTERMEDIATE, EXPERTS = 200, 1300, 3
@@ -365,7 +368,7 @@ def test_stacks_that_are_stored_in_fp8_are_quantized_anew(tmp_path: Path) -> Non
         scheme=found, dialect=find_checkpoint_dialect("compressed-tensors", found)
     )
     with DequantizedCheckpoint.open(folder) as checkpoint:
-        plan = make_plan(checkpoint, settings)
+        plan = make_plan(checkpoint, settings, select(checkpoint))
         device = torch.device("cpu")
         quantize(checkpoint, plan, tmp_path / "fp8", device=device, progress=Silent())
     written = load_file(tmp_path / "fp8" / "model.safetensors")

@@ -28,6 +28,7 @@ from fp8calib.quantization.plan import (
     make_plan,
 )
 from fp8calib.quantization.quantize import Written, quantize
+from fp8calib.quantization.selection.select import select
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0"
@@ -132,7 +133,8 @@ def run(
     found = find_scheme(scheme)
     asked = PlanSettings(scheme=found, dialect=find_checkpoint_dialect(form, found), **settings)
     with Checkpoint.open(source) as checkpoint:
-        plan = make_plan(checkpoint, asked, scales=scales)
+        selection = select(checkpoint, ignore=asked.ignore)
+        plan = make_plan(checkpoint, asked, selection, scales=scales)
         written = quantize(
             checkpoint,
             plan,

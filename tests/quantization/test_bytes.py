@@ -204,7 +204,7 @@ def test_dead_rows_and_weights_get_usable_scales_and_are_listed(tmp_path: Path) 
     down = stored[f"{LAYER}.mlp.down_proj.weight_scale"]
     assert set(down.flatten().tolist()) == {float(scale_for(largest))}
     assert not codes_of(stored[f"{LAYER}.mlp.down_proj.weight"]).any()
-    listed = {(dead.tensor, dead.count, dead.total) for dead in found.written.dead}
+    listed = {(dead.tensor, dead.count, dead.total) for dead in found.written.all_zero}
     assert listed == {
         (f"{LAYER}.mlp.gate_proj.weight", 1, 300),
         (f"{LAYER}.mlp.down_proj.weight", 200, 200),
@@ -228,7 +228,7 @@ def test_a_lone_dead_weight_takes_one(tmp_path: Path) -> None:
     tensors = {f"{LAYER}.fc.weight": torch.zeros(4, 4, dtype=torch.float16)}
     found = run(save(tmp_path / "source", tensors), tmp_path / "out", "w8a16")
     assert found.tensors()[f"{LAYER}.fc.weight_scale"].tolist() == [[1.0]] * 4
-    assert found.written.dead[0].count == 4
+    assert found.written.all_zero[0].count == 4
 
 
 @pytest.mark.parametrize("scheme", ["fp8-static", "fp8-dynamic", "fp8-block"])

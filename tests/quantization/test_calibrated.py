@@ -35,7 +35,7 @@ DOWN = {"w2", "down_proj"}
 
 def pick(folder: Path, *ignore: str) -> tuple[Matrix, ...]:
     with Checkpoint.open(folder) as checkpoint:
-        return select(checkpoint, checkpoint.load_config(), ignore=ignore).taken
+        return select(checkpoint, ignore=ignore).quantized
 
 
 def find(stats: CalibrationStats, folder: Path, *, shared: bool = True) -> dict[str, float]:

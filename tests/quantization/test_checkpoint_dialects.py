@@ -73,7 +73,7 @@ def test_the_projects_own_reader_reads_the_same_weights(
 ) -> None:
     found = write(tmp_path, form, scheme)
     with Fp8Checkpoint.open(found.out, fuse=False) as checkpoint:
-        assert checkpoint.quantized == {m.tensor for m in found.plan.selection.taken}
+        assert checkpoint.quantized == {m.tensor for m in found.plan.selection.quantized}
         activation = checkpoint.activation(f"{GATE}.weight")
         assert activation.kind is INPUTS[scheme]
         original = make_tensors()[f"{GATE}.weight"].float()
@@ -228,7 +228,7 @@ def test_linears_of_a_part_are_ignored_wherever_an_engine_hangs_them(tmp_path: P
         hung = f"model.language_model.layers.0.{name}"
         assert any(matches_target(pattern, hung) for pattern in found.config()["ignore"]), name
     taken = "draft.layers.0.mlp.up_proj"
-    assert taken in {matrix.module for matrix in found.plan.selection.taken}
+    assert taken in {matrix.module for matrix in found.plan.selection.quantized}
     assert not any(matches_target(pattern, taken) for pattern in found.config()["ignore"])
     assert len([each for each in found.config()["ignore"] if "experts" in each]) == 3
     blocks = run(source, tmp_path / "b", "fp8-block", "autofp8", ignore=patterns).config()

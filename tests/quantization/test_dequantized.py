@@ -16,6 +16,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
+from fp8calib.quantization.selection.select import select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from tests.quantization.by_hand import CONFIG, LAYER, Silent, codes_of, encode, read, scale_for
@@ -59,7 +60,8 @@ def run(source: Path, out: Path, scheme: str, *ignore: str) -> dict[str, torch.T
     dialect = find_checkpoint_dialect("compressed-tensors", found)
     with DequantizedCheckpoint.open(source) as checkpoint:
         check_unquantized(checkpoint)
-        plan = make_plan(checkpoint, PlanSettings(scheme=found, dialect=dialect, ignore=ignore))
+        asked = PlanSettings(scheme=found, dialect=dialect, ignore=ignore)
+        plan = make_plan(checkpoint, asked, select(checkpoint, ignore=ignore))
         quantize(checkpoint, plan, out, device=torch.device("cpu"), progress=Silent())
     return read(out)
 

@@ -22,15 +22,15 @@ def pick(folder: Path, tensors: Tensors, *ignore: str, **config: object) -> Sele
     """Write a checkpoint and select from it."""
     save(folder, tensors, **config)
     with Checkpoint.open(folder) as checkpoint:
-        return select(checkpoint, checkpoint.load_config(), ignore=ignore)
+        return select(checkpoint, ignore=ignore)
 
 
 def taken(selection: Selection) -> set[str]:
-    return {matrix.module for matrix in selection.taken}
+    return {matrix.module for matrix in selection.quantized}
 
 
 def reasons(selection: Selection) -> dict[str, str]:
-    return {item.module: item.why for item in selection.left}
+    return {item.module: item.why for item in selection.unquantized}
 
 
 TAKEN = (
@@ -335,8 +335,8 @@ def test_numbers_smaller_than_a_byte_are_quantized_already(
 
 def test_groups_of_which_a_part_is_left_are_known(tmp_path: Path) -> None:
     found = pick(tmp_path / "a", make_tensors(), "*.k_proj", "*.o_proj")
-    taken = [matrix.module for matrix in found.taken]
-    split = list_split_groups(taken, found.list_left_linears())
+    taken = [matrix.module for matrix in found.quantized]
+    split = list_split_groups(taken, found.list_unquantized())
     assert split == [f"{LAYER}.self_attn.q_proj+k_proj+v_proj"]
 
 
@@ -345,8 +345,8 @@ def test_a_model_type_that_is_no_name_hinders_nothing(tmp_path: Path, kind: obje
     tensors = {f"{LAYER}.mlp.up_proj.weight": random(16, 16, seed=0)}
     save(tmp_path, tensors, model_type=kind)
     with Checkpoint.open(tmp_path) as checkpoint:
-        found = select(checkpoint, checkpoint.load_config(), ignore=())
-    assert [matrix.module for matrix in found.taken] == [f"{LAYER}.mlp.up_proj"]
+        found = select(checkpoint)
+    assert [matrix.module for matrix in found.quantized] == [f"{LAYER}.mlp.up_proj"]
 
 
 def test_mixers_of_the_first_mamba_are_left_as_engines_leave_them(tmp_path: Path) -> None:
@@ -358,9 +358,9 @@ def test_mixers_of_the_first_mamba_are_left_as_engines_leave_them(tmp_path: Path
     }
     save(tmp_path, tensors)
     with Checkpoint.open(tmp_path) as checkpoint:
-        found = select(checkpoint, checkpoint.load_config(), ignore=())
-    assert [matrix.module for matrix in found.taken] == ["model.layers.1.mamba.in_proj"]
-    assert {item.module for item in found.left} == {
+        found = select(checkpoint)
+    assert [matrix.module for matrix in found.quantized] == ["model.layers.1.mamba.in_proj"]
+    assert {item.module for item in found.unquantized} == {
         f"model.layers.0.mamba.{name}" for name in ("x_proj", "dt_proj", "in_proj", "out_proj")
     }
-    assert all("Mamba" in item.why for item in found.left)
+    assert all("Mamba" in item.why for item in found.unquantized)

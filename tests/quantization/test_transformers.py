@@ -73,7 +73,7 @@ def test_logits_are_those_the_emulation_predicts(
     scheme: str, folder: Path, subject: Subject, stats: CalibrationStats, tmp_path: Path
 ) -> None:
     with Checkpoint.open(folder) as checkpoint:
-        taken = select(checkpoint, checkpoint.load_config(), ignore=()).taken
+        taken = select(checkpoint).quantized
     inputs = find_input_scales(stats, taken, shares_scales=True).scales.inputs
     scales = CalibratedScales(inputs=inputs, kv={}) if scheme == "fp8-static" else NO_SCALES
     out = run(folder, tmp_path / "out", scheme, scales=scales).out
@@ -181,7 +181,7 @@ def test_the_towers_of_a_vision_language_model_stay_as_they_are(tmp_path: Path) 
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path / "model")
     out = run(tmp_path / "model", tmp_path / "out", "w8a16")
-    assert {matrix.layer for matrix in out.plan.selection.taken} == {
+    assert {matrix.layer for matrix in out.plan.selection.quantized} == {
         f"language_model.model.layers.{number}" for number in (0, 1)
     }
     loaded, report = AutoModelForImageTextToText.from_pretrained(

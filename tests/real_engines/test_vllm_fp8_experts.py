@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
-from fp8calib.quantization.checkpoint_dialects import FORMS
+from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import PlanSettings
+from fp8calib.quantization.selection.select import select
 from tests import zoo
 from tests.quantization.by_hand import run
 from tests.real_engines.vllm_job import load_in_vllm
@@ -29,7 +30,7 @@ REFUSED = {("compressed-tensors", "w8a16"), ("modelopt", "fp8-dynamic")}
 CASES = [
     (family, form.name, scheme)
     for family in FAMILIES
-    for form in FORMS.values()
+    for form in CHECKPOINT_DIALECTS.values()
     for scheme in form.schemes
     if (form.name, scheme) not in REFUSED
 ]
@@ -46,8 +47,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
         stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
         with Checkpoint.open(folder / "model") as checkpoint:
             for _, form, scheme in (case for case in CASES if case[0] == family):
-                settings = PlanSettings(scheme=find_scheme(scheme), form=FORMS[form])
-                scales = find_scales(stats, checkpoint, settings).scales
+                settings = PlanSettings(
+                    scheme=find_scheme(scheme), dialect=CHECKPOINT_DIALECTS[form]
+                )
+                scales = find_scales(stats, checkpoint, settings, select(checkpoint)).scales
                 out = folder / f"{form}-{scheme}"
                 run(folder / "model", out, scheme, form, scales=scales)
                 outs[family, form, scheme] = out

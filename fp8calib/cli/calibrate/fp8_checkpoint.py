@@ -27,7 +27,7 @@ from fp8calib.quantization.selection.select import select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.stats.calibration_stats import CalibrationStats
 
-_FORM = "compressed-tensors"
+_DIALECT = "compressed-tensors"
 
 
 def explain_refusal(job: CalibrateJob) -> str | None:
@@ -38,7 +38,7 @@ def explain_refusal(job: CalibrateJob) -> str | None:
         return f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}"
     try:
         check_unquantized(job.checkpoint)
-        select(job.checkpoint, job.checkpoint.load_config(), ignore=())
+        select(job.checkpoint)
     except ModelError as error:
         return error.message
     return None
@@ -107,14 +107,14 @@ def _quantize(
 ) -> Mapping[str, Any]:
     started = time.monotonic()
     found = find_scheme(scheme)
-    settings = PlanSettings(scheme=found, dialect=find_checkpoint_dialect(_FORM, found))
-    if found.has_static_inputs:
-        selection = select(job.checkpoint, job.checkpoint.load_config(), ignore=())
-        unmeasured = list_unmeasured(stats, selection.taken)
+    settings = PlanSettings(scheme=found, dialect=find_checkpoint_dialect(_DIALECT, found))
+    selection = select(job.checkpoint)
+    if found.has_static_inputs and (unmeasured := list_unmeasured(stats, selection.quantized)):
         settings = replace(settings, ignore=tuple(unmeasured))
+        selection = select(job.checkpoint, ignore=unmeasured)
     choice = Choice(rule=job.recipe.scales.rule, fallback=job.recipe.scales.fallback)
-    calibrated = find_scales(stats, job.checkpoint, settings, choice)
-    plan = make_plan(job.checkpoint, settings, scales=calibrated.scales)
+    calibrated = find_scales(stats, job.checkpoint, settings, selection, choice)
+    plan = make_plan(job.checkpoint, settings, selection, scales=calibrated.scales)
     bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
     written = quantize(
         job.checkpoint, plan, folder / scheme, device=torch.device("cpu"), progress=bar

@@ -49,9 +49,9 @@ def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
         },
         "duration_s": outcome.duration_s,
         "resumed": list(outcome.written.resumed),
-        "quantized": [matrix.module for matrix in plan.selection.taken],
-        "left": [{"module": item.module, "why": item.why} for item in plan.selection.left],
-        "dead": [asdict(item) for item in outcome.written.dead],
+        "quantized": [matrix.module for matrix in plan.selection.quantized],
+        "left": [{"module": item.module, "why": item.why} for item in plan.selection.unquantized],
+        "dead": [asdict(item) for item in outcome.written.all_zero],
         "has_kv_scales": plan.has_kv,
         "notes": [
             *outcome.notes,

@@ -23,6 +23,7 @@ from fp8calib.quantization.calibrated_scales import Calibrated, check_stats_mode
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import NO_SCALES, PlanSettings, QuantizePlan, make_plan
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
+from fp8calib.quantization.selection.select import Selection, select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
@@ -61,8 +62,9 @@ def run_quantize(settings: QuantizeSettings) -> None:
     reader = DequantizedCheckpoint if settings.dequantize else Checkpoint
     with reader.open(_find_folder(settings), require_config=True) as checkpoint:
         check_unquantized(checkpoint)
-        calibrated = _find_scales(stats, checkpoint, asked)
-        plan = make_plan(checkpoint, asked, scales=calibrated.scales)
+        selection = select(checkpoint, ignore=asked.ignore)
+        calibrated = _find_scales(stats, checkpoint, asked, selection)
+        plan = make_plan(checkpoint, asked, selection, scales=calibrated.scales)
         started = time.monotonic()
         written = _write(settings, checkpoint, plan, device)
         outcome = Outcome(
@@ -105,12 +107,15 @@ def _find_folder(settings: QuantizeSettings) -> Path:
 
 
 def _find_scales(
-    stats: CalibrationStats | None, checkpoint: Checkpoint, asked: PlanSettings
+    stats: CalibrationStats | None,
+    checkpoint: Checkpoint,
+    asked: PlanSettings,
+    selection: Selection,
 ) -> Calibrated:
     if stats is None:
         return Calibrated(scales=NO_SCALES, notes=())
     check_stats_model(stats, checkpoint)
-    return find_scales(stats, checkpoint, asked)
+    return find_scales(stats, checkpoint, asked, selection)
 
 
 def _write(
@@ -119,7 +124,7 @@ def _write(
     if settings.resume and is_finished(settings.out, plan):
         remove_progress_file(settings.out)
         say(f"{settings.out} is finished already")
-        return Written(files=list_files(settings.out), dead=(), resumed=())
+        return Written(files=list_files(settings.out), all_zero=(), resumed=())
     inputs = [] if settings.stats is None else [settings.stats]
     with Bar() as bar:
         bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")

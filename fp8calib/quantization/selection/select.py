@@ -91,7 +91,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class UnquantizedMatrix:
     """A matrix that is not quantized."""
 
     module: str
@@ -116,33 +116,32 @@ class Left:
 class Selection:
     """What is quantized, in the order of the source's data, and which matrices are not."""
 
-    taken: tuple[Matrix, ...]
-    left: tuple[Left, ...]
-    apart: tuple[Matrix, ...] = ()
+    quantized: tuple[Matrix, ...]
+    unquantized: tuple[UnquantizedMatrix, ...]
+    unquantized_experts: tuple[Matrix, ...] = ()
     """Experts that are not quantized, but get a tensor each, as those of other layers do: vLLM
     0.32.0 looks for all of a model's in stacks or for none (`models/llama4.py`)."""
 
-    def list_left_linears(self) -> list[str]:
+    def list_unquantized(self) -> list[str]:
         """List the paths of what is not quantized, stacked experts one by one too."""
-        return [module for item in self.left for module in (item.module, *item.experts)]
+        return [module for item in self.unquantized for module in (item.module, *item.experts)]
 
 
-def select(
-    checkpoint: Checkpoint, config: Mapping[str, object], *, ignore: Collection[str]
-) -> Selection:
-    """Take every 2-D `*.weight` for a linear, but those left out by default or by the user.
+def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection:
+    """Choose the linears to quantize: every 2-D `*.weight`, but for defaults and `ignore`.
 
-    Experts in stacks of a known layout are taken one by one.
+    Experts in stacks of a known layout are chosen one by one. Only headers and config.json are
+    read.
 
     Args:
-        checkpoint: an unquantized checkpoint; headers are enough.
-        config: its config.json.
+        checkpoint: an unquantized checkpoint.
         ignore: the user's patterns (`match_patterns`).
 
     Raises:
         UsageError: a pattern names no linear.
         ModelError: nothing is left to quantize, or a weight's layout is not known.
     """
+    config = checkpoint.load_config()
     stacks = ExpertStacks(config, {n: entry.shape for n, entry in checkpoint.tensors.items()})
     split = {name: stacks.split(name) for name in checkpoint.tensors}
     experts = [matrix.module for inside in split.values() for matrix in inside]
@@ -158,41 +157,43 @@ def select(
     )
     mixers = _find_mamba_mixers(checkpoint)
     has_text_part = any(name.startswith(_TEXT_PART) for name in checkpoint.tensors)
-    taken: list[Matrix] = []
-    left: list[Left] = []
-    apart: list[Matrix] = []
+    quantized: list[Matrix] = []
+    unquantized: list[UnquantizedMatrix] = []
+    unquantized_experts: list[Matrix] = []
     for name, entry in checkpoint.tensors.items():
         if len(entry.shape) < 2 or 0 in entry.shape:
             continue
         module = name.removesuffix(_SUFFIX)
         inside = split[name]
-        reason = _explain_leaving(module, entry, ignored, vocab_sizes)
-        reason = reason or _explain_leaving_experts(name, inside, ignored)
+        reason = _find_reason(module, entry, ignored, vocab_sizes)
+        reason = reason or _find_reason_of_experts(name, inside, ignored)
         if reason is None and module.rpartition(".")[0] in mixers and _is_linear(name, entry):
             reason = _MAMBA
         if reason is None and has_text_part and module.startswith(_ENCODER):
             reason = _ENCODER_TOWER
         if reason is not None:
-            left.append(_leave(name, entry, reason, inside))
-            apart += _take_experts(inside, entry.dtype)
+            unquantized.append(_make_unquantized(name, entry, reason, inside))
+            unquantized_experts += _make_expert_matrices(inside, entry.dtype)
         elif inside:
-            taken += _take_experts(inside, entry.dtype)
+            quantized += _make_expert_matrices(inside, entry.dtype)
         elif _is_stacked(name, entry):
             raise _unknown_stack(checkpoint, name, entry, stacks.explain_unknown())
         elif _is_linear(name, entry):
             rows, columns = entry.shape
-            taken.append(Matrix(module=module, shape=(rows, columns), dtype=entry.dtype))
+            quantized.append(Matrix(module=module, shape=(rows, columns), dtype=entry.dtype))
         else:
-            left.append(_leave(name, entry, Reason("not a 2-D *.weight"), ()))
-    left += (
-        Left(module=head, why="a tied output head", is_linear=True) for head in tied if head != HEAD
+            unquantized.append(_make_unquantized(name, entry, Reason("not a 2-D *.weight"), ()))
+    unquantized += (
+        UnquantizedMatrix(module=head, why="a tied output head", is_linear=True)
+        for head in tied
+        if head != HEAD
     )
-    _check_taken(checkpoint, config, taken)
-    has_experts = any(matrix.place is not None for matrix in taken)
+    _require_linears(checkpoint, config, quantized)
+    has_experts = any(matrix.place is not None for matrix in quantized)
     return Selection(
-        taken=tuple(taken),
-        left=tuple(_find_ends(config, left, taken)),
-        apart=tuple(apart) if has_experts else (),
+        quantized=tuple(quantized),
+        unquantized=tuple(_find_ends(config, unquantized, quantized)),
+        unquantized_experts=tuple(unquantized_experts) if has_experts else (),
     )
 
 
@@ -204,18 +205,20 @@ def _list_tied_heads(checkpoint: Checkpoint, config: Mapping[str, object]) -> li
 
 
 def _find_ends(
-    config: Mapping[str, object], left: Collection[Left], taken: Collection[Matrix]
-) -> Iterator[Left]:
+    config: Mapping[str, object],
+    unquantized: Collection[UnquantizedMatrix],
+    quantized: Collection[Matrix],
+) -> Iterator[UnquantizedMatrix]:
     """Add how paths end, where the text model is a part of the whole or has other names there."""
     old, new = _RENAMED.get(str(config.get("model_type")), ("", ""))
     if not old and _PARTIAL_CONFIGS.isdisjoint(config):
-        yield from left
+        yield from unquantized
         return
-    quantized = {end for matrix in taken for end in _list_ends(matrix.module)}
-    for item in left:
+    quantized_ends = {end for matrix in quantized for end in _list_ends(matrix.module)}
+    for item in unquantized:
         paths = (path.replace(old, new) for path in item.linears)
         found = (_list_ends(path, only_outermost=True) for path in paths)
-        own = (next((end for end in ends if end not in quantized), None) for ends in found)
+        own = (next((end for end in ends if end not in quantized_ends), None) for ends in found)
         yield replace(item, ends=tuple(dict.fromkeys(end for end in own if end is not None)))
 
 
@@ -231,15 +234,17 @@ def _list_ends(module: str, *, only_outermost: bool = False) -> Iterator[str]:
         yield end
 
 
-def _take_experts(inside: Collection[ExpertMatrix], dtype: str) -> Iterator[Matrix]:
+def _make_expert_matrices(inside: Collection[ExpertMatrix], dtype: str) -> Iterator[Matrix]:
     return (
         Matrix(module=item.module, shape=item.shape, dtype=dtype, place=item.place)
         for item in inside
     )
 
 
-def _leave(name: str, entry: TensorEntry, reason: Reason, inside: Collection[ExpertMatrix]) -> Left:
-    return Left(
+def _make_unquantized(
+    name: str, entry: TensorEntry, reason: Reason, inside: Collection[ExpertMatrix]
+) -> UnquantizedMatrix:
+    return UnquantizedMatrix(
         module=name.removesuffix(_SUFFIX),
         why=reason.why,
         is_linear=_is_linear(name, entry),
@@ -252,7 +257,7 @@ def _is_linear(name: str, entry: TensorEntry) -> bool:
     return name.endswith(_SUFFIX) and len(entry.shape) == 2
 
 
-def _explain_leaving(
+def _find_reason(
     module: str, entry: TensorEntry, ignored: Mapping[str, str], vocab_sizes: Collection[int]
 ) -> Reason | None:
     if module in ignored:
@@ -275,7 +280,7 @@ def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset.intersection(*map(frozenset, found))
 
 
-def _explain_leaving_experts(
+def _find_reason_of_experts(
     name: str, inside: Collection[ExpertMatrix], ignored: Mapping[str, str]
 ) -> Reason | None:
     """Say why a stack is left whose experts the user's patterns name.
@@ -311,17 +316,17 @@ def _unknown_stack(checkpoint: Checkpoint, name: str, entry: TensorEntry, why: s
     )
 
 
-def _check_taken(
-    checkpoint: Checkpoint, config: Mapping[str, object], taken: Collection[Matrix]
+def _require_linears(
+    checkpoint: Checkpoint, config: Mapping[str, object], quantized: Collection[Matrix]
 ) -> None:
-    if not taken:
+    if not quantized:
         raise ModelError(
             f"{checkpoint.folder}: there is no linear to quantize",
             hint="the 2-D *.weight tensors are all left out: by name, by dtype, or by --ignore",
         )
     for model_type in _find_values(config, "model_type"):
         if model_type in _CONV1D_TYPES:
-            example = next(iter(taken))
+            example = next(iter(quantized))
             raise ModelError(
                 f"{checkpoint.folder}: {model_type} keeps its weights [in, out] (Conv1D), as in "
                 f"{example.tensor} {list(example.shape)}; engines have no FP8 form for these",
