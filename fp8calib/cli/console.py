@@ -1,4 +1,4 @@
-"""What people see: tables, progress, errors. The only place that knows rich."""
+"""Terminal output: tables, progress bars, errors. The only module that imports rich."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ class _Console(Console):
 
 
 _out = _Console(highlight=False, soft_wrap=True)
-_talk = _Console(stderr=True, highlight=False, soft_wrap=True)
+_err = _Console(stderr=True, highlight=False, soft_wrap=True)
 
-_MOST_LAID_OUT = 2000
-"""A million rows took rich more than two minutes and two gigabytes."""
+_MAX_RICH_ROWS = 2000
+"""Rows; a million of them took rich more than two minutes and two gigabytes."""
 
 
 def be_silent(is_silent: bool = True) -> None:
-    """Print nothing from now on: another process talks for this one."""
-    _out.quiet = _talk.quiet = is_silent
+    """Print nothing from now on; the first process prints for all."""
+    _out.quiet = _err.quiet = is_silent
 
 
 def say(text: str) -> None:
-    """Tell the user something, on stderr."""
-    _talk.print(Text(text))
+    """Print a message on stderr."""
+    _err.print(Text(text))
 
 
 def warn(text: str) -> None:
-    """Warn the user, on stderr."""
-    _talk.print(Text(f"warning: {text}", style="yellow"))
+    """Print a warning on stderr."""
+    _err.print(Text(f"warning: {text}", style="yellow"))
 
 
 def print_text(text: str) -> None:
-    """Print a result, on stdout."""
+    """Print a result on stdout."""
     with _to_stdout():
         _out.print(Text(text))
 
@@ -71,7 +71,7 @@ def list_top_level(files: Sequence[str]) -> str:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout. NaN is refused: it is no JSON."""
+    """Print one JSON object on stdout; NaN, which JSON does not have, is an error."""
     if _out.quiet:
         return
     with _to_stdout():
@@ -80,7 +80,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _to_stdout() -> Iterator[None]:
-    """Turn a disk that is full under a redirected stdout into an error; a closed pipe is none."""
+    """Report a failed write to stdout (a full disk, say) as an error; a closed pipe is none."""
     try:
         yield
         sys.stdout.flush()
@@ -94,13 +94,13 @@ def _to_stdout() -> Iterator[None]:
 
 
 def drop_stdout() -> None:
-    """Send what is left for stdout nowhere: flushing it again at exit must not complain."""
+    """Discard further output on stdout, so that flushing it at exit cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout, numbers set to the right; a long one in plain lines."""
-    if len(rows) > _MOST_LAID_OUT:
+    """Print a table on stdout, with numbers right-aligned; a very long one as plain lines."""
+    if len(rows) > _MAX_RICH_ROWS:
         _print_long_table(title, columns, rows)
         return
     console = _wide_enough()
@@ -127,7 +127,7 @@ def _print_long_table(title: str, columns: Sequence[str], rows: Sequence[Sequenc
 
 
 def _wide_enough() -> Console:
-    """Never cut a table that goes into a pipe or a file to somebody's terminal width."""
+    """Choose a console that does not cut a table in a pipe or a file to the terminal width."""
     return _out if _out.is_terminal or _out.quiet else _Console(highlight=False, width=200)
 
 
@@ -142,9 +142,9 @@ def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: 
         The exit code.
     """
     report_to_torchrun(os.environ, f"error: {message}")
-    _talk.print(Text(f"error: {message}", style="bold red"))
+    _err.print(Text(f"error: {message}", style="bold red"))
     if hint:
-        _talk.print(Text(f"hint: {hint}"))
+        _err.print(Text(f"hint: {hint}"))
     if as_json:
         print_json({"error": {"kind": kind, "message": message, "hint": hint}})
     return exit_code
@@ -167,8 +167,8 @@ class Bar:
             MofNCompleteColumn(),
             _TokensPerSecond(),
             TimeRemainingColumn(),
-            console=_talk,
-            disable=_talk.quiet or not _talk.is_terminal,
+            console=_err,
+            disable=_err.quiet or not _err.is_terminal,
         )
         self._task: Any = None
 

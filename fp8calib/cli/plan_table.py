@@ -1,4 +1,4 @@
-"""A plan as people read it: what a run would do, with sizes and times spelled out."""
+"""The plan of a run, printed as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _TITLES = {
     "why": "because",
     "read_bytes": "to read",
     "peak_bytes": "peak memory",
-    "peak_parts": "made up of",
+    "peak_parts": "of which",
     "memory_limit_bytes": "memory limit",
     "device_peak_bytes": "peak memory of the GPU",
     "scratch_bytes": "scratch disk",
     "expected_s": "expected time",
 }
-"""Rows that are called otherwise than in JSON."""
+"""Titles of rows whose JSON key is not plain English."""
 _BESIDE = {"dtype_why": "dtype", "scratch_folder": "scratch_bytes"}
-"""What stands in brackets in another row."""
+"""Keys that are shown in parentheses in the row of another key."""
 
 
 def show_plan(plan: Mapping[str, Any], title: str, *, as_json: bool) -> None:
-    """Print a plan (`{"plan": {...}}`); what it does not know is left out of the table."""
+    """Print a plan (`{"plan": {...}}`); keys without a value are left out of the table."""
     if as_json:
         print_json(plan)
     else:
-        print_table(title, ["what", "value"], list(_rows(plan["plan"])))
+        print_table(title, ["what", "value"], list(_list_rows(plan["plan"])))
 
 
-def _rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
+def _list_rows(plan: Mapping[str, Any]) -> Iterator[list[str]]:
     beside = {row: plan[key] for key, row in _BESIDE.items() if plan.get(key)}
     for key, value in plan.items():
         if key in _BESIDE or value is None or value == []:
             continue
-        text = _spell(key, value)
+        text = _format_value(key, value)
         yield [_TITLES.get(key, key), f"{text} ({beside[key]})" if key in beside else text]
 
 
-def _spell(key: str, value: object) -> str:
+def _format_value(key: str, value: object) -> str:
     if isinstance(value, Mapping):
         sizes = (f"{name} {format_gib(size)}" for name, size in value.items())
         return "{index} of {count}".format_map(value) if key == "shard" else ", ".join(sizes)

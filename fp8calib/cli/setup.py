@@ -1,4 +1,4 @@
-"""What every command does before a model runs: libraries quiet, devices checked, data planned."""
+"""What commands do before a model runs: silence libraries, check devices, plan the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_SEQ_LEN = 2048
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' own bars and advice off the terminal: ours says what matters."""
+    """Turn off the progress bars and messages of transformers."""
     import transformers  # noqa: PLC0415
 
     transformers.utils.logging.set_verbosity_error()
@@ -21,9 +21,9 @@ def quiet_libraries() -> None:
 
 
 def check_device_map(device_map: str | None, device: str) -> None:
-    """Refuse device maps that are not known, or that contradict the device."""
+    """Refuse an unknown --device-map, and one that contradicts --device."""
     if device_map not in {None, "auto"}:
-        raise UsageError(f"--device-map {device_map}: only auto is known")
+        raise UsageError(f"--device-map {device_map}: must be auto")
     if device_map and device != "auto":
         raise UsageError("--device-map auto chooses the devices itself: leave out --device")
 
@@ -41,7 +41,7 @@ def plan_data(
     """Build the data plan of a run; without a length, 2048 tokens or the model's maximum.
 
     Raises:
-        UsageError: the length is above the model's maximum, or a spec makes no sense.
+        UsageError: the length is above the model's maximum, or a data spec is invalid.
         DataError: the data cannot be read.
     """
     vocab_size = int(source.text_config.vocab_size)

@@ -45,7 +45,7 @@ def test_tokens_per_expert_are_told_for_every_layer(mixtral: Path, tmp_path: Pat
     unreached = [layer["never_reached"] for layer in report["experts"]["layers"]]
     assert all(unreached), "this model is to leave some experts alone"
     assert (
-        f"{sum(map(len, unreached))} experts were never reached: they take the largest scale of "
+        f"{sum(map(len, unreached))} experts were never reached: they get the largest scale of "
         "the same role in their layer\n"
     ) in outcome.err
     for path, experts in zip(PATHS, unreached, strict=True):
@@ -55,7 +55,7 @@ def test_tokens_per_expert_are_told_for_every_layer(mixtral: Path, tmp_path: Pat
 def test_the_fallback_that_was_asked_for_is_told(mixtral: Path, tmp_path: Path) -> None:
     outcome = calibrate(mixtral, tmp_path / "out", "--fallback", "one")
     assert outcome.json["experts"]["fallback"] == "one"
-    assert "never reached: they take scale 1.0\n" in outcome.err
+    assert "never reached: they get scale 1.0\n" in outcome.err
 
 
 def test_a_model_without_experts_has_nothing_to_tell(model: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     assert not out.exists()
     outcome = succeed(*command, "--resume")
     assert (out / "stats.safetensors").read_bytes() == whole
-    assert "sequences were done, going on after them" in outcome.err
+    assert "sequences are done, continuing with the rest" in outcome.err
     assert 0 < outcome.json["resumed_sequences"] < 40
     tokens = 64 * (40 - outcome.json["resumed_sequences"])  # not those that the first run saw
     assert outcome.json["tokens_per_s"] == pytest.approx(tokens / outcome.json["duration_s"])
@@ -100,7 +100,7 @@ def test_resume_without_a_checkpoint_begins_at_the_beginning(
     command = ("calibrate", model, "--data", data, *QUICK)
     outcome = succeed(*command, "--out", tmp_path / "resumed", "--resume", "--json")
     assert outcome.json["resumed_sequences"] == 0
-    assert "beginning at the beginning" in outcome.err
+    assert "starting from the beginning" in outcome.err
     succeed(*command, "--out", tmp_path / "plain")
     stats = [(tmp_path / name / "stats.safetensors").read_bytes() for name in ("resumed", "plain")]
     assert stats[0] == stats[1]
@@ -164,7 +164,7 @@ def test_a_disk_that_takes_no_output_leaves_what_was_kept(
         assert "the disk is full" in fail(7, *command)
         assert not list(tmp_path.iterdir())  # nothing was kept of so short a run
         patched.setattr("fp8calib.run.resume.journal.LONGEST_INTERVAL_S", 0.0)
-        assert "--resume goes on from it" in fail(7, *command)
+        assert "fix the cause and add --resume" in fail(7, *command)
     assert list((tmp_path / "out.partial").glob("checkpoint-*"))
     assert succeed(*command, "--resume", "--json").json["resumed_sequences"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -179,6 +179,6 @@ def test_a_run_that_begins_anew_says_what_it_discards(
     (partial / "fp8calib-partial.json").write_text('{"tag": "fp8calib calibrate"}')
     (partial / "checkpoint-00000000.safetensors").write_bytes(b"hours")
     outcome = succeed(*command)
-    assert "what an interrupted run had kept there was discarded" in outcome.err
-    assert "the same command line with --resume goes on from such" in outcome.err
+    assert "the checkpoints of an interrupted run were discarded" in outcome.err
+    assert "add --resume to its command line" in outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,4 +1,4 @@
-"""The FP8 checkpoint that `calibrate` adds for recipes that ask for one."""
+"""The FP8 checkpoint that `calibrate` writes for a recipe with `quantize`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DIALECT = "compressed-tensors"
 
 
 def explain_refusal(job: CalibrateJob) -> str | None:
-    """Say why the model's weights cannot be quantized, before it is run; None where they can."""
+    """Explain before the run why the weights cannot be quantized; None if they can."""
     if job.recipe.quantize is None:
         return None
     if job.recipe.scales.fp8_dtype != E4M3FN.name:
@@ -45,7 +45,7 @@ def explain_refusal(job: CalibrateJob) -> str | None:
 
 
 def check_replaced_checkpoint(job: CalibrateJob) -> None:
-    """Refuse to replace a folder in which there is something no such checkpoint has.
+    """Refuse to replace a folder that holds files such a checkpoint does not have.
 
     Raises:
         UsageError: naming what would be lost.
@@ -59,7 +59,7 @@ def check_replaced_checkpoint(job: CalibrateJob) -> None:
     strangers = sorted(found - shards - sides - {CONFIG_NAME})
     if strangers:
         raise UsageError(
-            f"{folder}: holds what this command does not write: {', '.join(strangers[:5])}",
+            f"{folder}: holds files that this command does not write: {', '.join(strangers[:5])}",
             hint="move it away, or name another folder",
         )
 
@@ -67,11 +67,11 @@ def check_replaced_checkpoint(job: CalibrateJob) -> None:
 def write_checkpoint(
     job: CalibrateJob, stats: CalibrationStats, folder: Path, bar: Bar
 ) -> Mapping[str, Any] | None:
-    """Write the checkpoint the recipe asks for under `folder`, and report as `quantize` does.
+    """Write the recipe's checkpoint under `folder`.
 
     Returns:
-        The report; `{"scheme", "why"}` where none could be written, for the statistics and scales
-        of hours are worth more than an error; None where none is asked for.
+        The report that `quantize` gives; `{"scheme", "why"}` if the checkpoint cannot be written,
+        so that the statistics and scales of a long run are kept; None if the recipe has none.
     """
     scheme = job.recipe.quantize
     if scheme is None:
@@ -86,7 +86,7 @@ def write_checkpoint(
 
 
 def add_checkpoint_report(report: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
-    """Add to the report of a calibration what is to be said of the FP8 checkpoint."""
+    """Add the report of the FP8 checkpoint to that of the calibration."""
     scheme = checkpoint["scheme"]
     report["quantize"] = checkpoint
     if "why" in checkpoint:
@@ -126,8 +126,8 @@ def _quantize(
         source_bytes=job.checkpoint.total_size_bytes,
         duration_s=time.monotonic() - started,
         stats=stats,
-        notes=tuple(  # those of the scales are told already
-            f"{module}: left unquantized, because inputs are measured in the decoder layers alone"
+        notes=tuple(  # notes on scales are in the report already
+            f"{module}: left unquantized: outside the decoder layers inputs are not observed"
             for module in settings.ignore
         ),
     )

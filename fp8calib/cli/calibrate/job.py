@@ -1,4 +1,4 @@
-"""The nouns of `fp8calib calibrate`: what was asked for, and what was decided before running."""
+"""The settings of `fp8calib calibrate`, and the job that follows from them before the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CalibrateSettings:
     dtype: str
     device_map: str | None
     memory: float | None
-    """GiB; None: what the machine has left."""
+    """In GiB; None: what is available on the machine."""
     resume: bool
     shard: Share | None
     revision: str | None
@@ -46,7 +46,7 @@ class CalibrateJob:
     source: ModelSource
     checkpoint: Checkpoint
     prepared: PreparedModel
-    """Of the model without weights."""
+    """The model without weights."""
     plan: DataPlan | None
     out: Path
     device: str
@@ -60,7 +60,7 @@ class CalibrateJob:
 
     @property
     def owned(self) -> frozenset[str]:
-        """Names of what the command writes under the output folder."""
+        """Names of the files and folders that the command writes in the output folder."""
         formats = list_outputs(self.recipe.formats, self.recipe.tp)
         checkpoint = {self.recipe.quantize} if self.recipe.quantize else frozenset[str]()
         return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint

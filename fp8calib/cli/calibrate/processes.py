@@ -1,4 +1,4 @@
-"""What is different about a calibration that several processes run together."""
+"""Devices, counts and messages of a calibration in several processes or shards."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
 
 
 def choose_rank_device(settings: CalibrateSettings, process_rank: ProcessRank) -> str:
-    """Choose the device of one process: of those on a machine, each has a GPU to itself.
+    """Choose the device of one process: every process on a machine gets a GPU of its own.
 
     Raises:
-        UsageError: there are fewer GPUs than processes, or the model would be spread over all.
+        UsageError: there are fewer GPUs than processes, or --device-map is given.
     """
     if process_rank.size == 1:
         return settings.device
     if settings.device_map is not None:
         raise UsageError(
-            "--device-map spreads the model over the GPUs, which several processes share out",
+            "--device-map spreads the model over all GPUs, but each process needs its own GPU",
             hint="leave it out, or start one process",
         )
     device = choose_device(settings.device)
@@ -47,7 +47,7 @@ def choose_rank_device(settings: CalibrateSettings, process_rank: ProcessRank) -
 
 
 def describe_group(group: ProcessGroup) -> str:
-    """Say how many processes run."""
+    """Describe how many processes run."""
     threads = torch.get_num_threads()
     return f"{group.size} processes share the data, with {threads} threads each"
 
@@ -60,7 +60,7 @@ def gather_back_offs(share: WorkShare) -> tuple[BackOff, ...]:
 
 
 def leave_out_formats(recipe: Recipe) -> Recipe:
-    """Take from a recipe what only the whole statistics can give."""
+    """Remove from a recipe the outputs that need the statistics of all shards."""
     return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
 
 
@@ -75,14 +75,14 @@ def check_shard(job: CalibrateJob) -> None:
         return
     if job.plan is None:
         raise UsageError(
-            f"--shard: recipe {job.recipe.name} runs no data that could be shared out",
+            f"--shard: recipe {job.recipe.name} runs no data, so there is nothing to divide",
             hint="leave out --shard",
         )
     select_batches(job.plan, job.recipe.data.batch_size, shard)
 
 
 def count_planned(job: CalibrateJob) -> Mapping[str, Any]:
-    """Count the tokens and sequences that are to be run, and say of what part they are."""
+    """Count the sequences and tokens of the planned run, and name its shard."""
     shard = job.settings.shard
     found = [] if job.plan is None else select_batches(job.plan, job.recipe.data.batch_size, shard)
     return {
@@ -93,7 +93,7 @@ def count_planned(job: CalibrateJob) -> Mapping[str, Any]:
 
 
 def count_run(job: CalibrateJob, stats: CalibrationStats) -> Mapping[str, Any]:
-    """Count the tokens and sequences that were run, and say of what part they are."""
+    """Count the tokens and sequences of the finished run, and name its shard."""
     part = stats.shard
     if part is None or job.plan is None:
         return {"tokens": stats.header.num_tokens, "sequences": stats.header.num_sequences}
@@ -108,11 +108,11 @@ def count_run(job: CalibrateJob, stats: CalibrationStats) -> Mapping[str, Any]:
 
 
 def describe_next(job: CalibrateJob) -> str | None:
-    """Say what is to be done with the shard that was written; None where there is none."""
+    """Describe the next step after a shard; None after a whole run."""
     shard = job.settings.shard
     if shard is None:
         return None
     return (
-        f"part {shard.index} of {shard.count}: no scales yet. When all {shard.count} are there: "
+        f"part {shard.index} of {shard.count} has no scales. When all {shard.count} parts exist: "
         f"fp8calib merge PARTS... --out {STATS_NAME}, then fp8calib export {STATS_NAME}"
     )

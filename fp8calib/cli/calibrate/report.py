@@ -1,4 +1,4 @@
-"""The report of a calibration: as JSON for machines, as a page for people."""
+"""The report of a calibration, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class RunMeasurements:
     duration_s: float
     device: str
     memory: Mapping[str, Any]
-    """How the model was held, what the plan said of it, and the measured peak."""
+    """The memory mode, its plan, and the measured peak."""
     back_offs: tuple[BackOff, ...]
-    """Where batches became smaller because memory did not suffice."""
+    """Where batches became smaller because memory ran out."""
     resumed: int
-    """Sequences that an interrupted run had done."""
+    """Sequences that an interrupted run had finished."""
     resumed_tokens: int
-    """Tokens in them: none of `duration_s` went into these."""
+    """Tokens in them; `duration_s` does not include these."""
     num_ranks: int
 
 
@@ -52,7 +52,7 @@ def build_calibration_report(
     files: Sequence[str],
     notes: Sequence[Note],
 ) -> dict[str, Any]:
-    """Gather what a user or a script wants to know about a run that has ended."""
+    """Build the report of a finished run: the content of report.json."""
     fmt = FP8_FORMATS[job.recipe.scales.fp8_dtype]
     geometry = stats.geometry
     before, after = kv_bytes_per_token(geometry)
@@ -148,7 +148,7 @@ def _query_warnings(job: CalibrateJob, stats: CalibrationStats) -> Iterator[str]
 
 
 def describe_calibration_plan(job: CalibrateJob, mode: MemoryMode) -> dict[str, Any]:
-    """Say what a run would do."""
+    """Describe the planned run: the JSON output of --dry-run."""
     plan = job.plan
     return {
         "plan": {
@@ -171,7 +171,7 @@ def describe_calibration_plan(job: CalibrateJob, mode: MemoryMode) -> dict[str, 
 def show_calibration_report(
     job: CalibrateJob, stats: CalibrationStats, report: Mapping[str, Any]
 ) -> None:
-    """Print the report for people: on stderr when stdout is for JSON."""
+    """Print the report as text; with --json, on stderr."""
     show = say if job.settings.as_json else print_text
     now = report["sequences"] - report["resumed_sequences"]
     counted = f"{now} of them now, " if report["resumed_sequences"] else ""
@@ -202,18 +202,18 @@ def show_calibration_report(
         show(f"  {item['format']}, {item['engine']}: {verdict}: {item['why']}")
 
 
-_SHOWN = 20
+_SHOWN_LAYERS = 20
 _FALLBACKS: Mapping[Fallback, str] = {
-    Fallback.LAYER_MAX: "they take the largest scale of the same role in their layer",
-    Fallback.ONE: "they take scale 1.0",
-    Fallback.REFUSE: "--fallback refuse: no scales are made of them",
+    Fallback.LAYER_MAX: "they get the largest scale of the same role in their layer",
+    Fallback.ONE: "they get scale 1.0",
+    Fallback.REFUSE: "--fallback refuse: no scales are computed for them",
 }
 
 
 def count_experts(stats: CalibrationStats, fallback: Fallback | None) -> dict[str, Any] | None:
-    """Say for every layer how its tokens went to its experts; None where there are none.
+    """Count the tokens that reached the experts of each layer; None without experts.
 
-    Of a shard nothing is said: what it did not reach others may.
+    None for a shard too: another shard may reach the experts that this one did not.
     """
     if stats.shard is not None:
         return None
@@ -240,7 +240,7 @@ def count_experts(stats: CalibrationStats, fallback: Fallback | None) -> dict[st
 
 
 def describe_experts(experts: Mapping[str, Any] | None) -> Iterator[str]:
-    """Say the same in lines for people."""
+    """Describe the counts of `count_experts` in a few lines."""
     if experts is None:
         return
     layers: Sequence[Mapping[str, Any]] = experts["layers"]
@@ -256,7 +256,7 @@ def describe_experts(experts: Mapping[str, Any] | None) -> Iterator[str]:
         return
     total = sum(len(layer["never_reached"]) for layer in unreached)
     yield f"{total} experts were never reached: {_FALLBACKS[Fallback(experts['fallback'])]}"
-    for layer in unreached[:_SHOWN]:
+    for layer in unreached[:_SHOWN_LAYERS]:
         yield f"  {layer['module']}: {', '.join(map(str, layer['never_reached']))}"
-    if len(unreached) > _SHOWN:
-        yield f"  and in {len(unreached) - _SHOWN} more layers, see report.json"
+    if len(unreached) > _SHOWN_LAYERS:
+        yield f"  and {len(unreached) - _SHOWN_LAYERS} more layers, see report.json"

@@ -1,4 +1,4 @@
-"""What `fp8calib calibrate` does: open, plan, run, write, show."""
+"""Run `fp8calib calibrate`: open the model, plan, calibrate, write, report."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from fp8calib.cli.calibrate.work_folder import (
     UnwrittenError,
     WorkFolder,
     check_output_of,
-    describe_job,
     find_finished,
+    make_job_header,
     remove_outputs,
     work_folder,
 )
@@ -74,14 +74,14 @@ if TYPE_CHECKING:
 
 
 def run_calibrate(settings: CalibrateSettings) -> None:
-    """Calibrate as the settings say, and show the outcome."""
+    """Calibrate a model and print the outcome."""
     quiet_libraries()
     process_rank = find_process_rank(os.environ)
     settings = replace(settings, device=choose_rank_device(settings, process_rank))
     with open_process_group(process_rank) as group, _opened(settings) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
-        header = describe_job(job)
+        header = make_job_header(job)
         finished = _find_finished(job, header, group)
         if finished is not None:
             _show_finished(job, finished)
@@ -111,7 +111,7 @@ def run_calibrate(settings: CalibrateSettings) -> None:
 def _find_finished(
     job: CalibrateJob, header: StatsHeader, group: ProcessGroup | None
 ) -> Mapping[str, Any] | None:
-    """Let the first process look for a finished output: it may write one before others look."""
+    """Look for finished output in the first process alone: others may see what it writes now."""
     if group is None:
         return find_finished(job, header)
     found: Mapping[str, Any] | None = group.broadcast(lambda: find_finished(job, header))
@@ -135,7 +135,7 @@ def _opened(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
         settings.model,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
-        if_quantized="scales measured on it would carry its errors: calibrate the unquantized "
+        if_quantized="its activations have quantization errors already: calibrate the unquantized "
         "model it was made from",
     )
     out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
@@ -171,12 +171,12 @@ def _check_observed(recipe: Recipe) -> None:
     observe = recipe.observe
     if recipe.formats and not observe.kv:
         raise UsageError(
-            f"{', '.join(recipe.formats)}: needs K and V, which recipe {recipe.name} leaves out",
+            f"{', '.join(recipe.formats)}: recipe {recipe.name} does not observe K and V",
             hint="choose another recipe",
         )
     if "rfc" in recipe.formats and not (observe.inputs and observe.weights):
         raise UsageError(
-            f"rfc: needs inputs and weights, which recipe {recipe.name} does not both observe",
+            f"rfc: needs inputs and weights, and recipe {recipe.name} does not observe both",
             hint="choose another recipe",
         )
     if recipe.query_scale and not observe.query:
@@ -253,7 +253,7 @@ def _load(job: CalibrateJob, mode: MemoryMode, bar: Bar) -> PreparedModel:
 def _write(
     job: CalibrateJob, stats: CalibrationStats, measured: RunMeasurements, folder: Path, bar: Bar
 ) -> Mapping[str, Any]:
-    """Write everything, or, where a format cannot be written, what the run has cost hours for."""
+    """Write all output; where a format cannot be written, save at least the statistics."""
     try:
         return _write_all(job, stats, measured, folder, bar)
     except OSError as error:
@@ -271,13 +271,12 @@ def _write(
             raise
         raise UnwrittenError(
             error.message,
-            hint=f"what the run has kept stays in {folder}: once that is mended, --resume goes on "
-            "from it",
+            hint=f"the run's checkpoints stay in {folder}: fix the cause and add --resume",
         ) from error
     raise ExportError(
         failed.message,
-        hint=f"the statistics are kept: `fp8calib export {job.out / STATS_NAME}` makes scales "
-        f"of them without another run. {failed.hint}".strip(),
+        hint=f"the statistics are saved: `fp8calib export {job.out / STATS_NAME}` writes scales "
+        f"without another run. {failed.hint}".strip(),
     ) from failed
 
 

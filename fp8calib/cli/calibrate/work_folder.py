@@ -1,4 +1,4 @@
-"""The folder a calibration works in, and how a run goes on with what another has left there."""
+"""The working folder of a calibration, and how --resume continues an earlier run in it."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ _TAG = "fp8calib calibrate"
 
 
 class UnwrittenError(ExportError):
-    """Nothing of the output could be written; what the run has kept stays."""
+    """No output could be written; the run's checkpoints stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkFolder:
-    """Where a run writes, and keeps what it has seen."""
+    """Where a run writes its output and its checkpoints."""
 
     path: Path
     journal: Journal
     report: Mapping[str, Any] | None = None
-    """Of an earlier run that had written everything here, and only could not put it in place."""
+    """Of an earlier run that wrote all output here but could not move it into place."""
 
 
 def check_output_of(job: CalibrateJob) -> None:
-    """Refuse an output folder that is in use, unless it may be the one that --resume looks for."""
+    """Refuse an output folder that is in use, unless it may hold the finished run of --resume."""
     if not _looks_finished(job):
         check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
 
 
-def describe_job(job: CalibrateJob) -> StatsHeader:
-    """Say what the statistics of a job will belong to."""
+def make_job_header(job: CalibrateJob) -> StatsHeader:
+    """Make the header of the statistics that a job will write."""
     return make_header(
         job.prepared,
         job.plan,
@@ -62,7 +62,7 @@ def describe_job(job: CalibrateJob) -> StatsHeader:
 
 
 def find_finished(job: CalibrateJob, header: StatsHeader) -> Mapping[str, Any] | None:
-    """Give the report of the run that --resume would go on with, where it had come to its end.
+    """Find the report of the run that --resume continues, if that run is finished already.
 
     Raises:
         UsageError: the output folder holds something else.
@@ -88,7 +88,7 @@ def _has_all(job: CalibrateJob, folder: Path) -> bool:
 def _read_finished(
     job: CalibrateJob, header: StatsHeader, folder: Path
 ) -> Mapping[str, Any] | None:
-    """Read the report of a folder where this run had come to its end; None where it had not."""
+    """Read the report of a folder that holds this run, finished; None if it does not."""
     try:
         stats = load_stats(folder / STATS_NAME, accepts_shard=True)
         report: Mapping[str, Any] = json.loads((folder / REPORT_NAME).read_bytes())
@@ -108,14 +108,14 @@ def _is_of_run(job: CalibrateJob, header: StatsHeader, stats: CalibrationStats) 
 def work_folder(
     job: CalibrateJob, header: StatsHeader, group: ProcessGroup | None
 ) -> Iterator[WorkFolder]:
-    """Open the folder of a run; it becomes the output in the end.
+    """Open the working folder of a run; it becomes the output folder at the end.
 
-    An interruption, the death of another process, and a disk that takes no output leave it for
-    --resume; any other error removes it. Of several processes the first one does all of this, the
-    others keep their checkpoints in its folder.
+    An interruption, a failed peer and a failure to write the output keep it for --resume; any
+    other error removes it. Of several processes the first one does all of this; the others write
+    their checkpoints to its folder.
 
     Raises:
-        UsageError: the folder is in use, or what is to be gone on with is of another calibration.
+        UsageError: the folder is in use, or --resume finds another calibration in it.
         DataError: a checkpoint is damaged.
     """
     if group is not None and not group.is_first:
@@ -136,8 +136,8 @@ def work_folder(
     with folder as staging:
         if folder.discarded:
             warn(
-                f"{staging}: what an interrupted run had kept there was discarded; the same "
-                "command line with --resume goes on from such"
+                f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
+                "such a run, add --resume to its command line"
             )
         journal = _open_journal(job, header, staging)
         if group is None and (report := _find_complete(job, header, staging)) is not None:
@@ -165,7 +165,7 @@ def _find_complete(
 
 
 def _join(job: CalibrateJob, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
-    """Open the folder that the first process has made, where it can be seen."""
+    """Open the folder that the first process made."""
     made = group.broadcast(dict)
     folder = Path(made["folder"])
     journal = _open_journal(job, header, folder, rank=group.rank, done=Done.from_json(made))
@@ -190,17 +190,17 @@ def _open_journal(
 def _describe_start(journal: Journal, header: StatsHeader) -> str:
     done = journal.done
     if journal.has_layers:
-        return "--resume: going on after the layers that were run"
+        return "--resume: continuing after the finished layers"
     if done == NOTHING:
-        return "--resume: no interrupted run has left anything, beginning at the beginning"
+        return "--resume: no interrupted run found, starting from the beginning"
     return (
-        f"--resume: {done.num_sequences} of {header.num_sequences} sequences were done, going on "
-        "after them"
+        f"--resume: {done.num_sequences} of {header.num_sequences} sequences are done, continuing "
+        "with the rest"
     )
 
 
 def remove_outputs(folder: Path) -> None:
-    """Remove what a run had begun to write when it was ended; it is written anew."""
+    """Remove output that an earlier run began to write; it is written again."""
     for path in folder.iterdir():
         if path.name == PROGRESS_NAME or is_checkpoint(path):
             continue
