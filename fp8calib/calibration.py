@@ -20,6 +20,7 @@ from fp8calib.model.weight_stats import check_other_weights, observe_weights
 from fp8calib.observe.calibration_hooks import open_calibration_hooks
 from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
 from fp8calib.recipe import Recipe
+from fp8calib.run.forward.observed_batches import BatchObserver
 from fp8calib.run.forward.whole import WholeRunner
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.resume.work_share import WHOLE, WorkShare
@@ -221,11 +222,10 @@ def _activations(
         open_calibration_hooks(
             prepared.model, prepared.geometry, recorder, recipe.observe, ignored=prepared.ignored
         ) as new_cache,
-        _kept(recorder, share.journal) as on_checked,
+        _checkpoints(recorder, share.journal) as on_checked,
     ):
-        WholeRunner(prepared.model, new_cache).run(
+        WholeRunner(BatchObserver(prepared.model, recorder, new_cache)).run(
             todo,
-            recorder,
             progress.advance,
             on_checked=on_checked,
             on_back_off=share.back_offs.append,
@@ -234,8 +234,8 @@ def _activations(
 
 
 @contextmanager
-def _kept(recorder: Recorder, journal: Journal | None) -> Iterator[Callable[[], None]]:
-    """Keep what a recorder holds: now and then, in the end, and at an interruption."""
+def _checkpoints(recorder: Recorder, journal: Journal | None) -> Iterator[Callable[[], None]]:
+    """Save the statistics of a recorder when due, at the end, and at an interruption."""
     if journal is None:
         yield lambda: None
         return

@@ -15,7 +15,7 @@ from fp8calib.machine.launch import ProcessRank
 from fp8calib.model.load import choose_device
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup
-from fp8calib.run.forward.whole import BackOff
+from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
 

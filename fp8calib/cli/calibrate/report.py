@@ -18,7 +18,7 @@ from fp8calib.dialects.write import Note
 from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.geometry.sites import Role
-from fp8calib.run.forward.whole import BackOff
+from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.scales.compute import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation

@@ -1,4 +1,4 @@
-"""What calibration gathers while a model is streamed: weights and activations in one pass."""
+"""Gather the statistics of weights and activations while a model is streamed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8calib.observe.calibration_hooks import open_calibration_hooks
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
-from fp8calib.run.forward.whole import BackOff, cut_into
+from fp8calib.run.forward.observed_batches import BackOff, BatchObserver, cut_into
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.layer_journal import LayerJournal
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel, Streaming
@@ -27,8 +27,8 @@ from fp8calib.stats.calibration_stats import SiteStats
 from fp8calib.stats.merge import merge_sites
 
 
-class _Counted:
-    """Passes on how far a run is, and can take it back."""
+class _CountedProgress:
+    """Passes progress on, and can undo it."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self._advance = advance
@@ -38,7 +38,7 @@ class _Counted:
         self._advance(steps)
         self._steps += steps
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         self(-self._steps)
 
 
@@ -62,20 +62,20 @@ class LayerObserver:
         self._observe = observe
         self._ignored = ignored
         self._weights: dict[Site, SiteStats] = {}
-        self._met: set[str] = set()
+        self._observed: set[str] = set()
         self.recorder = Recorder()
 
     def probe(self, batch: Batch, streaming: Streaming) -> Probe:
-        """Measure the first layer on one micro-batch; what is observed of it stays.
+        """Measure the first layer on one micro-batch; its observations are kept.
 
-        Of one that does not fit into memory a half is tried, and taken for half of it.
+        A micro-batch that does not fit into memory is halved, and the measurements doubled.
         """
         try:
             with (
                 self._runner(streaming) as runner,
-                runner.first_layer(batch, self.recorder) as first,
+                runner.first_layer(batch) as first,
             ):
-                return probe_layer(self._streamed, first, on_layer_read=self._meet)
+                return probe_layer(self._streamed, first, on_layer_read=self._observe_layer)
         except OutOfMemoryInForward:
             size = len(batch.lengths) // 2
             if not size:
@@ -87,14 +87,14 @@ class LayerObserver:
         )
 
     def observe_weights(self, advance: Callable[[int], None]) -> dict[Site, SiteStats]:
-        """Read the weights alone.
+        """Read and observe the weights alone.
 
         Raises:
             ModelError: a weight is NaN or inf.
         """
         with self._streamed.layers() as layers:
             for layer in layers:
-                self._meet(layer)
+                self._observe_layer(layer)
                 self._streamed.skip_layer()
                 advance(1)
         return self._finish()
@@ -108,7 +108,7 @@ class LayerObserver:
         *,
         on_back_off: Callable[[BackOff], None],
     ) -> dict[Site, SiteStats]:
-        """Run batches through the model; where one does not fit into memory, anew with halves.
+        """Run batches through the model; when one does not fit into memory, restart with halves.
 
         Raises:
             ModelError: a weight is NaN or inf.
@@ -117,7 +117,7 @@ class LayerObserver:
         """
         size = max(len(batch.lengths) for batch in batches)
         while True:
-            counted = _Counted(advance)
+            counted = _CountedProgress(advance)
             try:
                 return self._observe_once(batches, streaming, counted, journal)
             except OutOfMemoryInForward:
@@ -125,7 +125,7 @@ class LayerObserver:
                 if not size:
                     raise
             return_memory_of(self._streamed.device)
-            counted.take_back()
+            counted.undo()
             self.recorder.forget()
             on_back_off(BackOff(first=batches[0].first, batch_size=size))
             batches = [part for batch in batches for part in cut_into(batch, size)]
@@ -139,7 +139,7 @@ class LayerObserver:
     ) -> dict[Site, SiteStats]:
         kept = None if journal is None else LayerJournal(journal, batches)
         with self._runner(streaming) as runner:
-            runner.run(batches, self.recorder, advance, on_layer_read=self._meet, journal=kept)
+            runner.run(batches, advance, on_layer_read=self._observe_layer, journal=kept)
         earlier = {} if kept is None else kept.sites
         return merge_sites([self._finish(), earlier, self.recorder.stats()])
 
@@ -149,9 +149,10 @@ class LayerObserver:
         with open_calibration_hooks(
             streamed.model, streamed.geometry, self.recorder, self._observe, ignored=self._ignored
         ) as new_cache:
-            yield StreamedRunner(streamed, streaming, new_cache)
+            observer = BatchObserver(streamed.model, self.recorder, new_cache)
+            yield StreamedRunner(streamed, streaming, observer)
 
-    def _meet(self, layer: StreamedLayer) -> None:
+    def _observe_layer(self, layer: StreamedLayer) -> None:
         if not self._observe.weights:
             return
         linears = [each for each in layer.layer.linears if each.module in self._linears]
@@ -160,10 +161,10 @@ class LayerObserver:
         )
         read = layer.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
-        self._met.update(layer.part.tensors)
+        self._observed.update(layer.part.tensors)
 
     def _finish(self) -> dict[Site, SiteStats]:
         if self._observe.weights:
-            others = [name for name in self._checkpoint.tensors if name not in self._met]
+            others = [name for name in self._checkpoint.tensors if name not in self._observed]
             check_other_weights(self._checkpoint, others)
         return self._weights
