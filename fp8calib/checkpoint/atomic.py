@@ -1,4 +1,4 @@
-"""Output that is there whole or not at all: written under a temporary name, then renamed."""
+"""Atomic output: folders and files are written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fp8calib.errors import ExportError, UsageError
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _TOKEN_DIGITS = 8
-_MAX_NAME_BYTES = 200  # of 255 that file systems allow; the rest is for the temporary name
+_MAX_NAME_BYTES = 200  # file systems allow 255; the rest is for the temporary suffix
 
 
 class OutputFolder:
-    """Give a temporary folder to write into; on leaving, rename it to `path` or remove it.
+    """A context manager that gives a temporary folder, and renames it to `path` on success.
 
-    The temporary folder is a hidden sibling of `path`. It lies inside `path` where a rename of the
-    whole folder is impossible or unkind: a mount point (a container's volume), the working
-    directory, a parent folder that cannot be written. Then, and where `path` holds owned files the
-    run did not write, its entries are exchanged one by one; a failure puts the old ones back.
+    The temporary folder is a hidden sibling of `path`. It is inside `path` if the whole folder
+    cannot or should not be renamed: a mount point (a container's volume), the working directory, or
+    a parent folder that is not writable. In that case, and if `path` holds owned files that the run
+    did not write, entries are replaced one by one; after a failure the old ones are restored.
 
-    An `OSError` that leaves the `with` block becomes an `ExportError`; any other exception leaves
-    as it is; either way nothing temporary stays, nor a parent folder that was made for it.
+    An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
+    any exception, the temporary folder and the parent folders made for it are removed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OutputFolder:
         except OSError as error:
             _remove_empty(self._made_parents)
             raise explain_os_error(error, self.path) from error
-        self._aside = self._staging.with_name(f"{self._staging.name}.old")
+        self._replaced = self._staging.with_name(f"{self._staging.name}.old")
         return self._staging
 
     def __exit__(
@@ -76,7 +76,7 @@ class OutputFolder:
 
     def _clean_up(self) -> None:
         shutil.rmtree(self._staging, ignore_errors=True)
-        _remove_empty([*self._made_parents, self._aside])
+        _remove_empty([*self._made_parents, self._replaced])
 
     def _make_staging(self, parent: Path) -> Path:
         staging = parent / _name_temporary(self._target)
@@ -87,22 +87,22 @@ class OutputFolder:
         check_output(self.path, self._owned, self._force, inputs=self._inputs)
 
     def _commit(self) -> None:
-        self._check()  # again, for hours may have passed
+        self._check()  # again: hours may have passed
         target, new = self._target, {entry.name for entry in self._staging.iterdir()}
         old = {entry.name for entry in target.iterdir()} if target.is_dir() else set()
         if target.is_dir():
             shutil.copymode(target, self._staging)
         if self._staging.parent == target or not old <= new:
-            self._exchange_entries(old & new, new)
+            self._replace_entries(old & new, new)
         elif old:
-            _move_all([(target, self._aside), (self._staging, target)])
+            _move_all([(target, self._replaced), (self._staging, target)])
         else:
             self._staging.rename(target)
-        shutil.rmtree(self._aside, ignore_errors=True)
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
-    def _exchange_entries(self, replaced: Collection[str], new: Collection[str]) -> None:
-        self._aside.mkdir()
-        away = [(self._target / name, self._aside / name) for name in sorted(replaced)]
+    def _replace_entries(self, old: Collection[str], new: Collection[str]) -> None:
+        self._replaced.mkdir()
+        away = [(self._target / name, self._replaced / name) for name in sorted(old)]
         _move_all([*away, *((self._staging / name, self._target / name) for name in sorted(new))])
 
 
@@ -112,25 +112,25 @@ def check_output(
     """Refuse an output folder that `OutputFolder` would refuse; write nothing.
 
     Args:
-        path: the folder to be written; it may be missing, its parents too.
-        owned: the names of the entries the command writes, all of them.
-        force: replace owned entries that are there.
-        inputs: what the command reads; the output may not stand in its place, nor around it.
+        path: the folder to be written; it and its parents need not exist.
+        owned: the names of all entries that the command writes.
+        force: replace owned entries that exist.
+        inputs: the paths that the command reads; the output may neither replace nor contain them.
 
     Raises:
-        UsageError: the folder holds something, or cannot be made or written.
+        UsageError: the folder is not empty, or cannot be created or written.
     """
     try:
         target = path.resolve()
         for source in inputs:
             if source.resolve().is_relative_to(target):
-                message = f"{path}: the output would replace {source}, which is read"
+                message = f"{path}: the output would replace {source}, which is an input"
                 raise UsageError(message, hint="name another folder")
         if target.exists():
             _check_entries(path, owned, force)
         _check_writable(target, path)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise UsageError(f"{path}: cannot be an output folder: {error}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
+        raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
 
 
 def check_output_file(path: Path) -> None:
@@ -141,19 +141,19 @@ def check_output_file(path: Path) -> None:
     """
     try:
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path}: not a file that can be replaced", hint="name another file")
+            raise UsageError(f"{path}: exists, and is not a regular file", hint="name another file")
         parent = path.resolve().parent
         _refuse_unwritable(_find_existing(parent), path)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise UsageError(f"{path}: cannot be an output file: {error}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
+        raise UsageError(f"{path}: cannot be used as output file: {error}") from error
 
 
 def write_file_atomic(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, then rename it; missing parents are made.
+    """Write a file under a temporary name, then rename it; missing parents are created.
 
     Raises:
         UsageError: the path is a folder or a device.
-        ExportError: it cannot be written; then nothing has changed.
+        ExportError: the file cannot be written; an existing file is unchanged.
     """
     check_output_file(path)
     target = path.resolve()
@@ -175,20 +175,20 @@ def write_file_atomic(path: Path, data: bytes) -> None:
 
 
 def require_free_space(path: Path, size_bytes: int) -> None:
-    """Refuse to start writing what the disk under `path` (which may be missing) cannot hold.
+    """Check that the disk of `path` (which need not exist) has room for `size_bytes`.
 
     Raises:
-        ExportError: naming the bytes needed and the bytes free.
+        ExportError: there is too little room; the message gives the bytes needed and free.
     """
     free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
     if free_bytes < size_bytes:
         needed, free = format_size(size_bytes), format_size(free_bytes)
         message = f"{path}: {needed} are needed and {free} are free on its disk"
-        raise ExportError(message, hint="free some space or name a folder on another disk")
+        raise ExportError(message, hint="free some space, or use a folder on another disk")
 
 
 def format_size(size_bytes: int) -> str:
-    """Spell a number of bytes for people, in powers of 1000."""
+    """Format a number of bytes for people, in powers of 1000."""
     size = float(size_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
@@ -198,19 +198,19 @@ def format_size(size_bytes: int) -> str:
 
 
 def explain_os_error(error: OSError, path: Path, *, needed_bytes: int = 0) -> ExportError:
-    """Turn a failure to write into the error a user reads; `needed_bytes` is the least needed."""
+    """Turn a failure to write into an `ExportError`; `needed_bytes` is a lower bound."""
     reason = error.strerror or str(error)
     where = f" ({error.filename})" if error.filename else ""
     message = f"{path}: cannot be written: {reason}{where}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ExportError(message, hint="nothing was left behind")
+        return ExportError(message, hint="nothing was written")
     free = ""
     with suppress(OSError):
         free_bytes = shutil.disk_usage(_find_existing(path.resolve())).free
         free = f", {format_size(free_bytes)} are free"
     if needed_bytes:
         message += f"; more than {format_size(needed_bytes)} are needed{free}"
-    return ExportError(message, hint="free some space or name a folder on another disk")
+    return ExportError(message, hint="free some space, or use a folder on another disk")
 
 
 def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
@@ -222,11 +222,11 @@ def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
     strangers = sorted(names - owned)
     if strangers:
         shown = ", ".join(strangers[:5]) + (", ..." if len(strangers) > 5 else "")
-        message = f"{path}: the folder holds what this command does not write: {shown}"
+        message = f"{path}: the folder holds files that this command does not write: {shown}"
         raise UsageError(message, hint="name another folder")
     if not force:
         message = f"{path}: the folder is not empty"
-        raise UsageError(message, hint="--force replaces what is there, or name another folder")
+        raise UsageError(message, hint="use --force to replace its files, or another folder")
 
 
 def _check_writable(target: Path, path: Path) -> None:
@@ -243,7 +243,7 @@ def _refuse_unwritable(folder: Path, path: Path) -> None:
 
 
 def _choose_staging_parent(target: Path) -> Path:
-    """Choose where the temporary folder lies: beside `target`, or inside it where it must."""
+    """Choose the parent of the temporary folder: that of `target`, or `target` if necessary."""
     parent = _find_existing(target.parent)
     if target.is_dir() and (
         Path.cwd().is_relative_to(target)
@@ -255,7 +255,7 @@ def _choose_staging_parent(target: Path) -> Path:
 
 
 def _is_mount_point(path: Path) -> bool:
-    """Tell mount points, those inside one file system (container volumes) too."""
+    """Whether a path is a mount point, bind mounts (container volumes) included."""
     if path.is_mount():
         return True
     try:
@@ -271,14 +271,14 @@ def _find_existing(path: Path) -> Path:
 
 
 def _make_folders(path: Path, made: list[Path]) -> None:
-    """Make a folder and its missing parents; note each in `made`, outermost first."""
+    """Create a folder and its missing parents; append each to `made`, outermost first."""
     for folder in [folder for folder in (path, *path.parents) if not folder.exists()][::-1]:
         folder.mkdir(exist_ok=True)
         made.append(folder)
 
 
 def _remove_empty(folders: Collection[Path]) -> None:
-    """Remove those of the folders, innermost last, that are there and hold nothing."""
+    """Remove the folders (innermost last) that exist and are empty."""
     for folder in reversed(list(folders)):
         with suppress(OSError):
             folder.rmdir()
@@ -290,7 +290,7 @@ def _name_temporary(target: Path) -> str:
 
 
 def _list_entries(folder: Path) -> set[str]:
-    """List a folder without the temporary folders of its own output, running or killed."""
+    """List a folder, except temporary folders of an `OutputFolder`, running or killed."""
     if not folder.is_dir():
         return set()
     stem = re.escape(_name_temporary(folder)[:-_TOKEN_DIGITS])
@@ -299,7 +299,7 @@ def _list_entries(folder: Path) -> set[str]:
 
 
 def _move_all(moves: Collection[tuple[Path, Path]]) -> None:
-    """Rename in order; on any failure rename back what was moved, and raise."""
+    """Rename in order; after a failure, undo the renames and raise."""
     done: list[tuple[Path, Path]] = []
     try:
         for source, destination in moves:

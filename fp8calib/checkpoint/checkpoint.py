@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder, whose tensors are read one at a time."""
+"""A Hugging Face checkpoint folder whose tensors are read one at a time."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ CONFIG_NAME = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class UnlistedTensor:
-    """A tensor of a listed file which the index does not look for in that file."""
+    """A tensor of a listed file that the index does not map to that file."""
 
     file_name: str
     name: str
 
 
 class Checkpoint:
-    """The safetensors weights of a folder: every header is checked, no tensor is held.
+    """The safetensors weights of a folder; headers are checked on opening, tensors read on demand.
 
-    Made by `Checkpoint.open`; used as a context manager it gives its descriptors back.
+    Create it with `Checkpoint.open`; as a context manager it closes its files.
 
     Attributes:
-        folder: where the checkpoint lies.
-        index: the index as it was read; None where one file holds all tensors.
-        files: the files that hold the tensors, by name.
+        folder: the checkpoint's folder.
+        index: the weight index; None if one file holds all tensors.
+        files: the files that hold the tensors.
         weight_files: their paths.
-        tensors: the tensors in the order of files and, within a file, of data.
-        unlisted: tensors of these files which the index does not name.
+        tensors: the tensors, in the order of the files and of the data in each file.
+        unlisted: tensors of these files that the index does not name.
         unlisted_files: other `*.safetensors` files of the folder, which are not read.
     """
 
@@ -69,12 +69,12 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, *, require_config: bool = False) -> Self:
-        """Find the weights as transformers does and check every header; no data is read.
+        """Find the weights and check every header, without reading data.
 
-        `model.safetensors` goes before an index, as in transformers.
+        As in transformers, `model.safetensors` takes precedence over an index.
 
         Raises:
-            ModelError: there are no safetensors weights, or they do not fit together.
+            ModelError: there are no safetensors weights, or index and files disagree.
         """
         names, index = find_weights(folder)
         files = {name: TensorFile(folder / name) for name in names}
@@ -87,12 +87,12 @@ class Checkpoint:
 
     @property
     def is_sharded(self) -> bool:
-        """Tell whether an index says which file holds which tensor."""
+        """Whether an index maps tensors to files."""
         return self.index is not None
 
     @property
     def total_size_bytes(self) -> int:
-        """Sum the bytes of all listed tensors."""
+        """The bytes of all listed tensors."""
         return sum(entry.size_bytes for entry in self.tensors.values())
 
     def load_config(self) -> dict[str, object]:
@@ -108,18 +108,18 @@ class Checkpoint:
         return load_json_object(path)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor whole, into memory of its own.
+        """Read a whole tensor into memory of its own.
 
         Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
+            ModelError: the checkpoint has no such tensor, or its file cannot be read.
         """
         return self._file(name).read(name)
 
     def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read one tensor whole, placed as mapping its file would place it.
+        """Read a whole tensor to an address aligned as in a mapped file (see `TensorFile`).
 
         Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
+            ModelError: the checkpoint has no such tensor, or its file cannot be read.
         """
         return self._file(name).read_as_mapped(name)
 
@@ -127,8 +127,8 @@ class Checkpoint:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension.
 
         Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
-            IndexError: the tensor does not have these rows.
+            ModelError: the checkpoint has no such tensor, or its file cannot be read.
+            IndexError: the tensor has no such rows.
         """
         return self._file(name).read_rows(name, start, stop)
 
@@ -136,8 +136,8 @@ class Checkpoint:
         """Read consecutive rows and columns of one matrix of a 3-D tensor.
 
         Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
-            IndexError: the tensor does not have these.
+            ModelError: the checkpoint has no such tensor, or its file cannot be read.
+            IndexError: the tensor has no such rows or columns.
         """
         return self._file(name).read_block(name, index, rows, columns)
 
@@ -145,32 +145,32 @@ class Checkpoint:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
 
         Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read any more.
-            IndexError: the tensor does not have these bytes.
+            ModelError: the checkpoint has no such tensor, or its file cannot be read.
+            IndexError: the tensor has no such bytes.
         """
         return self._file(name).read_bytes(name, start, stop)
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read `size_bytes` from the middle of a tensor, or all of it when it is smaller."""
+        """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""
         return self._file(name).sample_bytes(name, size_bytes)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Tell the dtype `read` gives."""
+        """Return the dtype that `read` gives."""
         return self._file(name).torch_dtype(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Tell the shape `read` gives."""
+        """Return the shape that `read` gives."""
         return self._file(name).tensors[name].shape
 
     def file_of(self, name: str) -> Path:
-        """Tell which weight file holds a tensor."""
+        """Return the path of the file that holds a tensor."""
         return self._file(name).path
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
 
     def close(self) -> None:
-        """Give all descriptors back; a later read opens its file again."""
+        """Close all files; a later read opens its file again."""
         for file in set(self._files.values()):
             file.close()
 
@@ -193,16 +193,16 @@ class Checkpoint:
 
 
 def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
-    """Refuse a tensor that two shards hold: readers differ in which copy they take.
+    """Refuse a checkpoint that holds a tensor twice: readers differ in which copy they use.
 
     Raises:
-        ModelError: naming it.
+        ModelError: a tensor is in two shards.
     """
     for item in checkpoint.unlisted:
         if item.name in checkpoint.tensors:
             raise ModelError(
-                f"{checkpoint.folder}: {item.name} stands in {item.file_name} too, where the index "
-                "does not look for it",
+                f"{checkpoint.folder}: {item.name} is also in {item.file_name}, to which the index "
+                "does not map it",
                 hint="remove the copy, or download the checkpoint again",
             )
 
@@ -210,5 +210,5 @@ def refuse_duplicate_tensors(checkpoint: Checkpoint) -> None:
 def _check_index(index: WeightIndex, files: Mapping[str, TensorFile]) -> None:
     for name, file_name in index.weight_map.items():
         if name not in files[file_name].tensors:
-            message = f"{index.path}: the tensor {name!a:.200} is not in {file_name}, as it says"
-            raise ModelError(message, hint="index and shards are of two kinds; download both again")
+            message = f"{index.path}: the tensor {name!a:.200} is not in {file_name}"
+            raise ModelError(message, hint="index and shards do not match; download both again")

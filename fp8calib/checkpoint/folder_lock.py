@@ -1,4 +1,4 @@
-"""A folder that one run works in: another is told so. The lock ends with the process."""
+"""A lock on a folder, so that two runs never work in it; it ends with the process."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from pathlib import Path
 
 from fp8calib.errors import UsageError
 
-_PATIENCE_S = 10.0
-"""The processes of a run whose starter was killed need a moment to notice."""
+_TIMEOUT_S = 10.0
+"""After the launcher of a run is killed, its processes need a moment to end."""
 _POLL_S = 0.1
 
 
 class FolderLock:
-    """Holds a folder, as far as its file system knows locks."""
+    """Locks a folder, if its file system supports locks."""
 
     def __init__(self, folder: Path) -> None:
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         self._folder = folder
 
-    def take(self) -> None:
-        """Hold the folder alone.
+    def acquire(self) -> None:
+        """Lock the folder exclusively, waiting up to ten seconds.
 
         Raises:
             UsageError: another process holds it.
         """
-        until = time.monotonic() + _PATIENCE_S
+        until = time.monotonic() + _TIMEOUT_S
         while not self._try(fcntl.LOCK_EX):
             if time.monotonic() > until:
                 self.release()
                 raise UsageError(
-                    f"{self._folder}: another run is at work there",
-                    hint="wait for its end, stop it, or name another output folder",
+                    f"{self._folder}: another run is using this folder",
+                    hint="wait until it ends, stop it, or name another output folder",
                 )
             time.sleep(_POLL_S)
 
     def share(self) -> None:
-        """Let other processes of the same run hold the folder too."""
+        """Downgrade to a shared lock, so that other processes of the run can lock it too."""
         self._try(fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         os.close(self._descriptor)
 
     def _try(self, operation: int) -> bool:
@@ -52,14 +52,14 @@ class FolderLock:
             fcntl.flock(self._descriptor, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # a file system without locks
+        except OSError:  # the file system does not support locks
             return True
         return True
 
 
 @contextmanager
 def shared_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder together with the process that has taken it; do nothing where it is not."""
+    """Share the lock on a folder with the process that acquired it, if the folder exists."""
     if not folder.is_dir():
         yield
         return

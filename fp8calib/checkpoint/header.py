@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read strictly and without touching the data."""
+"""Read and check the header of a safetensors file, without reading the data."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ ITEM_SIZE_BYTES: Mapping[str, int] = MappingProxyType(
     }
 )
 PACKED_BITS: Mapping[str, int] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
-"""Formats of less than a byte: their tensors take whole bytes together, and are not read."""
+"""Formats smaller than a byte; a tensor fills whole bytes. Their values are never read."""
 _ITEM_SIZE_BITS = {**{name: 8 * size for name, size in ITEM_SIZE_BYTES.items()}, **PACKED_BITS}
 _LFS_POINTER = b"version "
-_TORN_HINT = "download or copy the file again"
+_TRUNCATED_HINT = "download or copy the file again"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies in its file; `start` and `stop` count from the file's first byte.
+    """One tensor of a file; `start` and `stop` count from the first byte of the file.
 
-    `dtype` is spelled as in the file, for example "BF16".
+    `dtype` is the file's name for it, for example "BF16".
     """
 
     dtype: str
@@ -57,13 +57,13 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Tell the bytes the tensor takes in the file."""
+        """The size of the tensor in the file."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What one safetensors file says it holds; tensors stand in the order of their data."""
+    """The header of one safetensors file; tensors are in the order of their data."""
 
     path: Path
     tensors: Mapping[str, TensorEntry]
@@ -73,10 +73,10 @@ class ShardHeader:
 def read_header(path: Path) -> ShardHeader:
     """Read and check the header of a safetensors file.
 
-    Nothing is allocated before the header's length is checked against the file and the cap.
+    The header's length is checked against the file and the limit before anything is allocated.
 
     Raises:
-        ModelError: the file is missing, torn, or not a well-formed safetensors file.
+        ModelError: the file is missing, truncated, or not a valid safetensors file.
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such file" if not path.exists() else f"{path}: not a file")
@@ -101,17 +101,17 @@ def _read_raw_header(file: BinaryIO, *, path: Path, size_bytes: int) -> bytes:
         message = f"{path}: a Git LFS pointer, not the weights"
         raise ModelError(message, hint="run `git lfs pull` in the folder")
     if len(prefix) < 8:
-        message = f"{path}: torn or truncated: {size_bytes} bytes cannot hold a safetensors header"
-        raise ModelError(message, hint=_TORN_HINT)
+        message = f"{path}: truncated: {size_bytes} bytes cannot hold a safetensors header"
+        raise ModelError(message, hint=_TRUNCATED_HINT)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         _refuse(path, f"not a safetensors file: its header would be {length} bytes long")
     if 8 + length > size_bytes:
         message = (
-            f"{path}: torn or truncated: the header alone ends at byte {8 + length}, "
+            f"{path}: truncated: the header alone ends at byte {8 + length}, "
             f"the file has {size_bytes} bytes"
         )
-        raise ModelError(message, hint=_TORN_HINT)
+        raise ModelError(message, hint=_TRUNCATED_HINT)
     return file.read(length)
 
 
@@ -159,7 +159,7 @@ def _parse_entry(path: Path, name: str, fields: object, data_start: int) -> Tens
 
 
 def _count_bits(shape: list[int], item_size_bits: int) -> int:
-    """Multiply, stopping once no file can hold the result: digits must not grow without bound."""
+    """Multiply the sizes; stop once no file can hold the result, so integers stay small."""
     if 0 in shape:
         return 0
     total = item_size_bits
@@ -180,9 +180,9 @@ def _check_layout(
             _refuse(path, f"tensor {name!a:.200}: its data {fault} (byte {entry.start})")
         end = entry.stop
     if end != size_bytes:
-        fault = "torn or truncated" if end > size_bytes else "longer than its header says"
+        fault = "truncated" if end > size_bytes else "longer than its header says"
         message = f"{path}: {fault}: header says the file has {end} bytes, it has {size_bytes}"
-        raise ModelError(message, hint=_TORN_HINT)
+        raise ModelError(message, hint=_TRUNCATED_HINT)
 
 
 def _is_count_list(value: object) -> bool:

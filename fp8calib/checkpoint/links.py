@@ -1,4 +1,4 @@
-"""Links in a checkpoint folder that was given to us: which are followed, which are refused."""
+"""Refuse symbolic links that lead out of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _CACHED_MODEL = "models--"
 
 
 def refuse_external_links(folder: Path) -> None:
-    """Refuse a folder in which a file that is read is a link to one elsewhere.
+    """Refuse a folder if a file to be read is a link to a file outside it.
 
-    Whoever sends a checkpoint must not choose what else is read on the machine. Links within the
-    folder are followed, and so are those to a blob of the Hugging Face cache
-    (`models--ORG--NAME/blobs/HASH`), which is how a downloaded snapshot is made. The folder itself
-    may be a link: the user named it.
+    The author of a checkpoint must not choose which other files of the machine are read. Allowed
+    are links within the folder, and links to blobs of the Hugging Face cache
+    (`models--ORG--NAME/blobs/HASH`), of which downloaded snapshots consist. The folder itself may
+    be a link, because the user named it.
 
     Raises:
-        ModelError: naming the link.
+        ModelError: a file is such a link.
         OSError: the folder cannot be read.
     """
     for path in sorted(folder.iterdir()):
@@ -29,20 +29,20 @@ def refuse_external_links(folder: Path) -> None:
 
 
 def refuse_external_link(path: Path) -> None:
-    """Refuse one file of a folder where it is such a link.
+    """Refuse one file of a folder if it is a link out of the folder.
 
     Raises:
-        ModelError: naming the link.
+        ModelError: the file is such a link.
     """
-    if path.is_symlink() and path.is_file() and not _may_be_followed(path):
+    if path.is_symlink() and path.is_file() and not _is_allowed(path):
         target = shorten(str(path.readlink()))
         raise ModelError(
             f"{path.parent}: {shorten(path.name)} is a link out of the folder, to {target}",
-            hint="copy or hard-link the file, or name the folder it lies in",
+            hint="copy or hard-link the file, or name the folder that holds it",
         )
 
 
-def _may_be_followed(path: Path) -> bool:
+def _is_allowed(path: Path) -> bool:
     target = path.resolve()
     blobs = target.parent
     is_cached = blobs.name == _BLOBS and blobs.parent.name.startswith(_CACHED_MODEL)

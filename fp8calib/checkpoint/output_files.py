@@ -1,4 +1,4 @@
-"""Several output files that appear together or not at all."""
+"""Write several output files that appear together or not at all."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from fp8calib.errors import ExportError, UsageError
 
 
 class OutputFiles:
-    """Gives a place for each file; what is written there is moved to its path in the end.
+    """A context manager that gives a temporary path for each file, and renames all on success.
 
-    After an error, or an interruption, nothing is moved and nothing stays.
+    After an exception, the temporary files are removed and no file is renamed.
     """
 
     def __init__(self, paths: Collection[Path]) -> None:
         self._paths = tuple(paths)
-        self._places: dict[Path, Path] = {}
+        self._temporary: dict[Path, Path] = {}
 
     def probe(self) -> None:
-        """Make every file, empty, in its place and remove it: hours later this must not fail.
+        """Create every file, empty, and remove it again, to fail now rather than hours later.
 
         Raises:
-            UsageError: a folder cannot be written, or a name not be had.
+            UsageError: a folder cannot be written, or a file name is not allowed.
         """
         try:
-            for path, place in self.__enter__().items():
+            for path, temporary in self.__enter__().items():
                 try:
-                    place.touch()
+                    temporary.touch()
                 except OSError as error:
                     raise explain_os_error(error, path) from error
         except ExportError as error:
             raise UsageError(error.message, hint="name another file") from error
         finally:
             self._remove()
-            self._places.clear()
+            self._temporary.clear()
 
     def __enter__(self) -> Mapping[Path, Path]:
-        """Make the places, each beside its path.
+        """Create a temporary folder beside each path.
 
         Raises:
             ExportError: a folder cannot be written.
@@ -54,8 +54,8 @@ class OutputFiles:
             except OSError as error:
                 self._remove()
                 raise explain_os_error(error, path) from error
-            self._places[path] = folder / target.name
-        return self._places
+            self._temporary[path] = folder / target.name
+        return self._temporary
 
     def __exit__(
         self,
@@ -63,7 +63,7 @@ class OutputFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Move every file where all were written; remove the places."""
+        """Rename all files after success; remove what is temporary."""
         try:
             if kind is None:
                 self._move()
@@ -71,15 +71,15 @@ class OutputFiles:
             self._remove()
 
     def _move(self) -> None:
-        for path, place in self._places.items():
+        for path, temporary in self._temporary.items():
             try:
-                os.replace(place, path.resolve())  # noqa: PTH105 -- both are whole paths
+                os.replace(temporary, path.resolve())  # noqa: PTH105 -- both are paths of files
             except OSError as error:
                 raise explain_os_error(error, path) from error
 
     def _remove(self) -> None:
-        for place in self._places.values():
+        for temporary in self._temporary.values():
             with suppress(OSError):
-                place.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             with suppress(OSError):
-                place.parent.rmdir()
+                temporary.parent.rmdir()

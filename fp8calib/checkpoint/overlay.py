@@ -1,7 +1,7 @@
-"""A complete checkpoint folder made of a source's weights and a small file of extra tensors.
+"""Write a checkpoint folder of a source's weights and a small file of extra tensors.
 
-A server must find weights and scales through the
-index, so no file may be called `model.safetensors`: transformers would read that one alone.
+Servers must find weights and scales through the index, so no file may be called
+`model.safetensors`: transformers would read only that file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SINGLE_SCALES_NAME = "model-00002-of-00002.safetensors"
 _SHARDED_SCALES_STEM = "model-kv-scales"  # TGI skips names with "arguments", "args", "training"
 _TEMPLATES_FOLDER = "additional_chat_templates"
 _MODULES_NAME = "modules.json"
-_ADAPTER_STEMS = ("adapter_config.", "adapter_model.")  # transformers would look for both
+_ADAPTER_STEMS = ("adapter_config.", "adapter_model.")  # transformers looks for both
 _WEIGHT_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pt", ".pth"}
 )
@@ -47,13 +47,13 @@ _NO_LINK_ERRORS = frozenset(
 
 @dataclass(frozen=True)
 class OverlayPlan:
-    """Which file of the source becomes which file of an overlay.
+    """The files of an overlay, and the files of the source they come from.
 
     Attributes:
-        weights: the new name of every weight file, and the file it is.
+        weights: the new name of each weight file -> its path in the source.
         scales_name: the name of the file of extra tensors.
-        side_files: the files copied as they are, by their path below the folder.
-        skipped: the entries of the source that are left out, each with the reason.
+        side_files: the files copied unchanged, by their path below the folder.
+        skipped: the entries of the source that are not copied, each with the reason.
     """
 
     weights: Mapping[str, Path]
@@ -63,13 +63,13 @@ class OverlayPlan:
 
     @property
     def names(self) -> frozenset[str]:
-        """Give the top-level names of everything the overlay holds."""
+        """The names of all top-level entries of the overlay."""
         sides = {name.split("/")[0] for name in self.side_files}
         return frozenset({*self.weights, self.scales_name, INDEX_NAME, CONFIG_NAME, *sides})
 
 
 def plan_overlay(source: Checkpoint) -> OverlayPlan:
-    """Decide what an overlay of `source` will hold, without writing anything."""
+    """Decide which files an overlay of `source` will hold; write nothing."""
     if source.is_sharded:
         weights = {path.name: path for path in source.weight_files}
         scales_name = _choose_free_name(weights)
@@ -89,26 +89,26 @@ def write_overlay(
     remove_config: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> Mapping[str, str]:
-    """Write `source` with extra tensors and a changed config as a checkpoint of its own.
+    """Write a checkpoint of the weights of `source`, extra tensors and a changed config.
 
-    Weights are hard-linked, or copied where the file system cannot; all else is copied. The
-    folder may be there if it is empty. Half an overlay stays behind on failure: write it inside an
+    Weights are hard-linked, or copied if the file system cannot link them; other files are copied.
+    The folder may exist if it is empty. A failure leaves an incomplete overlay: write it inside an
     `OutputFolder`.
 
     Args:
-        source: the checkpoint whose weights are taken as they are.
+        source: the checkpoint whose weights are used unchanged.
         destination: the folder of the overlay.
-        scales: the extra tensors by name; not one may be in the source.
+        scales: the extra tensors by name; none may be in the source.
         config_updates: top-level keys of config.json with their new values.
         remove_config: top-level keys of config.json to drop.
-        metadata: what the header of the file of extra tensors says beside `format`.
+        metadata: entries of the header of the file of extra tensors, besides `format`.
 
     Returns:
-        The entries of the source that were left out, each with the reason.
+        The entries of the source that were not copied, each with the reason.
 
     Raises:
-        ModelError: the source's config.json is missing or broken.
-        ExportError: a name is taken, the folder is not empty, or the disk is full.
+        ModelError: the source's config.json is missing or invalid.
+        ExportError: a tensor name exists already, the folder is not empty, or the disk is full.
     """
     _refuse_taken_names(source, scales)
     config = source.load_config()
@@ -131,10 +131,10 @@ def write_overlay(
 
 
 def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]]:
-    """Find what a server needs beside weights, index and config: tokenizer, templates, code.
+    """Find the files a server needs besides weights, index and config: tokenizer, templates, code.
 
     Returns:
-        The files to copy by their path below the folder, and what is left out with the reason.
+        The files to copy by their path below the folder, and the other entries with the reason.
     """
     sides: dict[str, Path] = {}
     skipped: dict[str, str] = {}
@@ -147,7 +147,7 @@ def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]
             sides |= {f"{path.name}/{file.name}": file for file in _list_visible_files(path)}
         elif path.name in modules and path.is_dir():
             sides |= {f"{path.name}/{file.name}": file for file in _list_module_files(path)}
-        elif reason := _explain_skipping(path, is_indexed=source.is_sharded):
+        elif reason := _skip_reason(path, is_indexed=source.is_sharded):
             skipped[path.name] = reason
         elif path.name != INDEX_NAME:
             sides[path.name] = path
@@ -155,7 +155,7 @@ def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]
 
 
 def copy_side_files(side_files: Mapping[str, Path], destination: Path) -> None:
-    """Copy files, links followed, to their paths below `destination`.
+    """Copy files to their paths below `destination`; links are followed.
 
     Raises:
         ExportError: the disk cannot hold them.
@@ -176,21 +176,21 @@ def _choose_free_name(taken: Collection[str]) -> str:
     return name
 
 
-def _explain_skipping(path: Path, *, is_indexed: bool) -> str:
-    """Tell why an entry of the source is not copied; empty when it is, or is made anew."""
+def _skip_reason(path: Path, *, is_indexed: bool) -> str:
+    """Give the reason why an entry is not copied; empty if it is copied or written anew."""
     reason = ""
     if path.name == INDEX_NAME:
-        reason = "" if is_indexed else "one weights file goes before it"
+        reason = "" if is_indexed else "model.safetensors takes precedence over it"
     elif path.name.startswith(_ADAPTER_STEMS):
         reason = "belongs to an adapter"
     elif path.suffix == ".safetensors":
         reason = "the index does not name it" if is_indexed else "not the weights file"
     elif path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
-        reason = "belongs to weights in another form"
+        reason = "belongs to weights in another format"
     elif path.is_dir():
         reason = "a folder"
     elif not path.is_file():
-        reason = "not a file, or a link to nothing"
+        reason = "not a file, or a broken link"
     elif path.stat().st_size > _MAX_SIDE_FILE_BYTES and not _may_be_large(path):
         reason = "larger than 100 MB"
     return reason
@@ -206,7 +206,7 @@ def _list_visible_files(folder: Path) -> list[Path]:
 
 
 def _name_modules(path: Path) -> frozenset[str]:
-    """Name the folders beside the model that sentence-transformers' list of modules points to."""
+    """Name the folders of the modules that sentence-transformers lists in `modules.json`."""
     try:
         modules = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -217,7 +217,7 @@ def _name_modules(path: Path) -> frozenset[str]:
 
 
 def _list_module_files(path: Path) -> list[Path]:
-    """List the files of a module: what pools, and the weights of a layer behind the model."""
+    """List the files of a module, such as a pooling config or the weights of a dense layer."""
     files = _list_visible_files(path)
     if all(file.suffix != ".safetensors" for file in files):
         return files

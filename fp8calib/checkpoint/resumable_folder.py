@@ -1,8 +1,8 @@
-"""An output folder that takes long to fill: what an interrupted run had done is kept for the next.
+"""An output folder that a later run can continue to fill after an interruption.
 
-A run works in `DIR.partial`. Success renames it to `DIR`; an error removes it, unless it hinders
-that renaming; an interruption, or the death of the process, leaves it. Two runs never work in one
-folder at a time.
+A run works in `DIR.partial`. Success renames it to `DIR`. An error removes it, unless only the
+renaming failed. An interruption or the death of the process keeps it. A lock prevents two runs from
+using the folder at the same time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fp8calib.checkpoint.folder_lock import FolderLock
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 
 PROGRESS_NAME = "fp8calib-partial.json"
-"""A JSON object by which a later run knows the folder: `tag`, and what the run itself notes.
-Gone in the end."""
+"""A file with a JSON object: `tag`, by which a later run recognises the folder, and the progress
+that the run itself records. It is removed when the output is complete."""
 
 
 class ResumableFolder(OutputFolder):
-    """An `OutputFolder` whose temporary folder outlives an interruption.
+    """An `OutputFolder` whose temporary folder survives an interruption.
 
-    `tag` says what is being written: only a run of the same tag may go on with it.
+    `tag` identifies what is being written: only a run with the same tag may continue.
 
-    Where the temporary folder has to lie inside `path` (a mount point, the working directory), its
-    name is that of other temporary folders, which later runs do not count as contents.
+    If the temporary folder must be inside `path` (a mount point, the working directory), it is
+    named like other temporary folders, which later runs do not count as contents.
     """
 
     def __init__(
@@ -44,17 +44,18 @@ class ResumableFolder(OutputFolder):
         check_resumed: Callable[[Path], object] | None = None,
         kept_after: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
     ) -> None:
-        """Take what only this kind of run has.
+        """Prepare the folder; nothing is written before the `with` block.
 
         Args:
             path: see `OutputFolder`.
             owned: see `OutputFolder`.
-            tag: what is being written.
-            resume: go on with what an interrupted run has left.
+            tag: identifies what is being written.
+            resume: continue from the temporary folder of an interrupted run.
             force: see `OutputFolder`.
             inputs: see `OutputFolder`.
-            check_resumed: looks at what is to be gone on with; what it raises changes nothing.
-            kept_after: the exceptions that leave the temporary folder.
+            check_resumed: checks the temporary folder before the run continues; if it raises, the
+                folder is unchanged.
+            kept_after: the exceptions after which the temporary folder is kept.
         """
         super().__init__(path, owned=owned, force=force, inputs=inputs)
         self._check_resumed = check_resumed
@@ -64,10 +65,10 @@ class ResumableFolder(OutputFolder):
         self._lock: FolderLock | None = None
         self._is_complete = False
         self.discarded = False
-        """Whether something that an interrupted run had kept was removed to begin anew."""
+        """Whether the progress of an interrupted run was removed, to start again."""
 
     def share(self) -> None:
-        """Let other processes of this run work in the temporary folder too."""
+        """Let other processes of this run lock the temporary folder too."""
         if self._lock is not None:
             self._lock.share()
 
@@ -75,56 +76,56 @@ class ResumableFolder(OutputFolder):
         try:
             return super().__enter__()
         except BaseException:
-            self._let_go()
+            self._unlock()
             raise
 
     def _make_staging(self, parent: Path) -> Path:
         staging = self._name_staging(parent)
         try:
             if staging.exists():
-                self._hold(staging)
+                self._lock_folder(staging)
                 self._check_old(staging)
                 if not self._resume:
                     self.discarded = any(path.name != PROGRESS_NAME for path in staging.iterdir())
                     shutil.rmtree(staging)
             staging.mkdir(exist_ok=True)
-            self._hold(staging)
-            mark = staging / PROGRESS_NAME
-            if not mark.exists() or _read_tag(mark) is None:
-                write_file_atomic(mark, json.dumps({"tag": self._tag}).encode())
+            self._lock_folder(staging)
+            progress = staging / PROGRESS_NAME
+            if not progress.exists() or _read_tag(progress) is None:
+                write_file_atomic(progress, json.dumps({"tag": self._tag}).encode())
         except (FileNotFoundError, ExportError) as error:
             if staging.exists():
                 raise
             raise UsageError(
-                f"{staging}: another run was at work there, and has just come to its end",
+                f"{staging}: another run was using this folder, and has just ended",
                 hint="run the command again",
             ) from error
         return staging
 
-    def _hold(self, staging: Path) -> None:
-        """Keep other runs out of the folder, whichever of that name is there now."""
-        self._let_go()
+    def _lock_folder(self, staging: Path) -> None:
+        """Lock the folder that now has this name; an earlier one may have been removed."""
+        self._unlock()
         lock = FolderLock(staging)
-        lock.take()
+        lock.acquire()
         self._lock = lock
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
     def _check_old(self, staging: Path) -> None:
-        """Refuse what is not ours to remove, or not this run's to go on with."""
-        mark = staging / PROGRESS_NAME
-        if not mark.is_file() and any(staging.iterdir()):
+        """Refuse a folder that no interrupted run made, or that this run cannot continue."""
+        progress = staging / PROGRESS_NAME
+        if not progress.is_file() and any(staging.iterdir()):
             raise UsageError(
-                f"{staging}: holds what no interrupted run left there",
+                f"{staging}: the folder is not empty, and was not made by an interrupted run",
                 hint="move it away, or name another output folder",
             )
-        if self._resume and mark.is_file() and _read_tag(mark) not in (None, self._tag):
+        if self._resume and progress.is_file() and _read_tag(progress) not in (None, self._tag):
             raise UsageError(
                 f"{staging}: the interrupted run had another model or other options",
-                hint="leave out --resume to start anew, or repeat its options",
+                hint="omit --resume to start again, or use the options of that run",
             )
         if self._resume and self._check_resumed is not None:
             self._check_resumed(staging)
@@ -146,15 +147,15 @@ class ResumableFolder(OutputFolder):
                 return
             super().__exit__(exc_type, exc, traceback)
         finally:
-            self._let_go()
+            self._unlock()
 
     def _commit(self) -> None:
-        """Rename it, the mark still in it: without one, nobody could go on after this moment."""
+        """Rename the folder before its progress file is removed: a later run can still continue."""
         self._is_complete = True
         try:
             super()._commit()
         except Fp8CalibError as error:
-            where = f"everything waits in {self._staging}: mend that, then use --resume"
+            where = f"the output is kept in {self._staging}: fix the cause, then use --resume"
             error.hint = f"{error.hint}; {where}" if error.hint else where
             raise
         self._is_complete = False
@@ -166,14 +167,14 @@ class ResumableFolder(OutputFolder):
 
 
 def remove_progress_file(folder: Path) -> None:
-    """Remove the mark from a finished folder whose run was killed at the very end."""
+    """Remove the progress file from a complete output folder."""
     (folder / PROGRESS_NAME).unlink(missing_ok=True)
 
 
-def _read_tag(mark: Path) -> str | None:
-    """Read whose folder it is; None where the run died before it had said so."""
+def _read_tag(progress: Path) -> str | None:
+    """Read the tag; None if the run died before the progress file was complete."""
     try:
-        document = json.loads(mark.read_bytes())
+        document = json.loads(progress.read_bytes())
     except ValueError:
         return None
     tag = document.get("tag") if isinstance(document, dict) else None

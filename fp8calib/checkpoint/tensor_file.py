@@ -1,4 +1,4 @@
-"""One safetensors file: tensors read one at a time without mmap, and written in one piece."""
+"""A safetensors file: tensors are read one at a time without mmap, and written all at once."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ _READ_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 class TensorFile:
     """A safetensors file whose tensors are read one at a time, into memory of their own.
 
-    The descriptor is opened by the first read and kept until `close`. Reads name their offset, so
-    several threads may share one file. Pages of the file never count as the process's own memory.
+    The first read opens the file; it stays open until `close`. Reads are positional, so several
+    threads may share one object. Because nothing is mapped, the file's pages do not count as memory
+    of the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,44 +59,47 @@ class TensorFile:
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """List the tensors in the order of their data."""
+        """The tensors, in the order of their data."""
         return self.header.tensors
 
     def torch_dtype(self, name: str) -> torch.dtype:
-        """Tell the dtype that a tensor is read in.
+        """Return the dtype that a tensor is read in.
 
         Raises:
-            ModelError: there is none, for its numbers are smaller than a byte.
+            ModelError: the tensor's numbers are smaller than a byte, which cannot be read.
         """
         dtype = self._entry(name).dtype
         if dtype not in TORCH_DTYPES:
-            message = f"{self.path}: {shorten(name)} is {dtype}, whose numbers are no whole bytes"
-            raise ModelError(message, hint="take the checkpoint in 8 bits or more")
+            message = (
+                f"{self.path}: {shorten(name)} is {dtype}, smaller than a byte, and cannot be read"
+            )
+            raise ModelError(message, hint="use a checkpoint in 8 bits or more")
         return TORCH_DTYPES[dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor whole.
+        """Read a whole tensor.
 
         Raises:
-            ModelError: the file holds no such tensor, or cannot be read (any more).
+            ModelError: the file holds no such tensor, or cannot be read.
         """
         entry, dtype = self._entry(name), self.torch_dtype(name)
         flat = self._read_flat(entry.start, entry.size_bytes)
         return flat.view(dtype).reshape(entry.shape)
 
     def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read one tensor whole, to an address with the remainder by 64 that mapping it would give.
+        """Read a whole tensor to an address that modulo 64 equals its address in a mapped file.
 
-        Matrix products round by it: whoever maps the file gets other last bits from aligned memory.
+        The rounding of matrix products depends on alignment, so this reproduces the last bits of
+        programs that map the file.
 
         Raises:
-            ModelError: the file holds no such tensor, or cannot be read any more.
+            ModelError: the file holds no such tensor, or cannot be read.
         """
         entry = self._entry(name)
         room = torch.empty(entry.size_bytes + _CACHE_LINE_BYTES, dtype=torch.uint8, device="cpu")
         shift = (entry.start - room.data_ptr()) % _CACHE_LINE_BYTES
         if entry.start % TORCH_DTYPES[entry.dtype].itemsize:
-            shift = 0  # such a tensor cannot be used where it lies
+            shift = 0  # such a tensor cannot be used unaligned
         flat = room[shift : shift + entry.size_bytes]
         self._fill_flat(flat, entry.start)
         return flat.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
@@ -104,8 +108,8 @@ class TensorFile:
         """Read the rows `start` to `stop` (exclusive) of the leading dimension.
 
         Raises:
-            ModelError: the file holds no such tensor, or cannot be read any more.
-            IndexError: the tensor does not have these rows.
+            ModelError: the file holds no such tensor, or cannot be read.
+            IndexError: the tensor has no such rows.
         """
         entry, dtype = self._entry(name), self.torch_dtype(name)
         if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
@@ -115,18 +119,18 @@ class TensorFile:
         return flat.view(dtype).reshape(stop - start, *entry.shape[1:])
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
-        """Read consecutive rows and columns of one matrix of a 3-D tensor, and nothing else.
+        """Read consecutive rows and columns of one matrix of a 3-D tensor.
 
         Raises:
-            ModelError: the file holds no such tensor, or cannot be read any more.
-            IndexError: the tensor does not have these.
+            ModelError: the file holds no such tensor, or cannot be read.
+            IndexError: the tensor has no such rows or columns.
         """
         entry, dtype = self._entry(name), self.torch_dtype(name)
         count, height, width = entry.shape
         if index >= count or rows.stop > height or columns.stop > width:
             message = f"{name} of shape {list(entry.shape)} has no [{index}, {rows}, {columns}]"
             raise IndexError(message)
-        if len(columns) == width:  # the rows lie one after another
+        if len(columns) == width:  # the rows are contiguous
             first, lines, length = index * height + rows.start, 1, len(rows) * width
         else:
             first, lines, length = index * height + rows.start, len(rows), len(columns)
@@ -139,8 +143,8 @@ class TensorFile:
         """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
 
         Raises:
-            ModelError: the file holds no such tensor, or cannot be read any more.
-            IndexError: the tensor does not have these bytes.
+            ModelError: the file holds no such tensor, or cannot be read.
+            IndexError: the tensor has no such bytes.
         """
         entry = self._entry(name)
         if not 0 <= start <= stop <= entry.size_bytes:
@@ -148,14 +152,14 @@ class TensorFile:
         return self._read_flat(entry.start + start, stop - start)
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
-        """Read `size_bytes` from the middle of a tensor, or all of it when it is smaller."""
+        """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""
         entry = self._entry(name)
         size_bytes = min(size_bytes, entry.size_bytes)
         start = entry.start + (entry.size_bytes - size_bytes) // 2
         return self._read_flat(start, size_bytes).numpy().tobytes()
 
     def close(self) -> None:
-        """Give the descriptor back; a later read opens the file again."""
+        """Close the file; a later read opens it again."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -179,13 +183,13 @@ class TensorFile:
             raise ModelError(f"{self.path}: there is no tensor {name!a:.200}") from None
 
     def _read_flat(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Read bytes into a fresh uint8 tensor, aligned for every dtype."""
+        """Read bytes into a new uint8 tensor, aligned for every dtype."""
         flat = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         self._fill_flat(flat, offset)
         return flat
 
     def _fill_lines(self, flat: torch.Tensor, offset: int, *, count: int, stride: int) -> None:
-        """Read `count` equal pieces of a file, each `stride` after the last, one after another."""
+        """Read `count` equal pieces of the file, `stride` bytes apart, into one buffer."""
         target = flat.numpy().data
         length = len(target) // count
         try:
@@ -204,7 +208,7 @@ class TensorFile:
             piece = target[done : done + _READ_CHUNK_BYTES]
             count = os.preadv(descriptor, [piece], offset + done)
             if count == 0:
-                raise ModelError(f"{self.path}: the file became shorter while it was read")
+                raise ModelError(f"{self.path}: the file was truncated while it was read")
             done += count
 
     def _descriptor(self) -> int:
@@ -217,9 +221,9 @@ class TensorFile:
 def save_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file under a temporary name and rename it; equal input, equal bytes.
+    """Write a safetensors file atomically; equal tensors and metadata give equal bytes.
 
-    Tensors that share memory are written each for itself.
+    Tensors that share memory are written separately.
 
     Raises:
         ExportError: the file cannot be written.
@@ -233,7 +237,7 @@ def save_tensors(
 
 
 def _insert_metadata(raw: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Write the header anew: the library orders several keys differently in every process."""
+    """Rewrite the header: safetensors orders several metadata keys differently in each process."""
     length = int.from_bytes(raw[:8], "little")
     header = {"__metadata__": dict(sorted(metadata.items())), **json.loads(raw[8 : 8 + length])}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -242,7 +246,7 @@ def _insert_metadata(raw: bytes, metadata: Mapping[str, str]) -> bytes:
 
 
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give every tensor a contiguous storage that is its alone, as the format demands."""
+    """Give every tensor a contiguous storage of its own, as the format requires."""
     seen: set[int] = set()
     separate: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

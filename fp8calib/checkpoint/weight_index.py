@@ -1,4 +1,4 @@
-"""Which files of a folder are the weights, and what to say when none are."""
+"""Find the weight files of a folder and read their index; explain it if there are none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_PICKLED_WEIGHTS = frozenset({"training_args.bin", "optimizer.pt", "scheduler
 
 @dataclass(frozen=True)
 class WeightIndex:
-    """What `model.safetensors.index.json` says: which file holds which tensor."""
+    """The contents of `model.safetensors.index.json`: the file of each tensor, and metadata."""
 
     path: Path
     weight_map: Mapping[str, str]
@@ -29,10 +29,10 @@ class WeightIndex:
 
 
 def find_weights(folder: Path) -> tuple[tuple[str, ...], WeightIndex | None]:
-    """Name the weight files of a folder, sorted, and give the index when it decides.
+    """List the weight files of a folder, sorted, and give the index if there are several.
 
-    `model.safetensors` goes before an index, as in transformers. Without both, one file alone is
-    taken as vLLM takes it, unless its name says that it is a part or an adapter.
+    As in transformers, `model.safetensors` takes precedence over an index. If neither exists, a
+    single file is accepted, as by vLLM, unless its name marks it as a shard or an adapter.
 
     Raises:
         ModelError: the folder holds no safetensors weights, or not all of them.
@@ -49,25 +49,25 @@ def find_weights(folder: Path) -> tuple[tuple[str, ...], WeightIndex | None]:
     if not weights:
         raise _explain_no_weights(folder, names)
     if len(weights) > 1 or _is_one_of_several(weights[0]):
-        message = f"{folder}: {INDEX_NAME} is missing, though there is {_shorten(weights)}"
-        raise ModelError(message, hint="download the index, which says where each tensor is")
+        message = f"{folder}: {INDEX_NAME} is missing, but there is {_list_some(weights)}"
+        raise ModelError(message, hint="download the index, which maps tensors to files")
     return (weights[0],), None
 
 
 def read_index(path: Path) -> WeightIndex:
-    """Read and check an index; that its files exist is not asked here.
+    """Read and check an index, except that its files exist.
 
     Raises:
-        ModelError: it is not JSON, has no weight_map, or names something that is no shard.
+        ModelError: it is not JSON, has no weight_map, or maps a tensor to an invalid file name.
     """
     document = load_json_object(path, parse=parse_strict)
     weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{path}: there is no weight_map that says where the tensors are")
+        raise ModelError(f"{path}: there is no weight_map, which maps tensors to files")
     for name, file_name in weight_map.items():
         if not _is_shard_name(file_name):
-            message = f"{path}: the tensor {name!a:.200} points to {file_name!a:.200}"
-            raise ModelError(message, hint="a shard is a *.safetensors file beside the index")
+            message = f"{path}: the tensor {name!a:.200} is mapped to {file_name!a:.200}"
+            raise ModelError(message, hint="a shard is a *.safetensors file in the same folder")
     metadata = metadata if isinstance(metadata, dict) else {}
     return WeightIndex(path, MappingProxyType(weight_map), MappingProxyType(metadata))
 
@@ -78,7 +78,7 @@ def _list_names(folder: Path) -> list[str]:
         raise ModelError(f"{folder}: no such folder", hint=hint)
     if not folder.is_dir():
         message = f"{folder}: a file, not a model folder"
-        raise ModelError(message, hint="name the folder the weights lie in")
+        raise ModelError(message, hint="name the folder that holds the weights")
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -89,7 +89,7 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def _is_shard_name(name: object) -> bool:
-    """Take plain file names only: engines read a folder's top level, and nothing may lead out."""
+    """Whether it is a plain file name: shards are in the folder itself, never outside it."""
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
@@ -102,7 +102,7 @@ def _check_present(index: WeightIndex, files: Collection[str]) -> None:
     missing = [name for name in files if not (index.path.parent / name).is_file()]
     if missing:
         message = f"{index.path}: {len(missing)} of {len(files)} shards are missing: "
-        raise ModelError(message + _shorten(missing), hint="the download is not complete")
+        raise ModelError(message + _list_some(missing), hint="the download is incomplete")
 
 
 def _is_one_of_several(name: str) -> bool:
@@ -118,13 +118,15 @@ def _explain_no_weights(folder: Path, names: Collection[str]) -> ModelError:
     packed = [name for name in names if name.endswith(".gguf")]
     if _ADAPTER_NAME in names:
         message = f"{folder}: {_ADAPTER_NAME} is an adapter, not a model"
-        return ModelError(message, hint="merge it into its base model and save that")
+        return ModelError(message, hint="merge it into its base model and save the result")
     if pickled:
-        message = f"{folder}: the weights are pickled ({_shorten(pickled)}), which is not read"
+        message = (
+            f"{folder}: the weights are pickled ({_list_some(pickled)}), which is not supported"
+        )
         return ModelError(message, hint=_conversion_hint(folder))
     if packed:
-        message = f"{folder}: the weights are GGUF ({_shorten(packed)}), which is not read"
-        return ModelError(message, hint="take the safetensors repository the GGUF was made from")
+        message = f"{folder}: the weights are GGUF ({_list_some(packed)}), which is not supported"
+        return ModelError(message, hint="use the safetensors model that the GGUF was made from")
     message = f"{folder}: there are no *.safetensors weights"
     return ModelError(message, hint=f"expected {SINGLE_FILE_NAME} or {INDEX_NAME} with its shards")
 
@@ -137,6 +139,6 @@ def _conversion_hint(folder: Path) -> str:
     )
 
 
-def _shorten(names: Collection[str]) -> str:
+def _list_some(names: Collection[str]) -> str:
     shown = ", ".join(map(shorten, list(names)[:3]))
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -415,7 +415,7 @@ def test_a_failing_write_keeps_the_old_file(
 
 def test_a_folder_or_a_device_is_never_replaced_by_a_file(tmp_path: Path) -> None:
     for path in (tmp_path, Path("/dev/null")):
-        with pytest.raises(UsageError, match="not a file that can be replaced"):
+        with pytest.raises(UsageError, match="exists, and is not a regular file"):
             write_file_atomic(path, b"x")
     assert Path("/dev/null").is_char_device()
 

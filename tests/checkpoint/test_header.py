@@ -73,7 +73,7 @@ F32 = describe("F32", [1], 0, 4)
 BROKEN = {
     "empty file": (b"", "0 bytes cannot hold"),
     "seven bytes": (b"\0" * 7, "7 bytes cannot hold"),
-    "header longer than file": (struct.pack("<Q", 99_000_000) + b"{}", "torn or truncated"),
+    "header longer than file": (struct.pack("<Q", 99_000_000) + b"{}", "truncated"),
     "header over the cap": (struct.pack("<Q", 100_000_001) + b"{}", "would be 100000001 bytes"),
     "largest length": (b"\xff" * 8 + b"{}", "not a safetensors file"),
     "git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),

@@ -26,7 +26,7 @@ from fp8calib.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(folder_lock, "_TIMEOUT_S", 0.2)
 
 
 def folder_of(path: Path, *, resume: bool = False) -> ResumableFolder:
@@ -49,7 +49,7 @@ def test_a_folder_that_another_process_works_in_is_refused(tmp_path: Path, resum
     while not begun.exists():
         time.sleep(0.01)
     with (
-        pytest.raises(UsageError, match="another run is at work there"),
+        pytest.raises(UsageError, match="another run is using this folder"),
         folder_of(tmp_path / "out", resume=resume),
     ):
         pass
@@ -115,7 +115,7 @@ def test_what_cannot_be_put_in_place_waits_for_resume(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="does not write") as refused:
         write_while_another_does()
-    assert f"everything waits in {tmp_path / 'out.partial'}" in refused.value.hint
+    assert f"the output is kept in {tmp_path / 'out.partial'}" in refused.value.hint
     (out / "precious").unlink()
     with folder_of(out, resume=True) as staging:
         assert (staging / "file").read_text() == "hours"
@@ -172,7 +172,7 @@ def test_a_run_that_waited_for_one_that_has_ended_is_told_so(
     def end_the_other(_lock: FolderLock) -> None:
         staging.rmdir()
 
-    monkeypatch.setattr(FolderLock, "take", end_the_other)
+    monkeypatch.setattr(FolderLock, "acquire", end_the_other)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     with (
         pytest.raises(UsageError, match="has just come to its end"),

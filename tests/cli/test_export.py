@@ -148,7 +148,7 @@ def test_truncated_stats_are_refused(
 ) -> None:
     torn = tmp_path / "torn.safetensors"
     torn.write_bytes(stats.read_bytes()[:-5])
-    assert "torn or truncated" in refused(5, torn, "--format", "kv-scales")
+    assert "truncated" in refused(5, torn, "--format", "kv-scales")
 
 
 def test_other_files_are_no_stats(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -588,7 +588,7 @@ def test_a_number_that_is_no_scale_is_refused(
 def test_a_truncated_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     path = sources.save_modelopt(tmp_path / "q") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert "torn or truncated" in refused(8, tmp_path / "q")
+    assert "truncated" in refused(8, tmp_path / "q")
 
 
 def test_scales_of_another_model_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_recipe_as_json_holds_its_values_and_the_schema() -> None:
     }
     assert found["schema"]["data.samples"] == {
         "default": "512",
-        "description": "sequences to run",
+        "description": "number of sequences",
     }
     assert all(item["description"] for item in found["schema"].values())
 

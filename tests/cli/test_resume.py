@@ -122,7 +122,9 @@ def test_a_folder_that_no_run_left_is_not_touched(model: Path, data: Path, tmp_p
     (partial / "precious.txt").write_text("mine")
     command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
     for resume in ((), ("--resume",)):
-        assert "holds what no interrupted run left there" in fail(2, *command, *resume)
+        assert "the folder is not empty, and was not made by an interrupted run" in fail(
+            2, *command, *resume
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
@@ -140,7 +142,7 @@ def test_a_run_that_could_not_put_its_output_in_place_is_not_repeated(
         return show(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(calibrate_run, "build_calibration_report", build)
-    assert "everything waits in" in fail(2, *command)
+    assert "the output is kept in" in fail(2, *command)
     (out / "precious").unlink()
     outcome = succeed(*command, "--resume", "--json")
     assert "is finished already" in outcome.err

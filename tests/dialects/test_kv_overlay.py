@@ -69,7 +69,7 @@ def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
         "model.layers.1.self_attn.v_scale": _describe(12),
     }
     assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 00000040 0000003d")
-    assert left_out == {"model.gguf": "belongs to weights in another form"}
+    assert left_out == {"model.gguf": "belongs to weights in another format"}
 
 
 def _describe(start: int) -> dict[str, object]:

@@ -476,8 +476,8 @@ def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
     folder = _save(tmp_path / "a", _pair())
     raw = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(raw[:cut])
-    assert "torn or truncated" in _refusal(folder)
-    with pytest.raises(VerificationError, match="torn or truncated"):
+    assert "truncated" in _refusal(folder)
+    with pytest.raises(VerificationError, match="truncated"):
         has_kv_scales(folder)
 
 

@@ -87,7 +87,7 @@ def test_all_formats_are_written_under_the_names_of_the_contract(out: Path) -> N
     assert list(written.files) == sorted([*overlays, *files, "rfc.tp1.json", "rfc.tp2.json"])
     assert {path.name for path in out.iterdir()} == list_outputs(ALL, (1, 2))
     assert set(written.notes) == {
-        Note("model.gguf", f"left out of {name}: belongs to weights in another form")
+        Note("model.gguf", f"left out of {name}: belongs to weights in another format")
         for name in ALL[:3]
     }
 

@@ -300,7 +300,7 @@ def test_the_same_report_gives_the_same_page() -> None:
 
 def test_a_folder_in_the_way_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    with pytest.raises(UsageError, match="not a file that can be replaced"):
+    with pytest.raises(UsageError, match="exists, and is not a regular file"):
         write_page(make_small(), tmp_path)
 
 
