@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,13 +14,22 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
+from fp8calib.dialects import registry
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.read import read_scales
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Granularity
+from fp8calib.geometry.sites import KV_ROLES
+from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
-from tests.cli.conftest import save_tokenizer
-from tests.cli.program import succeed
+from tests.cli.conftest import save_tokenizer, write_rows
+from tests.cli.program import fail, succeed
+from tests.dialects.foreign import FOLDER, find_geometry
 from tests.quantization.by_hand import codes_of, encode, scale_for, to_numpy
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -93,3 +104,89 @@ def test_a_scheme_is_in_the_help_of_quantize_and_verify() -> None:
         program = [sys.executable, "-c", f"{example('A scheme')}\n{show}", command]
         ran = subprocess.run(program, capture_output=True, text=True, check=True)
         assert "w8a16-block" in ran.stdout
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Import the page's dialect from a file of its own; give the folder of the file."""
+    folder = tmp_path / "extension"
+    folder.mkdir()
+    (folder / "acme.py").write_text(example("A dialect"))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "acme", raising=False)
+    with mock.patch.dict(registry._dialects):
+        importlib.import_module("acme")
+        yield folder
+
+
+@pytest.mark.parametrize("command", ["calibrate", "export", "extract-kv-scales"])
+def test_a_registered_dialect_is_in_the_help(acme: Path, command: str) -> None:
+    script = f"import acme; from fp8calib.cli import main; main([{command!r}, '--help'])"
+    path = os.pathsep.join([str(acme), str(PAGE.parents[1])])
+    shown = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "rfc,acme." in "".join(shown.split())
+
+
+@pytest.mark.usefixtures("acme")
+def test_a_registered_dialect_is_written_read_shown_and_converted(tmp_path: Path) -> None:
+    model = FOLDER / "llama"
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 35))}])
+    out = tmp_path / "out"
+    command = ("calibrate", model, "--data", rows, "--dtype", "float32", "--out", out)
+    succeed(*command, "--format", "kv-scales", "acme")
+    stats = load_stats(out / "stats.safetensors")
+    table = compute_kv_scales(stats, E4M3FN)
+    expected = {
+        f"{layer.index}.{name}": float(table.scales[attention.site(role)].values)
+        for layer, attention in stats.geometry.attentions()
+        for role, name in zip(KV_ROLES, ("key_step", "value_step"), strict=True)
+    }
+    assert len(set(expected.values())) == 4
+
+    export = ("export", out / "stats.safetensors", "--out")
+    succeed(*export, tmp_path / "b", "--format", "acme")
+    assert (tmp_path / "b/acme.safetensors").read_bytes() == (out / "acme.safetensors").read_bytes()
+    hint = fail(2, *export, tmp_path / "c", "--format", "acme", "--fp8-dtype", "e4m3fnuz")
+    assert "acme: it has no scales for e4m3fnuz" in hint
+
+    shown = json.loads(succeed("show", tmp_path / "b/acme.safetensors", "--json").out)["scales"]
+    assert shown == {name: [value] for name, value in expected.items()}
+
+    extract = ("extract-kv-scales", "--model", model, "--quantized-model")
+    saved = ("--json", "--save-path")
+    there = succeed(
+        *extract, out / "kv_scales.safetensors", *saved, tmp_path / "d", "--format", "acme"
+    )
+    assert (there.json["dialect"], there.json["format"]) == ("kv-scales", "acme")
+    back = succeed(*extract, tmp_path / "d", *saved, tmp_path / "e", "--format", "kv-scales")
+    assert (back.json["dialect"], back.json["files"]) == ("acme", ["kv_scales.safetensors"])
+    again = read_scales(tmp_path / "e", stats.geometry).table
+    assert {site: scale.values.tolist() for site, scale in again.scales.items()} == {
+        site: scale.values.tolist() for site, scale in table.scales.items()
+    }
+
+
+@pytest.mark.usefixtures("acme")
+def test_a_registered_dialect_refuses_what_is_no_scale(tmp_path: Path) -> None:
+    save_file({"0.key_step": torch.tensor(0.0)}, tmp_path / "acme.safetensors")
+    with pytest.raises(VerificationError, match=r"there is no tensor '0\.value_step'"):
+        read_scales(tmp_path / "acme.safetensors", find_geometry("llama"))
+    zeros = {f"{i}.{name}_step": torch.tensor(0.0) for i in range(2) for name in ("key", "value")}
+    save_file(zeros, tmp_path / "acme.safetensors")
+    with pytest.raises(
+        VerificationError, match=r"model\.layers\.0\.self_attn\.k: 0.0 is not a scale"
+    ):
+        read_scales(tmp_path / "acme.safetensors", find_geometry("llama"))
+
+
+@pytest.mark.usefixtures("acme")
+def test_a_name_is_registered_once() -> None:
+    (acme,) = (dialect for dialect in registry.list_read() if dialect.name == "acme")
+    with pytest.raises(ValueError, match="a dialect called acme is registered already"):
+        registry.register(acme)

@@ -12,7 +12,7 @@ from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.dialects.dialect import Dialect, WriteJob
 from fp8calib.dialects.kv.overlay import STRICT_TYPES, UNLISTED_NAME
 from fp8calib.dialects.metadata import Provenance
-from fp8calib.dialects.registry import check_formats, find_dialect
+from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -68,13 +68,19 @@ def list_outputs(formats: Iterable[str], tps: Iterable[int]) -> frozenset[str]:
     return frozenset(dialect.path(tp) for dialect in dialects for tp in dialect.degrees(degrees))
 
 
-def check_export(geometry: ModelGeometry, formats: Sequence[str], tps: Sequence[int]) -> None:
+def check_export(
+    geometry: ModelGeometry, formats: Sequence[str], tps: Sequence[int], fmt: Fp8Format
+) -> None:
     """Refuse what cannot be written, before anything is computed.
 
     Raises:
-        UsageError: a format is unknown, or a degree does not fit the model.
+        UsageError: a format is unknown or has no scales for `fmt`, or a degree does not fit the
+            model.
     """
-    check_formats(formats)
+    for dialect in map(find_dialect, formats):
+        if fmt not in dialect.formats:
+            fault = f"--format {dialect.name}: it has no scales for {fmt.name}"
+            raise UsageError(fault, hint="leave --fp8-dtype out")
     has_linears = any(find_dialect(name).has_linears for name in formats)
     for tp in tps:
         check_heads(geometry, tp)
@@ -168,7 +174,7 @@ def write_formats(
         UsageError: a format or degree is not valid, or the model is missing.
         ExportError: a scale cannot be computed, or a file not written.
     """
-    check_export(stats.geometry, formats, tps)
+    check_export(stats.geometry, formats, tps, fmt)
     check_overlay_source(stats.geometry, formats, source)
     kv_scales = cache(partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule))
     linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
@@ -222,6 +228,7 @@ def write_table(
         ExportError: it cannot be written.
     """
     dialect = find_dialect(format_name)
+    check_export(table.geometry, [format_name], [], table.fmt)
     check_overlay_source(table.geometry, [format_name], source)
     job = WriteJob(table=table, source=source, provenance=provenance)
     return tuple(_write(dialect, job, target))

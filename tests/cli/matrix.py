@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from fp8calib.dialects.dialect import Dialect
 from fp8calib.dialects.read import read_scales
+from fp8calib.dialects.registry import list_written
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import ScaleTable, compute_kv_scales
@@ -24,15 +26,7 @@ from tests.dialects.foreign import FOLDER, find_geometry
 MODEL = FOLDER / "llama"
 ATTENTION = "model.layers.{}.self_attn"
 NUM_KV_HEADS = 2
-WRITERS: Mapping[str, str] = {
-    "kv-overlay": "",
-    "kv-overlay-head": "",
-    "tgi": "",
-    "kv-scales": "kv_scales.safetensors",
-    "vllm-json": "kv_cache_scales.tp{}.json",
-    "rfc": "rfc.tp{}.json",
-}
-"""The file under the output folder; nothing where the folder is the form."""
+WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written()}
 ENGINE_TITLES: Mapping[str, str] = {
     "vllm": "vLLM 0.32",
     "sglang": "SGLang 0.5.23",
@@ -166,7 +160,7 @@ def write_all(folder: Path, rows: Path) -> tuple[Path, Written]:
     formats = [part for name in WRITERS for part in ("--format", name)]
     succeed(*command, *formats, "--out", folder / "out")
     out = folder / "out"
-    paths = {name: out / (file.format(1) or name) for name, file in WRITERS.items()}
+    paths = {name: out / dialect.path() for name, dialect in WRITERS.items()}
     return out / "stats.safetensors", paths
 
 
@@ -181,8 +175,9 @@ def convert(name: str, source: Path, writer: str, out: Path) -> Cell:
     if outcome.code:
         return Cell((), outcome.json["error"]["message"], ())
     report = outcome.json
-    file = WRITERS[writer].format(report.get("tp", 1))
-    after = _read(writer, out / (file or (writer if name == STATS else "")))
+    dialect = WRITERS[writer]
+    is_folder = dialect.needs_model and name != STATS
+    after = _read(writer, out if is_folder else out / dialect.path(report.get("tp", 1)))
     return Cell(tuple(_find_losses(before, after)), "", tuple(report.get("notes", ())))
 
 

@@ -543,7 +543,7 @@ def test_shards_of_weights_need_not_be_there(extract: Extract, tmp_path: Path) -
     ("options", "code", "says"),
     [
         (["--format", "nonsense"], 2, "--format nonsense: unknown format"),
-        (["--format", "tgi", "kv-scales"], 2, "name one format"),
+        (["--format", "tgi", "kv-scales"], 2, "only one format can be written"),
         (["--source-dtype", "float8_e4m3fn"], 2, "--source-dtype float8_e4m3fn: unknown"),
         (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: unknown"),
         (["--tp", "2"], 2, "kv-overlay is the same for any number of ranks"),

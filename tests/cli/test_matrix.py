@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8calib.dialects.read import read_scales
+from fp8calib.dialects.registry import list_read
 from tests.cli.conftest import write_rows
 from tests.cli.matrix import (
     FOR_NO_ENGINE,
@@ -27,6 +29,7 @@ from tests.cli.matrix import (
     show_engines,
     write_all,
 )
+from tests.dialects.foreign import find_geometry
 
 ROOT = Path(__file__).parents[2]
 SAID = {
@@ -73,6 +76,12 @@ def _compare_readme(name: str, text: str) -> None:
         path.write_text(readme[:start] + text + readme[stop:])
         return
     assert readme[start:stop] == text, "FP8CALIB_WRITE_README=1 writes it anew"
+
+
+def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> None:
+    sources = [path for name, path in places.items() if name != STATS]
+    read = {read_scales(path, find_geometry("llama")).dialect for path in sources}
+    assert read == {dialect.name for dialect in list_read()}
 
 
 def test_the_readme_says_what_conversions_lose(cells: Cells) -> None:

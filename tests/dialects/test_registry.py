@@ -264,7 +264,7 @@ def test_what_cannot_be_exported_is_refused_from_the_geometry_alone(
     formats: list[str], tp: int, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        check_export(linear_stats().geometry, formats, [1, tp])
+        check_export(linear_stats().geometry, formats, [1, tp], E4M3FN)
 
 
 def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
@@ -274,15 +274,15 @@ def test_a_degree_that_cuts_no_weight_evenly_matters_to_the_rfc_alone() -> None:
     layer = layer.model_copy(update={"linears": tuple(narrow)})
     geometry = geometry.model_copy(update={"layers": (layer,)})
 
-    check_export(geometry, ["vllm-json"], [2])
+    check_export(geometry, ["vllm-json"], [2], E4M3FN)
     with pytest.raises(UsageError, match="the stats keep 1 blocks"):
-        check_export(geometry, ["vllm-json", "rfc"], [2])
+        check_export(geometry, ["vllm-json", "rfc"], [2], E4M3FN)
 
 
 @pytest.mark.parametrize("tp", [0, -4, 3])
 def test_a_degree_that_cannot_be_is_refused_whatever_is_written(tp: int) -> None:
     with pytest.raises(UsageError, match=f"--tp {tp}"):
-        check_export(linear_stats().geometry, ["kv-overlay", "kv-scales", "tgi"], [tp])
+        check_export(linear_stats().geometry, ["kv-overlay", "kv-scales", "tgi"], [tp], E4M3FN)
 
 
 def test_one_note_says_where_a_rule_could_not_be_followed(out: Path) -> None:

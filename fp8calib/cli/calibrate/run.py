@@ -142,7 +142,8 @@ def _opened(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         dtype, why = choose_dtype(settings.dtype, device=device, checkpoint=checkpoint)
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
-        check_export(prepared.geometry, recipe.formats, recipe.tp)
+        fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+        check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
         check_overlay_source(prepared.geometry, recipe.formats, checkpoint)
         job = CalibrateJob(
             settings=settings,

@@ -46,7 +46,8 @@ def run_export(settings: ExportSettings) -> None:
     check_formats(recipe.formats)
     _check_weights(settings)
     stats = load_stats(settings.stats)
-    check_export(stats.geometry, recipe.formats, recipe.tp)
+    fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+    check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
     with _source(settings, stats) as source:
         if source is not None:
             check_replaced(recipe.formats, settings.out, source)
@@ -62,7 +63,7 @@ def run_export(settings: ExportSettings) -> None:
                 stats,
                 recipe.formats,
                 folder,
-                fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
+                fmt=fmt,
                 tps=recipe.tp,
                 source=source,
                 query=recipe.query_scale,
