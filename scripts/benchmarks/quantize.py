@@ -92,12 +92,12 @@ def run_in_turn(rounds: int, *, is_cold: bool) -> Mapping[str, Sequence[Usage]]:
     """Copy and quantize in turn, with the source in the page cache or not."""
     usages: dict[str, list[Usage]] = {name: [] for name in ("cp", *SCHEMES)}
     for _ in range(rounds):
-        for name, taken in usages.items():
+        for name, runs in usages.items():
             if name == "cp":
-                taken.append(run(["cp", "-r", str(SOURCE), str(OUT)], is_cold=is_cold))
+                runs.append(run(["cp", "-r", str(SOURCE), str(OUT)], is_cold=is_cold))
             else:
                 command = quantize_command(name)
-                taken.append(run(command, is_cold=is_cold, cap_bytes=CAP_BYTES))
+                runs.append(run(command, is_cold=is_cold, cap_bytes=CAP_BYTES))
     return usages
 
 

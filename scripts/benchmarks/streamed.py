@@ -61,7 +61,7 @@ def parse_options() -> Namespace:
 
 
 def measure_all(options: Namespace) -> Iterator[Figure]:
-    """Measure both parts, or the one that was asked for."""
+    """Measure both parts, or the selected one."""
     if not options.large_alone:
         yield from measure_overhead(options)
     if not options.small_alone:
