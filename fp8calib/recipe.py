@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +20,7 @@ from pydantic import (
 
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.geometry.module_paths import matches_pattern
 from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
 
@@ -253,11 +252,7 @@ def match_modules(patterns: tuple[str, ...], modules: list[str]) -> frozenset[st
 
 
 def _matches(pattern: str, module: str) -> bool:
-    if not pattern.startswith("re:"):
-        return fnmatchcase(module, pattern)
     try:
-        return re.fullmatch(pattern.removeprefix("re:"), module) is not None
-    except re.error as error:
-        raise RecipeError(
-            f"observe.ignore: {pattern!r} is no regular expression: {error}"
-        ) from error
+        return matches_pattern(pattern, module)
+    except ValueError as error:
+        raise RecipeError(f"observe.ignore: {pattern!r} is {error}") from error

@@ -150,7 +150,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern: str) -> None:
 
 
 def test_a_broken_regular_expression_is_an_error() -> None:
-    with pytest.raises(RecipeError, match="no regular expression"):
+    with pytest.raises(RecipeError, match="not a regular expression"):
         match_modules(("re:[",), MODULES)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.dialects.fp8.quantization_config import QUANTIZATION_KEYS
 from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
@@ -16,7 +17,6 @@ from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MAX_LAYERS = 1000
 _MAX_SIZE = 1 << 31
@@ -80,7 +80,7 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
 
 def _strip(config: Mapping[str, object]) -> dict[str, Any]:
     """Leave out how the model is quantized, which says nothing about its shape."""
-    return {key: _restore(value) for key, value in config.items() if key not in _QUANTIZATION_KEYS}
+    return {key: _restore(value) for key, value in config.items() if key not in QUANTIZATION_KEYS}
 
 
 def _restore(value: object) -> Any:

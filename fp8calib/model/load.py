@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
+from fp8calib.dialects.fp8.quantization_config import QUANTIZATION_KEYS
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.machine.devices import find_device
 
@@ -133,7 +134,7 @@ def _explain(error: BaseException) -> str:
 def _refuse_quantized(raw: Mapping[str, object], folder: Path, hint: str) -> None:
     text = raw.get("text_config")
     for config in (raw, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
+        for key in QUANTIZATION_KEYS:
             found = config.get(key)
             if found:
                 method = found.get("quant_method", "unnamed") if isinstance(found, dict) else found

@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.errors import ModelError
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, Order
+from fp8calib.geometry.module_paths import list_paths
 
 _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 
@@ -92,13 +93,13 @@ class WeightSource:
         used, unused = set[str](), set[str]()
         for parameter, parts in self._parts.items():
             (used if parameter in self._known else unused).update(name for name, _ in parts)
-        inside = {path for name in used for path in _paths(name)}
+        inside = {path for name in used for path in list_paths(name)}
         matrices = (
             name
             for name in unused
             if len(self._checkpoint.shape(name)) > 1 and not name.endswith("bias")
         )
-        outside = (next(p for p in _paths(name) if p not in inside) for name in matrices)
+        outside = (next(p for p in list_paths(name) if p not in inside) for name in matrices)
         return sorted(set(outside), key=dot_natural_key)
 
     def tensor_names(self, parameters: Collection[str]) -> frozenset[str]:
@@ -184,12 +185,6 @@ class WeightSource:
             name: value[0] if isinstance(value, list) else value
             for name, value in converted.items()
         }
-
-
-def _paths(name: str) -> Iterator[str]:
-    """Give a name's path, step by step: `a`, `a.b`, `a.b.c`."""
-    steps = name.split(".")
-    return (".".join(steps[: length + 1]) for length in range(len(steps)))
 
 
 def _map_names(

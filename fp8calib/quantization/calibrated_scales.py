@@ -7,7 +7,6 @@ most linears, the name of the tensor they were read from, and the rest of a laye
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,10 +19,11 @@ from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import list_without_calibration
 from fp8calib.geometry.model_geometry import Layer, Linear
+from fp8calib.geometry.module_paths import list_paths, span_experts, split_expert
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
-from fp8calib.quantization.selection.patterns import list_paths, span_layers, spell_options
+from fp8calib.quantization.selection.patterns import span_layers, spell_options
 from fp8calib.quantization.selection.select import Matrix, Selection
 from fp8calib.scales.compute import (
     Fallback,
@@ -36,8 +36,6 @@ from fp8calib.scales.rules import AMAX, Rule, find_clip_range
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 
-_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)")
-_STACK = re.compile(r"(.*\.experts)\.\d+\.\w+")
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of what every other family spells out."""
 
@@ -153,7 +151,7 @@ def find_input_scales(
     inputs = _Inputs(stats, quantized, choice)
     found = {matrix.module: inputs.find(matrix) for matrix in quantized}
     if shares_scales:
-        groups = {matrix.module: _name_input_group(matrix) for matrix in quantized}
+        groups = {matrix.module: span_experts(matrix.fused_group) for matrix in quantized}
         largest: dict[str, torch.Tensor] = defaultdict(lambda: torch.tensor(0.0))
         for module, group in groups.items():
             largest[group] = torch.maximum(largest[group], found[module])
@@ -224,11 +222,11 @@ class _Inputs:
 
     def _find_expert(self, matrix: Matrix) -> tuple[Linear, int] | None:
         """Find the experts and the number of the one that a matrix belongs to."""
-        found = _EXPERT.fullmatch(matrix.module)
+        found = split_expert(matrix.module)
         if found is None:
             return None
-        projection = _PROJECTIONS.get(found.group(3), found.group(3))
-        experts, number = self._experts.get((matrix.layer, projection)), int(found.group(2))
+        _, number, projection = found
+        experts = self._experts.get((matrix.layer, _PROJECTIONS.get(projection, projection)))
         return (experts, number) if experts and number < experts.num_experts else None
 
     def _explain_missing(self, matrix: Matrix) -> str:
@@ -240,11 +238,11 @@ class _Inputs:
                 f"stays unquantized with {spell_options(names)}"
             )
         missing = (
-            each.module
+            (split_expert(each.module) or (each.module,))[0]
             for each in self._quantized
             if each.tensor not in self._linears and self._find_expert(each) is None
         )
-        globs = dict.fromkeys(span_layers(_STACK.sub(r"\1", module)) for module in missing)
+        globs = dict.fromkeys(span_layers(module) for module in missing)
         return (
             "calibrate cannot measure it in this kind of model: choose a --scheme that needs no "
             f"calibration ({', '.join(list_without_calibration())}), or leave it unquantized with "
@@ -282,11 +280,6 @@ def _find_places(layer: Layer) -> Iterator[str]:
         if name.endswith(f".{inner}"):
             places.add(name.removesuffix(f".{inner}"))
     return iter(places or {layer.module})
-
-
-def _name_input_group(matrix: Matrix) -> str:
-    """Name what shares one input scale: a fused group, over all experts of a layer."""
-    return re.sub(r"\.experts\.\d+\.", ".experts.*.", matrix.fused_group)
 
 
 def _describe_origins(table: ScaleTable) -> Iterable[str]:

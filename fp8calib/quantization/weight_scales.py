@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.module_paths import span_experts
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.selection.select import Matrix
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.scales.compute import scale_of
-
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,7 @@ class WeightScales:
         self._plan = plan
         for matrix in plan.selection.quantized:
             self._groups[plan.group(matrix)].append(matrix)
-            self._siblings[_name_siblings(matrix)].append(matrix)
+            self._siblings[span_experts(matrix.module)].append(matrix)
             self._layers[matrix.layer].append(matrix)
 
     def group_of(self, matrix: Matrix) -> Sequence[Matrix]:
@@ -73,15 +71,11 @@ class WeightScales:
 
     def _substitute(self, matrix: Matrix) -> torch.Tensor:
         """Find a scale for a weight of zeros."""
-        for pool in (self._siblings[_name_siblings(matrix)], self._layers[matrix.layer]):
+        for pool in (self._siblings[span_experts(matrix.module)], self._layers[matrix.layer]):
             largest = max(self._reader.measure(pool))
             if largest > 0:
                 return scale_of(torch.tensor(largest), E4M3FN)
         return torch.tensor(1.0)
-
-
-def _name_siblings(matrix: Matrix) -> str:
-    return _EXPERT.sub(".experts.*.", matrix.module)
 
 
 def _describe(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:

@@ -135,7 +135,7 @@ def test_a_pattern_that_is_no_regular_expression(
 ) -> None:
     (tmp_path / "mine.yaml").write_text("name: mine\nobserve: {ignore: ['re:(']}\n")
     text = refused(3, model, "--recipe", tmp_path / "mine.yaml")
-    assert "is no regular expression" in text
+    assert "is not a regular expression" in text
 
 
 def test_a_recipe_whose_format_is_unknown(refused: Refused, model: Path, tmp_path: Path) -> None:

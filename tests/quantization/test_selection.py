@@ -187,7 +187,7 @@ def test_a_pattern_that_names_no_linear_is_an_error(tmp_path: Path, pattern: str
 
 
 def test_an_expression_that_is_none_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no regular expression"):
+    with pytest.raises(UsageError, match="not a regular expression"):
         pick(tmp_path, make_tensors(), "re:(")
 
 

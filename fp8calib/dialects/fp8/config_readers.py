@@ -14,6 +14,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     FindScheme,
     StoredScheme,
     contradiction,
+    find_quantization_configs,
     make_fbgemm_finder,
     make_fp8_finder,
     make_scheme,
@@ -26,8 +27,6 @@ from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME, load_object
 from fp8calib.dialects.refusals import refusal
 from fp8calib.fp8.schemes import SCHEMES
 
-_KEYS = ("quantization_config", "compression_config")
-_INNER_CONFIGS = ("text_config", "llm_config", "language_config")
 _EMBEDDING_MARKS = ("embed", "wte", "word_embeddings")
 
 
@@ -38,7 +37,7 @@ def load_finder(folder: Path, config: Fields) -> tuple[str, FindScheme]:
         VerificationError: there is no quantization config, or none that is read here.
     """
     path = folder / CONFIG_NAME
-    section = _find_section(config)
+    section = next((section for _, section in find_quantization_configs(config)), None)
     if section is None and (folder / MODELOPT_CONFIG_NAME).is_file():
         path = folder / MODELOPT_CONFIG_NAME
         section = {**load_object(path), "quant_method": "modelopt"}
@@ -52,16 +51,6 @@ def load_finder(folder: Path, config: Fields) -> tuple[str, FindScheme]:
         known = ", ".join(_FINDERS)
         raise refusal(path, f"quant_method is {method!a:.40}", hint=f"FP8 methods read: {known}")
     return method, _FINDERS[method](path, section)
-
-
-def _find_section(config: Fields) -> dict[str, object] | None:
-    inner = (config.get(key) for key in _INNER_CONFIGS)
-    for place in (config, *(part for part in inner if isinstance(part, dict))):
-        for key in _KEYS:
-            section = place.get(key)
-            if isinstance(section, dict):
-                return section
-    return None
 
 
 def _make_group_finder(path: Path, config: Fields) -> FindScheme:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import takewhile
 
 from fp8calib.errors import UsageError
+from fp8calib.geometry.module_paths import list_paths, matches_pattern
 
 _NUMBER = re.compile(r"\.\d+\.")
 TOWER = "a vision or audio tower"
@@ -114,12 +114,6 @@ def _pick_example(modules: Collection[str]) -> str:
     return next(quantized, next(iter(modules), ""))
 
 
-def list_paths(module: str) -> Iterator[str]:
-    """Give a module's path and the paths of all that hold it: `a`, `a.b`, `a.b.c`."""
-    parts = module.split(".")
-    return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-
-
 def span_layers(path: str) -> str:
     """Give the pattern for a path in all layers."""
     return _NUMBER.sub(".*.", path)
@@ -131,10 +125,9 @@ def spell_options(patterns: Iterable[str]) -> str:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    if not pattern.startswith("re:"):
-        return fnmatchcase(path, pattern.removesuffix(".weight"))
-    expression = pattern.removeprefix("re:")
     try:
-        return any(re.fullmatch(expression, text) for text in (path, f"{path}.weight"))
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UsageError(f"--ignore {pattern}: no regular expression: {error}") from error
+        if pattern.startswith("re:"):
+            return matches_pattern(pattern, path, f"{path}.weight")
+        return matches_pattern(pattern.removesuffix(".weight"), path)
+    except ValueError as error:
+        raise UsageError(f"--ignore {pattern}: {error}") from error

@@ -10,6 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.engines.weights.faults import name_fused_group
 from fp8calib.errors import ModelError, UsageError
+from fp8calib.geometry.module_paths import split_expert
 from fp8calib.quantization.selection.expert_matrices import (
     ExpertMatrix,
     ExpertStacks,
@@ -32,7 +33,6 @@ _CONV1D_TYPES = frozenset(
 """Model types whose linears are transformers' Conv1D, [in, out] on disk."""
 _SMALLEST_MATRIX = 16
 """What has a shorter side in its last two axes is a kernel of a convolution."""
-_EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
 _EXPERTS = re.compile(r"(.+\.experts)\..+")
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 HEAD = "lm_head"
@@ -228,9 +228,9 @@ def _list_ends(module: str, *, only_outermost: bool = False) -> Iterator[str]:
     places = [place for place, part in enumerate(parts) if place and part.isdecimal()]
     for place in places[: 1 if only_outermost else None]:
         end = ".".join(parts[place - 1 :])
-        found = _EXPERT.match(end)
+        found = split_expert(end)
         if found is not None:
-            yield found.group(1)
+            yield found[0]
         yield end
 
 

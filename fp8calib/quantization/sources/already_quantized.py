@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS
+from fp8calib.dialects.fp8.quantization_config import find_quantization_configs
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.errors import ModelError
 
-_KEYS = ("quantization_config", "compression_config")
-_INNER_CONFIGS = ("text_config", "llm_config", "language_config")
 _FP8_BITS = 8
 _WHOLE_ROW = -1
 """A group size of GPTQ and AWQ: all of an output channel."""
@@ -22,23 +21,13 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
     Raises:
         ModelError: naming what says so, and how many bits its weights have where that is told.
     """
-    for key, section in find_sections(checkpoint.load_config()):
+    for key, section in find_quantization_configs(checkpoint.load_config()):
         raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe(section)}")
     for name, entry in checkpoint.tensors.items():
         if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS:
             raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
         if is_companion(name):
             raise _quantized(checkpoint, f"{name} is a scale")
-
-
-def find_sections(config: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Find what a config says of quantization: the key and what stands there."""
-    inner = (config.get(key) for key in _INNER_CONFIGS)
-    for place in (config, *(part for part in inner if isinstance(part, dict))):
-        for key in _KEYS:
-            section = place.get(key)
-            if isinstance(section, dict):
-                yield key, section
 
 
 def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:

@@ -14,9 +14,9 @@ from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, TensorEntry
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.quantization_config import QUANTIZATION_KEYS
 from fp8calib.errors import ModelError, VerificationError
 
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 

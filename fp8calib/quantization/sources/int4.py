@@ -16,10 +16,10 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.dialects.fp8.quantization_config import find_quantization_configs
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.encode import ENCODABLE_DTYPES
-from fp8calib.quantization.sources.already_quantized import find_sections
 from fp8calib.scales.compute import SMALLEST_SCALE
 
 _PACKED = ".weight_packed"
@@ -46,7 +46,7 @@ class _Int4Weight:
 
 def is_int4_source(checkpoint: Checkpoint) -> bool:
     """Tell whether config.json speaks of symmetric int4 weights with one scale for each tensor."""
-    sections = [section for _, section in find_sections(checkpoint.load_config())]
+    sections = [section for _, section in find_quantization_configs(checkpoint.load_config())]
     return bool(sections) and all(_is_int4(section) for section in sections)
 
 
@@ -68,7 +68,7 @@ class Int4Source:
         self._checkpoint = checkpoint
         suffixes: set[str] = set()
         self.quantizes_inputs = False
-        for _, section in find_sections(checkpoint.load_config()):
+        for _, section in find_quantization_configs(checkpoint.load_config()):
             suffixes |= self._read_section(section)
         stored = [name for name in checkpoint.tensors if self._holds_integers(name, suffixes)]
         self._weights = {f"{_module(name)}.weight": self._read_weight(name) for name in stored}

@@ -1,0 +1,41 @@
+"""Paths of modules: patterns that match them, and experts in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+
+
+def list_paths(module: str) -> Iterator[str]:
+    """List the paths of the modules that hold a module, its own last: `a`, `a.b`, `a.b.c`."""
+    parts = module.split(".")
+    return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+
+
+def matches_pattern(pattern: str, *paths: str) -> bool:
+    """Tell whether a glob, or `re:` and an expression, matches one of `paths` from end to end.
+
+    Raises:
+        ValueError: what follows `re:` is no regular expression.
+    """
+    if not pattern.startswith("re:"):
+        return any(fnmatchcase(path, pattern) for path in paths)
+    try:
+        return any(re.fullmatch(pattern.removeprefix("re:"), path) for path in paths)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+
+
+def split_expert(module: str) -> tuple[str, int, str] | None:
+    """Split a path inside an expert: of all experts, the expert's number, the rest; else None."""
+    found = _EXPERT.fullmatch(module)
+    return (found[1], int(found[2]), found[3]) if found else None
+
+
+def span_experts(module: str) -> str:
+    """Put `*` for an expert's number: the result is the same for all experts of a layer."""
+    found = split_expert(module)
+    return f"{found[0]}.*.{found[2]}" if found else module
