@@ -185,10 +185,10 @@ def test_the_other_fingerprint_is_said_and_not_refused(llama: Path, tmp_path: Pa
     inputs = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
     quantize(llama / "model", tmp_path / "int4", inputs=inputs, packed=False)
     said = export(llama, tmp_path / "int4", tmp_path / "rfc")["warnings"]
-    assert "int4 weights are taken to be those of the calibrated model" in said[0]
+    assert "so its int4 weights are assumed to come from it" in said[0]
     assert "other config.json" in said[0]
     assert "other weights" in said[0]
-    assert "inputs is left aside" in said[1]
+    assert "its settings for inputs are ignored" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -271,4 +271,4 @@ def test_quantize_says_who_takes_int4(llama: Path, tmp_path: Path) -> None:
 def test_overlays_of_int4_weights_are_refused(llama: Path, tmp_path: Path) -> None:
     quantize(llama / "model", tmp_path / "int4")
     text = refuse(2, llama, tmp_path / "int4", tmp_path / "rfc", "--format", "tgi")
-    assert "--format tgi: overlays are of the unquantized model" in text
+    assert "--format tgi: an overlay needs the unquantized model" in text

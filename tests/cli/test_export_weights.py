@@ -142,7 +142,7 @@ def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:
     text = fail(
         2, "export", stats, "--format", "vllm-json", "--with-weights", "--model", model, *out
     )
-    assert "only rfc" in text
+    assert "--with-weights needs --format rfc" in text
     assert "needs --model" in fail(2, "export", stats, "--format", "rfc", "--with-weights", *out)
     assert not (tmp_path / "rfc").exists()
 

@@ -108,7 +108,7 @@ def test_what_is_read_or_is_no_statistics_is_not_written_over(
 ) -> None:
     parts = (shards / "1", shards / "2")
     part = shards / "2" / "stats.safetensors"
-    assert "is one of the parts" in fail(2, "merge", *parts, "--out", part)
+    assert "is one of the inputs" in fail(2, "merge", *parts, "--out", part)
     precious = tmp_path / "model.safetensors"
     precious.write_bytes((model / "model.safetensors").read_bytes())
     assert "holds no statistics" in fail(2, "merge", *parts, "--out", precious)

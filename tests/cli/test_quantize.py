@@ -125,7 +125,7 @@ def test_what_statistics_gave_names_its_model_and_text(
     }
     quick = ("--data", data, "--samples", 4, "--seq-len", 16, "--dtype", "float32")
     outcome = succeed("verify", model, *quick, "--scales", tmp_path / "out")
-    assert "of this text was calibrated on" in outcome.err
+    assert "of this text was used for calibration" in outcome.err
     zoo.save("llama", tmp_path / "other", seed=3)
     message = fail(8, "verify", tmp_path / "other", *quick, "--scales", tmp_path / "out")
     assert "of another model: other weights (" in message

@@ -183,7 +183,10 @@ def test_every_scheme_quantizes_weights(
     assert sum(row["role"] == "weight" for row in rows) == 2 * 7
     assert any(row["role"] == "input" for row in rows) == (scheme != "w8a16")
     assert report["candidates"][0]["gate"] == "w8a8"
-    assert any("--scheme quantizes weights and inputs alone" in t for t in report["warnings"])
+    assert any(
+        "its KV scales are ignored, as --scheme quantizes weights and inputs only" in t
+        for t in report["warnings"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ def test_text_that_was_calibrated_on_is_told(
 ) -> None:
     scales = files / name
     outcome = succeed("verify", model, "--data", data, *QUICK, "--scales", scales, "--json")
-    said = f"{scales}: about 100% of this text was calibrated on: "
+    said = f"{scales}: about 100% of this text was used for calibration, "
     assert [text.startswith(said) for text in outcome.json["warnings"] if str(scales) in text] == [
         True
     ]
@@ -272,12 +275,14 @@ def test_text_that_is_cut_otherwise_is_found_again(
     backwards = write_rows(tmp_path / "backwards.jsonl", rows[1::-1])
     cut = ("verify", model, "--data", backwards, *QUICK, *options)
     outcome = succeed(*cut, "--scales", files / "kv_scales.safetensors", "--json")
-    assert any("% of this text was calibrated on" in text for text in outcome.json["warnings"])
+    assert any(
+        "% of this text was used for calibration" in text for text in outcome.json["warnings"]
+    )
 
 
 def test_text_that_nobody_has_seen_is_not_told(verify: Any, files: Path) -> None:
     warnings = verify("--scales", files).json["warnings"]
-    assert not any("calibrated on" in text for text in warnings)
+    assert not any("used for calibration" in text for text in warnings)
 
 
 def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
@@ -296,7 +301,7 @@ def test_the_diagnosis_says_whose_scales_it_compares_and_has_no_empty_column(
 ) -> None:
     command = ("verify", model, "--data", held_out, *QUICK)
     alone = succeed(*command).out
-    title = "K and V at scale 1.0, in dB: the 4 that clip most, then gain most\n"
+    title = "K and V at scale 1.0, in dB: the 4 that clip or gain most\n"
     assert title in alone
     header = alone.partition(title)[2].splitlines()[0]
     assert "per tensor" not in header
@@ -304,7 +309,7 @@ def test_the_diagnosis_says_whose_scales_it_compares_and_has_no_empty_column(
     assert "in calibration" not in header
     scales = files / "kv-overlay-head"
     per_head = succeed(*command, "--scales", scales).out
-    title = f"K and V at scale 1.0 with the scales of {scales}, in dB: the 4 that "
+    title = f"K and V at scale 1.0 and with the scales of {scales}, in dB: the 4 that "
     header = per_head.partition(title)[2].splitlines()[1]
     assert "per head" in header
     assert "per tensor" not in header

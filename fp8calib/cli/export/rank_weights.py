@@ -1,4 +1,4 @@
-"""The weights that `export --with-weights` writes beside the RFC's JSON."""
+"""The FP8 weights of every rank that `export --with-weights` writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8calib.stats.fingerprint import fingerprint_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWeights:
-    """Weights that are there to be written, with their scales for every degree."""
+    """Weights to write, with their scales for every tensor-parallel degree."""
 
     tables: Mapping[int, ScaleTable]
     notes: tuple[str, ...]
@@ -35,7 +35,7 @@ class RankWeights:
     _source: WeightSource
 
     def write(self, folder: Path) -> list[str]:
-        """Write a file for every rank of every degree, and name them.
+        """Write a file for every rank of every degree, and return their names.
 
         Raises:
             ExportError: a file cannot be written.
@@ -51,11 +51,11 @@ class RankWeights:
 
 
 def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe) -> RankWeights:
-    """Find the weights of the recipe's degrees, and the scales that they are quantized with.
+    """Open the weights, and compute their scales for the recipe's degrees.
 
     Raises:
-        ModelError: the model's class cannot be built, which tells what is fused and transposed, or
-            an int4 checkpoint is not sound.
+        ModelError: the model cannot be built, whose modules tell which weights are fused or
+            transposed; or an int4 checkpoint is damaged.
         ExportError: a scale cannot be computed, or the int4 weights are of another model.
     """
     quiet_libraries()
@@ -67,7 +67,7 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
             trust_remote_code=False,
             if_quantized=None
             if is_int4
-            else "--model is the unquantized model that was calibrated",
+            else "--model must be the unquantized model that was calibrated",
         )
     )
     tables = {tp: _compute_scales(stats, recipe, tp) for tp in dict.fromkeys(recipe.tp)}
@@ -87,7 +87,7 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
         )
         for tp, table in tables.items()
     }
-    notes = tuple(_describe_source(stats, source, int4))
+    notes = tuple(_describe_int4_source(stats, source, int4))
     return RankWeights(tables=adopted, notes=notes, _model=skeleton, _source=weights)
 
 
@@ -111,22 +111,22 @@ def _check_geometry(
     if difference := find_difference(found, measured):
         raise ExportError(
             f"{folder} is not the model these statistics were measured on: {difference}",
-            hint="name the int4 checkpoint of the model that was calibrated",
+            hint="pass the int4 checkpoint of the model that was calibrated",
         )
 
 
-def _describe_source(
+def _describe_int4_source(
     stats: CalibrationStats, source: Checkpoint, int4: Int4Source
 ) -> Iterator[str]:
-    """Say what nobody can check: that the int4 weights were made from the calibrated model."""
+    """Warn that the origin of the int4 weights cannot be checked."""
     here = fingerprint_model(source.load_config(), source)
     yield (
-        f"{source.folder}: its int4 weights are taken to be those of the calibrated model, as its "
-        f"shape is (it has {explain_difference(stats.header.model_fingerprint, here)}); were "
-        "norms or weights changed before they were quantized (smoothing), calibrate that model"
+        f"{source.folder}: has the shape of the calibrated model, so its int4 weights are assumed "
+        f"to come from it (it has {explain_difference(stats.header.model_fingerprint, here)}); if "
+        "norms or weights were changed before quantization (smoothing), calibrate that model"
     )
     if int4.quantizes_inputs:
         yield (
-            f"{source.folder}: what it says of its inputs is left aside: they are quantized with "
-            "the calibrated scales"
+            f"{source.folder}: its settings for inputs are ignored: inputs are quantized with the "
+            "calibrated scales"
         )

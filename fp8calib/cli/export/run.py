@@ -1,4 +1,4 @@
-"""What `fp8calib export` does: load stats, check, write, show."""
+"""Run `fp8calib export`: load statistics, check, write, print."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class ExportSettings:
 
 
 def run_export(settings: ExportSettings) -> None:
-    """Write every format that was asked for, from statistics alone."""
+    """Write every requested format from statistics alone."""
     recipe = settings.recipe
     check_formats(recipe.formats)
     _check_weights(settings)
     stats = load_stats(settings.stats)
     fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
     check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
-    with _source(settings, stats) as source:
+    with _open_source(settings, stats) as source:
         if source is not None:
             check_replaced(recipe.formats, settings.out, source)
         inputs = [settings.stats, *([source.folder] if source else [])]
         with OutputFolder(
             settings.out,
-            owned=list_outputs(recipe.formats, recipe.tp) | _name_weights(settings),
+            owned=list_outputs(recipe.formats, recipe.tp) | _list_weight_files(settings),
             force=settings.force,
             inputs=inputs,
         ) as folder:
@@ -93,14 +93,14 @@ def run_export(settings: ExportSettings) -> None:
 def _check_weights(settings: ExportSettings) -> None:
     if settings.with_weights and "rfc" not in settings.recipe.formats:
         raise UsageError(
-            "--with-weights: only rfc names files of weights",
+            "--with-weights needs --format rfc",
             hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
         )
     if settings.with_weights and settings.model is None:
-        raise UsageError("--with-weights needs --model", hint="name the model to quantize")
+        raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
 
 
-def _name_weights(settings: ExportSettings) -> frozenset[str]:
+def _list_weight_files(settings: ExportSettings) -> frozenset[str]:
     if not settings.with_weights:
         return frozenset()
     return frozenset(name for tp in settings.recipe.tp for name in name_rank_files(tp).values())
@@ -117,7 +117,7 @@ def _prepare_weights(
 
 
 @contextmanager
-def _source(settings: ExportSettings, stats: CalibrationStats) -> Iterator[Checkpoint | None]:
+def _open_source(settings: ExportSettings, stats: CalibrationStats) -> Iterator[Checkpoint | None]:
     model = settings.model
     if model is None:
         yield None
@@ -136,14 +136,14 @@ def _refuse_overlays(settings: ExportSettings, checkpoint: Checkpoint) -> None:
     names = [name for name in settings.recipe.formats if find_dialect(name).needs_model]
     if names:
         raise UsageError(
-            f"--format {names[0]}: overlays are of the unquantized model, and the weights of "
+            f"--format {names[0]}: an overlay needs the unquantized model, and the weights of "
             f"{checkpoint.folder} are int4",
-            hint="export them in a run of their own, with the unquantized --model",
+            hint="export the overlay separately, with the unquantized --model",
         )
 
 
 def _check_model(settings: ExportSettings, stats: CalibrationStats, checkpoint: Checkpoint) -> None:
-    """Refuse another model than the statistics', and to quantize one that is quantized already."""
+    """Refuse a model other than the statistics', and one that is quantized already."""
     if settings.with_weights:
         check_unquantized(checkpoint)
     measured = stats.header.model_fingerprint
@@ -152,5 +152,5 @@ def _check_model(settings: ExportSettings, stats: CalibrationStats, checkpoint: 
         raise ExportError(
             f"{settings.model} is not the model these statistics were measured on, which had "
             f"{explain_difference(measured, fingerprint)}",
-            hint="pass the folder that calibrate was run on",
+            hint="pass the model that was calibrated",
         )

@@ -1,6 +1,6 @@
-"""What `fp8calib extract-kv-scales` does: read, fit, write, show.
+"""Run `fp8calib extract-kv-scales`: read scales, convert, write, print.
 
-No weight of the quantized model is read; of the unquantized one's, what its fingerprint takes.
+Of the quantized model no weight is read; of the unquantized model only those of its fingerprint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fp8calib.stats.fingerprint import fingerprint_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtractSettings:
-    """The command line, as it was given."""
+    """The command line, unresolved."""
 
     quantized_model: Path
     model: str
@@ -50,12 +50,12 @@ class ExtractSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extracted:
-    """What was written, and what is to be said of it."""
+    """The scales that were written, and the notes on them."""
 
     found: FoundScales
     table: ScaleTable
     taken_from: tuple[str, ...]
-    """The source's files: the name of the folder and of the file, no more."""
+    """The source's files, each as folder and file name."""
     files: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -69,13 +69,13 @@ def run_extract(settings: ExtractSettings) -> None:
         ExportError: the form cannot hold the scales, or cannot be written.
         VerificationError: the source's scales are not complete, not valid, or of another model.
     """
-    _check(settings)
+    _check_options(settings)
     quiet_libraries()
     source = open_source(
         settings.model,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
-        if_quantized="--model is the unquantized model, which the scales are written beside",
+        if_quantized="--model must be the unquantized model",
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         geometry = find_structure(build_skeleton(source), checkpoint).geometry
@@ -84,7 +84,7 @@ def run_extract(settings: ExtractSettings) -> None:
     _show(settings, extracted)
 
 
-def _check(settings: ExtractSettings) -> None:
+def _check_options(settings: ExtractSettings) -> None:
     dialect = find_dialect(settings.format_name)
     named = {"--source-dtype": settings.source_dtype, "--fp8-dtype": settings.fp8_dtype}
     for option, name in named.items():
@@ -156,12 +156,12 @@ def _choose_tp(settings: ExtractSettings, table: ScaleTable) -> int:
 def _name_files(found: FoundScales) -> tuple[str, ...]:
     files = (path.resolve() for path in found.files)
     names = (f"{path.parent.name}/{path.name}" for path in files)
-    # names that are no Unicode would spoil JSON for readers in other languages
+    # JSON readers in other languages reject names that are not valid Unicode
     return tuple(name.encode("utf-8", "replace").decode() for name in names)
 
 
 def _describe_source(found: FoundScales, files: tuple[str, ...]) -> Provenance | None:
-    """Say that a quantized model's scales are biased; not of scales that calibrate measured."""
+    """Describe a quantized source, whose scales are biased; None for scales of `calibrate`."""
     measured = found.table.origin
     if measured is not None and measured.data:
         return None

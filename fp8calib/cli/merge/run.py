@@ -1,4 +1,4 @@
-"""What `fp8calib merge` does: load, join, write, show."""
+"""Run `fp8calib merge`: load all shards, join them, write, print."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fp8calib.stats.merge import merge_shards
 
 
 def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
-    """Join the parts and write the whole; an older stats file at `out` is replaced.
+    """Join the shards and write the statistics; an older stats file at `out` is replaced.
 
     Raises:
-        UsageError: the parts are not those of one run, or the output cannot be.
+        UsageError: the shards are not those of one run, or `out` is no valid output.
         DataError: a file is damaged.
         ExportError: the file cannot be written.
     """
@@ -38,18 +38,16 @@ def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
     else:
         print_text(
             f"{len(files)} parts, {header.num_tokens:,} tokens in {header.num_sequences} sequences"
-            f", written to {out}\nmake scales of it: fp8calib export {out} --format NAME --out DIR"
+            f", written to {out}\nwrite scales: fp8calib export {out} --format NAME --out DIR"
         )
 
 
 def _check_output(out: Path, files: Sequence[Path]) -> None:
-    """Refuse to write over what is read, or over something else than statistics."""
+    """Refuse to overwrite an input, or a file that holds no statistics."""
     check_output_file(out)
     if out.suffix != ".safetensors":
-        raise UsageError(f"--out {out}: stats files end in .safetensors", hint="name it so")
+        raise UsageError(f"--out {out}: must end in .safetensors", hint="rename it")
     if out.exists() and any(path.exists() and path.samefile(out) for path in files):
-        raise UsageError(f"--out {out}: it is one of the parts", hint="name another file")
+        raise UsageError(f"--out {out}: is one of the inputs", hint="choose another file")
     if out.exists() and not is_stats_file(out):
-        raise UsageError(
-            f"--out {out}: there is a file that holds no statistics", hint="name another file"
-        )
+        raise UsageError(f"--out {out}: exists and holds no statistics", hint="choose another file")

@@ -1,4 +1,4 @@
-"""What `fp8calib quantize` says of a checkpoint it has written."""
+"""The report of a quantization, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was asked, planned and done."""
+    """The plan of a quantization and what came of it."""
 
     plan: QuantizePlan
     written: Written
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
-    """Gather what a user or a script wants to know."""
+    """Build the report of a written checkpoint: the output of --json."""
     plan, out = outcome.plan, outcome.out
     geometry = outcome.stats.geometry if outcome.stats and plan.has_kv else None
     size = kv_bytes_per_token(geometry) if geometry else estimate_kv_bytes(plan.config)
@@ -70,7 +70,7 @@ def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
 
 
 def show_quantization_report(report: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print a report, as JSON or for people."""
+    """Print a report, as JSON or as text."""
     for note in report["notes"]:
         warn(note)
     for item in report["dead"]:
@@ -102,7 +102,7 @@ def _describe(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _describe_left(left: list[dict[str, str]]) -> Iterator[str]:
-    """Say for each reason what was left, a few by name."""
+    """Describe what stays unquantized for each reason, with a few names."""
     for why, count in Counter(item["why"] for item in left).items():
         names = [item["module"] for item in left if item["why"] == why][:_SHOWN]
         more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
@@ -110,7 +110,7 @@ def _describe_left(left: list[dict[str, str]]) -> Iterator[str]:
 
 
 def _list_files(files: list[str]) -> str:
-    """List files, a series of shards as one."""
+    """List files, all shards as one entry."""
     shards = [name for name in files if name.endswith(".safetensors")]
     if len(shards) <= 1:
         return list_top_level(files)

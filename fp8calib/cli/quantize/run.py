@@ -1,4 +1,4 @@
-"""What `fp8calib quantize` does: open, plan, write, show."""
+"""Run `fp8calib quantize`: open the checkpoint, plan, write, print."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeSettings:
-    """The command line, as it was given."""
+    """The command line, unresolved."""
 
     model: str
     scheme: str
@@ -49,10 +49,10 @@ class QuantizeSettings:
 
 
 def run_quantize(settings: QuantizeSettings) -> None:
-    """Quantize a checkpoint as the settings say, and show the outcome.
+    """Quantize a checkpoint and print the outcome.
 
     Raises:
-        UsageError: an option makes no sense.
+        UsageError: an option is invalid.
         ModelError: the model cannot be read, is quantized already, or its layout is not known.
         ExportError: the statistics do not fit, or the disk cannot hold the output.
     """
@@ -94,10 +94,10 @@ def _resolve(settings: QuantizeSettings) -> PlanSettings:
 
 
 def _find_folder(settings: QuantizeSettings) -> Path:
-    """Find a folder that is here without transformers, whose import takes longer than small models.
+    """Find the model's folder; for a local one, without the slow import of transformers.
 
     Raises:
-        ModelError: there is none, and the hub has none.
+        ModelError: the model is neither local nor on the Hub.
     """
     if Path(settings.model).is_dir():
         return Path(settings.model)

@@ -1,4 +1,4 @@
-"""Tables of a file of scales: safetensors, an overlay folder, a JSON dialect, or rank files."""
+"""Tables of a file of scales: safetensors, an overlay folder, JSON, or rank files."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ _RANK_FILE_SUFFIXES = (".npz", ".safetensors")
 _INDEX = re.compile(r"[0-9]{1,9}")
 _FEW_VALUES = 8
 _MOST_VALUES = 1 << 16
-"""A tensor of more is described: nobody reads them, and a list takes 30 times the file's size."""
+"""A larger tensor is only described: a list of its values takes 30 times the file's size."""
 
 ScaleRow = tuple[str, list[float] | str]
-"""A scale's name, and its numbers, or what is to be said in their place."""
+"""A scale's name, and its values or a description of them."""
 
 
 def show_scales(path: Path, *, as_json: bool) -> None:
-    """Print every scale a file holds, exactly as it stands there.
+    """Print every scale of a file, exactly as stored.
 
     Raises:
-        UsageError: the file is of no kind that holds scales, or holds none.
+        UsageError: the file is of an unsupported kind, or holds no scales.
         DataError: it cannot be read.
     """
-    rows = sorted(_rows(path), key=_natural_key)
+    rows = sorted(_list_rows(path), key=_natural_key)
     if not rows:
-        raise UsageError(f"{path} holds no scales", hint="show reads stats and files of scales")
+        raise UsageError(f"{path} holds no scales", hint="pass statistics or a file of scales")
     if as_json:
         print_json({"scales": {name: _make_json(values) for name, values in rows}})
         return
-    shown = [[shorten(name), _spell(values)] for name, values in rows]
+    shown = [[shorten(name), _format_values(values)] for name, values in rows]
     print_table(shorten(str(path)), ["scale", "value"], shown)
 
 
-def _rows(path: Path) -> Iterator[ScaleRow]:
+def _list_rows(path: Path) -> Iterator[ScaleRow]:
     if path.is_dir() and (ranks := _list_rank_files(path)):
         for each in ranks:
-            yield from ((f"{each.name}.{name}", values) for name, values in _rows(each))
+            yield from ((f"{each.name}.{name}", values) for name, values in _list_rows(each))
     elif path.is_dir():
         with Checkpoint.open(path) as checkpoint:
-            yield from _tensor_rows(checkpoint)
+            yield from _list_tensor_rows(checkpoint)
     elif path.suffix == ".safetensors":
         with TensorFile(path) as file:
-            yield from _tensor_rows(file)
+            yield from _list_tensor_rows(file)
     elif path.suffix == ".json":
-        yield from _json_rows(path)
+        yield from _list_json_rows(path)
     elif path.suffix == ".npz":
         for name in list_arrays(path):
             if name.endswith(list_scale_suffixes()):
@@ -71,7 +71,7 @@ def _list_rank_files(folder: Path) -> list[Path]:
     ]
 
 
-def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
+def _list_tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
     for name, entry in file.tensors.items():
         if not name.endswith(list_scale_suffixes()):
             continue
@@ -81,14 +81,14 @@ def _tensor_rows(file: TensorFile | Checkpoint) -> Iterator[ScaleRow]:
             yield name, file.read(name).float().flatten().tolist()
 
 
-def _json_rows(path: Path) -> Iterator[ScaleRow]:
+def _list_json_rows(path: Path) -> Iterator[ScaleRow]:
     try:
         document = parse_strict(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         fault = shorten(str(error))
         raise DataError(f"{path}: cannot be read as JSON: {fault}") from error
     if isinstance(document, dict) and any(keys[0] in document for keys in list_json_keys()):
-        yield from _numbers(document)
+        yield from _list_numbers(document)
 
 
 def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:
@@ -97,8 +97,8 @@ def _natural_key(row: ScaleRow) -> list[tuple[int, str]]:
     return [(int(part), "") if _INDEX.fullmatch(part) else (-1, part) for part in parts]
 
 
-def _numbers(document: Mapping[str, object]) -> Iterator[ScaleRow]:
-    """List all numbers of a document; without recursion, for it may be deep."""
+def _list_numbers(document: Mapping[str, object]) -> Iterator[ScaleRow]:
+    """List all numbers of a document; without recursion, as it may be deeply nested."""
     waiting: list[tuple[str, object]] = list(document.items())
     while waiting:
         name, value = waiting.pop()
@@ -111,13 +111,13 @@ def _numbers(document: Mapping[str, object]) -> Iterator[ScaleRow]:
 
 
 def _make_json(values: list[float] | str) -> object:
-    """Spell what is no number to JSON as text: NaN and infinities."""
+    """Write NaN and infinities, which JSON does not have, as text."""
     if isinstance(values, str):
         return values
     return [value if math.isfinite(value) else str(value) for value in values]
 
 
-def _spell(values: list[float] | str) -> str:
+def _format_values(values: list[float] | str) -> str:
     if isinstance(values, str):
         return values
     shown = ", ".join(f"{value:.6g}" for value in values[:_FEW_VALUES])

@@ -1,4 +1,4 @@
-"""Tables of a stats file: per layer what was seen, and the scales it would give."""
+"""Tables of a stats file: amax and scale of every layer and linear."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LINEAR_COLUMNS = (
 
 
 def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
-    """Print header, K/V/q per layer, inputs and weights per linear, and coverage."""
+    """Print the header, K, V and q per layer, inputs and weights per linear, and coverage."""
     layers = [_layer_row(stats, layer) for layer in stats.geometry.layers]
     linears = [_linear_row(stats, linear) for _, linear in stats.geometry.linears()]
     if as_json:
@@ -52,7 +52,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
                 "part": None if stats.shard is None else stats.shard.model_dump(mode="json"),
                 "layers": layers,
                 "linears": linears,
-                "experts": _experts(stats),
+                "experts": _list_expert_counts(stats),
                 "positions": {
                     "first": range_starts(),
                     "amax": {
@@ -66,11 +66,11 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
         return
     reach = compute_position_saturation(stats)
     _print_header(stats, reach)
-    print_table("K, V and q", _KV_COLUMNS, [_cells(row) for row in layers])
-    print_table("linears", _LINEAR_COLUMNS, [_cells(row) for row in linears])
+    print_table("K, V and q", _KV_COLUMNS, [_format_cells(row) for row in layers])
+    print_table("linears", _LINEAR_COLUMNS, [_format_cells(row) for row in linears])
     if reach is not None:
         _print_positions(stats, reach)
-    for name, counts in _experts(stats).items():
+    for name, counts in _list_expert_counts(stats).items():
         unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
         print_text(
             f"{name}: tokens per expert {min(counts)} to {max(counts)}"
@@ -94,8 +94,8 @@ def _print_header(stats: CalibrationStats, reach: PositionSaturation | None) -> 
     print_text(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
     if (part := stats.shard) is not None:
         print_text(
-            f"only {part.describe()} ({part.num_sequences} sequences): no scales can be made of it "
-            "before `fp8calib merge` has joined all parts"
+            f"only {part.describe()} ({part.num_sequences} sequences): scales need the "
+            "statistics of all parts, which `fp8calib merge` joins"
         )
     if (saturation := compute_saturation(stats)) is not None:
         print_text(saturation.describe())
@@ -112,7 +112,7 @@ def _print_positions(stats: CalibrationStats, reach: PositionSaturation) -> None
         if found.positions is not None and site.role in (Role.K, Role.V, Role.Q)
     ]
     columns = [f"from {start}" for start in starts]
-    print_table("amax by position", ("site", *columns), [_cells(row) for row in rows])
+    print_table("amax by position", ("site", *columns), [_format_cells(row) for row in rows])
 
 
 def _layer_row(stats: CalibrationStats, layer: Layer) -> dict[str, Any]:
@@ -124,33 +124,33 @@ def _layer_row(stats: CalibrationStats, layer: Layer) -> dict[str, Any]:
     if attention.producer is not None:
         row["mixer"] = f"{layer.mixer} (K/V of layer {attention.producer})"
         owner = stats.geometry.layers[attention.producer].attention or attention
-    seen = {role: _amax(stats.sites.get(owner.site(role))) for role in (Role.K, Role.V)}
+    seen = {role: _find_amax(stats.sites.get(owner.site(role))) for role in (Role.K, Role.V)}
     both = max((amax for amax in seen.values() if amax is not None), default=None)
     for role, amax in seen.items():
         scaled = both if attention.kind == "latent" else amax  # one cache, one scale
-        row |= {f"{role} amax": amax, f"{role} scale": _scale(scaled)}
-    query = _amax(stats.sites.get(attention.site(Role.Q)))
+        row |= {f"{role} amax": amax, f"{role} scale": _compute_scale(scaled)}
+    query = _find_amax(stats.sites.get(attention.site(Role.Q)))
     query = None if query is None else query / attention.query_divisor
-    row |= {"q amax": query, "q scale": _scale(query)}
-    row["tokens"] = _count(stats.sites.get(owner.site(Role.K)))
+    row |= {"q amax": query, "q scale": _compute_scale(query)}
+    row["tokens"] = _count_tokens(stats.sites.get(owner.site(Role.K)))
     return row
 
 
 def _linear_row(stats: CalibrationStats, linear: Linear) -> dict[str, Any]:
     seen = stats.sites.get(Site(linear.module, Role.INPUT))
-    weight = _amax(stats.sites.get(Site(linear.module, Role.WEIGHT)))
-    amax = _amax(seen)
+    weight = _find_amax(stats.sites.get(Site(linear.module, Role.WEIGHT)))
+    amax = _find_amax(seen)
     return {
         "linear": linear.module,
         "input amax": amax,
-        "input scale": _scale(amax),
+        "input scale": _compute_scale(amax),
         "weight amax": weight,
-        "weight scale": _scale(weight),
-        "tokens": _count(seen),
+        "weight scale": _compute_scale(weight),
+        "tokens": _count_tokens(seen),
     }
 
 
-def _experts(stats: CalibrationStats) -> dict[str, list[int]]:
+def _list_expert_counts(stats: CalibrationStats) -> dict[str, list[int]]:
     return {
         site.module: found.expert_counts.tolist()
         for site, found in stats.sites.items()
@@ -158,21 +158,21 @@ def _experts(stats: CalibrationStats) -> dict[str, list[int]]:
     }
 
 
-def _amax(seen: SiteStats | None) -> float | None:
+def _find_amax(seen: SiteStats | None) -> float | None:
     return None if seen is None or not len(seen.amax) else float(seen.amax.max())
 
 
-def _scale(amax: float | None) -> float | None:
+def _compute_scale(amax: float | None) -> float | None:
     if amax is None or not amax > 0:
         return None
     return float(scale_of(torch.tensor(amax), E4M3FN))
 
 
-def _count(seen: SiteStats | None) -> int | None:
+def _count_tokens(seen: SiteStats | None) -> int | None:
     return None if seen is None else seen.count
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _format_cells(row: Mapping[str, Any]) -> list[str]:
     return [
         "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
         for value in row.values()

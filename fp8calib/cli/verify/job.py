@@ -1,4 +1,4 @@
-"""The nouns of `fp8calib verify`: what was asked for, and what was decided before running."""
+"""The settings of `fp8calib verify`, and the job that follows from them before the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8calib.verification.tasks.task_files import Tasks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySettings:
-    """The command line, as it was given."""
+    """The command line, unresolved."""
 
     model: str
     scales: tuple[str, ...]
@@ -43,7 +43,7 @@ class VerifySettings:
     dtype: str
     device_map: str | None
     memory: float | None
-    """GiB; None: what the machine has left."""
+    """In GiB; None: what is available on the machine."""
     dry_run: bool
     revision: str | None
     trust_remote_code: bool
@@ -52,7 +52,7 @@ class VerifySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedOptions:
-    """What names on the command line stand for."""
+    """The objects that names on the command line refer to."""
 
     profile: EngineProfile
     scheme: Scheme | None
@@ -64,7 +64,7 @@ class ResolvedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskJob:
-    """Tasks to run, and what turns their texts into tokens."""
+    """Tasks to run, and the tokenizer for their texts."""
 
     tasks: Tasks
     tokenizer: Any

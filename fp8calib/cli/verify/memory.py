@@ -34,8 +34,7 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
     """Choose between a model in memory whole and one that is streamed.
 
     Raises:
-        UsageError: it fits in neither way, or has to be streamed and is to run tasks, which need
-            it whole.
+        UsageError: it fits in neither way, or it has to be streamed and --tasks is given.
     """
     settings, model = job.settings, job.skeleton
     weights = WeightSource(model, job.checkpoint)
@@ -58,7 +57,7 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
         device=job.options.device,
         scratch=_scratch_folder(job),
         probe=probe,
-        cannot_stream=_refuse_tasks(job) if settings.tasks else None,
+        cannot_stream=_explain_tasks(job) if settings.tasks else None,
         further_walks=tuple(_sensitivity_walks(job, request, found)),
     )
 
@@ -67,7 +66,7 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
 def open_reference(
     job: VerifyJob, mode: MemoryMode
 ) -> Iterator[tuple[ReferenceModel, Comparison | None]]:
-    """Load the model, or make it ready to be streamed, with how it is then compared."""
+    """Load the model whole, or open it for streaming; None is the comparison of a whole model."""
     if mode.streaming is None:
         model = load_model(
             job.source,
@@ -134,7 +133,7 @@ def _describe_run(
     )
 
 
-def _refuse_tasks(job: VerifyJob) -> UsageError:
+def _explain_tasks(job: VerifyJob) -> UsageError:
     return UsageError(
         f"--tasks {','.join(job.settings.tasks)}: the model does not fit into memory, and tasks "
         "cannot be streamed: every generated token would read all weights again",
@@ -145,7 +144,7 @@ def _refuse_tasks(job: VerifyJob) -> UsageError:
 def _sensitivity_walks(
     job: VerifyJob, request: VerificationRequest, found: Sequence[Batch]
 ) -> Iterator[float]:
-    """Give the share of the first walk's work that each round of --sensitivity adds."""
+    """Give the work of each round of --sensitivity, as a share of the first pass."""
     candidate = request.sensitivity_of
     if candidate is None:
         return

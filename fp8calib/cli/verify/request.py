@@ -1,4 +1,4 @@
-"""From the command line to the candidates that are compared."""
+"""The verification request of a job: its candidates, scale rules and diagnosis."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ from fp8calib.verification.verify import VerificationRequest
 
 
 def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
-    """Build everything that is compared; `model` may lack its weights.
+    """Build the request of a job; `model` may be without weights.
 
     Raises:
         UsageError: options that contradict each other.
         VerificationError: a candidate cannot be emulated.
     """
-    candidates = tuple(_candidates(job, model))
-    rules_of = _rules_of(job)
+    candidates = tuple(_list_candidates(job, model))
+    rules_of = _find_rules_stats(job)
     notes = (note for candidate in candidates for note in candidate.notes)
     return VerificationRequest(
         profile=job.options.profile,
         candidates=candidates,
-        rules=dict(_rules(job, rules_of)) if rules_of else {},
+        rules=dict(_build_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
-        scale_kinds=_kinds(job),
+        scale_kinds=_build_scale_kinds(job),
         diagnosis_of=first.name if (first := _first_with_kv(job)) else "",
-        calibration_clipped=_calibration_clipped(job),
+        calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
         sensitivity_of=candidates[0] if job.settings.sensitivity else None,
-        histograms=tuple(_histograms(job)) if job.settings.report else (),
+        histograms=tuple(_list_histograms(job)) if job.settings.report else (),
         warnings=(*job.plan.warnings, *job.warnings, *notes),
     )
 
 
-def _candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
+def _list_candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     options, geometry = job.options, job.target.geometry
     for opened in job.opened:
-        yield _candidate(job, opened, model)
+        yield _build_candidate(job, opened, model)
     if options.scheme is not None and not job.opened:
         yield build_scheme(
             options.scheme.name,
@@ -76,13 +76,13 @@ def _candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     yield build_unscaled(SCALE_ONE, geometry, options.fmt, options.profile)
 
 
-def _candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:
+def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:
     options = job.options
     if options.scheme is not None:
         if opened.stats is None:
             raise UsageError(
-                f"--scheme {options.scheme.name} is for statistics, and {opened.name} is none",
-                hint="leave out --scheme: a file is verified as what it says itself",
+                f"--scheme {options.scheme.name} needs statistics, and {opened.name} holds none",
+                hint="leave out --scheme to verify the scales of the file",
             )
         return build_scheme(
             opened.name,
@@ -95,62 +95,62 @@ def _candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> C
         )
     if opened.checkpoint is not None:
         return build_checkpoint(opened, model, job.target, options.profile)
-    table = _table(job, opened)
+    table = _read_table(job, opened)
     how = "statistics, amax" if opened.found is None else opened.found.dialect
     return build_kv_candidate(opened.name, table, options.profile, how)
 
 
-def _table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
+def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
     if opened.found is not None:
         _check_format(job, opened.name, opened.found)
         return opened.found.table
-    assert opened.stats is not None  # noqa: S101 -- a candidate is one of the two
+    assert opened.stats is not None  # noqa: S101 -- a candidate has one of the two
     return compute_kv_scales(opened.stats, job.options.fmt)
 
 
 def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
-    """Refuse scales of one format in a cache of another: 448 and 240 are not the same range."""
+    """Refuse scales of another format than the cache's: e4m3fn and e4m3fnuz differ in range."""
     if found.table.fmt is not job.options.fmt:
         raise VerificationError(
-            f"{name}: the scales are for {found.table.fmt.name}, and the KV cache is emulated as "
+            f"{name}: the scales are for {found.table.fmt.name}, but the KV cache is emulated in "
             f"{job.options.fmt.name}",
-            hint=f"--fp8-dtype {found.table.fmt.name} verifies them as what they are",
+            hint=f"use --fp8-dtype {found.table.fmt.name}",
         )
 
 
-def _rules_of(job: VerifyJob) -> OpenedCandidate | None:
-    """Give the statistics that --rules ranks rules on: the first."""
+def _find_rules_stats(job: VerifyJob) -> OpenedCandidate | None:
+    """Find the statistics that --rules applies its rules to: the first of --scales."""
     if not job.options.rules:
         return None
     if job.options.scheme is not None:
         raise UsageError(
-            "--rules ranks scales of the KV cache, and --scheme quantizes weights and inputs",
-            hint="verify twice: once with --rules, once with --scheme",
+            "--rules compares scales of the KV cache, and --scheme quantizes weights and inputs",
+            hint="run the command twice, once with each option",
         )
     for opened in job.opened:
         if opened.stats is not None:
             return opened
     raise UsageError(
-        "--rules: rules make scales of statistics, and no --scales is any",
+        "--rules needs statistics, and no --scales holds any",
         hint="pass the stats.safetensors that calibrate wrote",
     )
 
 
-def _rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:
-    assert opened.stats is not None  # noqa: S101 -- chosen by it
+def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str, Candidate]]:
+    assert opened.stats is not None  # noqa: S101 -- checked by the caller
     for rule in job.options.rules:
         table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule)
         yield str(rule), build_kv_candidate(str(rule), table, job.options.profile, str(rule))
 
 
 def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:
-    """Give the candidate whose KV scales are laid beside 1.0; None where no KV is quantized."""
+    """Find the candidate whose KV scales are compared with 1.0; None without KV scales."""
     if job.options.scheme is not None:
         return None
     return next((o for o in job.opened if o.stats is not None or o.found is not None), None)
 
 
-def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
+def _build_scale_kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
     options, geometry = job.options, job.target.geometry
     scale_kinds: dict[str, Mapping[Site, Quantizer]] = {
         UNSCALED: emulate_kv(make_unscaled_table(geometry, options.fmt), options.profile)
@@ -158,7 +158,7 @@ def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
     first = _first_with_kv(job)
     if first is None:
         return scale_kinds
-    table = _table(job, first)
+    table = _read_table(job, first)
     dialect = first.found.dialect if first.found else ""
     scale_kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(
         table, options.profile, dialect=dialect
@@ -169,24 +169,26 @@ def _kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
     return scale_kinds
 
 
-def _calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:
+def _find_calibration_clipped(job: VerifyJob) -> Mapping[Site, float]:
     stats = next((opened.stats for opened in job.opened if opened.stats is not None), None)
     return {} if stats is None else clipped_unscaled(stats, job.options.fmt)
 
 
-def _histograms(job: VerifyJob) -> Iterator[HistogramResult]:
+def _list_histograms(job: VerifyJob) -> Iterator[HistogramResult]:
     stats = next((o.stats for o in job.opened if o.stats is not None), None)
     if stats is None or job.options.scheme is not None:
         return
     table = compute_kv_scales(stats, job.options.fmt)
     layer_of = index_layers(job.target.geometry)
     for site, scale in table.scales.items():
-        found = _histogram(stats, site, float(scale.values.max()), layer_of[site.module], table)
+        found = _make_histogram(
+            stats, site, float(scale.values.max()), layer_of[site.module], table
+        )
         if found is not None:
             yield found
 
 
-def _histogram(
+def _make_histogram(
     stats: CalibrationStats, site: Site, scale: float, layer: int, table: ScaleTable
 ) -> HistogramResult | None:
     seen = stats.sites.get(site)

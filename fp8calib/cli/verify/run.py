@@ -1,4 +1,4 @@
-"""What `fp8calib verify` does: open, check, plan, run, show."""
+"""Run `fp8calib verify`: open the model and the candidates, plan, compare, write, print."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
 
 
 def run_verify(settings: VerifySettings) -> int:
-    """Verify as the settings say, show the outcome, and give the exit code."""
+    """Verify a model, print the outcome and return the exit code."""
     quiet_libraries()
-    options = _choose(settings)
+    options = _resolve_options(settings)
     with _opened(settings, options) as job:
         for text in (*job.plan.warnings, *job.warnings):
             warn(text)
@@ -77,9 +77,7 @@ def run_verify(settings: VerifySettings) -> int:
     try:
         _write(settings, verified)
     except Exception:
-        show_verification(
-            verified.report, settings
-        )  # it took hours, and files are not all there is
+        show_verification(verified.report, settings)  # the run may have taken hours
         raise
     if settings.as_json:
         print_json(verified.report.model_dump(mode="json", exclude={"histograms"}))
@@ -87,15 +85,15 @@ def run_verify(settings: VerifySettings) -> int:
     return _exit_code(settings, verified.report)
 
 
-def _choose(settings: VerifySettings) -> ResolvedOptions:
+def _resolve_options(settings: VerifySettings) -> ResolvedOptions:
     check_device_map(settings.device_map, settings.device)
-    _check_names(settings.scales)
+    _check_candidate_names(settings.scales)
     _check_outputs(settings)
     if settings.report is not None:
         from fp8calib.verification.html.page import require_plotly  # noqa: PLC0415 -- pages are an extra
 
         require_plotly()
-    _check_tasks(settings)
+    _check_task_options(settings)
     if settings.fp8_dtype not in FP8_FORMATS:
         raise UsageError(
             f"--fp8-dtype {settings.fp8_dtype}: unknown format",
@@ -113,7 +111,7 @@ def _choose(settings: VerifySettings) -> ResolvedOptions:
 
 def _parse_rules(names: tuple[str, ...]) -> tuple[Rule, ...]:
     if not all(names):
-        raise UsageError("--rules: a name is empty", hint="name rules as NAME,NAME")
+        raise UsageError("--rules: empty name", hint="give rules as NAME,NAME")
     rules = tuple(map(parse_rule, names))
     for rule in rules:
         if rules.count(rule) > 1:
@@ -121,30 +119,30 @@ def _parse_rules(names: tuple[str, ...]) -> tuple[Rule, ...]:
     return rules
 
 
-def _check_tasks(settings: VerifySettings) -> None:
+def _check_task_options(settings: VerifySettings) -> None:
     if not all(settings.tasks):
-        raise UsageError("--tasks: a name is empty", hint="name tasks as NAME,NAME")
+        raise UsageError("--tasks: empty name", hint="give tasks as NAME,NAME")
     if settings.tasks:
         require_harness()
     elif settings.limit is not None:
-        raise UsageError("--limit is for tasks, and there are none", hint="add --tasks NAME")
+        raise UsageError("--limit has no effect without --tasks", hint="add --tasks NAME")
 
 
-def _check_names(names: tuple[str, ...]) -> None:
+def _check_candidate_names(names: tuple[str, ...]) -> None:
     for name in names:
         if not name or not name.isprintable():
-            raise UsageError(f"--scales {name!r}: a path of printable characters is needed")
+            raise UsageError(f"--scales {name!r}: must be a path of printable characters")
         if name in _RESERVED_NAMES:
-            raise UsageError(f"--scales {name}: that name is taken", hint=f"write ./{name}")
+            raise UsageError(f"--scales {name}: this name is reserved", hint=f"write ./{name}")
     places = [find_candidate(name).resolve() for name in names]
     for place in places:
         if places.count(place) > 1:
             twice = " and ".join(n for n, p in zip(names, places, strict=True) if p == place)
-            raise UsageError(f"--scales {twice}: the same scales twice", hint="name them once")
+            raise UsageError(f"--scales {twice}: the same scales twice", hint="give them once")
 
 
 def _check_outputs(settings: VerifySettings) -> None:
-    """Refuse outputs that cannot be written, or would replace what is read, before hours of work.
+    """Refuse outputs that cannot be written or would replace an input, before hours of work.
 
     Raises:
         UsageError: naming the path.
@@ -152,7 +150,7 @@ def _check_outputs(settings: VerifySettings) -> None:
     outputs = [path for path in (settings.report, settings.dump) if path is not None]
     for path in outputs:
         if not path.absolute().parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}")
+            raise UsageError(f"{path}: no such folder: {path.parent}")
         check_output_file(path)
         for name in (settings.model, *settings.scales, *settings.data):
             _refuse_input(path, Path(name))
@@ -167,7 +165,7 @@ def _refuse_input(path: Path, source: Path) -> None:
     except (OSError, ValueError):
         return
     if is_inside and (path.exists() or source.is_file()):
-        raise UsageError(f"{path} would replace what is read", hint="name another file")
+        raise UsageError(f"{path} would replace an input", hint="name another file")
 
 
 @contextmanager
@@ -176,7 +174,7 @@ def _opened(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Veri
         settings.model,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
-        if_quantized="what it was made from is verified: name that model, and this one as "
+        if_quantized="pass the model it was made from as MODEL, and this one as "
         f"--scales {settings.model}",
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
@@ -203,9 +201,13 @@ def _opened(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Veri
             dtype_why=why,
             warnings=(),
         )
-        build_request(job, found.model)  # what cannot be emulated is said before weights are loaded
+        build_request(job, found.model)  # refuse what cannot be emulated before weights are loaded
         yield replace(
-            job, warnings=(*_overlaps(job.plan, opened), *_kv_left_out(options.scheme, opened))
+            job,
+            warnings=(
+                *_warn_of_overlap(job.plan, opened),
+                *_warn_of_ignored_kv(options.scheme, opened),
+            ),
         )
 
 
@@ -220,7 +222,7 @@ def _plan(settings: VerifySettings, source: ModelSource) -> DataPlan:
         part="verify",
     )
     warnings = (text for text in plan.warnings if "scales may miss" not in text)
-    few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are rough"
+    few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
     is_few = plan.num_tokens < FEW_TOKENS
     return replace(plan, warnings=(*warnings, *((few,) if is_few else ())))
 
@@ -233,7 +235,7 @@ def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None
     return TaskJob(tasks=open_tasks(settings.tasks, limit=settings.limit), tokenizer=tokenizer)
 
 
-def _overlaps(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
+def _warn_of_overlap(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
     text = plan.text.distinctive()
     for candidate in opened:
         measured = candidate.origin
@@ -241,18 +243,20 @@ def _overlaps(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[s
         if share:
             about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
             yield (
-                f"{candidate.name}: {about} of this text was calibrated on: the figures flatter "
-                "these scales"
+                f"{candidate.name}: {about} of this text was used for calibration, so its "
+                "figures are too good"
             )
 
 
-def _kv_left_out(scheme: Scheme | None, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
+def _warn_of_ignored_kv(
+    scheme: Scheme | None, opened: tuple[OpenedCandidate, ...]
+) -> Iterator[str]:
     for candidate in opened if scheme is not None else ():
         sites = () if candidate.stats is None else candidate.stats.sites
         if any(site.role is Role.K for site in sites):
             yield (
-                f"{candidate.name}: --scheme quantizes weights and inputs alone; without it, its "
-                "scales of the KV cache are verified"
+                f"{candidate.name}: its KV scales are ignored, as --scheme quantizes weights and "
+                "inputs only; leave out --scheme to verify them"
             )
 
 
@@ -289,7 +293,7 @@ def _add_tasks(
     verified: VerificationResult,
     bar: Bar,
 ) -> VerificationResult:
-    assert job.task_job is not None  # noqa: S101 -- the caller chose by it
+    assert job.task_job is not None  # noqa: S101 -- checked by the caller
     outcome = run_tasks(
         reference,
         request.candidates,
@@ -309,7 +313,7 @@ def _add_tasks(
 
 
 def _write(settings: VerifySettings, verified: VerificationResult) -> None:
-    """Write both files, or neither."""
+    """Write both output files, or neither."""
     paths = [path for path in (settings.dump, settings.report) if path is not None]
     with OutputFiles(paths) as places:
         if settings.dump is not None:
@@ -320,9 +324,9 @@ def _write(settings: VerifySettings, verified: VerificationResult) -> None:
 
             write_page(verified.report, places[settings.report])
     if settings.dump is not None:
-        say(f"log-probabilities of {len(verified.logprobs)} models in {settings.dump}")
+        say(f"log-probabilities of {len(verified.logprobs)} models written to {settings.dump}")
     if settings.report is not None:
-        say(f"report in {settings.report}")
+        say(f"report written to {settings.report}")
 
 
 def _exit_code(settings: VerifySettings, report: VerifyReport) -> int:

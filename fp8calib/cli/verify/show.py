@@ -1,4 +1,4 @@
-"""The report of a verification for people."""
+"""The report of a verification as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_SITES = 8
 
 
 def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, Any]:
-    """Say what a run would do."""
+    """Describe the planned run: the JSON output of --dry-run."""
     return {
         "plan": {
             "model": job.settings.model,
@@ -43,7 +43,7 @@ def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, An
 
 
 def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
-    """Print the report for people; only the advice, on stderr, when stdout is for JSON."""
+    """Print the report as text; with --json, only the advice, on stderr."""
     if settings.as_json:
         say(report.advice)
         return
@@ -98,15 +98,15 @@ def _show_sites(report: VerifyReport) -> None:
 def _site_row(row: LayerResult) -> Sequence[str]:
     return [
         row.site,
-        _decibels(row.sqnr_db),
+        _format_db(row.sqnr_db),
         f"{row.clipped:.2%}",
         f"{row.flushed:.2%}",
         f"{row.amax:.4g}",
-        _spell_scale(row),
+        _format_scale(row),
     ]
 
 
-def _spell_scale(row: LayerResult) -> str:
+def _format_scale(row: LayerResult) -> str:
     if row.scale is None:
         return f"dynamic, per {row.scale_per}"
     if row.smallest_scale is None:
@@ -115,38 +115,38 @@ def _spell_scale(row: LayerResult) -> str:
 
 
 def _show_diagnosis(report: VerifyReport) -> None:
-    """Show the K and V that scales would help most."""
+    """Print the K and V sites that calibrated scales improve most."""
     rows = sorted(report.diagnosis, key=_unscaled_loss_db, reverse=True)[:_SHOWN_SITES]
     if not rows:
         return
     print_text("")
     columns = {
         "site": [row.site for row in rows],
-        "SQNR at 1.0": [_decibels(row.unscaled_db) for row in rows],
-        "per tensor": [_decibels(row.scaled_db) for row in rows],
-        "per head": [_decibels(row.per_head_db) for row in rows],
+        "SQNR at 1.0": [_format_db(row.unscaled_db) for row in rows],
+        "per tensor": [_format_db(row.scaled_db) for row in rows],
+        "per head": [_format_db(row.per_head_db) for row in rows],
         "clipped at 1.0": [f"{row.unscaled_clipped:.2%}" for row in rows],
-        "in calibration": [_share(row.calibration_clipped) for row in rows],
+        "in calibration": [_format_share(row.calibration_clipped) for row in rows],
     }
     known = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
-    of = f" with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
-    title = f"K and V at scale 1.0{of}, in dB: the {len(rows)} that clip most, then gain most"
+    of = f" and with the scales of {report.diagnosis_of}" if report.diagnosis_of else ""
+    title = f"K and V at scale 1.0{of}, in dB: the {len(rows)} that clip or gain most"
     print_table(title, list(known), list(zip(*known.values(), strict=True)))
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
 
 
 def _unscaled_loss_db(row: DiagnosisResult) -> tuple[float, float]:
-    """Rank by what clips, then by what calibrated scales would win."""
+    """Rank by the clipped share, then by the SQNR that calibrated scales would gain."""
     if row.unscaled_db is None:
         return (row.unscaled_clipped, 0.0)
     better = [value for value in (row.scaled_db, row.per_head_db) if value is not None]
     return (row.unscaled_clipped, max(better, default=0.0) - row.unscaled_db)
 
 
-def _decibels(value: float | None) -> str:
+def _format_db(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -163,9 +163,9 @@ def _show_sensitivity(report: VerifyReport) -> None:
     print_table(title, ["layer", "KLD mean", "ratio"], rows)
     if found.skip_layers:
         named = ", ".join(map(str, found.skip_layers))
-        print_text(f"worth leaving unquantized: layers {named}  {found.flag}".rstrip())
+        print_text(f"layers worth leaving unquantized: {named}  {found.flag}".rstrip())
     else:
-        print_text("no layer stands out: none is worth leaving unquantized")
+        print_text("no layer is worth leaving unquantized: none stands out")
 
 
 def _show_rules(report: VerifyReport) -> None:
@@ -191,7 +191,7 @@ def _show_tasks(report: VerifyReport) -> None:
         return
     bos = f"add_bos_token=True ({setup.bos_token} before every text)"
     if not setup.add_bos_token:
-        bos = "no BOS before texts, as the tokenizer has none to put there"
+        bos = "no BOS before texts: the tokenizer adds none"
     limit = "" if setup.limit is None else f", --limit {setup.limit}"
     print_text("")
     columns = ["candidate", "task", "metric", "docs", "reference", "± se", "value", "± se"]
