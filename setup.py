@@ -1,4 +1,4 @@
-"""Ship the recipes, which stand at the top of the repository, inside the package."""
+"""Ship the recipes, a folder at the top of the repository, inside the package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BuildWithRecipes(build_py):
         return {str(folder / path.name): str(path) for path in Path("recipes").glob("*.yaml")}
 
     def get_source_files(self) -> list[str]:
-        """Name the recipes as sources too: this is how they come into a source distribution."""
+        """Name the recipes as sources too, so that a source distribution contains them."""
         return [*super().get_source_files(), *self.recipes().values()]
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:

@@ -15,6 +15,7 @@ SCRIPTS = [
     *(p for p in sorted((ROOT / "scripts").iterdir()) if p.suffix in {"", ".sh"} and p.is_file()),
     ROOT / ".ci" / "run",
 ]
+REPOSITORY_PATH = re.compile(r"(?<![\w/>-])(?:docs|fp8calib|scripts|tests)/[\w./-]*[\w/]")
 ABSOLUTE_PATH = re.compile(rb"(?<![\w.~}])/(?:tmp|work|root|home|farm|Users)/[\w.-]+")
 
 
@@ -43,6 +44,14 @@ def test_every_module_that_a_script_runs_exists() -> None:
     named += re.findall(r"-m scripts\.(fixtures\.\w+)", text)
     paths = [ROOT / "scripts" / f"{name.replace('.', '/')}.py" for name in named]
     assert [path for path in paths if not path.exists()] == []
+
+
+def test_every_path_that_the_documentation_names_exists() -> None:
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
+    pages += sorted((ROOT / "docs").glob("*.md"))
+    named = {name for page in pages for name in REPOSITORY_PATH.findall(page.read_text())}
+    assert "fp8calib/engines/numerics.py" in named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_the_ci_runs_what_a_user_runs() -> None:
