@@ -39,13 +39,13 @@ __all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
 
 
 class Progress(Protocol):
-    """Is told how far the run is."""
+    """Shows the progress of a run."""
 
     def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
         """Begin a stage of `total` units."""
 
     def advance(self, steps: int) -> None:
-        """Go on by `steps`."""
+        """Advance by `steps`."""
 
 
 def calibrate(
@@ -60,16 +60,26 @@ def calibrate(
     streaming: Streaming | None = None,
     share: WorkShare = WHOLE,
 ) -> CalibrationStats:
-    """Gather the statistics that `recipe` asks for; `plan` is None when it asks for weights alone.
+    """Gather the statistics that `recipe` asks for.
 
-    With `streaming` the model has no weights yet: they are read layer by layer, each once. The
-    statistics are the same, bit for bit. Those of a shard are a part (`fp8calib.merging`). Of
-    several processes only the first has them in the end.
+    With `streaming` the model has no weights yet: they are read layer by layer, each once, and the
+    statistics are the same, bit for bit. Of several processes only the first one returns them all.
+
+    Args:
+        prepared: the model.
+        plan: the data; None when the recipe asks for weights alone.
+        source: where the model is from.
+        checkpoint: its weights.
+        recipe: what is observed.
+        batch_size: sequences in a micro-batch.
+        progress: shows how far the run is.
+        streaming: how to stream the model; None where it is whole in memory.
+        share: the part of the batches and weights that this process runs.
 
     Raises:
         UsageError: there are fewer batches than shards.
         ModelError: a weight is NaN or inf.
-        CalibrationError: an activation is NaN or inf, or a site that must be seen was not.
+        CalibrationError: an activation is NaN or inf, or a required site was not observed.
     """
     todo = None if plan is None else share.batches(plan, batch_size)
     sites: dict[Site, SiteStats] = {}
@@ -106,7 +116,7 @@ def make_header(
     *,
     compute_dtype: str | None = None,
 ) -> StatsHeader:
-    """Say what a run's statistics belong to, before it is run: nothing is skipped as yet.
+    """Make the header of a run's statistics before the run, without what is skipped.
 
     Args:
         prepared: the model, with or without its weights.
@@ -114,7 +124,7 @@ def make_header(
         source: where the model is from.
         checkpoint: its weights.
         recipe: what is observed.
-        compute_dtype: what the model will compute in; None where `prepared` has the weights in it.
+        compute_dtype: the dtype the model computes in; None for that of the weights in `prepared`.
     """
     return StatsHeader(
         geometry=prepared.geometry,

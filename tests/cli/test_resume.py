@@ -1,4 +1,4 @@
-"""`calibrate --resume`: processes that are interrupted or killed, and the runs that go on."""
+"""`calibrate --resume` after a process was interrupted or killed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Give the statistics of a run that nobody ended."""
+    """Give the statistics of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "out"
     succeed("calibrate", model, "--data", rows, *LONG, "--out", out)
     return (out / "stats.safetensors").read_bytes()
 
 
 def wait_for_checkpoint(process: subprocess.Popen[str], out: Path) -> Path:
-    """Wait until a run has kept something; give its folder."""
+    """Wait for the first checkpoint of a run, and give its folder."""
     partial = out.with_name("out.partial")
     while not list(partial.glob("checkpoint-0*.safetensors")):
         assert process.poll() is None, "ended before it had kept anything"
@@ -45,7 +45,7 @@ def wait_for_checkpoint(process: subprocess.Popen[str], out: Path) -> Path:
     return partial
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
+def test_a_killed_run_resumes_and_ends_with_the_same_bytes(
     model: Path, rows: Path, whole: bytes, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     assert snapshot(tmp_path) == before
 
 
-def test_an_interrupted_run_says_how_to_go_on(
+def test_an_interrupted_run_prints_the_command_that_resumes(
     model: Path, rows: Path, whole: bytes, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -94,7 +94,7 @@ def test_an_interrupted_run_says_how_to_go_on(
 # --- without a run that was ended --------------------------------------------------------------
 
 
-def test_resume_without_a_checkpoint_begins_at_the_beginning(
+def test_resume_without_a_checkpoint_starts_from_the_beginning(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     command = ("calibrate", model, "--data", data, *QUICK)
@@ -106,7 +106,7 @@ def test_resume_without_a_checkpoint_begins_at_the_beginning(
     assert stats[0] == stats[1]
 
 
-def test_a_finished_output_of_another_run_is_no_end(
+def test_the_finished_output_of_another_run_is_not_taken_for_this_one(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
@@ -116,7 +116,7 @@ def test_a_finished_output_of_another_run_is_no_end(
         assert "the folder is not empty" in fail(2, *command, *change, "--resume")
 
 
-def test_a_folder_that_no_run_left_is_not_touched(model: Path, data: Path, tmp_path: Path) -> None:
+def test_a_folder_of_other_origin_is_not_touched(model: Path, data: Path, tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / "precious.txt").write_text("mine")
@@ -128,7 +128,7 @@ def test_a_folder_that_no_run_left_is_not_touched(model: Path, data: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
 
 
-def test_a_run_that_could_not_put_its_output_in_place_is_not_repeated(
+def test_a_run_that_only_failed_to_move_its_output_is_not_repeated(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -153,7 +153,7 @@ def test_a_run_that_could_not_put_its_output_in_place_is_not_repeated(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_disk_that_takes_no_output_leaves_what_was_kept(
+def test_a_failure_to_write_the_output_keeps_the_checkpoints(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
@@ -172,7 +172,7 @@ def test_a_disk_that_takes_no_output_leaves_what_was_kept(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_run_that_begins_anew_says_what_it_discards(
+def test_a_run_without_resume_reports_what_it_discards(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")

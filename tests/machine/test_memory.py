@@ -1,4 +1,4 @@
-"""What memory is left, told from files of the kernel's that were written by hand."""
+"""The available memory, computed from kernel files written by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATUS = "Name:\tpython\nVmSize:\t 900 kB\nVmData:\t 300 kB\nRssAnon:\t 200 kB\n
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    """Write a tree of `proc` and `sys`, with 1000 MiB left in the machine."""
+    """Write a tree of `proc` and `sys`, with 1000 MiB available in the machine."""
     plain = {
         "proc/meminfo": f"MemTotal: 9999999 kB\nMemAvailable: {1000 * 1024} kB\n",
         "proc/self/status": STATUS,
@@ -110,12 +110,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_least_of_what_is_left_counts(name: str, tmp_path: Path) -> None:
+def test_the_smallest_limit_counts(name: str, tmp_path: Path) -> None:
     files, expected = CASES[name]
     assert available_bytes(root=write(tmp_path, files)) == expected
 
 
-def test_a_system_without_proc_has_all_its_memory(tmp_path: Path) -> None:
+def test_without_proc_all_memory_is_available(tmp_path: Path) -> None:
     assert available_bytes(root=tmp_path) == resource.getpagesize() * _pages()
     assert anonymous_bytes(root=tmp_path) is None
 
@@ -126,11 +126,11 @@ def _pages() -> int:
     return total * 1024 // resource.getpagesize()
 
 
-def test_swap_is_memory_that_was_taken(tmp_path: Path) -> None:
+def test_swap_counts_as_used_memory(tmp_path: Path) -> None:
     assert anonymous_bytes(root=write(tmp_path, {})) == 208 * 1024
 
 
-def test_this_process_grows_by_what_it_writes_to() -> None:
+def test_this_process_grows_by_the_memory_it_writes() -> None:
     before = anonymous_bytes()
     block = torch.ones(64 * MIB, dtype=torch.uint8)
     after = anonymous_bytes()
@@ -140,8 +140,8 @@ def test_this_process_grows_by_what_it_writes_to() -> None:
     assert block[-1] == 1
 
 
-def test_the_peak_is_seen_from_beside() -> None:
-    """The thread looks while the work is done; what is freed again before the end counts."""
+def test_the_peak_is_sampled_by_a_thread() -> None:
+    """Memory that is freed again before the end counts."""
     before = anonymous_bytes()
     assert before is not None
     with PeakMemory() as memory:

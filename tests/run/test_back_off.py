@@ -1,4 +1,4 @@
-"""Batches that do not fit into memory are halved, and nothing of them counts twice."""
+"""Batches that do not fit into memory are halved, and no sequence counts twice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _one_thread() -> None:
 def limit_memory(
     subject: Subject, error: Exception, *, sequences: int, from_call: int = 0, layer: int = -1
 ) -> Any:
-    """Let a layer, the last, fail in batches of more sequences, as a full memory would."""
+    """Let the last layer fail in batches of more sequences, as when memory runs out."""
     calls = 0
     last = subject.prepared.model.get_submodule(subject.prepared.geometry.layers[layer].module)
 
@@ -54,7 +54,7 @@ def limit_memory(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_the_run_goes_on_with_half_the_batch_as_if_it_had_been_asked_for(
+def test_the_run_continues_with_half_the_batch_as_if_so_requested(
     error: Exception, tmp_path: Path
 ) -> None:
     zoo.save("llama", tmp_path / "model")
@@ -95,7 +95,7 @@ def test_one_sequence_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         handle.remove()
 
 
-def test_another_error_of_the_same_type_is_no_lack_of_memory(tmp_path: Path) -> None:
+def test_another_error_of_the_same_type_is_not_out_of_memory(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         handle = limit_memory(subject, RuntimeError("shapes differ"), sequences=2)
@@ -105,8 +105,8 @@ def test_another_error_of_the_same_type_is_no_lack_of_memory(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_streamed_run_begins_anew_with_half_the_batch(error: Exception, tmp_path: Path) -> None:
-    """The last layer is the one that fails: what the first has seen by then counts once."""
+def test_a_streamed_run_restarts_with_half_the_batch(error: Exception, tmp_path: Path) -> None:
+    """The last layer fails; the batches that the first has run by then count once."""
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model", streamed=True) as subject:
         halved = as_bytes(subject.calibrate(batch_size=2), tmp_path)
@@ -135,7 +135,7 @@ class Bar(Silent):
     steps = 0
 
     def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:  # noqa: ARG002
-        """Begin to count."""
+        """Start to count."""
         self.total, self.steps = total, 0
 
     def advance(self, steps: int) -> None:

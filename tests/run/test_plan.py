@@ -1,4 +1,4 @@
-"""The plan of a run: its sizes against sums by hand, and what it refuses."""
+"""The plan of a run: its sizes against sums by hand, and its refusals."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_a_whole_model_counts_every_weight_once(subject: Streamable, tmp_path: P
     assert not plan.streams
 
 
-def test_whole_ends_where_the_limit_does(subject: Streamable, tmp_path: Path) -> None:
+def test_a_model_larger_than_the_limit_is_not_held_whole(
+    subject: Streamable, tmp_path: Path
+) -> None:
     plan = plan_whole(subject, limits(2**30), tmp_path)
     assert plan is not None
     needed = plan.peak.total_bytes
@@ -91,7 +93,7 @@ def test_whole_ends_where_the_limit_does(subject: Streamable, tmp_path: Path) ->
     assert plan_whole(subject, limits(needed - 1), tmp_path) is None
 
 
-def test_on_a_gpu_its_memory_decides(subject: Streamable, tmp_path: Path) -> None:
+def test_on_a_gpu_the_memory_of_the_gpu_decides(subject: Streamable, tmp_path: Path) -> None:
     plan = plan_whole(subject, limits(2**30, device=2**30), tmp_path)
     assert plan is not None
     assert plan.device_peak is not None
@@ -101,7 +103,7 @@ def test_on_a_gpu_its_memory_decides(subject: Streamable, tmp_path: Path) -> Non
     assert "weights" not in plan.peak.parts
 
 
-def test_a_streamed_model_takes_two_layers(subject: Streamable, tmp_path: Path) -> None:
+def test_a_streamed_model_needs_two_layers(subject: Streamable, tmp_path: Path) -> None:
     plan = planner(subject, limits(2**30), tmp_path).plan(PROBE)
     assert plan.streams
     assert plan.num_layers == 2
@@ -114,7 +116,9 @@ def test_a_streamed_model_takes_two_layers(subject: Streamable, tmp_path: Path) 
     assert plan.peak.parts["hidden states"] == 5120 * 100 // 40
 
 
-def test_what_a_probe_measured_counts_where_it_is_more(subject: Streamable, tmp_path: Path) -> None:
+def test_a_probe_that_measured_more_than_the_formula_counts(
+    subject: Streamable, tmp_path: Path
+) -> None:
     making = planner(subject, limits(2**30), tmp_path)
     formula = making.plan().peak.parts["micro-batch"]
     small, large = (replace(PROBE, batch_bytes=size) for size in (formula - 1, formula + 1))
@@ -122,7 +126,7 @@ def test_what_a_probe_measured_counts_where_it_is_more(subject: Streamable, tmp_
     assert making.plan(large).peak.parts["micro-batch"] == formula + 1
 
 
-def test_a_mask_counts_where_one_is_made(subject: Streamable, tmp_path: Path) -> None:
+def test_a_mask_counts_where_transformers_builds_one(subject: Streamable, tmp_path: Path) -> None:
     # A token: attention 2 * 32 wide in 4 copies and 2 in fp32, and the hidden state in 4.
     plain = 40 * (64 * (4 * 4 + 2 * 4) + 32 * 4 * 4)
     assert planner(subject, limits(2**30), tmp_path).plan().peak.parts["micro-batch"] == plain
@@ -134,7 +138,7 @@ def test_a_mask_counts_where_one_is_made(subject: Streamable, tmp_path: Path) ->
     assert found == plain + 2 * 20 * 20 * (1 + 4)
 
 
-def test_hidden_states_take_what_is_left_and_the_rest_waits_on_disk(
+def test_hidden_states_fill_the_remaining_memory_and_the_rest_is_on_disk(
     subject: Streamable, tmp_path: Path
 ) -> None:
     room = planner(subject, limits(2**30), tmp_path).plan(PROBE)
@@ -145,7 +149,9 @@ def test_hidden_states_take_what_is_left_and_the_rest_waits_on_disk(
     assert tight.peak.total_bytes == bare + 4000
 
 
-def test_a_cap_that_is_too_small_names_one_that_is_not(subject: Streamable, tmp_path: Path) -> None:
+def test_a_limit_that_is_too_small_names_the_smallest_that_works(
+    subject: Streamable, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="even layer by layer") as caught:
         planner(subject, limits(50 * 2**20), tmp_path).plan()
     named = caught.value.hint.split("the smallest --memory that works is ")[1].split(";")[0]
@@ -155,7 +161,7 @@ def test_a_cap_that_is_too_small_names_one_that_is_not(subject: Streamable, tmp_
         planner(subject, limits(found.host_bytes - 2**26), tmp_path).plan()
 
 
-def test_a_machine_that_is_too_small_is_not_told_to_say_more(
+def test_on_a_machine_that_is_too_small_no_larger_memory_is_suggested(
     subject: Streamable, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match="are available") as caught:
@@ -163,7 +169,7 @@ def test_a_machine_that_is_too_small_is_not_told_to_say_more(
     assert "--memory" not in caught.value.hint
 
 
-def test_a_gpu_holds_the_layer_and_the_host_what_is_read_ahead(
+def test_a_gpu_holds_the_layer_and_the_host_the_tensors_read_ahead(
     subject: Streamable, tmp_path: Path
 ) -> None:
     plan = planner(subject, limits(2**30, device=2**30), tmp_path).plan()
@@ -174,7 +180,7 @@ def test_a_gpu_holds_the_layer_and_the_host_what_is_read_ahead(
         planner(subject, limits(2**30, device=LAYER), tmp_path).plan()
 
 
-def test_a_full_disk_is_known_before(
+def test_a_full_disk_is_refused_before_the_run(
     subject: Streamable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making = planner(subject, limits(2**30), tmp_path)
@@ -186,12 +192,12 @@ def test_a_full_disk_is_known_before(
 
 
 @pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf")])
-def test_no_amount_of_memory_is_refused(memory: float) -> None:
+def test_a_memory_limit_that_is_not_positive_is_refused(memory: float) -> None:
     with pytest.raises(UsageError, match="--memory"):
         find_limits("cpu", memory)
 
 
-def test_less_is_taken_of_what_is_given_and_what_is_there() -> None:
+def test_the_smaller_of_the_given_and_the_available_memory_counts() -> None:
     machine, small, large = (find_limits("cpu", given) for given in (None, 0.5, 2.0**30))
     assert small.host_bytes == 2**29
     assert small.is_given
@@ -199,7 +205,7 @@ def test_less_is_taken_of_what_is_given_and_what_is_there() -> None:
     assert abs(large.host_bytes - machine.host_bytes) < 2**30
 
 
-def test_processes_of_one_machine_share_what_it_has_left() -> None:
+def test_processes_of_one_machine_share_its_available_memory() -> None:
     alone, four = find_limits("cpu", None), find_limits("cpu", None, sharers=4)
     left = alone.host_bytes - alone.process_bytes
     assert abs(4 * (four.host_bytes - four.process_bytes) - left) < 2**30
@@ -217,7 +223,7 @@ def test_processes_of_one_machine_share_what_it_has_left() -> None:
         ("gpt_oss", 4 * 32 * 64),
     ],
 )
-def test_experts_that_are_joined_exist_twice_while_they_load(
+def test_joined_experts_exist_twice_while_they_are_loaded(
     family: str, expected: int, tmp_path: Path
 ) -> None:
     zoo.save(family, tmp_path)
@@ -229,7 +235,7 @@ def test_experts_that_are_joined_exist_twice_while_they_load(
         assert loading_bytes(geometry, weights, 4) == expected
 
 
-def test_layers_overlap_with_the_one_that_is_read_ahead() -> None:
+def test_a_layer_overlaps_with_the_one_read_ahead() -> None:
     a = LayerSize(stored=100, placed=200, step=10)
     b = LayerSize(stored=300, placed=600, step=50)
     # a beside b being read: 200 + 300; b being made: 600 + 50; then alone: 600.
@@ -238,7 +244,7 @@ def test_layers_overlap_with_the_one_that_is_read_ahead() -> None:
     assert peak_of_layers([a, b], keep=True) == 950
 
 
-def test_reading_hides_behind_the_layer_before() -> None:
+def test_a_layer_is_read_while_the_one_before_runs() -> None:
     layers = [LayerSize(stored=size, placed=size, step=0) for size in (10, 40, 10)]
     # read 1, place 0.5 + 2 + 0.5, then 2 (read 4 hides all but 2 of it), 2 x 2 of twice the cost.
     probe = replace(PROBE, run_s=2.0)
@@ -247,7 +253,7 @@ def test_reading_hides_behind_the_layer_before() -> None:
     assert expect_duration(probe, layers, [5, 10, 5], 10.0) == pytest.approx(1 + 3 + 20 + 40 + 20)
 
 
-def test_a_workload_is_what_the_batches_hold() -> None:
+def test_a_workload_is_measured_from_the_batches() -> None:
     rows = draw([7, 20, 13, 3, 20], seed=9)
     found = list(batches(make_plan(rows, packed=False), 2))
     work = Workload.of(found, 9)
@@ -262,7 +268,7 @@ def test_a_workload_is_what_the_batches_hold() -> None:
     ("size_bytes", "text"),
     [(12, "12 bytes"), (3 * 2**20, "3 MiB"), (2**29, "0.50 GiB"), (140 * 2**30, "140.00 GiB")],
 )
-def test_sizes_are_spelled(size_bytes: int, text: str) -> None:
+def test_sizes_are_formatted(size_bytes: int, text: str) -> None:
     assert format_gib(size_bytes) == text
 
 
@@ -270,5 +276,5 @@ def test_sizes_are_spelled(size_bytes: int, text: str) -> None:
     ("duration_s", "text"),
     [(0.2, "1 s"), (40.4, "40 s"), (750.0, "12 min"), (12000.0, "3 h 20 min")],
 )
-def test_durations_are_spelled(duration_s: float, text: str) -> None:
+def test_durations_are_formatted(duration_s: float, text: str) -> None:
     assert format_duration(duration_s) == text

@@ -1,4 +1,4 @@
-"""Runs that are ended anywhere: the next one goes on, and the file in the end is the same."""
+"""Runs that are ended at any point: the next one resumes, and the final file is the same."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def _keeps_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stopping(Silent):
-    """A progress bar that ends the run at its n-th step, by whatever it is given."""
+    """A progress bar that calls a function, which ends the run, at the n-th step."""
 
     def __init__(self, steps: int, end: Callable[[], None]) -> None:
         self.left = steps
         self.end = end
 
     def advance(self, steps: int) -> None:  # noqa: ARG002 -- tokens, here steps are counted
-        """Count, and end."""
+        """Count a step."""
         self.left -= 1
         if self.left == 0:
             self.end()
@@ -75,7 +75,7 @@ def keep_in(
     seed: int = 9,
     **changes: object,
 ) -> WorkShare:
-    """Open a journal over what a folder holds."""
+    """Open the journal of a folder."""
     folder.mkdir(exist_ok=True)
     plan = rows_of(LENGTHS, seed=seed)
     header: StatsHeader = make_header(
@@ -91,7 +91,7 @@ def keep_in(
 def end_and_go_on(
     subject: Subject, folder: Path, ends: list[Stopping], *, shard: Share | None = None
 ) -> bytes:
-    """End one run after the other, each in a process of its own, then run to the end."""
+    """End several runs, each in its own process, then run to the end."""
     context = multiprocessing.get_context("fork")
     for progress in ends:
 
@@ -107,7 +107,7 @@ def end_and_go_on(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
-def test_killed_again_and_again_a_run_ends_with_the_same_bytes(family: str, tmp_path: Path) -> None:
+def test_a_run_killed_repeatedly_ends_with_the_same_bytes(family: str, tmp_path: Path) -> None:
     model = zoo.save(family, tmp_path / "model")
     num_linears = 7 if family == "llama" else 0
     with opened(tmp_path / "model") as subject:
@@ -151,10 +151,10 @@ def test_an_interrupted_run_keeps_its_last_batch(steps: int, tmp_path: Path) -> 
         assert as_bytes(subject.calibrate(share), tmp_path) == whole
 
 
-def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
+def test_an_interruption_inside_an_update_keeps_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a batch counts for half of the sites, nothing is written: the batch runs again."""
+    """When a batch counts at some sites only, nothing is written, and the batch runs again."""
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         whole = as_bytes(subject.calibrate(), tmp_path)
@@ -181,7 +181,7 @@ def test_an_interruption_amid_the_books_keeps_what_was_kept_before(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3n_text"])
-def test_a_streamed_run_goes_on_after_its_last_layer(
+def test_a_streamed_run_resumes_after_its_last_layer(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the second layer, and, where there are four, again in the fourth."""
@@ -220,7 +220,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("lost", DAMAGES)
-def test_a_damaged_state_of_a_layer_is_not_gone_on_with(
+def test_a_damaged_hidden_state_is_not_resumed_from(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0)
@@ -242,7 +242,7 @@ def test_a_damaged_state_of_a_layer_is_not_gone_on_with(
     assert len(told) == (lost != "digests")  # those are of no batches
 
 
-def test_layers_of_other_batches_are_not_gone_on_with(
+def test_layers_of_other_batches_are_not_resumed_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0)
@@ -267,7 +267,7 @@ def test_layers_of_other_batches_are_not_gone_on_with(
     assert "starting again" in told[0]
 
 
-def test_a_shard_goes_on_too(tmp_path: Path) -> None:
+def test_a_shard_resumes_too(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     shard = Share(index=2, count=2)
     with opened(tmp_path / "model") as subject:
@@ -280,8 +280,8 @@ def test_a_shard_goes_on_too(tmp_path: Path) -> None:
             keep_in(kept, subject, shard=shard, batch_size=3)
 
 
-def test_smaller_batches_may_go_on(tmp_path: Path) -> None:
-    """Every sequence counts once, though batches are cut otherwise."""
+def test_a_run_resumes_with_smaller_batches(tmp_path: Path) -> None:
+    """Every sequence counts once, although the batches are cut differently."""
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         whole = subject.calibrate()
@@ -315,7 +315,7 @@ def test_the_checkpoint_of_another_run_is_refused_and_the_difference_named(
         keep_in(kept, subject)
 
 
-def test_what_a_process_wrote_that_outlived_its_run_counts_once(tmp_path: Path) -> None:
+def test_the_checkpoint_of_a_process_that_outlived_its_run_counts_once(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "model")
     kept = tmp_path / "kept"
     with opened(tmp_path / "model") as subject:
@@ -344,7 +344,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "leave out --resume" in refused.value.hint
 
 
-def test_a_disk_that_is_full_is_told_and_the_run_goes_on(
+def test_a_full_disk_is_reported_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zoo.save("llama", tmp_path / "model")

@@ -50,7 +50,7 @@ def stats_bytes(
     observe: Observe | None = None,
     ram_bytes: int = 0,
 ) -> bytes:
-    """Calibrate a folder, whole or streamed, and give the stats file that comes of it."""
+    """Calibrate a folder, whole or streamed, and give the bytes of the statistics."""
     recipe = Recipe(name="test", observe=observe or Observe(weights=True))
     source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
     if streamed:
@@ -87,7 +87,7 @@ def both(folder: Path, plan: DataPlan | None, **options: object) -> tuple[bytes,
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_architecture_gives_the_same_file(name: str, tmp_path: Path) -> None:
-    """Rows of several lengths, padded inside batches, and a hidden state that waits in a file."""
+    """Rows of several lengths, padded inside batches, and hidden states stored in a file."""
     MODELS[name](tmp_path / "model")
     rows = draw([7, 20, 13, 3, 20, 9, 20, 4, 11, 6], seed=9)
     whole, streamed = both(tmp_path / "model", make_plan(rows, packed=False), batch_size=3)
