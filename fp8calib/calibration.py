@@ -24,7 +24,7 @@ from fp8calib.run.forward.observed_batches import BatchObserver
 from fp8calib.run.forward.whole import WholeRunner
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.resume.work_share import WHOLE, WorkShare
-from fp8calib.run.streaming.calibration import LayerObserver
+from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.stats.calibration_stats import (
     CalibrationStats,

@@ -12,7 +12,7 @@ from fp8calib.model.dtype import DTYPES
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.limits import Limits
-from fp8calib.run.planning.plan import RunPlan, Streamable, plan_whole
+from fp8calib.run.planning.plan import PlanInputs, RunPlan, plan_whole
 from fp8calib.run.planning.stream_plan import plan_streamed
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
@@ -44,7 +44,7 @@ class MemoryMode:
 
 
 def choose_memory_mode(
-    subject: Streamable,
+    subject: PlanInputs,
     limits: Limits,
     *,
     source: ModelSource,

@@ -28,7 +28,7 @@ _HINTS = {
     "recipe": "`fp8calib recipes kv` explains every key",
     "model": "compare the folder with where it came from, or download it again",
     "data": "check the file, or pass other data",
-    "calibration": "this model or this data cannot be calibrated as it is",
+    "calibration": "this model cannot be calibrated with this data",
     "export": "choose another --format or --out",
     "verification": "look at the file the message names",
 }

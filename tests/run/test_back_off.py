@@ -13,7 +13,7 @@ from fp8calib.errors import CalibrationError
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.resume.work_share import WorkShare
-from fp8calib.run.streaming.calibration import LayerObserver
+from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import open_streamed
 from tests import zoo
 from tests.run.running import Subject, as_bytes, opened

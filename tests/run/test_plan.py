@@ -18,7 +18,7 @@ from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload, loading_bytes, peak_of_layers
 from fp8calib.run.planning.limits import Limits, find_limits
-from fp8calib.run.planning.plan import Streamable, plan_whole
+from fp8calib.run.planning.plan import PlanInputs, plan_whole
 from fp8calib.run.planning.stream_plan import StreamPlanner, plan_streamed
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import LayerSize
@@ -41,12 +41,12 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(name="subject")
-def _subject(folder: Path) -> Iterator[Streamable]:
+def _subject(folder: Path) -> Iterator[PlanInputs]:
     source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
     model = build_skeleton(source, dtype=torch.float32)
     with Checkpoint.open(folder) as checkpoint:
         weights = WeightSource(model, checkpoint)
-        yield Streamable(
+        yield PlanInputs(
             model=model,
             geometry=find_geometry(model, weights.single_tensors, checkpoint_dtype="float32")[0],
             checkpoint=checkpoint,
@@ -67,12 +67,12 @@ def limits(host: int, *, device: int | None = None, is_given: bool = True) -> Li
     )
 
 
-def planner(subject: Streamable, found: Limits, scratch: Path) -> StreamPlanner:
+def planner(subject: PlanInputs, found: Limits, scratch: Path) -> StreamPlanner:
     device = "cpu" if found.device_bytes is None else "cuda:0"
     return plan_streamed(subject, found, dtype=torch.float32, device=device, scratch=scratch)
 
 
-def test_a_whole_model_counts_every_weight_once(subject: Streamable, tmp_path: Path) -> None:
+def test_a_whole_model_counts_every_weight_once(subject: PlanInputs, tmp_path: Path) -> None:
     plan = plan_whole(subject, limits(2**30), tmp_path)
     assert plan is not None
     buffers = 4 * 4 * 2  # the rotary frequencies of half a head, twice
@@ -84,7 +84,7 @@ def test_a_whole_model_counts_every_weight_once(subject: Streamable, tmp_path: P
 
 
 def test_a_model_larger_than_the_limit_is_not_held_whole(
-    subject: Streamable, tmp_path: Path
+    subject: PlanInputs, tmp_path: Path
 ) -> None:
     plan = plan_whole(subject, limits(2**30), tmp_path)
     assert plan is not None
@@ -93,7 +93,7 @@ def test_a_model_larger_than_the_limit_is_not_held_whole(
     assert plan_whole(subject, limits(needed - 1), tmp_path) is None
 
 
-def test_on_a_gpu_the_memory_of_the_gpu_decides(subject: Streamable, tmp_path: Path) -> None:
+def test_on_a_gpu_the_memory_of_the_gpu_decides(subject: PlanInputs, tmp_path: Path) -> None:
     plan = plan_whole(subject, limits(2**30, device=2**30), tmp_path)
     assert plan is not None
     assert plan.device_peak is not None
@@ -103,7 +103,7 @@ def test_on_a_gpu_the_memory_of_the_gpu_decides(subject: Streamable, tmp_path: P
     assert "weights" not in plan.peak.parts
 
 
-def test_a_streamed_model_needs_two_layers(subject: Streamable, tmp_path: Path) -> None:
+def test_a_streamed_model_needs_two_layers(subject: PlanInputs, tmp_path: Path) -> None:
     plan = planner(subject, limits(2**30), tmp_path).plan(PROBE)
     assert plan.streams
     assert plan.num_layers == 2
@@ -117,7 +117,7 @@ def test_a_streamed_model_needs_two_layers(subject: Streamable, tmp_path: Path) 
 
 
 def test_a_probe_that_measured_more_than_the_formula_counts(
-    subject: Streamable, tmp_path: Path
+    subject: PlanInputs, tmp_path: Path
 ) -> None:
     making = planner(subject, limits(2**30), tmp_path)
     formula = making.plan().peak.parts["micro-batch"]
@@ -126,7 +126,7 @@ def test_a_probe_that_measured_more_than_the_formula_counts(
     assert making.plan(large).peak.parts["micro-batch"] == formula + 1
 
 
-def test_a_mask_counts_where_transformers_builds_one(subject: Streamable, tmp_path: Path) -> None:
+def test_a_mask_counts_where_transformers_builds_one(subject: PlanInputs, tmp_path: Path) -> None:
     # A token: attention 2 * 32 wide in 4 copies and 2 in fp32, and the hidden state in 4.
     plain = 40 * (64 * (4 * 4 + 2 * 4) + 32 * 4 * 4)
     assert planner(subject, limits(2**30), tmp_path).plan().peak.parts["micro-batch"] == plain
@@ -139,7 +139,7 @@ def test_a_mask_counts_where_transformers_builds_one(subject: Streamable, tmp_pa
 
 
 def test_hidden_states_fill_the_remaining_memory_and_the_rest_is_on_disk(
-    subject: Streamable, tmp_path: Path
+    subject: PlanInputs, tmp_path: Path
 ) -> None:
     room = planner(subject, limits(2**30), tmp_path).plan(PROBE)
     bare = room.peak.total_bytes - room.hidden_ram_bytes
@@ -150,7 +150,7 @@ def test_hidden_states_fill_the_remaining_memory_and_the_rest_is_on_disk(
 
 
 def test_a_limit_that_is_too_small_names_the_smallest_that_works(
-    subject: Streamable, tmp_path: Path
+    subject: PlanInputs, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match="even layer by layer") as caught:
         planner(subject, limits(50 * 2**20), tmp_path).plan()
@@ -162,7 +162,7 @@ def test_a_limit_that_is_too_small_names_the_smallest_that_works(
 
 
 def test_on_a_machine_that_is_too_small_no_larger_memory_is_suggested(
-    subject: Streamable, tmp_path: Path
+    subject: PlanInputs, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match="are available") as caught:
         planner(subject, limits(50 * 2**20, is_given=False), tmp_path).plan()
@@ -170,7 +170,7 @@ def test_on_a_machine_that_is_too_small_no_larger_memory_is_suggested(
 
 
 def test_a_gpu_holds_the_layer_and_the_host_the_tensors_read_ahead(
-    subject: Streamable, tmp_path: Path
+    subject: PlanInputs, tmp_path: Path
 ) -> None:
     plan = planner(subject, limits(2**30, device=2**30), tmp_path).plan()
     assert plan.device_peak is not None
@@ -181,7 +181,7 @@ def test_a_gpu_holds_the_layer_and_the_host_the_tensors_read_ahead(
 
 
 def test_a_full_disk_is_refused_before_the_run(
-    subject: Streamable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: PlanInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     making = planner(subject, limits(2**30), tmp_path)
     room = making.plan(PROBE)

@@ -18,8 +18,8 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload, stats_bytes
 from fp8calib.run.planning.limits import find_limits, refuse_device_map
-from fp8calib.run.planning.plan import Streamable
-from fp8calib.run.streaming.calibration import LayerObserver
+from fp8calib.run.planning.plan import PlanInputs
+from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe
 
@@ -43,7 +43,7 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
         return _probe(job, model, weights, streaming, found) if found else None
 
     return choose_memory_mode(
-        Streamable(
+        PlanInputs(
             model=prepared.model,
             geometry=prepared.geometry,
             checkpoint=job.checkpoint,

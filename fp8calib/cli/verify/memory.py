@@ -20,7 +20,7 @@ from fp8calib.model.load import LoadedModel, load_model
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload
 from fp8calib.run.planning.limits import find_limits, refuse_device_map
-from fp8calib.run.planning.plan import Streamable
+from fp8calib.run.planning.plan import PlanInputs
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
 from fp8calib.verification.compare.comparison import Comparison
@@ -106,12 +106,12 @@ def _describe_run(
     weights: WeightSource,
     request: VerificationRequest,
     found: Sequence[Batch],
-) -> Streamable:
+) -> PlanInputs:
     emulations = list_emulations(request)
     distinct = torch.unique(torch.cat(list(job.plan.sequences)))
     roles = {site.role for each in emulations.values() for site in each.quantizers}
     itemsize = DTYPES[job.dtype].itemsize
-    return Streamable(
+    return PlanInputs(
         model=model,
         geometry=job.target.geometry,
         checkpoint=job.checkpoint,

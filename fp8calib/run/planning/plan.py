@@ -24,8 +24,8 @@ from fp8calib.run.planning.limits import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Streamable:
-    """A model without weights, and the workload planned for it."""
+class PlanInputs:
+    """What a plan is computed from: a model without weights, and its workload."""
 
     model: LoadedModel
     geometry: ModelGeometry
@@ -88,7 +88,7 @@ class RunPlan:
         yield f"plan: scratch disk {scratch if self.scratch_bytes else 'none'}{time}"
 
 
-def plan_whole(subject: Streamable, limits: Limits, scratch: Path) -> RunPlan | None:
+def plan_whole(subject: PlanInputs, limits: Limits, scratch: Path) -> RunPlan | None:
     """Plan to hold the whole model in memory; None where it does not fit."""
     needs = whole_parts(subject)
     own = {"process": limits.process_bytes + SLACK_BYTES}
@@ -113,7 +113,7 @@ def plan_whole(subject: Streamable, limits: Limits, scratch: Path) -> RunPlan | 
     )
 
 
-def whole_parts(subject: Streamable) -> dict[str, int]:
+def whole_parts(subject: PlanInputs) -> dict[str, int]:
     """Compute the bytes of a run with the whole model in memory, without the process itself."""
     inside = working_parts(subject, head=True)
     loading = loading_bytes(subject.geometry, subject.weights, subject.itemsize)
@@ -123,7 +123,7 @@ def whole_parts(subject: Streamable) -> dict[str, int]:
     return {"weights": weights, **inside, **({"loading": above} if above else {})}
 
 
-def working_parts(subject: Streamable, *, head: bool) -> dict[str, int]:
+def working_parts(subject: PlanInputs, *, head: bool) -> dict[str, int]:
     """Compute the bytes of a run besides weights and hidden states."""
     work = subject.work
     parts = {

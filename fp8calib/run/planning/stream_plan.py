@@ -22,7 +22,7 @@ from fp8calib.run.planning.footprint import (
     size_part,
 )
 from fp8calib.run.planning.limits import Limits
-from fp8calib.run.planning.plan import RunPlan, Streamable, whole_parts, working_parts
+from fp8calib.run.planning.plan import PlanInputs, RunPlan, whole_parts, working_parts
 from fp8calib.run.streaming.model import layer_parts, part_outside_layers
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import LayerSize, PartLoader
@@ -37,7 +37,7 @@ class StreamPlanner:
 
     def __init__(
         self,
-        subject: Streamable,
+        subject: PlanInputs,
         limits: Limits,
         layers: list[LayerSize],
         *,
@@ -186,7 +186,7 @@ class StreamPlanner:
 
 
 def plan_streamed(
-    subject: Streamable,
+    subject: PlanInputs,
     limits: Limits,
     *,
     dtype: torch.dtype,
@@ -216,13 +216,13 @@ def plan_streamed(
     )
 
 
-def _head_bytes(subject: Streamable) -> int:
+def _head_bytes(subject: PlanInputs) -> int:
     if not subject.logits_bytes:
         return 0
     return head_bytes(subject.model, subject.itemsize) + subject.logits_bytes
 
 
-def _explain(subject: Streamable, limits: Limits) -> str:
+def _explain(subject: PlanInputs, limits: Limits) -> str:
     needed = sum(whole_parts(subject).values())
     if limits.device_bytes is None:
         needed += limits.process_bytes + SLACK_BYTES
