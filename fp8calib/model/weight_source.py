@@ -36,11 +36,11 @@ _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w
 
 
 class TensorSource(Protocol):
-    """What tensors are read from: a checkpoint, or something that quacks like one."""
+    """What tensors are read from: a checkpoint, or an object with its methods."""
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The folder of the checkpoint."""
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
@@ -51,9 +51,6 @@ class TensorSource(Protocol):
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of the leading dimension."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Tell the shape of what `read` gives."""
 
 
 class WeightSource:
@@ -97,7 +94,7 @@ class WeightSource:
         matrices = (
             name
             for name in unused
-            if len(self._checkpoint.shape(name)) > 1 and not name.endswith("bias")
+            if len(self._checkpoint.tensors[name].shape) > 1 and not name.endswith("bias")
         )
         outside = (next(p for p in list_paths(name) if p not in inside) for name in matrices)
         return sorted(set(outside), key=dot_natural_key)
@@ -156,7 +153,7 @@ class WeightSource:
         parts = self._find(parameter)
         if len(parts) == 1 and parts[0][1] is None:
             name = parts[0][0]
-            for expert in range(self._checkpoint.shape(name)[0]):
+            for expert in range(self._checkpoint.tensors[name].shape[0]):
                 yield self._checkpoint.read_rows(name, expert, expert + 1)[0]
         elif all(pattern is not None and "*" in pattern for _, pattern in parts):
             for one_expert in _by_expert(parts):

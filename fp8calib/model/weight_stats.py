@@ -60,7 +60,7 @@ def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
     for name in names:
         if not TORCH_DTYPES[checkpoint.tensors[name].dtype].is_floating_point:
             continue
-        shape = checkpoint.shape(name)
+        shape = checkpoint.tensors[name].shape
         if not shape:
             _require_finite(checkpoint.read(name).unsqueeze(0), name, 0)
             continue

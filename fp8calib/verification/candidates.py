@@ -295,7 +295,7 @@ def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> b
 
 def _few_rows(checkpoint: Fp8Checkpoint | Checkpoint, name: str) -> torch.Tensor:
     """Read a vector whole, of a matrix the first rows."""
-    shape = checkpoint.shape(name)
+    shape = checkpoint.tensors[name].shape
     if len(shape) < 2:
         return checkpoint.read(name)
     return checkpoint.read_rows(name, 0, min(shape[0], _SAMPLED_ROWS))

@@ -96,7 +96,7 @@ def test_scales_are_left_out_and_other_tensors_stay(tmp_path: Path, *, packed: b
     with Checkpoint.open(folder) as checkpoint:
         source = Int4Source(checkpoint)
         assert source.tensors.keys() == {NORM, f"{UP}.weight"}
-        assert source.shape(f"{UP}.weight") == (5, 13)
+        assert source.tensors[f"{UP}.weight"].shape == (5, 13)
         assert not source.quantizes_inputs
         real = random_integers(5, 13) * np.float32(0.03125)
         assert np.array_equal(source.read(f"{UP}.weight").numpy(), real)

@@ -122,11 +122,6 @@ class Fp8Checkpoint:
             stored = self._checkpoint.read_rows(name, start, stop)
         return self._dequantize(name, stored, start) if name in self.quantized else stored
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Tell the shape `read` gives."""
-        self._require(name)
-        return self._checkpoint.shape(name)
-
     def dtype(self, name: str) -> torch.dtype:
         """Tell the dtype `read` gives."""
         self._require(name)

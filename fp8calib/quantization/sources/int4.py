@@ -94,10 +94,6 @@ class Int4Source:
             return self._checkpoint.read_rows(name, start, stop)
         return self._read(weight, (start, stop))
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Tell the shape `read` gives."""
-        return self.tensors[name].shape
-
     def scale(self, name: str) -> torch.Tensor:
         """Give the scale of the tensor `name`: fp32 [], 0 where it is not quantized."""
         weight = self._weights.get(name)
@@ -197,15 +193,11 @@ class ScaleSpread:
 
     def read(self, name: str) -> torch.Tensor:
         """Give the scale of every element of a weight: fp32, 0 where it is not quantized."""
-        return self._source.scale(name).expand(self.shape(name))
+        return self._source.scale(name).expand(self.tensors[name].shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Give the scale of every element of some rows."""
         return self.read(name)[start:stop]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Tell the shape `read` gives."""
-        return self.tensors[name].shape
 
 
 def unpack(words: torch.Tensor, num_columns: int) -> torch.Tensor:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.machine.allocator import return_freed_memory
 from fp8calib.model.load import mismatch_error, missing_error
 from fp8calib.model.weight_source import TensorSource, WeightSource
@@ -30,18 +28,10 @@ class HeldTensors:
     """A checkpoint with some tensors in memory; the others are read on request."""
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        self.folder = checkpoint.folder
+        self.tensors = checkpoint.tensors
         self._checkpoint = checkpoint
         self._held = {name: checkpoint.read_as_mapped(name) for name in names}
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the checkpoint."""
-        return self._checkpoint.folder
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """All tensors of the checkpoint by name."""
-        return self._checkpoint.tensors
 
     def read(self, name: str) -> torch.Tensor:
         """Give a whole tensor; one in memory is not copied."""
@@ -52,10 +42,6 @@ class HeldTensors:
         """Give rows of the leading dimension; those of a tensor in memory are not copied."""
         held = self._held.get(name)
         return self._checkpoint.read_rows(name, start, stop) if held is None else held[start:stop]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Give the shape of what `read` returns."""
-        return self._checkpoint.shape(name)
 
     def copy_shared(self, tensor: torch.Tensor, names: Sequence[str]) -> None:
         """Copy those of `names` whose memory is shared with a tensor in use elsewhere."""
@@ -75,25 +61,16 @@ class _Casting:
     """A source whose tensors are cast before they are joined, as transformers does."""
 
     def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
+        self.folder = source.folder
+        self.tensors = source.tensors
         self._source = source
         self._dtype = dtype
-
-    @property
-    def folder(self) -> Path:
-        return self._source.folder
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        return self._source.tensors
 
     def read(self, name: str) -> torch.Tensor:
         return self._source.read(name).to(self._dtype)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._source.read_rows(name, start, stop).to(self._dtype)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,9 +193,11 @@ class PartLoader:
         return next((n for n in (name, *self._tied.get(name, ())) if n in self._maker), None)
 
     def _check_shape(self, name: str, stored: str | None) -> None:
-        if stored is not None and self._checkpoint.shape(stored) != tuple(self._known[name].shape):
-            found = self._checkpoint.shape(stored)
-            raise mismatch_error(self._checkpoint.folder, name, found, self._known[name].shape)
+        if stored is None:
+            return
+        found, expected = self._checkpoint.tensors[stored].shape, self._known[name].shape
+        if found != tuple(expected):
+            raise mismatch_error(self._checkpoint.folder, name, found, expected)
 
 
 class PartReader:

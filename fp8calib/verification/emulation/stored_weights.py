@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
@@ -146,17 +144,9 @@ class StoredReach:
     """
 
     def __init__(self, checkpoint: Fp8Checkpoint) -> None:
+        self.folder = checkpoint.folder
+        self.tensors = checkpoint.tensors
         self._checkpoint = checkpoint
-
-    @property
-    def folder(self) -> Path:
-        """Where the checkpoint lies."""
-        return self._checkpoint.folder
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """The checkpoint's tensors by name."""
-        return self._checkpoint.tensors
 
     def read(self, name: str) -> torch.Tensor:
         """Give the reach of every element of an FP8 weight: fp32."""
@@ -165,7 +155,3 @@ class StoredReach:
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Give that of some rows of the leading dimension."""
         return self._checkpoint.read_reach(name, start, stop)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Tell the shape of what `read` gives."""
-        return self._checkpoint.shape(name)
