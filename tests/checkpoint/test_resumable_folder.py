@@ -1,4 +1,4 @@
-"""Two runs that want one folder: the second is told, unless the first has ended."""
+"""A later run continues an interrupted one; two runs never use a folder at the same time."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_mark_that_was_never_written_stops_nobody(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
 
 
-def test_a_run_that_waited_for_one_that_has_ended_is_told_so(
+def test_a_run_that_waited_for_one_that_has_ended_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staging = tmp_path / "out.partial"
@@ -175,7 +175,7 @@ def test_a_run_that_waited_for_one_that_has_ended_is_told_so(
     monkeypatch.setattr(FolderLock, "acquire", end_the_other)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     with (
-        pytest.raises(UsageError, match="has just come to its end"),
+        pytest.raises(UsageError, match="has just ended"),
         folder_of(tmp_path / "out", resume=True),
     ):
         pass

@@ -174,7 +174,7 @@ def test_the_worst_site_is_described() -> None:
 def test_a_divergence_worth_a_failing_ratio_is_a_warning(
     gate: Gate, kld: float, expected: Verdict
 ) -> None:
-    """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own goes before it."""
+    """log(1.05) is 0.0488, log(1.06) is 0.0583; a threshold of the gate's own takes precedence."""
     assert (
         downgrade_if_misleading(PASS, "why", candidate="it", kld_mean=kld, rows=[], gate=gate)[0]
         is expected
