@@ -12,11 +12,10 @@ import torch
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.json_files import load_json_object
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex, find_weights
 from fp8calib.errors import ModelError
-
-CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True, slots=True)

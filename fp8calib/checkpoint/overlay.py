@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.atomic import explain_os_error, require_free_space, write_file_atomic
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.errors import ExportError

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.dialect import Dialect, ScaleFiles
 from fp8calib.dialects.kv.config import load_object, read_quant_method

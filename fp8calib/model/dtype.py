@@ -1,4 +1,4 @@
-"""The dtype the forward pass runs in: a choice of the machine's, not only the checkpoint's."""
+"""Choose the dtype of the forward pass from the checkpoint's dtype and the hardware."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEADROOM = 1.2
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """Name the dtype that most of the checkpoint's bytes are stored in."""
+    """Name the dtype in which most bytes of the checkpoint are stored."""
     sizes: dict[str, int] = {}
     for entry in checkpoint.tensors.values():
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.size_bytes
@@ -31,18 +31,18 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
 
 
 def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tuple[str, str]:
-    """Turn `auto` into a dtype.
+    """Resolve `auto` to a dtype.
 
-    On a GPU that is the checkpoint's. On a CPU it is bfloat16 where the processor multiplies it in
-    hardware, else float32, unless only bfloat16 fits into memory. Nothing is timed.
+    On a GPU it is the checkpoint's dtype. On a CPU it is bfloat16 if the processor multiplies it in
+    hardware or if float32 does not fit into memory, else float32. Nothing is timed.
 
     Returns:
-        The dtype's name, and the reason in words.
+        The name of the dtype, and the reason for people.
     """
     if requested != "auto":
         if requested not in DTYPES:
             raise UsageError(f"--dtype {requested}: not one of auto, {', '.join(DTYPES)}")
-        return requested, "as asked"
+        return requested, "as requested"
     stored = stored_dtype(checkpoint)
     if device != "cpu":
         is_known = stored in DTYPES

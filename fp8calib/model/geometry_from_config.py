@@ -1,4 +1,7 @@
-"""The geometry of a model that may be quantized, or damaged, from its config and tensor names."""
+"""Find a model's geometry from its config and tensor names, without its weights.
+
+The checkpoint may be quantized or damaged: `check` still needs to know the layers of the model.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.model_config import without_quantization
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.dialects.fp8.quantization_config import QUANTIZATION_KEYS
-from fp8calib.errors import Fp8CalibError, ModelError, shorten
+from fp8calib.errors import Fp8CalibError, ModelError, first_line, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
@@ -21,16 +24,17 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MAX_LAYERS = 1000
 _MAX_SIZE = 1 << 31
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-"""What transformers 5 writes as {"__float__": NAME}, for JSON has no word for it."""
+"""Floats that JSON cannot express; transformers 5 writes them as {"__float__": NAME}."""
 
 
 def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
-    """Find the geometry of the model a config describes; the folder tells how tensors are called.
+    """Find the geometry of the model that a config describes.
 
-    Tensors that cannot be found in the folder are taken to be called as in the model.
+    Tensor names are read from the files of the folder; a parameter that is not found there is
+    assumed to have the same name as in the model.
 
     Raises:
-        ModelError: the config is not one of a decoder-only model that transformers can build.
+        ModelError: transformers cannot build a decoder-only model from the config.
     """
     source = _make_source(folder, config)
     skeleton = build_skeleton(source)
@@ -44,53 +48,50 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     except Fp8CalibError:
         raise
     except Exception as error:
-        raise _misfit(folder, error) from error
+        raise _unusable(folder, error) from error
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Tell whether transformers itself has the model type, so that its layers are known."""
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- floor 2's library
+    """Whether transformers itself has the model type, so that its layers are known."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- slow to import
 
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
 def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- floor 2's library
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- slow to import
 
     try:
-        plain = _strip(config)
+        plain = _restore_floats(without_quantization(config))
     except RecursionError as error:
-        raise _misfit(folder, ValueError("it is nested too deeply")) from error
+        raise _unusable(folder, ValueError("it is nested too deeply")) from error
     if not is_known(plain):
-        named = f"model_type {plain.get('model_type')!a:.60} is unknown to this tool"
-        fault = named if config else "there is no config.json"
+        unknown = f"transformers has no model_type {plain.get('model_type')!a:.60}"
+        fault = unknown if config else "there is no config.json"
         raise ModelError(
             f"{folder}: {fault}, so the model's layers are not known",
-            hint="--model names the model the scales are for",
+            hint="use --model to name the model that the scales belong to",
         )
     for section in _sections(plain):
         _check_sizes(folder, section)
     try:
         parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
     except Exception as error:
-        raise _misfit(folder, error) from error
+        raise _unusable(folder, error) from error
     return ModelSource(folder=folder, config=parsed, raw_config=plain, trust_remote_code=False)
 
 
-def _strip(config: Mapping[str, object]) -> dict[str, Any]:
-    """Leave out how the model is quantized, which says nothing about its shape."""
-    return {key: _restore(value) for key, value in config.items() if key not in QUANTIZATION_KEYS}
-
-
-def _restore(value: object) -> Any:
-    """Put the numbers back that transformers writes as objects, at any depth."""
+def _restore_floats(value: object) -> Any:
+    """Replace the objects that stand for floats by these floats, at any depth."""
     if isinstance(value, list):
-        return [_restore(item) for item in value]
+        return [_restore_floats(item) for item in value]
     if not isinstance(value, Mapping):
         return value
     name = value.get("__float__") if len(value) == 1 else None
-    return _FLOATS[name] if isinstance(name, str) and name in _FLOATS else _strip(value)
+    if isinstance(name, str) and name in _FLOATS:
+        return _FLOATS[name]
+    return {key: _restore_floats(item) for key, item in value.items()}
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -99,22 +100,22 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_sizes(folder: Path, section: Mapping[str, Any]) -> None:
-    """Refuse sizes no model has before a model of that size is described in memory."""
+    """Refuse absurd sizes, before transformers builds a model of that size."""
     for key, value in section.items():
         most = _MAX_LAYERS if key in _LAYER_KEYS else _MAX_SIZE
         if type(value) is int and abs(value) > most:
-            hint = "take the config.json that the model was published with"
+            hint = "use the config.json that the model was published with"
             raise ModelError(f"{folder}/config.json: {key!a:.60} is too large", hint=hint)
 
 
-def _misfit(folder: Path, error: Exception) -> ModelError:
-    first = shorten(str(error).strip().partition("\n")[0]) or type(error).__name__
-    hint = "take the config.json that the model was published with, or pass --model"
+def _unusable(folder: Path, error: Exception) -> ModelError:
+    first = shorten(first_line(error))
+    hint = "use the config.json that the model was published with, or pass --model"
     return ModelError(f"{folder}/config.json: transformers cannot use it: {first}", hint=hint)
 
 
 def _open_leniently(folder: Path) -> Checkpoint:
-    """Open every weight file whose header can be read, index or not."""
+    """Open every weight file whose header can be read, and ignore the index."""
     files: dict[str, TensorFile] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -125,11 +126,11 @@ def _open_leniently(folder: Path) -> Checkpoint:
 
 
 def _find_names(skeleton: LoadedModel, checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Match parameters and tensors; in a quantized checkpoint some have no whole tensor."""
+    """Match parameters with tensors; in a quantized checkpoint some have no tensor of their own."""
     try:
         return WeightSource(skeleton, checkpoint).single_tensors
     except Exception as error:
-        raise _misfit(checkpoint.folder, error) from error
+        raise _unusable(checkpoint.folder, error) from error
 
 
 def _find_dtype(config: Mapping[str, object]) -> str:

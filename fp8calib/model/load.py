@@ -1,4 +1,4 @@
-"""From a folder or a hub id to a model ready for a forward pass."""
+"""Open a model by folder or hub id: its config, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
-from fp8calib.dialects.fp8.quantization_config import QUANTIZATION_KEYS
+from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.machine.devices import find_device
 
@@ -31,12 +31,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 LoadedModel = PreTrainedModel
-"""A model with its weights, for those who only pass it on."""
+"""The type of a model, for modules that do not import transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A checkpoint folder on disk and what its config says."""
+    """A checkpoint folder and its parsed config."""
 
     folder: Path
     config: PreTrainedConfig
@@ -50,7 +50,7 @@ class ModelSource:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model's positions reach, where its config tells."""
+        """The longest sequence that the model supports; None if its config does not state it."""
         value = getattr(self.text_config, "max_position_embeddings", None)
         return int(value) if value else None
 
@@ -62,17 +62,17 @@ def open_source(
     trust_remote_code: bool,
     if_quantized: str | None,
 ) -> ModelSource:
-    """Find the model's folder (fetched from the hub when it is an id) and read its config.
+    """Find the model's folder, downloading it for a hub id, and read its config.
 
     Args:
         model: a folder or hub id.
         revision: branch, tag or commit on the hub.
-        trust_remote_code: run the code a checkpoint carries.
-        if_quantized: what to do where the model is quantized already; None where that does not
-            matter, for the weights are read in another way.
+        trust_remote_code: run the Python code of the checkpoint.
+        if_quantized: the hint of the error if the model is quantized already; None accepts one.
 
     Raises:
-        ModelError: nothing there, no usable config, already quantized, not a decoder.
+        ModelError: there is no model, its config cannot be used, it is quantized already, or it is
+            not a decoder-only model.
     """
     folder = find_folder(model, revision)
     with Checkpoint.open(folder, require_config=True) as checkpoint:
@@ -89,12 +89,12 @@ def open_source(
 
 
 def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_FILES) -> Path:
-    """Give the folder of a model: the path itself, or where the hub id was fetched to.
+    """Return the folder of a model: the path itself, or the download of a hub id.
 
     Args:
         model: a folder or hub id.
         revision: branch, tag or commit on the hub.
-        files: patterns of what is fetched; what is in the cache already is there too.
+        files: patterns of the files to download; the folder may hold others from earlier.
     """
     path = Path(model)
     try:
@@ -116,31 +116,26 @@ def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
-            f"{model} is no folder here, and fetching it from the hub failed: {_explain(error)}",
+            f"{model} is not a local folder, and downloading it failed: {_explain(error)}",
             hint="check the name and the network, or pass a local folder",
         ) from error
 
 
 def _explain(error: BaseException) -> str:
-    """Say in one line what an error of transformers or of the hub means."""
+    """Explain an error of transformers or of the hub in one line."""
     if isinstance(error, KeyError):
         return f"{error} is missing or unknown"
     line = first_line(error)
-    if "`CONVERSION` entries" in line:  # it refers to a report that is printed nowhere
-        return "tensors that it joins (experts, fused weights) are missing or of unequal shapes"
+    if "`CONVERSION` entries" in line:  # it refers to a report that is not printed
+        return "tensors that it joins (experts, fused weights) are missing or differ in shape"
     return " ".join(str(error).split("\n")[:2]) if line.endswith(":") else line
 
 
 def _refuse_quantized(raw: Mapping[str, object], folder: Path, hint: str) -> None:
-    text = raw.get("text_config")
-    for config in (raw, text if isinstance(text, dict) else {}):
-        for key in QUANTIZATION_KEYS:
-            found = config.get(key)
-            if found:
-                method = found.get("quant_method", "unnamed") if isinstance(found, dict) else found
-                raise ModelError(
-                    f"{folder} is already quantized (quant_method {method})", hint=hint
-                )
+    for _, section in find_quantization_configs(raw):
+        if section:
+            method = section.get("quant_method", "unnamed")
+            raise ModelError(f"{folder} is already quantized (quant_method {method})", hint=hint)
 
 
 def _load_config(
@@ -164,18 +159,18 @@ def _check_model_type(folder: Path, raw: Mapping[str, object], *, trust_remote_c
         return
     if "auto_map" in raw:
         raise ModelError(
-            f"{folder}: model_type {name} runs code of its own",
+            f"{folder}: model_type {name} needs the Python code of the checkpoint",
             hint="pass --trust-remote-code if you trust that code",
         )
     if not isinstance(name, str):
         raise ModelError(
             f"{folder}/config.json has no model_type",
-            hint="take the config.json that the model was published with",
+            hint="use the config.json that the model was published with",
         )
     raise ModelError(
         f"{folder}/config.json: transformers {transformers.__version__} does not know "
         f"model_type {name}",
-        hint="a newer transformers may know it: pip install --upgrade transformers",
+        hint="a newer version may know it: pip install --upgrade transformers",
     )
 
 
@@ -195,12 +190,12 @@ def _model_class(source: ModelSource) -> Any:
     raise ModelError(
         f"{source.folder}: {named} (model_type {config.model_type}) is not a decoder-only language "
         "model (looked for a causal or image-text-to-text class of transformers)",
-        hint="name a model that writes text from left to right",
+        hint="use a model that generates text from left to right",
     )
 
 
 def _config_of(model_class: Any, config: PreTrainedConfig) -> Any:
-    """Give the config that a class is built from: some take that of the text decoder alone."""
+    """Choose the config of a model class: some are built from the text decoder's alone."""
     text = config.sub_configs.get("text_config")
     is_text_only = text is not None and getattr(model_class, "config_class", None) is text
     return config.get_text_config(decoder=True) if is_text_only else config
@@ -219,7 +214,7 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
     """Load the tokenizer.
 
     Raises:
-        ModelError: missing or unreadable, or its vocabulary is larger than the embedding.
+        ModelError: it is missing or cannot be read, or has more tokens than the embedding has rows.
     """
     has_files = any((source.folder / name).is_file() for name in _TOKENIZER_FILES) or any(
         source.folder.glob("*.tiktoken")
@@ -227,7 +222,7 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
     if not has_files:
         raise ModelError(
             f"{source.folder} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})",
-            hint="copy the tokenizer beside the weights, or pass rows of input_ids",
+            hint="copy the tokenizer to this folder, or use data with input_ids",
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -254,8 +249,8 @@ def load_model(
     """Load the weights and put the model into evaluation mode.
 
     Raises:
-        CalibrationError: out of memory, on the device or, spread over all, on the machine.
-        ModelError: a weight is missing or has another shape, or transformers refuses.
+        CalibrationError: the memory of the device, or of all devices, is too small.
+        ModelError: a weight is missing or has another shape, or transformers fails to load it.
     """
     placement = device_map if device_map is not None else (None if device == "cpu" else device)
     try:
@@ -267,7 +262,7 @@ def load_model(
             local_files_only=True,
             trust_remote_code=source.trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # these raise an error below
         )
     except torch.OutOfMemoryError as error:
         raise CalibrationError(
@@ -278,7 +273,7 @@ def load_model(
         if device_map is not None and "offload_folder" in str(error):
             raise CalibrationError(
                 f"{source.folder}: the model fits neither the GPUs nor this machine's memory",
-                hint="leave --device-map out: it is then streamed layer by layer",
+                hint="omit --device-map: the model is then streamed layer by layer",
             ) from error
         raise ModelError(
             f"{source.folder}: transformers cannot load the model: {_explain(error)}"
@@ -296,38 +291,38 @@ def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
 
 
 def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
-    """Make the error that names parameters which a checkpoint lacks."""
+    """Make the error for parameters that a checkpoint lacks."""
     more = f" and {len(missing) - 3} more" if missing[3:] else ""
     return ModelError(
         f"{folder}: the checkpoint lacks {', '.join(missing[:3])}{more}; the model would run "
-        "with random numbers in their place",
-        hint="download the weights again, or take the config.json they were saved with",
+        "with random weights instead",
+        hint="download the weights again, or use the config.json that they were saved with",
     )
 
 
 def mismatch_error(
     folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
 ) -> ModelError:
-    """Make the error that names a parameter whose shape in the checkpoint is not its config's."""
+    """Make the error for a parameter whose shape in the checkpoint is not that of the config."""
     return ModelError(
         f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
-        hint="config.json and weights are of two models; download both again",
+        hint="config.json and weights belong to two models; download both again",
     )
 
 
 def choose_device(device: str) -> str:
-    """Turn `auto` into the first GPU or the CPU, and check that a named device exists."""
+    """Resolve `auto` to the first GPU or the CPU; check that any other device exists."""
     if device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     return find_device(device)
 
 
 def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Build the model without weights, to look at its modules before hours of loading.
+    """Build the model without weights, to inspect its modules before loading them.
 
     Args:
         source: the model.
-        dtype: what it will compute in; None is its config's.
+        dtype: the dtype it computes in; None means that of its config.
 
     Raises:
         ModelError: transformers cannot build the class from this config.

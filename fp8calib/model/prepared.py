@@ -1,4 +1,4 @@
-"""A model that is ready to be calibrated: its geometry, and what a recipe leaves out of it."""
+"""A model ready to be calibrated, and the list of weights and sites that are not observed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from fp8calib.model.topology.search import is_linear
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
 
+_UNUSED = "in the checkpoint, but not part of the text decoder: neither loaded nor run"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel(ModelStructure):
@@ -26,7 +28,7 @@ class PreparedModel(ModelStructure):
 
 
 def prepare(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> PreparedModel:
-    """Find the geometry of `model` and resolve the recipe's patterns against it.
+    """Find the geometry of `model` and match the recipe's patterns with its modules.
 
     Raises:
         ModelError: the architecture is not understood.
@@ -42,21 +44,10 @@ def prepare(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> P
     )
 
 
-def _module_names(geometry: ModelGeometry) -> list[str]:
-    names = [attention.module for _, attention in geometry.attentions()]
-    for _, linear in geometry.linears():
-        experts = linear.module.rpartition(".")[0] if linear.num_experts else linear.module
-        names.append(experts)
-    return list(dict.fromkeys(names))
-
-
-_UNUSED = "in the checkpoint, but no part of the text decoder: neither loaded nor run"
-
-
 def list_skipped(
     prepared: PreparedModel, recipe: Recipe, observed: Collection[Site]
 ) -> list[Skipped]:
-    """List what is missing from the sites that were observed."""
+    """List the sites and weights that were not observed, each with the reason."""
     skipped = [Skipped(site=f"{item.module}.weight", why=item.why) for item in prepared.unobserved]
     for layer, attention in prepared.geometry.attentions():
         site = attention.site(Role.Q)
@@ -65,11 +56,11 @@ def list_skipped(
             and site not in observed
             and attention.module not in prepared.ignored
         ):
-            why = f"{layer.mixer} does not go through transformers' attention interface"
+            why = f"{layer.mixer} does not use transformers' attention interface"
             skipped.append(Skipped(site=str(site), why=why))
     skipped += _without_own_cache(prepared.geometry)
     skipped += [
-        Skipped(site=module, why="left out by the recipe (observe.ignore)")
+        Skipped(site=module, why="excluded by the recipe (observe.ignore)")
         for module in sorted(prepared.ignored)
     ]
     skipped += [Skipped(site=name, why=why) for name, why in _outside(prepared.model)]
@@ -78,27 +69,35 @@ def list_skipped(
     return skipped
 
 
+def _module_names(geometry: ModelGeometry) -> list[str]:
+    names = [attention.module for _, attention in geometry.attentions()]
+    for _, linear in geometry.linears():
+        experts = linear.module.rpartition(".")[0] if linear.num_experts else linear.module
+        names.append(experts)
+    return list(dict.fromkeys(names))
+
+
 def _without_own_cache(geometry: ModelGeometry) -> Iterator[Skipped]:
     for layer in geometry.layers:
         attention = layer.attention
         if attention is None:
-            yield Skipped(site=layer.module, why=f"{layer.mixer} keeps no K and V")
+            yield Skipped(site=layer.module, why=f"{layer.mixer} caches no K and V")
         elif attention.producer is not None:
-            why = f"reads the K and V of layer {attention.producer}, and carries its scale"
+            why = f"uses the K and V of layer {attention.producer}, and their scales"
             yield Skipped(site=f"{attention.module}.k/v", why=why)
 
 
 def _between_layers(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
-    """Name the linears of the text decoder that are no part of a decoder layer."""
+    """List the linears of the text decoder that are outside the decoder layers."""
     path, decoder = find_text_decoder(prepared.model)
     layers = prepared.geometry.layers[0].module.rpartition(".")[0]
     for name, module in decoder.named_modules(prefix=path):
         if is_linear(module) and not name.startswith(f"{layers}."):
-            yield name, "a linear outside the decoder layers, which engines leave as it is"
+            yield name, "a linear outside the decoder layers, which engines do not quantize"
 
 
 def _outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Name what lies beside the text decoder and holds weights of its own."""
+    """List the modules outside the text decoder that have weights."""
     path, _ = find_text_decoder(model)
     node: nn.Module = model
     above = ""
@@ -107,7 +106,7 @@ def _outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             if name == step or next(child.parameters(), None) is None:
                 continue
             if child is model.get_output_embeddings():
-                yield name, "not run: calibration needs no logits, engines leave it as it is"
+                yield name, "not run: calibration needs no logits, and engines do not quantize it"
             else:
                 yield f"{above}{name}", f"{type(child).__name__}: not part of the text decoder"
         node, above = node.get_submodule(step), f"{above}{step}."

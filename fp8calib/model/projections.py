@@ -1,4 +1,4 @@
-"""Weights of projections one by one, whatever they are fused or stacked with."""
+"""Read the weight of each projection separately, even if it is fused or stacked with others."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fp8calib.model.weight_stats import expert_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearWeight:
-    """The weight of a linear, or of one expert's."""
+    """The weight of a linear, or of one expert of it."""
 
     linear: Linear
     expert: int | None
     values: torch.Tensor
-    """[out, in] in the checkpoint's dtype: the rows that the linear's parts speak of."""
+    """[out, in], in the checkpoint's dtype; its rows are those that `linear.parts` describe."""
 
 
 def read_linears(
@@ -31,7 +31,7 @@ def read_linears(
     """Read the weights of all attention and MLP projections, each parameter once.
 
     Raises:
-        ModelError: the checkpoint holds nothing for one.
+        ModelError: the checkpoint holds no tensor for one of them.
     """
     modules = dict(model.named_modules())
     stacked: dict[str, list[Linear]] = defaultdict(list)

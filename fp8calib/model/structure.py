@@ -1,4 +1,4 @@
-"""What is found on a model before it runs: its geometry, and the source of its weights."""
+"""A model matched with its checkpoint: its geometry, and the source of its weights."""
 
 from __future__ import annotations
 

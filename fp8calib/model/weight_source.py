@@ -1,7 +1,8 @@
-"""Which tensors of a checkpoint make up which parameter of the model, and reading them.
+"""Map a model's parameters to the tensors of its checkpoint, and read them.
 
-transformers renames and merges checkpoint tensors while it loads (experts become one 3-D
-parameter); its own conversion tables are used here, so every model it can load can be read.
+While loading, transformers renames and merges tensors (experts become one 3-D parameter). This
+module uses the conversion tables of transformers, so it can read every model that transformers
+can load.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, Order
 from fp8calib.geometry.module_paths import list_paths
 
 _MIXTRAL_NAMES = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+_EXPERT = r"\.experts\.\d*."
+_STACK_AXES = 3
 
 
 class TensorSource(Protocol):
@@ -221,10 +224,6 @@ def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, 
         by_pattern[pattern].append(name)
     for names in zip(*by_pattern.values(), strict=True):
         yield list(zip(names, by_pattern, strict=True))
-
-
-_EXPERT = r"\.experts\.\d*."
-_STACK_AXES = 3
 
 
 def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]:

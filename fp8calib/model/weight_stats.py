@@ -1,4 +1,4 @@
-"""Magnitudes of weights, read from the shards; no forward pass."""
+"""Compute the amax of weights as they are read from the shards, without a forward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def observe_weights(
 ) -> Iterator[tuple[Site, SiteStats]]:
     """Read every linear's weight and reduce it per output and per input channel.
 
-    `model` may be without weights; nothing but its modules is looked at.
+    Only the modules of `model` are used; it may be without weights.
 
     Raises:
         ModelError: a weight holds NaN or inf; the message names tensor and index.
@@ -52,10 +52,10 @@ def observe_weights(
 
 
 def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
-    """Look for NaN and inf in the tensors that no linear reads: embeddings, norms, biases, heads.
+    """Refuse NaN and inf in tensors that are not weights of linears: embeddings, norms, biases.
 
     Raises:
-        ModelError: the message names tensor and index.
+        ModelError: a tensor holds NaN or inf; the message names tensor and index.
     """
     for name in names:
         if not TORCH_DTYPES[checkpoint.tensors[name].dtype].is_floating_point:
@@ -70,16 +70,16 @@ def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
 
 
 def _require_finite(rows: torch.Tensor, name: str, first_row: int) -> None:
-    # A sum of finite numbers may overflow, so a sum that is not finite is looked into.
+    # A sum of finite numbers may overflow: only the elements decide.
     if not rows.numel() or bool(rows.sum(dtype=torch.float32).isfinite()):
         return
     bad = (~rows.float().isfinite()).nonzero()
     if len(bad):
         row, *rest = bad[0].tolist()
-        raise _broken(name, float(rows[(row, *rest)]), [row + first_row, *rest])
+        raise _nonfinite_error(name, float(rows[(row, *rest)]), [row + first_row, *rest])
 
 
-def _broken(name: str, value: float, index: list[int]) -> ModelError:
+def _nonfinite_error(name: str, value: float, index: list[int]) -> ModelError:
     return ModelError(
         f"{name} holds {value} at {index}",
         hint="the checkpoint is damaged, or overflowed in training or conversion",
@@ -90,13 +90,13 @@ def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         raise ModelError(
             f"{name} is stored in {str(weight.dtype).removeprefix('torch.')}: the model is "
-            "quantized, though its config does not say so",
+            "quantized, although its config does not state it",
             hint="calibrate the unquantized model it was made from",
         )
     amax_out = row_amax(weight)
     if not bool(amax_out.isfinite().all()):
         index = (~weight.float().isfinite()).nonzero()[0].tolist()
-        raise _broken(name, float(weight[tuple(index)]), index)
+        raise _nonfinite_error(name, float(weight[tuple(index)]), index)
     return SiteStats(count=0, amax=amax_out, amax_in=channel_amax(weight))
 
 
@@ -116,7 +116,7 @@ def _observe_experts(
 
 
 def expert_parts(experts: nn.Module, linear: Linear) -> tuple[Part, ...]:
-    """Tell where projections lie in the parameter that holds one expert's `linear`, [out, in]."""
+    """Describe the projections in one expert's part of the parameter of `linear`, [out, in]."""
     if linear.weight_name.endswith("gate_up_proj"):
         is_interleaved = not getattr(experts, "is_concatenated", True)
         return gate_up_parts(2 * linear.out_features, interleaved=is_interleaved)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint, refuse_duplicate_tensors
+from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME

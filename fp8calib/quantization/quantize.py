@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.atomic import require_free_space
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
 from fp8calib.quantization.plan import QuantizePlan, write_json

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate.job import CalibrateJob

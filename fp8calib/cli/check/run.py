@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.cli.calibrate.job import REPORT_NAME
 from fp8calib.cli.check.show import show_check_report
 from fp8calib.cli.setup import quiet_libraries

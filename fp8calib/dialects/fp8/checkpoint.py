@@ -15,8 +15,9 @@ from typing import Self
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.dialects.fp8.config_readers import load_finder
 from fp8calib.dialects.fp8.pairing import pair_tensors

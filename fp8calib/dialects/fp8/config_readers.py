@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.dialects.fp8.quantization_config import (
     Arguments,
     Fields,
     FindScheme,
     StoredScheme,
     contradiction,
-    find_quantization_configs,
     make_fbgemm_finder,
     make_fp8_finder,
     make_scheme,

@@ -6,7 +6,7 @@ Every method has its own config; here each becomes a function from a linear's pa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
 
 Fields = Mapping[str, object]
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """What config.json calls a quantization config."""
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _WEIGHT_GRANULARITIES = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)
 _MAX_BOUND = 1e38
 _OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
@@ -60,16 +58,6 @@ class Arguments:
 
 class ContradictionError(VerificationError):
     """Config and tensors do not fit."""
-
-
-def find_quantization_configs(config: Fields) -> Iterator[tuple[str, Fields]]:
-    """Find the quantization configs in a config.json and its text part, each with its key."""
-    inner = (config.get(key) for key in _TEXT_CONFIGS)
-    for part in (config, *(part for part in inner if isinstance(part, dict))):
-        for key in QUANTIZATION_KEYS:
-            section = part.get(key)
-            if isinstance(section, dict):
-                yield key, section
 
 
 def contradiction(path: Path, fault: str) -> ContradictionError:

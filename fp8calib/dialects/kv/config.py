@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_link
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.dialects.metadata import find_format
 from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.fp8.formats import E4M3FN, Fp8Format

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.dialect import Spelling

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import PACKED_BITS
-from fp8calib.dialects.fp8.quantization_config import find_quantization_configs
+from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.errors import ModelError
 

@@ -11,10 +11,10 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, TensorEntry
+from fp8calib.checkpoint.model_config import without_quantization
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.dialects.fp8.quantization_config import QUANTIZATION_KEYS
 from fp8calib.errors import ModelError, VerificationError
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -50,8 +50,8 @@ class DequantizedCheckpoint(Checkpoint):
         )
 
     def load_config(self) -> dict[str, object]:
-        """Load `config.json` without what it says of quantization."""
-        return _without_quantization(super().load_config())
+        """Load `config.json` without the sections on quantization."""
+        return without_quantization(super().load_config())
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of the leading dimension, an FP8 weight's in fp32."""
@@ -99,11 +99,3 @@ def _find_dtype(config: Mapping[str, object]) -> str:
         if isinstance(dtype, str) and dtype in _DTYPES:
             return _DTYPES[dtype]
     return "BF16"
-
-
-def _without_quantization(config: Mapping[str, object]) -> dict[str, object]:
-    return {
-        key: _without_quantization(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in QUANTIZATION_KEYS
-    }

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import CONFIG_NAME, Checkpoint
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8.quantization_config import find_quantization_configs
+from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_configs
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.encode import ENCODABLE_DTYPES

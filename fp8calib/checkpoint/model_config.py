@@ -1,0 +1,30 @@
+"""What any reader of a checkpoint's config.json needs: its name, and where it is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+CONFIG_NAME = "config.json"
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_TEXT_KEYS = ("text_config", "llm_config", "language_config")
+
+
+def find_quantization_configs(
+    config: Mapping[str, object],
+) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Find the sections of a config that describe a quantization: key and section."""
+    inner = (config.get(key) for key in _TEXT_KEYS)
+    for owner in (config, *(part for part in inner if isinstance(part, dict))):
+        for key in _QUANTIZATION_KEYS:
+            section = owner.get(key)
+            if isinstance(section, dict):
+                yield key, section
+
+
+def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
+    """Copy a config without the sections that describe a quantization, at any depth."""
+    return {
+        key: without_quantization(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _QUANTIZATION_KEYS
+    }
