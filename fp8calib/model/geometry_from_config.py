@@ -67,7 +67,7 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
     except RecursionError as error:
         raise _unusable(folder, ValueError("it is nested too deeply")) from error
     if not is_known(plain):
-        unknown = f"transformers has no model_type {plain.get('model_type')!a:.60}"
+        unknown = f"model_type {plain.get('model_type')!a:.60} is unknown to this tool"
         fault = unknown if config else "there is no config.json"
         raise ModelError(
             f"{folder}: {fault}, so the model's layers are not known",

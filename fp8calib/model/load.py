@@ -116,7 +116,7 @@ def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(
-            f"{model} is not a local folder, and downloading it failed: {_explain(error)}",
+            f"{model} is not a local folder; fetching it from the hub failed: {_explain(error)}",
             hint="check the name and the network, or pass a local folder",
         ) from error
 

@@ -52,7 +52,7 @@ def test_a_missing_folder(refused: Refused, name: str) -> None:
 @pytest.mark.parametrize("name", ["no/such", "no-such-model"])
 def test_a_hub_name_without_a_network(refused: Refused, name: str) -> None:
     text = refused(4, name)
-    assert f"{name} is no folder here, and fetching it from the hub failed" in text
+    assert f"{name} is not a local folder; fetching it from the hub failed" in text
     assert "pass a local folder" in text
 
 
@@ -318,7 +318,7 @@ def carried(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 def test_carried_code_is_not_run_unasked(refused: Refused, carried: Path, tmp_path: Path) -> None:
     text = refused(4, carried)
-    assert "model_type carried runs code of its own" in text
+    assert "model_type carried needs the Python code of the checkpoint" in text
     assert "--trust-remote-code" in text
     assert not (tmp_path / "ran").exists()
 

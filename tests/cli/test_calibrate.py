@@ -63,7 +63,7 @@ def test_json_holds_the_promised_keys(calibrated: tuple[Path, Outcome]) -> None:
     assert report["coverage"]["skipped"] == [
         {
             "site": "lm_head",
-            "why": "not run: calibration needs no logits, engines leave it as it is",
+            "why": "not run: calibration needs no logits, and engines do not quantize it",
         }
     ]
 
@@ -107,7 +107,7 @@ def test_the_report_tells_bytes_per_token_and_how_to_serve(
 
 def test_talk_goes_to_stderr_when_json_goes_to_stdout(calibrated: tuple[Path, Outcome]) -> None:
     err = calibrated[1].err
-    assert "computing in float32 on cpu (as asked)" in err
+    assert "computing in float32 on cpu (as requested)" in err
     assert "not observed: lm_head" in err
     assert "vllm serve " in err
 
@@ -318,7 +318,7 @@ def test_a_recipe_file_decides_what_the_command_line_does_not(
     assert not any(site.role is Role.INPUT for site in stats.sites)
     assert not any(".layers.1." in site.module for site in stats.sites)
     left_out = {item["site"]: item["why"] for item in report["coverage"]["skipped"]}
-    assert left_out["model.layers.1.self_attn"] == "left out by the recipe (observe.ignore)"
+    assert left_out["model.layers.1.self_attn"] == "excluded by the recipe (observe.ignore)"
 
 
 @pytest.mark.parametrize("name", sorted(set(recipe_files()) - {"w8a16"}))
@@ -354,7 +354,7 @@ def test_w8a16_runs_no_data_writes_no_scales_and_needs_no_tokenizer(tmp_path: Pa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_dtype_is_reported(calibrate: Any, dtype: str) -> None:
     out, report = calibrate("--dtype", dtype, "--format", "kv-scales")
-    assert (report["dtype"], report["dtype_why"]) == (dtype, "as asked")
+    assert (report["dtype"], report["dtype_why"]) == (dtype, "as requested")
     assert stats_of(out).header.compute_dtype == dtype
 
 

@@ -78,7 +78,7 @@ def test_a_dry_run_shows_the_plan_alone(wide: Path, data: Path, tmp_path: Path) 
     titles = [line.split("  ")[0].strip() for line in text.splitlines()[2:]]
     assert titles[-3:] == ["memory limit", "scratch disk", "expected time"]
     assert not [title for title in titles if "_" in title]
-    assert re.search(r"^dtype +float32 \(as asked\)", text, re.MULTILINE)
+    assert re.search(r"^dtype +float32 \(as requested\)", text, re.MULTILINE)
     assert re.search(r"^scratch disk +none", text, re.MULTILINE)
     assert not out.exists()
 
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_spread_is_to_be_streamed(
     with mock.patch.object(placing, "get_max_memory", return_value={"cpu": room}):
         told = fail(code, *command, *arguments)
     assert why in told
-    assert "leave --device-map out" in told
+    assert "omit --device-map" in told
 
 
 def test_an_amount_that_is_none_is_refused(wide: Path, data: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_gpu_uses_the_checkpoints_own(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_is_asked_for_is_taken(checkpoint: Checkpoint, dtype: str) -> None:
-    assert choose_dtype(dtype, device="cpu", checkpoint=checkpoint) == (dtype, "as asked")
+    assert choose_dtype(dtype, device="cpu", checkpoint=checkpoint) == (dtype, "as requested")
 
 
 def test_an_unknown_dtype_is_refused(checkpoint: Checkpoint) -> None:
