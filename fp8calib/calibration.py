@@ -60,21 +60,10 @@ def calibrate(
     streaming: Streaming | None = None,
     share: WorkShare = WHOLE,
 ) -> CalibrationStats:
-    """Gather the statistics that `recipe` asks for.
+    """Gather the statistics that `recipe` asks for; `plan` is None when it asks for weights alone.
 
     With `streaming` the model has no weights yet: they are read layer by layer, each once, and the
     statistics are the same, bit for bit. Of several processes only the first one returns them all.
-
-    Args:
-        prepared: the model.
-        plan: the data; None when the recipe asks for weights alone.
-        source: where the model is from.
-        checkpoint: its weights.
-        recipe: what is observed.
-        batch_size: sequences in a micro-batch.
-        progress: shows how far the run is.
-        streaming: how to stream the model; None where it is whole in memory.
-        share: the part of the batches and weights that this process runs.
 
     Raises:
         UsageError: there are fewer batches than shards.

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Self
 
 _ROOT = Path("/")
@@ -57,12 +56,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
         self._sample()

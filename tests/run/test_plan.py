@@ -21,7 +21,7 @@ from fp8calib.run.planning.limits import Limits, find_limits
 from fp8calib.run.planning.plan import PlanInputs, plan_whole
 from fp8calib.run.planning.stream_plan import StreamPlanner, plan_streamed
 from fp8calib.run.streaming.probe import Probe, expect_duration
-from fp8calib.run.streaming.weights import LayerSize
+from fp8calib.run.streaming.weights import PartSize
 from tests import zoo
 from tests.truth.test_statistics import draw, make_plan
 
@@ -236,8 +236,8 @@ def test_joined_experts_exist_twice_while_they_are_loaded(
 
 
 def test_a_layer_overlaps_with_the_one_read_ahead() -> None:
-    a = LayerSize(stored=100, placed=200, step=10)
-    b = LayerSize(stored=300, placed=600, step=50)
+    a = PartSize(stored=100, placed=200, step=10)
+    b = PartSize(stored=300, placed=600, step=50)
     # a beside b being read: 200 + 300; b being made: 600 + 50; then alone: 600.
     assert peak_of_layers([a, b], keep=False) == 650
     # b, what was read of it, and the step: 300 + 600 + 50.
@@ -245,7 +245,7 @@ def test_a_layer_overlaps_with_the_one_read_ahead() -> None:
 
 
 def test_a_layer_is_read_while_the_one_before_runs() -> None:
-    layers = [LayerSize(stored=size, placed=size, step=0) for size in (10, 40, 10)]
+    layers = [PartSize(stored=size, placed=size, step=0) for size in (10, 40, 10)]
     # read 1, place 0.5 + 2 + 0.5, then 2 (read 4 hides all but 2 of it), 2 x 2 of twice the cost.
     probe = replace(PROBE, run_s=2.0)
     expected = 1.0 + 3.0 + max(2.0, 4.0) + max(4.0, 1.0) + 2.0

@@ -41,11 +41,7 @@ class PeerFailure:
 class FailureDetector:
     """Sends the heartbeat of this process and checks those of its peers, in a thread.
 
-    Args:
-        store: reached by all processes.
-        rank: of this process.
-        peers: the ranks to check.
-        abort: ends this process where the main thread cannot be interrupted.
+    `abort` ends this process where the main thread cannot be interrupted.
 
     Attributes:
         failure: the failure that was found; None so far.

@@ -29,13 +29,7 @@ class BackOff:
 
 
 class BatchObserver:
-    """Shows the forward passes of batches to a recorder.
-
-    Args:
-        model: its text decoder runs the batches.
-        recorder: sees their tensors.
-        new_cache: makes the cache of a forward pass (`open_calibration_hooks`).
-    """
+    """Shows the forward passes of batches to a recorder; `open_calibration_hooks` makes caches."""
 
     def __init__(
         self, model: PreTrainedModel, recorder: Recorder, new_cache: Callable[[], HookedCache]
@@ -62,9 +56,7 @@ class BatchObserver:
     ) -> CalibrationError:
         """Run the sequences of a group one by one, and name the first with NaN or inf.
 
-        Args:
-            group: the batches, one of which has NaN or inf.
-            find_site: runs a sequence, and gives the site where it has NaN or inf.
+        `find_site` runs a sequence, and gives the site where it has NaN or inf.
         """
         for sequence in (part for batch in group for part in cut_into(batch, 1)):
             self.recorder.forget()

@@ -7,7 +7,7 @@ layer. What else a layer allocates is measured by the probe (`fp8calib.run.strea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.streaming.weights import LayerSize, ModelPart, PartLoader
+from fp8calib.run.streaming.weights import PartSize
 
 SLACK_BYTES = 96 * 2**20
 """Memory outside the formula: arenas of the allocator, threads, code that is loaded late."""
@@ -75,26 +75,11 @@ class Footprint:
         """The sum of all parts."""
         return sum(self.parts.values())
 
-    def with_part(self, name: str, size_bytes: int) -> Footprint:
-        """Add a part, or replace it."""
-        return replace(self, parts={**self.parts, name: size_bytes})
 
-
-def size_part(loader: PartLoader, part: ModelPart) -> LayerSize:
-    """Compute the bytes of a layer's weights from their shapes."""
-    return LayerSize(
-        stored=loader.stored_bytes(part),
-        placed=loader.size_bytes(part),
-        step=loader.step_bytes(part),
-    )
-
-
-def peak_of_layers(layers: Sequence[LayerSize], *, keep: bool) -> int:
+def peak_of_layers(layers: Sequence[PartSize], *, keep: bool) -> int:
     """Compute the peak bytes of weights while layers are streamed, each next one read ahead.
 
-    Args:
-        layers: their sizes, in order.
-        keep: the stored tensors stay in memory beside the placed ones, to restore the weights.
+    With `keep` a layer's stored tensors stay in memory too, to restore changed weights.
     """
     following = [layer.stored for layer in layers[1:]] + [0]
     return max(

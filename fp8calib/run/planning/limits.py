@@ -38,10 +38,7 @@ class Limits:
 def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> Limits:
     """Measure the available memory, and take the smaller of it and --memory.
 
-    Args:
-        device: where the model runs.
-        memory_gib: --memory, the limit of each process.
-        sharers: how many processes share the machine's memory and disk.
+    --memory is the limit of each process; `sharers` processes share the machine.
 
     Raises:
         UsageError: --memory is not a positive number.

@@ -19,13 +19,12 @@ from fp8calib.run.planning.footprint import (
     hidden_bytes,
     layer_flops,
     peak_of_layers,
-    size_part,
 )
 from fp8calib.run.planning.limits import Limits
 from fp8calib.run.planning.plan import PlanInputs, RunPlan, whole_parts, working_parts
 from fp8calib.run.streaming.model import layer_parts, part_outside_layers
 from fp8calib.run.streaming.probe import Probe, expect_duration
-from fp8calib.run.streaming.weights import LayerSize, PartLoader
+from fp8calib.run.streaming.weights import PartLoader, PartSize
 
 _GIB = 2**30
 _ROUNDED_BYTES = 2**25
@@ -39,7 +38,7 @@ class StreamPlanner:
         self,
         subject: PlanInputs,
         limits: Limits,
-        layers: list[LayerSize],
+        layers: list[PartSize],
         *,
         outside_bytes: int,
         scratch: Path,
@@ -83,7 +82,7 @@ class StreamPlanner:
             why=self._why,
             num_layers=len(self._layers),
             read_bytes=max(self._read_bytes(1 + len(further_walks)), total_bytes),
-            peak=peak.with_part("hidden states", in_ram),
+            peak=Footprint(parts={**peak.parts, "hidden states": in_ram}),
             limit_bytes=self._limits.host_bytes,
             device_peak=device_peak,
             hidden_ram_bytes=in_ram,
@@ -195,12 +194,7 @@ def plan_streamed(
 ) -> StreamPlanner:
     """Make the planner of a streamed run from the shapes of the model's layers.
 
-    Args:
-        subject: the model, built without weights in `dtype`.
-        limits: how much memory the run may use.
-        dtype: the dtype it computes in.
-        device: the device it computes on.
-        scratch: folder for the hidden states that do not fit into memory.
+    The model of `subject` is built without weights, in `dtype`.
 
     Raises:
         ModelError: a weight is missing or has another shape.
@@ -210,8 +204,8 @@ def plan_streamed(
     return StreamPlanner(
         subject,
         limits,
-        [size_part(loader, part) for part in layer_parts(geometry, loader)],
-        outside_bytes=loader.size_bytes(part_outside_layers(model, geometry, weights, loader)),
+        [loader.measure(part) for part in layer_parts(geometry, loader)],
+        outside_bytes=loader.measure(part_outside_layers(model, geometry, weights, loader)).placed,
         scratch=scratch,
     )
 

@@ -187,15 +187,20 @@ class Journal:
     def _make_stats(
         self, sites: Mapping[Site, SiteStats], sequences: tuple[tuple[int, int], ...]
     ) -> CalibrationStats:
-        shard = StatsShard(
+        return CalibrationStats(
+            header=self.header,
+            sites=sites,
+            text_hashes=self._text_hashes,
+            shard=self._make_shard(sequences),
+        )
+
+    def _make_shard(self, sequences: tuple[tuple[int, int], ...]) -> StatsShard:
+        return StatsShard(
             index=self._shard.index,
             count=self._shard.count,
             batch_size=self._batch_size,
             sequences=sequences,
             is_checkpoint=True,
-        )
-        return CalibrationStats(
-            header=self.header, sites=sites, text_hashes=self._text_hashes, shard=shard
         )
 
     def load_file(self, path: Path) -> CalibrationStats:
@@ -221,12 +226,7 @@ class Journal:
 
     def _explain_other_shard(self, stats: CalibrationStats) -> str:
         found = _shard_of(stats)
-        here = StatsShard(
-            index=self._shard.index,
-            count=self._shard.count,
-            batch_size=self._batch_size,
-            sequences=(),
-        )
+        here = self._make_shard(())
         if (found.index, found.count) != (here.index, here.count):
             return f"{found.describe()}, and {here.describe()}"
         if found.count > 1 and found.batch_size != here.batch_size:

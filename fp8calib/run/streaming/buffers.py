@@ -25,11 +25,6 @@ def compute_buffers(model: PreTrainedModel, stored: frozenset[str], device: str)
     transformers computes them where it initialises weights, which does nothing to weights without
     memory. It runs twice on different values: a buffer that keeps them is not computed there.
 
-    Args:
-        model: built without weights.
-        stored: the parameters and buffers that the checkpoint holds.
-        device: where the buffers go.
-
     Raises:
         ModelError: a buffer of the text decoder is not computed by that.
     """
@@ -61,8 +56,5 @@ def _initialise(model: PreTrainedModel, names: Sequence[str], fill: int) -> dict
 
 
 def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    _owner(model, name)._buffers[name.rpartition(".")[2]] = value
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._buffers[leaf] = value

@@ -124,14 +124,6 @@ def open_embeddings(
 ) -> Iterator[dict[str, EmbeddingRows]]:
     """Fill the token embeddings with the rows of `tokens` while the context is open.
 
-    Args:
-        model: built without weights.
-        weights: its parameters.
-        checkpoint: where rows are read.
-        tokens: the ids of the text, in any order.
-        dtype: what the model computes in.
-        device: where the rows go.
-
     Yields:
         The rows of each embedding by the name of its weight.
     """

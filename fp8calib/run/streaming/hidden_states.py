@@ -7,7 +7,6 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import torch
@@ -70,12 +69,7 @@ class HiddenStateStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._slots.clear()
         self._segment = torch.zeros(0, dtype=torch.uint8)
         if self._file is not None:

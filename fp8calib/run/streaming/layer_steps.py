@@ -58,12 +58,8 @@ class LayerSteps:
     ) -> LayerState:
         """Run layer `index` on a micro-batch.
 
-        Args:
-            index: the layer.
-            batch: the micro-batch.
-            cache: a fresh cache.
-            before: the state after the layer before; None for the first layer.
-            checks: check that the layer reads nothing of the layers before the last one.
+        `cache` is new, and `before` is the state after the layer before. `checks` finds out whether
+        the layer reads more than that.
 
         Raises:
             ModelError: the model does not run its layers one after another.

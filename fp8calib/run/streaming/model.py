@@ -104,7 +104,7 @@ class StreamedModel:
         placed: list[ModelPart] = []
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                if module not in inside and _has_own(module):
+                if module not in inside and any(True for _ in module.parameters(recurse=False)):
                     hook = self._placing_hook(name, module, placed)
                     stack.callback(module.register_forward_pre_hook(hook).remove)
             stack.callback(self._drop_all, placed)
@@ -143,13 +143,7 @@ def open_streamed(
 ) -> Iterator[StreamedModel]:
     """Prepare a model that was built without weights for streaming.
 
-    Args:
-        model: built without weights, in the dtype it will compute in.
-        geometry: its geometry.
-        weights: its parameters.
-        checkpoint: the checkpoint they are read from.
-        tokens: ids of the text, whose embeddings are read.
-        streaming: how to stream it.
+    It is built in the dtype it computes in. Only the embeddings of `tokens` are read.
 
     Raises:
         ModelError: a weight is missing or has another shape, or the model cannot be streamed.
@@ -201,10 +195,6 @@ def part_outside_layers(
             and name not in left_out
         )
     )
-
-
-def _has_own(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 def open_hidden_states(streaming: Streaming) -> HiddenStateStore:

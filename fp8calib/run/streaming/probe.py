@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from fp8calib.machine.memory import PeakMemory, anonymous_bytes
 from fp8calib.run.streaming.layer_steps import LayerState
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel
-from fp8calib.run.streaming.weights import LayerSize
+from fp8calib.run.streaming.weights import PartSize
 
 _LONG_S = 2.0
 """A first run longer than this is not repeated: warming up is a small part of it."""
@@ -55,12 +55,8 @@ def probe_layer(
 ) -> Probe:
     """Measure the first layer.
 
-    Args:
-        streamed: the model.
-        first: its first layer.
-        on_layer_read: called when its tensors have been read.
-        change_layer: called when its weights are placed, and may change them.
-        keep: keep the tensors that were read, to restore the weights.
+    `on_layer_read` is called when its tensors have been read, and `change_layer` when they are
+    placed; with `keep` they stay in memory, to restore the weights.
     """
     started = time.monotonic()
     layer = next(first.layers)
@@ -80,15 +76,11 @@ def probe_layer(
 
 
 def expect_duration(
-    probe: Probe, layers: Sequence[LayerSize], flops: Sequence[int], num_batches: float
+    probe: Probe, layers: Sequence[PartSize], flops: Sequence[int], num_batches: float
 ) -> float:
     """Predict the seconds of a run from its first layer; a layer is read while the last one runs.
 
-    Args:
-        probe: the measurements of the first layer.
-        layers: the sizes of all layers.
-        flops: operations per token, by layer.
-        num_batches: micro-batches, as multiples of the probed one.
+    `flops` are operations per token by layer, `num_batches` counts multiples of the probed batch.
     """
     per_byte = [layer.stored / layers[0].stored for layer in layers]
     runs = [probe.run_s * num_batches * cost / max(flops[0], 1) for cost in flops]

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -83,6 +82,18 @@ class ModelPart:
     """The tensors of the checkpoint that it needs, in the order of the files."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSize:
+    """Bytes of a part's weights."""
+
+    stored: int
+    """As stored in the shards."""
+    placed: int
+    """As placed in the model."""
+    step: int
+    """Temporary bytes of making one parameter (casting, joining of experts)."""
+
+
 class PartLoader:
     """Loads parts of a model that was built without weights, and drops them again."""
 
@@ -121,23 +132,16 @@ class PartLoader:
         order = {name: place for place, name in enumerate(self._checkpoint.tensors)}
         return ModelPart(wanted=wanted, tensors=tuple(sorted(taken, key=order.__getitem__)))
 
-    def size_bytes(self, part: ModelPart) -> int:
-        """Compute the bytes of a part once it is placed."""
-        sizes = (self._known[name].numel() * self._target(name).itemsize for name in part.wanted)
-        return sum(sizes)
-
-    def stored_bytes(self, part: ModelPart) -> int:
-        """Compute the bytes of a part as stored."""
-        return sum(self._checkpoint.tensors[name].size_bytes for name in part.tensors)
-
-    def step_bytes(self, part: ModelPart) -> int:
-        """Compute the temporary bytes of making one parameter, besides its stored tensors."""
-        made: dict[str, int] = {}
+    def measure(self, part: ModelPart) -> PartSize:
+        """Compute the bytes of a part from the shapes of its tensors."""
+        placed, steps = 0, dict[str, int]()
         for name, parameter in part.wanted.items():
             key = self._maker[parameter]
             size_bytes = self._known[name].numel() * self._target(name).itemsize
-            made[key] = made.get(key, 0) + size_bytes * self._copies(name, key)
-        return max(made.values(), default=0)
+            placed += size_bytes
+            steps[key] = steps.get(key, 0) + size_bytes * self._copies(name, key)
+        stored = sum(self._checkpoint.tensors[name].size_bytes for name in part.tensors)
+        return PartSize(stored=stored, placed=placed, step=max(steps.values(), default=0))
 
     def _copies(self, name: str, key: str) -> int:
         """Count the copies: joining makes two (stacks, and gate beside up), casting one."""
@@ -217,12 +221,7 @@ class PartReader:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def begin_next(self) -> None:
@@ -277,15 +276,3 @@ def _dtypes_by_name(
         return own if match is None else plan[glob_of[str(match.lastgroup)]]
 
     return find
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSize:
-    """Bytes of one decoder layer's weights."""
-
-    stored: int
-    """As stored in the shards."""
-    placed: int
-    """As placed in the model."""
-    step: int
-    """Temporary bytes of making one parameter (casting, joining of experts)."""
