@@ -1,15 +1,13 @@
-"""Asks the engines: which replay is whose, for folders and for single files."""
+"""Replay how engines load a checkpoint folder or a file of scales, and report what they use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.registry import find_replayed
 from fp8calib.engines.replay.folder import ScaleFolder
-from fp8calib.engines.replay.sglang import check_sglang, has_kv_method
-from fp8calib.engines.replay.sglang_json import check_sglang_json
-from fp8calib.engines.replay.tgi import check_tgi
-from fp8calib.engines.replay.transformers import check_transformers
 from fp8calib.engines.replay.verdicts import (
     CheckReport,
     EngineReport,
@@ -20,78 +18,80 @@ from fp8calib.engines.replay.verdicts import (
     report_alike,
     report_refusal,
 )
-from fp8calib.engines.replay.vllm import check_vllm
-from fp8calib.engines.weights.check import WeightCheck
+from fp8calib.engines.weights.replay import WeightReplay
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.tensor_parallel import check_cuts, check_heads
 
-ENGINES: Mapping[str, Callable[[ScaleFolder, ModelGeometry, int], EngineReport]] = {
-    "vllm": check_vllm,
-    "sglang": check_sglang,
-    "tgi": check_tgi,
-    "transformers": check_transformers,
-}
-_NO_JSON = {
-    "vllm": "vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
-    "tgi": "TGI reads no JSON of scales",
-    "transformers": "transformers reads no JSON of scales",
-}
-_SPLITTING = ("vllm", "sglang", "tgi")
-"""Engines that share the heads out to ranks (vLLM 0.32.0 `config/model.py`, SGLang's models)."""
-_NO_LONE_FILE = "no engine reads a file of scales that lies outside the model's folder"
+_OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
+_UNKNOWN_FIX = "load it in the engine and read the scales in its log, or serve a known architecture"
 
 
 def check_folder(
     folder: ScaleFolder, geometry: ModelGeometry, engines: Sequence[str], tp: int
 ) -> CheckReport:
-    """Say what each engine does with the scales, and the FP8 weights, of a checkpoint folder."""
+    """Report what each engine does with the KV scales and the FP8 weights of a checkpoint.
+
+    Raises:
+        UsageError: an engine is unknown, or no replay says what it does with a folder.
+    """
     misfit = _find_misfit(geometry, tp)
-    weights = WeightCheck(folder, geometry, tp)
+    weights = WeightReplay(folder, geometry, tp)
+    reports = {}
+    for engine in map(find_replayed, engines):
+        if engine.replay_folder is None:
+            raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
+        if misfit is not None and engine.splits_heads:
+            reports[engine.key] = report_refusal(geometry, misfit)
+        else:
+            report = engine.replay_folder(folder, geometry, tp)
+            reports[engine.key] = weights.amend(engine, report)
+    return CheckReport(engines=reports)
+
+
+def check_file(
+    path: Path, geometry: ModelGeometry, engines: Sequence[str], tp: int, *, model: ScaleFolder
+) -> CheckReport:
+    """Report what each engine does with a file of scales beside a model.
+
+    Args:
+        path: a JSON file, or a file of tensors that is in no model's folder.
+        geometry: the shape of the model.
+        engines: their keys.
+        tp: the number of ranks.
+        model: the model's folder.
+
+    Raises:
+        UsageError: an engine is unknown, or nothing of it is replayed.
+    """
+    misfit = _find_misfit(geometry, tp)
     return CheckReport(
         engines={
-            name: report_refusal(geometry, misfit)
-            if misfit is not None and name in _SPLITTING
-            else weights.amend(name, ENGINES[name](folder, geometry, tp))
-            for name in engines
+            engine.key: report_refusal(geometry, misfit)
+            if misfit is not None and engine.splits_heads
+            else _replay_file(engine, path, geometry, tp, model)
+            for engine in map(find_replayed, engines)
         }
     )
 
 
-def check_file(
-    path: Path,
-    geometry: ModelGeometry,
-    engines: Sequence[str],
-    tp: int,
-    *,
-    model: ScaleFolder,
-) -> CheckReport:
-    """Say what each engine does with a file of scales beside a model.
-
-    Args:
-        path: a JSON file, or a lone file of tensors.
-        geometry: the shape of the model.
-        engines: names of `ENGINES`.
-        tp: the number of ranks.
-        model: the model's folder.
-    """
-    reports = {}
-    misfit = _find_misfit(geometry, tp)
-    for name in engines:
-        if misfit is not None and name in _SPLITTING:
-            reports[name] = report_refusal(geometry, misfit)
-        elif path.suffix != ".json":
-            reports[name] = _drop(geometry, _NO_LONE_FILE)
-        elif name in _NO_JSON:
-            reports[name] = _drop(geometry, _NO_JSON[name])
-        else:
-            attached = has_kv_method(model)
-            reports[name] = check_sglang_json(path, geometry, tp, has_kv_method=attached)
-    return CheckReport(engines=reports)
+def _replay_file(
+    engine: Engine, path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder
+) -> EngineReport:
+    if path.suffix != ".json":
+        why = "no engine reads a file of scales that is outside the model's folder"
+    elif engine.replay_json is None:
+        why = engine.no_json or f"{engine.title} reads no JSON of scales"
+    else:
+        return engine.replay_json(path, geometry, tp, model)
+    return report_alike(
+        geometry,
+        LoadVerdict(status=Status.DROPPED, value=1.0, why=f"{why}: 1.0", fix=_OVERLAY_FIX),
+    )
 
 
 def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
-    """Say why engines do not start with so many ranks; None where all can be shared out."""
+    """Say why engines do not start on so many ranks; None where all heads can be distributed."""
     try:
         check_heads(geometry, tp)
         check_cuts(geometry, tp)
@@ -100,39 +100,34 @@ def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
     return None
 
 
-def _drop(geometry: ModelGeometry, why: str) -> EngineReport:
-    fix = "write a kv-overlay, which carries the scales in the checkpoint"
-    verdict = LoadVerdict(status=Status.DROPPED, value=1.0, why=f"{why}: 1.0", fix=fix)
-    return report_alike(geometry, verdict)
-
-
-_FIX = "load it in the engine and read the scales in its log, or serve a known architecture"
-
-
-def amend_for_unknown(report: CheckReport, model_type: str) -> CheckReport:
-    """Take back every `used`: whether an engine's own model has the place cannot be told.
+def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:
+    """Call no scale used for a model type that is unknown: its attention may lack a place for it.
 
     What stops any model (no quantization_config, a missing shard, a number that is no scale) stays.
     """
-    engines = {name: _amend(name, engine, model_type) for name, engine in report.engines.items()}
-    return CheckReport(engines=engines)
+    return CheckReport(
+        engines={
+            key: _withdraw_from(key, engine, model_type) for key, engine in report.engines.items()
+        }
+    )
 
 
-def _amend(name: str, report: EngineReport, model_type: str) -> EngineReport:
+def _withdraw_from(key: str, report: EngineReport, model_type: str) -> EngineReport:
     why = (
-        f"model_type {model_type} is unknown to this tool: whether {name} has a place for the "
-        "scale cannot be told"
+        f"model_type {model_type} is unknown to this tool, which therefore cannot say whether "
+        f"{key} has a place for the scale"
     )
     layers = tuple(
-        LayerVerdict(layer=layer.layer, k=_take_back(layer.k, why), v=_take_back(layer.v, why))
+        LayerVerdict(layer=layer.layer, k=_withdraw(layer.k, why), v=_withdraw(layer.v, why))
         for layer in report.layers
     )
-    problem = f"model_type {model_type} is unknown to this tool: its layers are taken from names"
-    return report.model_copy(update={"layers": layers, "problems": (*report.problems, problem)})
+    return report.model_copy(update={"layers": layers}).add_problems(
+        f"model_type {model_type} is unknown to this tool: its layers are found by tensor names"
+    )
 
 
-def _take_back(verdict: LoadVerdict, why: str) -> LoadVerdict:
+def _withdraw(verdict: LoadVerdict, why: str) -> LoadVerdict:
     if verdict.status is not Status.USED:
         return verdict
     text = f"{why} ({verdict.why})"
-    return LoadVerdict(status=Status.DROPPED, value=None, why=text, fix=_FIX)
+    return LoadVerdict(status=Status.DROPPED, value=None, why=text, fix=_UNKNOWN_FIX)

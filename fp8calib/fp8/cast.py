@@ -7,19 +7,11 @@ back. torch's own casts differ by version (2.13 saturates e4m3fn alone), so ever
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import cache
 
 import torch
 
-from fp8calib.fp8.formats import Fp8Format, Specials
-
-
-class Rounding(StrEnum):
-    """Which neighbour a value between two representable ones becomes."""
-
-    NEAREST_EVEN = "nearest-even"
-    TOWARD_ZERO = "toward-zero"
+from fp8calib.fp8.formats import Fp8Format, Rounding, Specials
 
 
 def round_to_format(

@@ -22,6 +22,13 @@ class Specials(StrEnum):
     """Only the code of negative zero is NaN (the FNUZ formats)."""
 
 
+class Rounding(StrEnum):
+    """Which neighbour a value between two representable ones becomes."""
+
+    NEAREST_EVEN = "nearest-even"
+    TOWARD_ZERO = "toward-zero"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Format:
     """An 8-bit binary float: one sign bit, `exponent_bits`, `mantissa_bits`."""

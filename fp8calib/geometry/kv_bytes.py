@@ -1,12 +1,20 @@
-"""The size of a KV cache from config.json alone, for models whose class nobody knows."""
+"""The size of a KV cache, from a geometry or, for unknown models, from config.json alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fp8calib.geometry.model_geometry import ModelGeometry
+
 _INNER_CONFIGS = ("text_config", "llm_config", "language_config")
 _WITHOUT_CACHE = ("linear", "mamba", "conv", "recurrent", "moe", "mlp")
 _WIDE_DTYPES = {"float32": 4, "float64": 8}
+
+
+def kv_bytes_per_token(geometry: ModelGeometry) -> tuple[int, int]:
+    """Give the bytes of KV cache per token over all layers and ranks, before and in FP8."""
+    elements = geometry.kv_elements_per_token
+    return elements * _WIDE_DTYPES.get(geometry.checkpoint_dtype, 2), elements
 
 
 def estimate_kv_bytes(config: Mapping[str, object]) -> tuple[int, int] | None:

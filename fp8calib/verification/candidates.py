@@ -13,7 +13,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.dialects.refusals import reading_errors
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
@@ -89,14 +89,14 @@ class Candidate:
         return "w8a8" if self.emulation.weights else "kv"
 
 
-def open_candidate(name: str, target: Target, profile: EngineProfile) -> OpenedCandidate:
+def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandidate:
     """Read what `name` (a path) holds and check that it belongs to the model.
 
     Args:
         name: a stats file, or the folder calibrate wrote it to; scales in any dialect; an FP8
             checkpoint.
         target: the model.
-        profile: the engine, as which FP8 weights are read.
+        numerics: how the engine computes that reads the FP8 weights.
 
     Raises:
         UsageError: there is nothing at the path.
@@ -111,8 +111,8 @@ def open_candidate(name: str, target: Target, profile: EngineProfile) -> OpenedC
     if path.is_dir() and is_fp8_checkpoint(path):
         checkpoint = Fp8Checkpoint.open(
             path,
-            fuse=profile.fused_share_scales,
-            through_float16=profile.weights_through_float16,
+            fuse=numerics.fused_share_scales,
+            through_float16=numerics.weights_through_float16,
         )
         check_origin(name, checkpoint.origin, target.fingerprint)
         found = _read(name, path, target) if has_kv_scales(path) else None
@@ -179,38 +179,38 @@ def _check_weights(folder: Path, target: Target) -> None:
         return  # no weights beside the scales: nothing to compare
 
 
-def build_kv_candidate(name: str, table: ScaleTable, profile: EngineProfile, how: str) -> Candidate:
+def build_kv_candidate(name: str, table: ScaleTable, numerics: Numerics, how: str) -> Candidate:
     """Build a candidate that quantizes the KV cache with the scales of `table`.
 
     Args:
         name: what it is called in the report.
         table: its scales.
-        profile: the engine.
+        numerics: how the engine computes.
         how: the dialect the scales stood in, or the rule that made them.
     """
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
     unused = (
-        f"; {profile.name} takes no scales for latent attention: 1.0"
-        if takes_latents_unscaled(table, profile)
+        f"; {numerics.name} takes no scales for latent attention: 1.0"
+        if takes_latents_unscaled(table, numerics)
         else ""
     )
     return Candidate(
         name=name,
         description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({how}){unused}",
-        emulation=Emulation(quantizers=emulate_kv(table, profile, dialect=how)),
+        emulation=Emulation(quantizers=emulate_kv(table, numerics, dialect=how)),
     )
 
 
 def build_unscaled(
-    name: str, geometry: ModelGeometry, fmt: Fp8Format, profile: EngineProfile
+    name: str, geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics
 ) -> Candidate:
     """Build the candidate of an engine that was given no scales."""
     table = make_unscaled_table(geometry, fmt)
     return Candidate(
         name=name,
         description=f"KV cache {fmt.name}, every scale 1.0",
-        emulation=Emulation(quantizers=emulate_kv(table, profile)),
+        emulation=Emulation(quantizers=emulate_kv(table, numerics)),
     )
 
 
@@ -219,7 +219,7 @@ def build_scheme(
     scheme: Scheme,
     target: Target,
     model: LoadedModel,
-    profile: EngineProfile,
+    numerics: Numerics,
     *,
     fmt: Fp8Format,
     stats: CalibrationStats | None,
@@ -227,7 +227,7 @@ def build_scheme(
     """Build a candidate whose weights and inputs follow `scheme`."""
     modules = dict(model.named_modules())
     quantizers, weights = emulate_scheme(
-        scheme, target.geometry, modules, profile, fmt=fmt, stats=stats
+        scheme, target.geometry, modules, numerics, fmt=fmt, stats=stats
     )
     return Candidate(
         name=name,
@@ -238,7 +238,7 @@ def build_scheme(
 
 
 def build_checkpoint(
-    opened: OpenedCandidate, model: LoadedModel, target: Target, profile: EngineProfile
+    opened: OpenedCandidate, model: LoadedModel, target: Target, numerics: Numerics
 ) -> Candidate:
     """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
     checkpoint = opened.checkpoint
@@ -250,13 +250,13 @@ def build_checkpoint(
         source,
         target.geometry,
         model,
-        profile,
+        numerics,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
     )
     parts = [f"{checkpoint.method} checkpoint, weights {checkpoint.fmt.name}"]
     if opened.found is not None:
         found = opened.found
-        quantizers |= emulate_kv(found.table, profile, dialect=found.dialect)
+        quantizers |= emulate_kv(found.table, numerics, dialect=found.dialect)
         parts.append(f"KV cache {found.table.fmt.name}")
     return Candidate(
         name=opened.name,

@@ -7,7 +7,7 @@ from statistics import median_low
 
 from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, DataPlan, batches
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison
@@ -72,15 +72,15 @@ def _split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, 
 def find_skippable(
     candidate: Candidate,
     layers: Sequence[SensitivityResult],
-    profile: EngineProfile,
+    numerics: Numerics,
     *,
     sequences: int,
 ) -> Sensitivity:
     """Choose the layers whose own cost stands out, and spell them as the engine's flag."""
     usual = median_low(layer.kld_mean for layer in layers) if layers else 0.0
     chosen = tuple(layer.layer for layer in layers if layer.kld_mean > _STANDS_OUT * usual)
-    has_flag = profile.kv_skip_flag and not candidate.emulation.weights
-    flag = f"{profile.kv_skip_flag} {' '.join(map(str, chosen))}" if chosen and has_flag else ""
+    has_flag = numerics.kv_skip_flag and not candidate.emulation.weights
+    flag = f"{numerics.kv_skip_flag} {' '.join(map(str, chosen))}" if chosen and has_flag else ""
     return Sensitivity(
         candidate=candidate.name,
         sequences=sequences,

@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.calibration import Progress
 from fp8calib.data.plan import DataPlan, batches
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
@@ -61,9 +61,11 @@ class ReferenceModel:
 class VerificationRequest:
     """The candidates to compare with a model, and the settings of the report."""
 
-    profile: EngineProfile
+    numerics: Numerics
+    """How the engine computes."""
     candidates: tuple[Candidate, ...]
     """In the order they are reported in."""
+    engine_version: str = ""
     rules: Mapping[str, Candidate] = field(default_factory=dict)
     """Scale rules to rank, by their name, made of the same statistics."""
     rules_of: str = ""
@@ -163,7 +165,7 @@ def _sensitivity(
         progress=progress,
     )
     return find_skippable(
-        candidate, layers, request.profile, sequences=min(SEQUENCES, len(plan.sequences))
+        candidate, layers, request.numerics, sequences=min(SEQUENCES, len(plan.sequences))
     )
 
 
@@ -183,8 +185,8 @@ def _build_report(
     errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
     return VerifyReport(
         model=reference.name,
-        engine=request.profile.name,
-        engine_version=request.profile.version,
+        engine=request.numerics.name,
+        engine_version=request.engine_version,
         dtype=reference.dtype,
         device=reference.device,
         data=plan.sources,
@@ -224,7 +226,7 @@ def _result(
     )
     overflowing = _overflowing(candidate, compared)
     if overflowing:
-        verdict, why = Verdict.FAIL, f"{request.profile.name} makes NaN or inf of {overflowing}"
+        verdict, why = Verdict.FAIL, f"{request.numerics.name} makes NaN or inf of {overflowing}"
     return CandidateResult(
         name=candidate.name,
         description=candidate.description,
@@ -251,7 +253,7 @@ def _never_met(request: VerificationRequest, compared: ComparisonResult) -> Iter
         if missed:
             more = f" and {len(missed) - 1} more" if missed[1:] else ""
             yield (
-                f"{candidate.name}: {missed[0]}{more}: quantized by {request.profile.name}, not "
+                f"{candidate.name}: {missed[0]}{more}: quantized by {request.numerics.name}, not "
                 "here: the model never passed it through what is emulated"
             )
 

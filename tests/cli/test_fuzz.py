@@ -25,7 +25,7 @@ import pytest
 from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.engines.numerics import PROFILES
+from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import DataError, ExportError, ModelError, UsageError, VerificationError
 from fp8calib.stats.calibration_stats import load_stats
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -214,7 +214,7 @@ def _extract(bench: Bench, path: Path, folder: Path) -> None:
 
 def _verify(bench: Bench, path: Path) -> None:
     try:
-        opened = open_candidate(str(path), bench.target, PROFILES["vllm"])
+        opened = open_candidate(str(path), bench.target, find_emulated("vllm")[1])
     except REFUSALS:
         return
     assert opened.found is not None

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.kv.overlay import make_quantization_config
-from fp8calib.engines.check import check_folder
-from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.check import check_file, check_folder
+from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.geometry.model_geometry import ModelGeometry
 from tests.dialects.handmade import make_attention, make_geometry
@@ -112,6 +112,15 @@ def ask(
     """Ask one engine of a folder."""
     report = check_folder(open_folder(folder), geometry or plain_geometry(), [engine], tp)
     return report.engines[engine]
+
+
+def ask_sglang_json(
+    path: Path, geometry: ModelGeometry, tp: int, *, quantization: object = None
+) -> EngineReport:
+    """Ask SGLang of a JSON file, beside a model with this `quantization_config`."""
+    config = {} if quantization is None else {"quantization_config": quantization}
+    model = ScaleFolder(path=path.parent, config=config, tensors={}, scales={})
+    return check_file(path, geometry, ["sglang"], tp, model=model).engines["sglang"]
 
 
 def statuses(report: EngineReport) -> list[tuple[str, str]]:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fp8calib.checkpoint.json_files import load_json
-from fp8calib.engines.check import ENGINES, check_folder
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.sglang_json import check_sglang_json
 from fp8calib.errors import VerificationError
 from tests.checkpoint.handmade import describe, pack
 from tests.engines.check_handmade import (
@@ -26,6 +26,7 @@ from tests.engines.check_handmade import (
     SCALES,
     WEIGHTS,
     ask,
+    ask_sglang_json,
     both,
     plain_geometry,
     save_folder,
@@ -102,7 +103,7 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", list_defaults())
 @pytest.mark.parametrize("raw", HEADERS.values(), ids=HEADERS)
 def test_a_damaged_file_that_is_opened_is_refused(folder: Path, engine: str, raw: bytes) -> None:
     (folder / SCALES).write_bytes(raw)
@@ -128,7 +129,7 @@ def test_a_huge_tensor_with_the_name_of_a_scale_is_not_read(folder: Path) -> Non
     assert "[1048576]" in report.layers[0].k.why
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", list_defaults())
 def test_an_empty_tensor_with_the_name_of_a_scale_is_not_ok(folder: Path, engine: str) -> None:
     save_file({K: torch.zeros(0)}, folder / SCALES)
 
@@ -144,7 +145,7 @@ def test_scales_of_odd_dtypes_are_numbers_too(tmp_path: Path, dtype: torch.dtype
     assert ask("vllm", folder).layers[0].k.value == 1.0
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", list_defaults())
 def test_names_of_megabytes_are_cut_in_what_is_said(tmp_path: Path, engine: str) -> None:
     name = "x" * 1_000_000 + "\n\u2028.k_scale"
     folder = save_folder(tmp_path / "f", {name: 0.5})
@@ -236,9 +237,9 @@ def test_no_config_makes_it_stumble(
     document = {"model_type": "llama", "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(document))
 
-    report = check_folder(open_folder(folder), plain_geometry(), list(ENGINES), 1)
+    report = check_folder(open_folder(folder), plain_geometry(), list_defaults(), 1)
 
-    assert list(report.engines) == list(ENGINES)
+    assert list(report.engines) == list_defaults()
     json.dumps(report.to_json(), allow_nan=False)
 
 
@@ -252,7 +253,7 @@ def test_no_json_makes_it_stumble(
     path = tmp_path / "scales.json"
     path.write_text(json.dumps(document))
 
-    report = check_sglang_json(path, plain_geometry(), 1)
+    report = ask_sglang_json(path, plain_geometry(), 1)
 
     assert [layer.layer for layer in report.layers] == [0, 1]
     json.dumps(report.model_dump(mode="json"), allow_nan=False)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.read import read_scales
-from fp8calib.engines.replay.vllm import map_name
-from fp8calib.engines.replay.vllm_config import KvMethod
+from fp8calib.engines.vllm.quantization_config import KvMethod
+from fp8calib.engines.vllm.tensor_names import name_vllm_parameter
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,
@@ -137,7 +137,7 @@ def test_hunyuans_names_are_known(tmp_path: Path) -> None:
     ],
 )
 def test_rarer_names_are_mapped_as_vllm_does(name: str, mapped: str) -> None:
-    assert map_name(name, KvMethod.COMPRESSED_TENSORS) == mapped
+    assert name_vllm_parameter(name, KvMethod.COMPRESSED_TENSORS) == mapped
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from fp8calib.engines.limitations import SGLANG
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.sglang import has_kv_method, map_name
-from fp8calib.engines.serving_commands import limitations
-from fp8calib.fp8.formats import E4M3FN
+from fp8calib.engines.sglang.replay import has_kv_method, name_sglang_parameter
 from tests.dialects.handmade import latent_stats
 from tests.engines.check_handmade import (
     FP8,
@@ -116,7 +113,7 @@ def test_qwen3_next_passes_over_scales_of_one(tmp_path: Path, value: float, stat
     ],
 )
 def test_names_are_remapped_as_sglangs_function_does(name: str, mapped: str) -> None:
-    assert map_name(name, "llama") == mapped
+    assert name_sglang_parameter(name, "llama") == mapped
 
 
 @pytest.mark.parametrize("suffixes", [PAIR, ("kv_scale",)])
@@ -255,19 +252,13 @@ def test_scales_for_another_format_are_misread(tmp_path: Path, dtype: str) -> No
         *((name, "refused", "") for name in ("gemma", "granite", "olmo2", "stablelm", "gpt2")),
     ],
 )
-def test_an_export_is_told_what_check_says_of_it(
+def test_scales_of_an_export_are_loaded_by_model_type(
     tmp_path: Path, model_type: str, status: str, architecture: str
 ) -> None:
-    """The end of calibrate and the verdict of check come from one list of model types."""
     geometry = plain_geometry(model_type=model_type, architecture=architecture)
     folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
 
-    said = [
-        limit.why
-        for limit in limitations(geometry, "kv-overlay", E4M3FN)
-        if limit.engine == SGLANG and limit.is_blocking
-    ]
+    report = ask("sglang", folder, geometry)
 
-    assert statuses(ask("sglang", folder, geometry)) == both(status)
-    assert len(said) == (status != "used")
-    assert all(("KeyError" in why) == (status == "refused") for why in said)
+    assert statuses(report) == both(status)
+    assert ("KeyError" in report.layers[0].k.why) == (status == "refused")

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from fp8calib.engines.replay.sglang_json import check_sglang_json
 from fp8calib.geometry.model_geometry import ModelGeometry
 from tests.dialects.handmade import hybrid_stats, make_attention, make_geometry
-from tests.engines.check_handmade import both, plain_geometry, statuses, values
+from tests.engines.check_handmade import (
+    PER_TENSOR,
+    ask_sglang_json,
+    both,
+    plain_geometry,
+    statuses,
+    values,
+)
 
 GOOD: dict[str, Any] = {
     "model_type": "llama",
@@ -45,7 +51,7 @@ def path(tmp_path: Path) -> Path:
     [GOOD, change(_comment="x"), change(mlp={"activation": {}}), change(attention=7)],
 )
 def test_what_the_loader_accepts_is_used(path: Path, document: dict[str, Any]) -> None:
-    report = check_sglang_json(write(path, document), plain_geometry(), 1)
+    report = ask_sglang_json(write(path, document), plain_geometry(), 1)
 
     assert report.ok
     assert values(report) == [(0.05, 0.05), (0.04, 0.04)]
@@ -86,7 +92,7 @@ def test_what_the_loader_accepts_is_used(path: Path, document: dict[str, Any]) -
 def test_what_the_loader_throws_away_is_one_for_all_layers(
     path: Path, document: object, why: str
 ) -> None:
-    report = check_sglang_json(write(path, document), plain_geometry(), 1)
+    report = ask_sglang_json(write(path, document), plain_geometry(), 1)
 
     assert statuses(report) == both("defaulted")
     assert values(report) == [(1.0, 1.0)] * 2
@@ -97,7 +103,7 @@ def test_what_the_loader_throws_away_is_one_for_all_layers(
 def test_a_file_in_utf_16_is_thrown_away(path: Path) -> None:
     path.write_bytes(json.dumps(GOOD).encode("utf-16"))
 
-    assert statuses(check_sglang_json(path, plain_geometry(), 1)) == both("defaulted")
+    assert statuses(ask_sglang_json(path, plain_geometry(), 1)) == both("defaulted")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_numbers_and_keys_are_coerced_and_the_last_duplicate_wins(path: Path, fa
     text = json.dumps(GOOD).replace('{"0": {"0": 0.05, "1": 0.04}}', factors)
     assert factors in text
 
-    report = check_sglang_json(write(path, text), plain_geometry(), 1)
+    report = ask_sglang_json(write(path, text), plain_geometry(), 1)
 
     assert report.ok
     assert values(report) == [(1.0, 1.0), (0.1, 0.1)]
@@ -138,7 +144,7 @@ def test_numbers_that_are_no_scales_are_taken_and_not_ok(
 ) -> None:
     text = json.dumps(GOOD).replace("0.04", number)
 
-    report = check_sglang_json(write(path, text), plain_geometry(), 1)
+    report = ask_sglang_json(write(path, text), plain_geometry(), 1)
 
     assert statuses(report) == [("used", "used"), ("misread", "misread")]
     assert values(report)[1] == (value, value)
@@ -148,15 +154,15 @@ def test_the_ranks_must_be_those_of_the_engine(path: Path) -> None:
     two = {str(rank): {"0": 0.05 * (rank + 1), "1": 0.04} for rank in range(2)}
     write(path, change(scaling_factor=two))
 
-    assert statuses(check_sglang_json(path, plain_geometry(), 1)) == both("defaulted")
-    assert values(check_sglang_json(path, plain_geometry(), 2)) == [(0.1, 0.1), (0.04, 0.04)]
-    assert statuses(check_sglang_json(write(path, GOOD), plain_geometry(), 2)) == both("defaulted")
+    assert statuses(ask_sglang_json(path, plain_geometry(), 1)) == both("defaulted")
+    assert values(ask_sglang_json(path, plain_geometry(), 2)) == [(0.1, 0.1), (0.04, 0.04)]
+    assert statuses(ask_sglang_json(write(path, GOOD), plain_geometry(), 2)) == both("defaulted")
 
 
 def test_one_bad_rank_is_enough(path: Path) -> None:
     two = {"0": {"0": 0.05, "1": 0.04}, "1": {"0": 0.05, "1": 0.0}}
 
-    report = check_sglang_json(write(path, change(scaling_factor=two)), plain_geometry(), 2)
+    report = ask_sglang_json(write(path, change(scaling_factor=two)), plain_geometry(), 2)
 
     assert statuses(report) == [("used", "used"), ("misread", "misread")]
 
@@ -166,10 +172,8 @@ def test_layers_without_a_cache_must_stand_in_the_file(path: Path) -> None:
     geometry = make_geometry(attentions, model_type="llama")
     short = change(scaling_factor={"0": {"1": 0.04}})
 
-    assert [layer.layer for layer in check_sglang_json(write(path, GOOD), geometry, 1).layers] == [
-        1
-    ]
-    assert statuses(check_sglang_json(write(path, short), geometry, 1)) == [
+    assert [layer.layer for layer in ask_sglang_json(write(path, GOOD), geometry, 1).layers] == [1]
+    assert statuses(ask_sglang_json(write(path, short), geometry, 1)) == [
         ("defaulted", "defaulted")
     ]
 
@@ -182,14 +186,14 @@ def _hybrid() -> ModelGeometry:
     "geometry", [_hybrid(), plain_geometry(model_type="mixtral"), plain_geometry(model_type="gpt2")]
 )
 def test_models_that_take_no_file_stop_the_engine(path: Path, geometry: ModelGeometry) -> None:
-    report = check_sglang_json(write(path, change(model_type=geometry.model_type)), geometry, 1)
+    report = ask_sglang_json(write(path, change(model_type=geometry.model_type)), geometry, 1)
 
     assert {status for pair in statuses(report) for status in pair} == {"refused"}
     assert "RuntimeError" in report.layers[0].k.why
 
 
 def test_a_float_over_a_parameter_stops_the_engine(path: Path) -> None:
-    report = check_sglang_json(write(path, GOOD), plain_geometry(), 1, has_kv_method=True)
+    report = ask_sglang_json(write(path, GOOD), plain_geometry(), 1, quantization=PER_TENSOR)
 
     assert statuses(report) == both("refused")
     assert "TypeError" in report.layers[0].k.why
@@ -198,9 +202,7 @@ def test_a_float_over_a_parameter_stops_the_engine(path: Path) -> None:
 def test_a_million_layers_are_read_and_refused(path: Path) -> None:
     layers = {str(index): 0.5 for index in range(1_000_000)}
 
-    report = check_sglang_json(
-        write(path, change(scaling_factor={"0": layers})), plain_geometry(), 1
-    )
+    report = ask_sglang_json(write(path, change(scaling_factor={"0": layers})), plain_geometry(), 1)
 
     assert "1000000 layers" in report.layers[0].k.why
 
@@ -209,6 +211,6 @@ def test_a_million_layers_are_read_and_refused(path: Path) -> None:
 def test_a_class_around_the_text_model_takes_no_file(tmp_path: Path, architecture: str) -> None:
     """SGLang calls `load_kv_cache_scales` of the outermost class alone."""
     geometry = plain_geometry(model_type="llama", architecture=architecture)
-    report = check_sglang_json(tmp_path / "there is none.json", geometry, 1)
+    report = ask_sglang_json(tmp_path / "there is none.json", geometry, 1)
     is_refused = "takes no file of scales" in report.layers[0].k.why
     assert is_refused == (architecture == "LlavaForConditionalGeneration")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.engines.replay.vllm_config import KvMethod
-from fp8calib.engines.replay.vllm_names import map_name
+from fp8calib.engines.vllm.quantization_config import KvMethod
+from fp8calib.engines.vllm.tensor_names import name_vllm_parameter
 from tests.dialects.handmade import (
     hybrid_stats,
     latent_stats,
@@ -268,14 +268,14 @@ def test_per_head_scales_need_config_groups(tmp_path: Path) -> None:
 )
 def test_names_are_mapped_as_vllms_regexes_do(name: str, mapped: str) -> None:
     """What `QuantizationConfig.get_cache_scale_mapper().map_name` of vLLM 0.32.0 gave."""
-    assert map_name(name, KvMethod.COMPRESSED_TENSORS) == mapped
+    assert name_vllm_parameter(name, KvMethod.COMPRESSED_TENSORS) == mapped
 
 
 def test_output_scales_are_mapped_for_fp8_and_quark_alone() -> None:
     name = "model.layers.0.self_attn.k_proj.output_scale"
 
-    assert map_name(name, KvMethod.FP8) == "model.layers.0.self_attn.attn.k_scale"
-    assert map_name(name, KvMethod.MODELOPT) == name
+    assert name_vllm_parameter(name, KvMethod.FP8) == "model.layers.0.self_attn.attn.k_scale"
+    assert name_vllm_parameter(name, KvMethod.MODELOPT) == name
 
 
 def test_the_attn_name_of_gpt2_is_refused_and_the_inner_one_used(tmp_path: Path) -> None:

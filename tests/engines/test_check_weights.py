@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.engines.check import ENGINES, check_folder
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.fp8.schemes import find_scheme
@@ -70,7 +71,7 @@ def change_config(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(("form", "scheme"), PAIRS)
 def test_whole_blocks_and_whole_groups_are_served(tmp_path: Path, form: str, scheme: str) -> None:
     folder = make(tmp_path, form, scheme, **WHOLE)
-    refused = {engine for engine in ENGINES if explain_refusal(ask(folder, engine))}
+    refused = {engine for engine in list_defaults() if explain_refusal(ask(folder, engine))}
     assert refused == {
         ("compressed-tensors", "fp8-block"): {"tgi"},
         ("modelopt", "fp8-dynamic"): {"sglang"},
@@ -321,7 +322,9 @@ def test_scales_per_tensor_under_transformers_own_names(tmp_path: Path) -> None:
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert ask(folder, "transformers").weights is None
-    assert "called weight_scale and input_scale there" in explain_refusal(ask(folder, "vllm"))
+    assert "per-tensor scales named weight_scale and input_scale" in explain_refusal(
+        ask(folder, "vllm")
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "MIXED_PRECISION"])
@@ -339,7 +342,7 @@ def test_blocks_of_modelopt_are_served_in_a_mixed_precision(tmp_path: Path, algo
     change_config(folder, quant_method="modelopt", quant_algo=algorithm, quantized_layers=layers)
     for engine in ("vllm", "sglang"):
         why = explain_refusal(ask(folder, engine))
-        assert ("takes the per-tensor form alone" in why) is (algorithm == "FP8_PB_WO")
+        assert ("only with one scale per tensor" in why) is (algorithm == "FP8_PB_WO")
 
 
 def test_the_older_name_of_blocks_is_told_to_be_unchecked(tmp_path: Path) -> None:
@@ -393,7 +396,7 @@ def test_an_unquantized_model_has_no_faults(tmp_path: Path) -> None:
         f"model.layers.{i}.self_attn.{role}_scale": torch.ones(1) for i in (0, 1) for role in "kv"
     }
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    for engine in ENGINES:
+    for engine in list_defaults():
         report = ask(tmp_path / "model", engine)
         assert report.weights is None
         assert not any("weights" in problem for problem in report.problems)

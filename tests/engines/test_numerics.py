@@ -1,4 +1,4 @@
-"""Engine profiles: the plain rule by default, a source for whatever is not."""
+"""Numerics of engines: the plain rule by default, a source for whatever is not."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from dataclasses import fields
 
 import pytest
 
-from fp8calib.engines.numerics import PROFILES, EngineProfile, find_profile
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import ENGINES, find_emulated
 from fp8calib.errors import UsageError
-from fp8calib.fp8.cast import Rounding
+from fp8calib.fp8.formats import Rounding
 
-PLAIN = EngineProfile(name="plain", version="none")
-SETTINGS = [f.name for f in fields(EngineProfile) if f.name not in {"name", "version", "sources"}]
+NUMERICS = {key: engine.numerics for key, engine in ENGINES.items() if engine.numerics is not None}
+PLAIN = Numerics(name="plain")
+SETTINGS = [f.name for f in fields(Numerics) if f.name not in {"name", "sources"}]
 
 
-def _differences(profile: EngineProfile) -> set[str]:
-    return {name for name in SETTINGS if getattr(profile, name) != getattr(PLAIN, name)}
+def _differences(numerics: Numerics) -> set[str]:
+    return {name for name in SETTINGS if getattr(numerics, name) != getattr(PLAIN, name)}
 
 
 def test_the_engines_are_those_the_command_line_promises() -> None:
-    assert list(PROFILES) == ["reference", "vllm", "vllm-cpu", "sglang", "tgi"]
-    assert all(find_profile(name).name == name for name in PROFILES)
+    assert list(NUMERICS) == ["reference", "vllm", "vllm-cpu", "sglang", "tgi"]
+    assert all(find_emulated(name)[1].name == name for name in NUMERICS)
 
 
 def test_an_unknown_engine_is_a_usage_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="--engine vlm: unknown engine") as caught:
-        find_profile("vlm")
+        find_emulated("vlm")
 
     assert caught.value.hint == "known engines: reference, vllm, vllm-cpu, sglang, tgi"
 
@@ -39,19 +41,19 @@ def test_the_defaults_divide_saturate_round_to_nearest_and_use_every_scale_of_th
 
 
 def test_the_reference_is_the_plain_rule() -> None:
-    assert _differences(PROFILES["reference"]) == set()
+    assert _differences(NUMERICS["reference"]) == set()
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", NUMERICS)
 def test_every_field_that_is_not_the_plain_rule_names_its_source(name: str) -> None:
-    profile = PROFILES[name]
+    numerics = NUMERICS[name]
 
-    assert set(profile.sources) == _differences(profile)
+    assert set(numerics.sources) == _differences(numerics)
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", NUMERICS)
 def test_every_source_names_a_version_and_a_file(name: str) -> None:
-    for source in PROFILES[name].sources.values():
+    for source in NUMERICS[name].sources.values():
         repository, version, path = source.split(maxsplit=2)
         assert repository in {
             "vLLM",
@@ -65,8 +67,8 @@ def test_every_source_names_a_version_and_a_file(name: str) -> None:
 
 
 def test_the_smallest_scales_are_the_numbers_of_the_engines() -> None:
-    per_token = {name: profile.smallest_dynamic_scale for name, profile in PROFILES.items()}
-    per_group = {name: profile.smallest_group_scale for name, profile in PROFILES.items()}
+    per_token = {name: numerics.smallest_dynamic_scale for name, numerics in NUMERICS.items()}
+    per_group = {name: numerics.smallest_group_scale for name, numerics in NUMERICS.items()}
 
     assert per_token == {
         "reference": 0.0,
@@ -85,10 +87,10 @@ def test_the_smallest_scales_are_the_numbers_of_the_engines() -> None:
 
 
 def test_only_the_cpu_kernel_rounds_toward_zero() -> None:
-    assert [name for name, p in PROFILES.items() if p.kv_rounding is Rounding.TOWARD_ZERO] == [
+    assert [name for name, p in NUMERICS.items() if p.kv_rounding is Rounding.TOWARD_ZERO] == [
         "vllm-cpu"
     ]
 
 
 def test_the_query_is_quantized_by_the_engines_that_run_it_in_fp8() -> None:
-    assert [name for name, p in PROFILES.items() if p.quantizes_query] == ["vllm", "sglang"]
+    assert [name for name, p in NUMERICS.items() if p.quantizes_query] == ["vllm", "sglang"]

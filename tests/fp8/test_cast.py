@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8calib.fp8.cast import Rounding, decode, encode, round_to_format
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.fp8.cast import decode, encode, round_to_format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 
 OTHERS = [
     (E4M3FN, ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),

@@ -16,7 +16,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
@@ -33,7 +33,7 @@ from tests.quantization.stacked import STACKED
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 from tests.verification.by_hand import Subject, emulate, make_batch, opened, padding_mask
 
-PLAIN = EngineProfile(name="plain", version="")
+PLAIN = Numerics(name="plain")
 BATCH = make_batch([20, 7])
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 128}
 """Whole blocks of 128: compressed-tensors refuses inputs that are none."""
@@ -218,7 +218,7 @@ def test_blocks_of_the_older_form_are_read_by_transformers(tmp_path: Path) -> No
 def test_transformers_loads_experts_apart_where_the_table_says_so(
     family: str, tmp_path: Path
 ) -> None:
-    """Otherwise it reports every stack missing, which `list_limitations` tells."""
+    """Otherwise it reports every stack missing, which `list_weight_faults` knows."""
     kind = STACKED[family]
     source = kind.save(kind.build(family), tmp_path / "m")
     out = run(source, tmp_path / "fp8", "fp8-dynamic").out

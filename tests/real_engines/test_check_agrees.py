@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.replay.sglang_json import check_sglang_json
 from fp8calib.engines.replay.verdicts import EngineReport, Status
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
@@ -24,6 +23,7 @@ from tests.engines.check_handmade import (
     PER_HEAD,
     PER_TENSOR,
     QUARK,
+    ask_sglang_json,
     plain_geometry,
 )
 from tests.engines.test_check_sglang_json import GOOD, change
@@ -287,7 +287,7 @@ def test_sglangs_loader_returns_what_check_says(
     ranks = [dict(loader(str(path), rank, tp, 2, "llama")) for rank in range(tp)]
     expected = {i: _finite([float(rank.get(i, 1.0)) for rank in ranks]) for i in range(2)}
 
-    report = check_sglang_json(path, plain_geometry(), tp)
+    report = ask_sglang_json(path, plain_geometry(), tp)
 
     assert {layer.layer: layer.k.value for layer in report.layers} == expected
     is_empty = not any(ranks)

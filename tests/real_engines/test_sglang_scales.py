@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fp8calib.engines.models import SGLANG_JSON_TYPES
+from fp8calib.engines.sglang.model_types import JSON_TYPES
 from tests.real_engines.exports import Exports, read_json_scales
 from tests.real_engines.sglang_loader import Loader, extract_loader, list_models_with_scales
 
@@ -78,6 +78,6 @@ def test_the_model_types_we_name_are_those_whose_class_takes_a_file() -> None:
     }
 
     inner_model_lacks_it = {"llama4", "llama4_text"}
-    assert set(SGLANG_JSON_TYPES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == (
+    assert set(JSON_TYPES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == (
         expected - inner_model_lacks_it
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
@@ -30,7 +30,7 @@ from tests.truth.test_statistics import Silent, draw, make_plan
 from tests.verification import by_hand
 from tests.verification.by_hand import HandCache, opened, plain_forward
 
-PLAIN = EngineProfile(name="plain", version="")
+PLAIN = Numerics(name="plain")
 SEQUENCES = draw([20] * 12)
 LAYERS = 4
 
@@ -83,7 +83,7 @@ def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport
     kinds = {SCALED: emulate_kv(next(iter(tables.values())), PLAIN)} if tables else {}
     unscaled = build_unscaled(SCALE_ONE, subject.geometry, E4M3FN, PLAIN)
     request = VerificationRequest(
-        profile=PLAIN,
+        numerics=PLAIN,
         candidates=(*candidates, unscaled),
         scale_kinds={UNSCALED: unscaled.emulation.quantizers, **kinds},
     )
@@ -199,7 +199,7 @@ def test_an_identical_candidate_makes_no_difference(subject: by_hand.Subject) ->
         dtype="float32",
         device="cpu",
     )
-    request = VerificationRequest(profile=PLAIN, candidates=(nothing,))
+    request = VerificationRequest(numerics=PLAIN, candidates=(nothing,))
     verified = verify(asked, request, make_plan(SEQUENCES), batch_size=4, progress=Silent())
     (result,) = verified.report.candidates
     assert (result.ppl_ratio, result.ppl_ratio_se) == (1.0, 0.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.sites import Role
@@ -21,7 +21,7 @@ from fp8calib.verification.tasks.lm_eval import emulated_model
 from tests import zoo
 from tests.verification.by_hand import Subject, emulate, make_batch, opened, padding_mask
 
-PLAIN = EngineProfile(name="plain", version="")
+PLAIN = Numerics(name="plain")
 BATCHES = (make_batch([5, 20, 13]), make_batch([20, 20], seed=12))
 NEW_TOKENS = 12
 PROMPTS = make_batch([9, 9, 9], seed=3).input_ids
@@ -177,7 +177,7 @@ def test_nothing_is_left_even_after_an_error(
 
 
 def test_the_query_is_quantized_where_the_engine_does_it(llama: Subject) -> None:
-    engine = EngineProfile(name="query", version="", quantizes_query=True)
+    engine = Numerics(name="query", quantizes_query=True)
     table = make_unscaled_table(llama.geometry, E4M3FN)
     emulation = Emulation(quantizers=emulate_kv(table, engine))
     assert Role.Q in {site.role for site in emulation.quantizers}

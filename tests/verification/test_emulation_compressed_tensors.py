@@ -18,7 +18,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize, for
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import nn
 
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, InputScaling
 from fp8calib.geometry.sites import Role, Site
@@ -28,7 +28,7 @@ from fp8calib.verification.emulation.linears import emulate_scheme
 from tests import zoo
 from tests.verification.by_hand import Subject, emulate, make_batch, opened, plain_forward
 
-PLAIN = EngineProfile(name="plain", version="")
+PLAIN = Numerics(name="plain")
 BATCH = make_batch([20, 7])
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 128}
 """Whole blocks of 128: compressed-tensors refuses inputs that are none."""

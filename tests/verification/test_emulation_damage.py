@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fp8calib.data.plan import Batch
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
@@ -39,7 +39,7 @@ from tests.verification.by_hand import (
 )
 from tests.verification.models_by_hand import Recipe, quantize_by_hand
 
-PLAIN = EngineProfile(name="plain", version="")
+PLAIN = Numerics(name="plain")
 PADDED = make_batch([5, 20, 13])
 FULL = make_batch([20, 20], seed=12)
 BATCHES = (PADDED, FULL)

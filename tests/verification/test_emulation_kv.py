@@ -13,10 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.cast import Rounding
-from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
@@ -37,9 +36,9 @@ from tests.verification.by_hand import (
     text_config,
 )
 
-PLAIN = EngineProfile(name="plain", version="")
-TOWARD_ZERO = EngineProfile(name="down", version="", kv_rounding=Rounding.TOWARD_ZERO)
-WITH_QUERY = EngineProfile(name="query", version="", quantizes_query=True)
+PLAIN = Numerics(name="plain")
+TOWARD_ZERO = Numerics(name="down", kv_rounding=Rounding.TOWARD_ZERO)
+WITH_QUERY = Numerics(name="query", quantizes_query=True)
 PADDED = make_batch([5, 20, 13])
 FULL = make_batch([20, 20], seed=12)
 BATCHES = (PADDED, FULL)
@@ -135,11 +134,11 @@ def assert_same(
     table: ScaleTable,
     scales: dict[Site, torch.Tensor],
     *,
-    profile: EngineProfile = PLAIN,
+    numerics: Numerics = PLAIN,
     quantize: Any = cast,
 ) -> None:
     """Compare the emulation with the plain forward, bit for bit."""
-    quantizers = emulate_kv(table, profile)
+    quantizers = emulate_kv(table, numerics)
     assert set(quantizers) == set(scales), "no site of a layer that reads another's cache"
     found = emulate(subject, Emulation(quantizers=quantizers), *BATCHES)
     for batch, hidden in zip(BATCHES, found, strict=True):
@@ -190,7 +189,7 @@ def test_rounding_toward_zero_takes_the_value_a_search_finds(subject: Subject) -
     }
     spread = {site: value.expand(heads(subject, site)) for site, value in scales.items()}
     table = make_table(subject, scales)
-    assert_same(subject, table, spread, profile=TOWARD_ZERO, quantize=search_down)
+    assert_same(subject, table, spread, numerics=TOWARD_ZERO, quantize=search_down)
 
 
 def test_no_scales_are_scales_of_one(subject: Subject) -> None:
@@ -221,18 +220,18 @@ def test_other_formats_have_their_own_values(
 
 def test_scales_per_head_are_refused_where_the_engine_has_none(llama: Subject) -> None:
     values = {site: amax.unsqueeze(0) for site, amax in head_amaxes(llama).items()}
-    profile = EngineProfile(name="plainest", version="", kv_per_head=False)
+    numerics = Numerics(name="plainest", kv_per_head=False)
     with pytest.raises(VerificationError, match="per head, and plainest loads one per tensor"):
-        emulate_kv(make_table(llama, values, per_head=True), profile)
+        emulate_kv(make_table(llama, values, per_head=True), numerics)
 
 
 def test_one_scale_serves_k_and_v_where_the_engine_has_one(llama: Subject) -> None:
     values = {
         site: torch.tensor([3e-3 if site.role is Role.K else 7e-3]) for site in head_amaxes(llama)
     }
-    profile = EngineProfile(name="joint", version="", kv_joint_scale=True)
+    numerics = Numerics(name="joint", kv_joint_scale=True)
     larger = dict.fromkeys(values, torch.tensor([7e-3, 7e-3]))
-    assert_same(llama, make_table(llama, values), larger, profile=profile)
+    assert_same(llama, make_table(llama, values), larger, numerics=numerics)
 
 
 def test_dividing_in_bfloat16_rounds_the_quotient_before_the_cast(
@@ -245,7 +244,7 @@ def test_dividing_in_bfloat16_rounds_the_quotient_before_the_cast(
         codes = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
         return (codes.float() * scales).to(torch.bfloat16)
 
-    profile = EngineProfile(name="low", version="", kv_in_model_dtype=True)
+    numerics = Numerics(name="low", kv_in_model_dtype=True)
     model = zoo.build("llama").to(torch.bfloat16)
     with opened(model, tmp_path_factory.mktemp("bfloat16")) as found:
         values = {
@@ -253,7 +252,7 @@ def test_dividing_in_bfloat16_rounds_the_quotient_before_the_cast(
             for site, amax in head_amaxes(found).items()
         }
         spread = {site: value.expand(2) for site, value in values.items()}
-        assert_same(found, make_table(found, values), spread, profile=profile, quantize=divide)
+        assert_same(found, make_table(found, values), spread, numerics=numerics, quantize=divide)
 
 
 # --- powers of two -----------------------------------------------------------------------------

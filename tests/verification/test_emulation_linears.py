@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, InputScaling, Scheme
@@ -42,7 +42,7 @@ from tests.verification.models_by_hand import (
     quantize_expert,
 )
 
-PLAIN = EngineProfile(name="plain", version="")
+PLAIN = Numerics(name="plain")
 PADDED = make_batch([5, 20, 13])
 FULL = make_batch([20, 20], seed=12)
 BATCHES = (PADDED, FULL)
@@ -79,12 +79,12 @@ def make_emulation(
     scheme: Scheme,
     *,
     stats: CalibrationStats | None = None,
-    profile: EngineProfile = PLAIN,
+    numerics: Numerics = PLAIN,
 ) -> Emulation:
     """Ask the product what a scheme does to the model."""
     modules = dict(subject.model.named_modules())
     quantizers, weights = emulate_scheme(
-        scheme, subject.geometry, modules, profile, fmt=E4M3FN, stats=stats
+        scheme, subject.geometry, modules, numerics, fmt=E4M3FN, stats=stats
     )
     return Emulation(quantizers=quantizers, weights=weights)
 
@@ -238,11 +238,11 @@ def test_static_scales_without_statistics_are_refused(tmp_path: Path) -> None:
 
 def test_multiplying_by_the_reciprocal_is_what_some_engines_do(tmp_path: Path) -> None:
     """A scale of 3 tells them apart: 1/3 is rounded, and so is x / 3."""
-    profile = EngineProfile(name="reciprocal", version="", input_by_reciprocal=True)
+    numerics = Numerics(name="reciprocal", input_by_reciprocal=True)
     folder = tmp_path / "m"
     with opened(zoo.build("llama"), folder) as subject:
         _, stats = run_calibration(folder, make_plan(list(FULL.input_ids)))
-        emulation = make_emulation(subject, SCHEMES["fp8-static"], stats=stats, profile=profile)
+        emulation = make_emulation(subject, SCHEMES["fp8-static"], stats=stats, numerics=numerics)
     quantizer = replace(emulation.quantizers[Q_INPUT], scale=torch.tensor(3.0))
     x = (torch.arange(4096) / 7).float()
     expected = (x * (torch.tensor(1.0) / 3.0)).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -250,9 +250,9 @@ def test_multiplying_by_the_reciprocal_is_what_some_engines_do(tmp_path: Path) -
 
 
 def test_dynamic_scales_have_the_lower_bound_of_the_engine(tmp_path: Path) -> None:
-    profile = EngineProfile(name="bounded", version="", smallest_dynamic_scale=0.5)
+    numerics = Numerics(name="bounded", smallest_dynamic_scale=0.5)
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
-        emulation = make_emulation(subject, SCHEMES["fp8-dynamic"], profile=profile)
+        emulation = make_emulation(subject, SCHEMES["fp8-dynamic"], numerics=numerics)
     x = torch.tensor([[1.0, 0.3], [448.0, 1.7]])
     expected = torch.stack([cast(x[0], 0.5), cast(x[1], 1.0)])
     assert torch.equal(emulation.quantizers[Q_INPUT].fake_quantize(x), expected)

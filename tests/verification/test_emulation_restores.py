@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import CalibrationError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
@@ -38,7 +38,7 @@ from tests import zoo
 from tests.verification.by_hand import Subject, emulate, make_batch, opened, plain_forward
 
 FAMILIES = ("llama", "gpt2", "mixtral", "gpt_oss", "falcon", "gemma3n_text", "qwen3_next")
-WITH_QUERY = EngineProfile(name="query", version="", quantizes_query=True)
+WITH_QUERY = Numerics(name="query", quantizes_query=True)
 PADDED = make_batch([5, 20, 13])
 
 
@@ -260,7 +260,7 @@ def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
     """Bit for bit the plain forward, though 0.01 would ruin it; what is seen is in `found`."""
     before = take(subject.model)
     table = make_unscaled_table(subject.geometry, E4M3FN)
-    ones = emulate_kv(table, EngineProfile(name="plain", version=""))
+    ones = emulate_kv(table, Numerics(name="plain"))
     small = {site: Quantizer(fmt=E4M3FN, scale=torch.tensor(1e-4)) for site in ones}
     hooks = MeasurementHooks({"unscaled": ones, "small": small})
     (found,) = emulate(subject, Emulation(), PADDED, hooks=hooks)
@@ -273,7 +273,7 @@ def test_looking_at_kinds_of_scales_changes_no_output(subject: Subject) -> None:
 def test_looking_skips_batches_without_a_fourth_sequence(tmp_path: Path) -> None:
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
         table = make_unscaled_table(subject.geometry, E4M3FN)
-        ones = emulate_kv(table, EngineProfile(name="plain", version=""))
+        ones = emulate_kv(table, Numerics(name="plain"))
         seen = {}
         for first in range(6):
             hooks = MeasurementHooks({"unscaled": ones})

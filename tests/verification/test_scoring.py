@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from fp8calib.data.plan import Batch
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
@@ -30,7 +30,7 @@ from tests import zoo
 from tests.architectures import families
 from tests.verification.by_hand import Subject, make_batch, opened, padding_mask
 
-PLAIN = EngineProfile(name="plain", version="")
+PLAIN = Numerics(name="plain")
 BATCHES = [make_batch([5, 20, 13]), make_batch([20, 20], seed=12, first=3)]
 WITH_A_HEAD_OF_THEIR_OWN = {
     "gemma2": {"final_logit_softcapping": 2.0},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8calib.engines.numerics import PROFILES
+from fp8calib.engines.registry import find_emulated
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.report import SensitivityResult
@@ -32,7 +32,7 @@ def test_layers_that_cost_eight_times_the_median_are_named_in_the_engines_flag(
         for index, kld in enumerate(klds)
     ]
     candidate = Candidate(name="it", description="", emulation=Emulation())
-    found = find_skippable(candidate, layers, PROFILES["vllm"], sequences=8)
+    found = find_skippable(candidate, layers, find_emulated("vllm")[1], sequences=8)
     assert found.skip_layers == skipped
     flag = f"--kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}" if skipped else ""
     assert found.flag == flag

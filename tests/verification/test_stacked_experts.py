@@ -13,7 +13,7 @@ from transformers.models.aria import modeling_aria
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.engines.numerics import PROFILES
+from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -26,7 +26,7 @@ from fp8calib.verification.emulation.weights import WeightChange, changed_weight
 from tests.quantization.by_hand import read, run
 from tests.quantization.stacked import STACKED, find_experts
 
-REFERENCE = PROFILES["reference"]
+REFERENCE = find_emulated("reference")[1]
 OWN_PRODUCTS = ("llama4", "llama4_text")
 """Their experts multiply themselves, and no scheme reaches them; their stored weights do."""
 

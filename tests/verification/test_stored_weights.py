@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.engines.numerics import PROFILES
+from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Site
@@ -82,11 +82,11 @@ def write(subject: Subject, folder: Path, form: str, factor: float, dtype: torch
 
 
 def read(subject: Subject, folder: Path, engine: str = "reference") -> tuple[WeightChange, ...]:
-    profile = PROFILES[engine]
-    checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_share_scales)
+    numerics = find_emulated(engine)[1]
+    checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
     source = WeightSource(subject.model, checkpoint)
     _, weights = emulate_checkpoint(
-        checkpoint, source, subject.geometry, subject.model, profile, is_changed=lambda _: False
+        checkpoint, source, subject.geometry, subject.model, numerics, is_changed=lambda _: False
     )
     return weights
 
@@ -199,7 +199,12 @@ def test_the_scales_of_a_scheme_are_told(
 ) -> None:
     modules = dict(wide.model.named_modules())
     _, weights = emulate_scheme(
-        SCHEMES[scheme], wide.geometry, modules, PROFILES["reference"], fmt=E4M3FN, stats=None
+        SCHEMES[scheme],
+        wide.geometry,
+        modules,
+        find_emulated("reference")[1],
+        fmt=E4M3FN,
+        stats=None,
     )
     values = {name: p.data for name, p in wide.model.named_parameters()}
     found = {p.name: scales for w in weights for p, scales in w.find_scales(values)}

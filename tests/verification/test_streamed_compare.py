@@ -11,7 +11,7 @@ import torch
 from fp8calib.calibration import calibrate, prepare
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, batches
-from fp8calib.engines.numerics import find_profile
+from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -32,7 +32,7 @@ from tests.run.test_streamed import MODELS
 from tests.truth.test_statistics import Silent, draw, make_plan
 
 RECIPE = Recipe(name="test", observe=Observe(weights=True, inputs=True))
-VLLM = find_profile("vllm")
+VLLM = find_emulated("vllm")[1]
 FURTHER = [
     f"further-{name}" for name in ("bamba", "gemma4_text", "granitemoehybrid", "qwen3_5_text")
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import DataError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.verification.candidates import Candidate
@@ -91,7 +91,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 def make_candidate(subject: Subject, scale: float = HARSH) -> Candidate:
     """Make a candidate that quantizes K and V with one scale."""
-    plain = EngineProfile(name="plain", version="")
+    plain = Numerics(name="plain")
     sites = emulate_kv(make_unscaled_table(subject.geometry, E4M3FN), plain)
     quantizer = Quantizer(fmt=E4M3FN, scale=torch.tensor(scale))
     emulation = Emulation(quantizers=dict.fromkeys(sites, quantizer))

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.engines.numerics import PROFILES, EngineProfile
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity
@@ -223,12 +224,12 @@ def write_blocks(model: nn.Module, folder: Path) -> Path:
     return folder
 
 
-def stored(subject: Subject, folder: Path, profile: EngineProfile) -> Emulation:
+def stored(subject: Subject, folder: Path, numerics: Numerics) -> Emulation:
     """Ask the product what an engine makes of a checkpoint."""
-    checkpoint = Fp8Checkpoint.open(folder, fuse=profile.fused_share_scales)
+    checkpoint = Fp8Checkpoint.open(folder, fuse=numerics.fused_share_scales)
     source = WeightSource(subject.model, checkpoint)
     inputs, weights = emulate_checkpoint(
-        checkpoint, source, subject.geometry, subject.model, profile, is_changed=lambda _: False
+        checkpoint, source, subject.geometry, subject.model, numerics, is_changed=lambda _: False
     )
     return Emulation(quantizers=inputs, weights=weights)
 
@@ -240,14 +241,14 @@ def test_a_checkpoint_of_blocks_is_what_quantizing_by_hand_gives(
     expected = quantize_by_hand(
         wide.model, Recipe(lambda weight, _: cast_blocks(weight), lambda _: cast_groups)
     )
-    (found,) = emulate(wide, stored(wide, folder, PROFILES["reference"]), BATCH)
+    (found,) = emulate(wide, stored(wide, folder, find_emulated("reference")[1]), BATCH)
     assert torch.equal(found, plain_forward(expected, BATCH))
     assert not torch.equal(found, plain_forward(wide.model, BATCH))
 
 
 def test_vllm_quantizes_the_blocks_of_a_checkpoint_again(wide: Subject, tmp_path: Path) -> None:
     folder = write_blocks(wide.model, tmp_path / "fp8")
-    held = weights_held(wide, stored(wide, folder, PROFILES["vllm"]))
+    held = weights_held(wide, stored(wide, folder, find_emulated("vllm")[1]))
     name = "model.layers.1.mlp.gate_proj.weight"
     strips = []
     for strip in cast_blocks(wide.model.get_parameter(name).detach()).split(128, 0):

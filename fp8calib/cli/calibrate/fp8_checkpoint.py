@@ -122,6 +122,7 @@ def _quantize(
     outcome = Outcome(
         plan=plan,
         written=written,
+        folder=folder / scheme,
         out=job.out / scheme,
         source_bytes=job.checkpoint.total_size_bytes,
         duration_s=time.monotonic() - started,

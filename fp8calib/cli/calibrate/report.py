@@ -13,10 +13,12 @@ from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.console import list_top_level, print_text, say, warn
 from fp8calib.cli.memory_mode import MemoryMode
+from fp8calib.cli.serving import describe_serving
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
-from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
-from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
+from fp8calib.engines.serving import Serving, find_scale_serving
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.scales.compute import Fallback
@@ -49,11 +51,21 @@ def build_calibration_report(
     stats: CalibrationStats,
     measured: RunMeasurements,
     *,
+    folder: Path,
     files: Sequence[str],
     notes: Sequence[Note],
 ) -> dict[str, Any]:
-    """Build the report of a finished run: the content of report.json."""
-    fmt = FP8_FORMATS[job.recipe.scales.fp8_dtype]
+    """Build the report of a finished run: the content of report.json.
+
+    Args:
+        job: what was asked for.
+        stats: what was measured.
+        measured: what the run cost.
+        folder: where the files are now; `job.out` is where they will be.
+        files: their names.
+        notes: what to know about them.
+    """
+    served = list(_replay_engines(job, stats, folder))
     geometry = stats.geometry
     before, after = kv_bytes_per_token(geometry)
     saturation = compute_saturation(stats)
@@ -86,21 +98,13 @@ def build_calibration_report(
         "experts": count_experts(stats, job.recipe.scales.fallback),
         "kv_bytes_per_token": {"before": before, "after": after},
         "serving": [
-            {"format": name, "engine": item.engine, "command": item.command}
-            for name, target, tp in _targets(job)
-            for item in serving_commands(
-                geometry, name, target, model=job.settings.model, fmt=fmt, tp=tp
-            )
+            {"format": name, **asdict(item)} for name, found in served for item in found.commands
         ],
         "limitations": [
-            {
-                "format": name,
-                "engine": item.engine,
-                "why": item.why,
-                "is_blocking": item.is_blocking,
-            }
-            for name in job.recipe.formats
-            for item in limitations(geometry, name, fmt, query=job.recipe.query_scale)
+            {"format": name, **asdict(item)}
+            for name, item in dict.fromkeys(
+                (name, item) for name, found in served for item in found.limitations
+            )
         ],
         "warnings": [
             *(job.plan.warnings if job.plan else ()),
@@ -111,11 +115,24 @@ def build_calibration_report(
     }
 
 
-def _targets(job: CalibrateJob) -> Iterator[tuple[str, Path, int]]:
+def _replay_engines(
+    job: CalibrateJob, stats: CalibrationStats, folder: Path
+) -> Iterator[tuple[str, Serving]]:
+    """Find who serves each file that was written, by the name of its format."""
     for name in job.recipe.formats:
         dialect = find_dialect(name)
         for tp in dialect.degrees(job.recipe.tp):
-            yield name, job.out / dialect.path(tp), tp
+            yield (
+                name,
+                find_scale_serving(
+                    folder / dialect.path(tp),
+                    job.out / dialect.path(tp),
+                    stats.geometry,
+                    model=job.checkpoint.folder,
+                    model_name=job.settings.model,
+                    tp=tp,
+                ),
+            )
 
 
 def save_report(path: Path, report: Mapping[str, Any]) -> None:
@@ -195,11 +212,8 @@ def show_calibration_report(
     show(f"written to {job.out}: {list_top_level(report['files'])}")
     if (then := describe_next(job)) is not None:
         show(then)
-    for item in report["serving"]:
-        show(f"serve with {item['engine']} ({item['format']}):\n    {item['command']}")
-    for item in report["limitations"]:
-        verdict = "cannot use it" if item["is_blocking"] else "note"
-        show(f"  {item['format']}, {item['engine']}: {verdict}: {item['why']}")
+    for text in describe_serving(report):
+        show(text)
 
 
 _SHOWN_LAYERS = 20

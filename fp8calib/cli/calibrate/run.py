@@ -298,7 +298,9 @@ def _write_all(
         rule=recipe.scales.rule,
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
-    report = build_calibration_report(job, stats, measured, files=files, notes=written.notes)
+    report = build_calibration_report(
+        job, stats, measured, folder=folder, files=files, notes=written.notes
+    )
     checkpoint = write_checkpoint(job, stats, folder, bar)
     if checkpoint is not None:
         add_checkpoint_report(report, checkpoint)

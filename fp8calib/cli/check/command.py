@@ -9,6 +9,7 @@ import typer
 
 from fp8calib.cli.heavy_imports import heavy_imports
 from fp8calib.cli.option_types import JsonOption
+from fp8calib.engines.registry import list_defaults, list_replayed
 
 
 def check_command(
@@ -21,7 +22,9 @@ def check_command(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            "--engine", metavar="NAME", help="vllm, sglang, tgi, transformers; default all."
+            "--engine",
+            metavar="NAME",
+            help=f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
         ),
     ] = None,
     tp: Annotated[

@@ -11,7 +11,8 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.cli.calibrate.job import REPORT_NAME
 from fp8calib.cli.check.show import show_check_report
 from fp8calib.cli.setup import quiet_libraries
-from fp8calib.engines.check import ENGINES, amend_for_unknown, check_file, check_folder
+from fp8calib.engines.check import check_file, check_folder, withdraw_used
+from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
@@ -45,17 +46,13 @@ def run_check(settings: CheckSettings) -> int:
 
 
 def choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Give the engines of the command line, or all.
+    """Give the keys of the engines on the command line, or the default ones.
 
     Raises:
-        UsageError: one is not known.
+        UsageError: one is unknown, or nothing of it is replayed.
     """
-    asked = [part.strip() for name in names or ENGINES for part in name.split(",")]
-    for name in asked:
-        if name not in ENGINES:
-            hint = f"known engines: {', '.join(ENGINES)}"
-            raise UsageError(f"--engine {name}: unknown engine", hint=hint)
-    return tuple(dict.fromkeys(asked))
+    asked = [part.strip() for name in names or list_defaults() for part in name.split(",")]
+    return tuple(dict.fromkeys(find_replayed(key).key for key in asked))
 
 
 def _check(settings: CheckSettings) -> CheckReport:
@@ -71,7 +68,7 @@ def _check(settings: CheckSettings) -> CheckReport:
         report = check_folder(folder, geometry, settings.engines, settings.tp)
     else:
         report = check_file(path, geometry, settings.engines, settings.tp, model=model)
-    return amend_for_unknown(report, shorten(geometry.model_type)) if is_foreign else report
+    return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
 
 
 def _fetch(path: Path) -> Path:

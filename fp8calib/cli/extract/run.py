@@ -6,21 +6,23 @@ Of the quantized model no weight is read; of the unquantized model only those of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
+from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.read import FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import find_dialect, list_written
 from fp8calib.dialects.write import list_owned, write_table
-from fp8calib.engines.serving_commands import kv_bytes_per_token, limitations, serving_commands
+from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import KV_FORMATS
+from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.model.load import build_skeleton, open_source
@@ -58,6 +60,7 @@ class Extracted:
     """The source's files, each as folder and file name."""
     files: tuple[str, ...]
     notes: tuple[str, ...]
+    serving: Serving
 
 
 def run_extract(settings: ExtractSettings) -> None:
@@ -129,11 +132,20 @@ def _extract(
         notes = write_table(table, dialect.name, target, source=checkpoint, provenance=provenance)
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         files = tuple(path.relative_to(folder).as_posix() for path in written)
+        serving = find_scale_serving(
+            target,
+            settings.save_path / target.relative_to(folder),
+            geometry,
+            model=checkpoint.folder,
+            model_name=settings.model,
+            tp=table.tp,
+        )
     return Extracted(
         found=found,
         table=table,
         taken_from=taken_from,
         files=files,
+        serving=serving,
         notes=(
             *([provenance.describe()] if provenance else []),
             *found.notes,
@@ -176,11 +188,7 @@ def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
 def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
     table, name = extracted.table, settings.format_name
     dialect = find_dialect(name)
-    target = (
-        settings.save_path if dialect.needs_model else settings.save_path / dialect.path(table.tp)
-    )
     before, after = kv_bytes_per_token(table.geometry)
-    has_query = dialect.has_query and any(site.role is Role.Q for site in table.scales)
     return {
         "save_path": str(settings.save_path),
         "files": list(extracted.files),
@@ -196,16 +204,8 @@ def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
         ],
         "notes": list(extracted.notes),
         "kv_bytes_per_token": {"before": before, "after": after},
-        "serving": [
-            {"engine": item.engine, "command": item.command}
-            for item in serving_commands(
-                table.geometry, name, target, model=settings.model, fmt=table.fmt, tp=table.tp
-            )
-        ],
-        "limitations": [
-            {"engine": item.engine, "why": item.why, "is_blocking": item.is_blocking}
-            for item in limitations(table.geometry, name, table.fmt, query=has_query)
-        ],
+        "serving": [asdict(item) for item in extracted.serving.commands],
+        "limitations": [asdict(item) for item in extracted.serving.limitations],
     }
 
 
@@ -244,8 +244,4 @@ def _describe(report: Mapping[str, Any]) -> Iterable[str]:
     yield f"{report['dialect']} scales of {layers} layers, {report['fp8_dtype']}"
     yield f"KV cache: {before:,} bytes per token now, {after:,} with FP8"
     yield f"written to {report['save_path']}: {list_top_level(report['files'])}"
-    for item in report["serving"]:
-        yield f"serve with {item['engine']} ({report['format']}):\n    {item['command']}"
-    for item in report["limitations"]:
-        verdict = "cannot use it" if item["is_blocking"] else "note"
-        yield f"  {report['format']}, {item['engine']}: {verdict}: {item['why']}"
+    yield from describe_serving(report, report["format"])

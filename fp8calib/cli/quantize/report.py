@@ -10,9 +10,9 @@ from typing import Any
 
 from fp8calib.checkpoint.atomic import format_size
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
-from fp8calib.engines.serving_commands import kv_bytes_per_token
-from fp8calib.geometry.kv_bytes import estimate_kv_bytes
-from fp8calib.quantization.limitations import list_commands, list_limitations
+from fp8calib.cli.serving import describe_serving
+from fp8calib.engines.serving import find_checkpoint_serving
+from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -26,7 +26,10 @@ class Outcome:
 
     plan: QuantizePlan
     written: Written
+    folder: Path
+    """Where the checkpoint is now."""
     out: Path
+    """Where it will be."""
     source_bytes: int
     duration_s: float
     stats: CalibrationStats | None
@@ -37,6 +40,7 @@ def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
     """Build the report of a written checkpoint: the output of --json."""
     plan, out = outcome.plan, outcome.out
     geometry = outcome.stats.geometry if outcome.stats and plan.has_kv else None
+    serving = find_checkpoint_serving(outcome.folder, out, geometry)
     size = kv_bytes_per_token(geometry) if geometry else estimate_kv_bytes(plan.config)
     return {
         "out": str(out),
@@ -58,14 +62,8 @@ def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
             *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
         ],
         "kv_bytes_per_token": None if size is None else {"before": size[0], "after": size[1]},
-        "serving": [
-            {"engine": item.engine, "command": item.command}
-            for item in list_commands(plan, out, geometry)
-        ],
-        "limitations": [
-            {"engine": item.engine, "why": item.why, "is_blocking": item.is_blocking}
-            for item in list_limitations(plan, geometry)
-        ],
+        "serving": [asdict(item) for item in serving.commands],
+        "limitations": [asdict(item) for item in serving.limitations],
     }
 
 
@@ -94,11 +92,7 @@ def _describe(report: Mapping[str, Any]) -> Iterator[str]:
         scales = "with the scales here" if report["has_kv_scales"] else "no scales here: 1.0"
         yield f"KV cache: {plain:,} bytes per token now, {quantized:,} with FP8 ({scales})"
     yield f"written to {report['out']}: {_list_files(report['files'])}"
-    for item in report["serving"]:
-        yield f"serve with {item['engine']}:\n    {item['command']}"
-    for item in report["limitations"]:
-        verdict = "cannot use it" if item["is_blocking"] else "note"
-        yield f"  {item['engine']}: {verdict}: {item['why']}"
+    yield from describe_serving(report)
 
 
 def _describe_left(left: list[dict[str, str]]) -> Iterator[str]:

@@ -70,6 +70,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
         outcome = Outcome(
             plan=plan,
             written=written,
+            folder=settings.out,
             out=settings.out,
             source_bytes=checkpoint.total_size_bytes,
             duration_s=time.monotonic() - started,

@@ -22,6 +22,7 @@ from fp8calib.cli.option_types import (
     SeqLenOption,
     TrustOption,
 )
+from fp8calib.engines.registry import list_emulated
 from fp8calib.fp8.schemes import SCHEMES
 
 
@@ -43,7 +44,7 @@ def verify_command(
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="Engine to emulate: vllm, vllm-cpu, sglang, tgi or reference.",
+            help=f"Engine to emulate: {', '.join(list_emulated())}.",
         ),
     ] = "vllm",
     scheme: Annotated[

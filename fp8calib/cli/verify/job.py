@@ -8,7 +8,8 @@ from typing import Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.model.load import LoadedModel, ModelSource
@@ -54,7 +55,8 @@ class VerifySettings:
 class ResolvedOptions:
     """The objects that names on the command line refer to."""
 
-    profile: EngineProfile
+    engine: Engine
+    numerics: Numerics
     scheme: Scheme | None
     rules: tuple[Rule, ...]
     fmt: Fp8Format

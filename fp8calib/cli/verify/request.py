@@ -45,7 +45,8 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
     rules_of = _find_rules_stats(job)
     notes = (note for candidate in candidates for note in candidate.notes)
     return VerificationRequest(
-        profile=job.options.profile,
+        numerics=job.options.numerics,
+        engine_version=job.options.engine.release,
         candidates=candidates,
         rules=dict(_build_rules(job, rules_of)) if rules_of else {},
         rules_of=rules_of.name if rules_of else "",
@@ -69,11 +70,11 @@ def _list_candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
             options.scheme,
             job.target,
             model,
-            options.profile,
+            options.numerics,
             fmt=options.fmt,
             stats=None,
         )
-    yield build_unscaled(SCALE_ONE, geometry, options.fmt, options.profile)
+    yield build_unscaled(SCALE_ONE, geometry, options.fmt, options.numerics)
 
 
 def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel) -> Candidate:
@@ -89,15 +90,15 @@ def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel
             options.scheme,
             job.target,
             model,
-            options.profile,
+            options.numerics,
             fmt=options.fmt,
             stats=opened.stats,
         )
     if opened.checkpoint is not None:
-        return build_checkpoint(opened, model, job.target, options.profile)
+        return build_checkpoint(opened, model, job.target, options.numerics)
     table = _read_table(job, opened)
     how = "statistics, amax" if opened.found is None else opened.found.dialect
-    return build_kv_candidate(opened.name, table, options.profile, how)
+    return build_kv_candidate(opened.name, table, options.numerics, how)
 
 
 def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
@@ -140,7 +141,7 @@ def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str,
     assert opened.stats is not None  # noqa: S101 -- checked by the caller
     for rule in job.options.rules:
         table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule)
-        yield str(rule), build_kv_candidate(str(rule), table, job.options.profile, str(rule))
+        yield str(rule), build_kv_candidate(str(rule), table, job.options.numerics, str(rule))
 
 
 def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:
@@ -153,7 +154,7 @@ def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:
 def _build_scale_kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]:
     options, geometry = job.options, job.target.geometry
     scale_kinds: dict[str, Mapping[Site, Quantizer]] = {
-        UNSCALED: emulate_kv(make_unscaled_table(geometry, options.fmt), options.profile)
+        UNSCALED: emulate_kv(make_unscaled_table(geometry, options.fmt), options.numerics)
     }
     first = _first_with_kv(job)
     if first is None:
@@ -161,11 +162,11 @@ def _build_scale_kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]
     table = _read_table(job, first)
     dialect = first.found.dialect if first.found else ""
     scale_kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(
-        table, options.profile, dialect=dialect
+        table, options.numerics, dialect=dialect
     )
-    if first.stats is not None and options.profile.kv_per_head:
+    if first.stats is not None and options.numerics.kv_per_head:
         per_head = compute_kv_scales(first.stats, options.fmt, per_head=True)
-        scale_kinds[PER_HEAD] = emulate_kv(per_head, options.profile)
+        scale_kinds[PER_HEAD] = emulate_kv(per_head, options.numerics)
     return scale_kinds
 
 

@@ -20,7 +20,7 @@ from fp8calib.cli.verify.memory import choose_verification_mode, open_reference
 from fp8calib.cli.verify.request import build_request
 from fp8calib.cli.verify.show import describe_verification_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
-from fp8calib.engines.numerics import find_profile
+from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.fp8.schemes import Scheme, find_scheme
@@ -99,8 +99,10 @@ def _resolve_options(settings: VerifySettings) -> ResolvedOptions:
             f"--fp8-dtype {settings.fp8_dtype}: unknown format",
             hint=f"known: {', '.join(FP8_FORMATS)}",
         )
+    engine, numerics = find_emulated(settings.engine)
     return ResolvedOptions(
-        profile=find_profile(settings.engine),
+        engine=engine,
+        numerics=numerics,
         scheme=None if settings.scheme is None else find_scheme(settings.scheme),
         rules=_parse_rules(settings.rules),
         fmt=FP8_FORMATS[settings.fp8_dtype],
@@ -186,7 +188,7 @@ def _opened(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Veri
             geometry=found.geometry,
             unobserved=tuple(item.module for item in found.unobserved),
         )
-        opened = tuple(open_candidate(name, target, options.profile) for name in settings.scales)
+        opened = tuple(open_candidate(name, target, options.numerics) for name in settings.scales)
         job = VerifyJob(
             settings=settings,
             options=options,

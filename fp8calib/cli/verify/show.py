@@ -28,7 +28,7 @@ def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, An
             "architecture": job.target.geometry.architecture,
             "layers": len(job.target.geometry.layers),
             "weights_size_bytes": job.checkpoint.total_size_bytes,
-            "engine": job.options.profile.name,
+            "engine": job.options.numerics.name,
             "candidates": [*job.settings.scales, "scale-1.0"],
             "dtype": job.dtype,
             "dtype_why": job.dtype_why,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
+from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.dialects.kv.tensor_names import is_of_draft_layer, is_probability_scale, parse_name
 from fp8calib.dialects.metadata import DTYPE_KEY
 from fp8calib.engines.replay.verdicts import LoadVerdict, Refusal, Status
@@ -106,6 +107,25 @@ def open_folder(path: Path) -> ScaleFolder:
         has_index=has_index,
         index=_load_or_none(path / INDEX_NAME) if has_index else None,
         recorded=recorded,
+    )
+
+
+def place_tensor_file(model: ScaleFolder, path: Path) -> ScaleFolder:
+    """Give a model's folder as it would be with a file of scales in it and kv-overlay's config.
+
+    It has no index then, so that engines open every file.
+    """
+    with TensorFile(path) as opened:
+        scales, tensors = _read_scales(opened), opened.tensors
+        dtype = opened.header.metadata.get(DTYPE_KEY, "")
+    return replace(
+        model,
+        config={**model.config, "quantization_config": make_quantization_config("tensor")},
+        tensors={**model.tensors, path.name: tensors},
+        scales={**model.scales, path.name: scales},
+        recorded={**model.recorded, path.name: dtype},
+        has_index=False,
+        index=None,
     )
 
 

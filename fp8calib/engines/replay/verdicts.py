@@ -61,12 +61,18 @@ class EngineReport(_Frozen):
     """What the engine swallows or what holds under a condition; it does not count against it."""
     weights: LoadVerdict | None = None
     """What becomes of weights that the engine does not compute with as the file means them."""
+    only_on: str = ""
+    """The one device where the scales are used as they are meant, though `layers` says misread."""
 
     @property
     def ok(self) -> bool:
         """Whether every layer gets the scales the file means, and the weights are read right."""
         is_served = bool(self.layers) and all(layer.ok for layer in self.layers)
         return is_served and self.weights is None
+
+    def add_problems(self, *problems: str) -> EngineReport:
+        """Give the same report with more problems."""
+        return self.model_copy(update={"problems": (*self.problems, *problems)})
 
 
 class CheckReport(_Frozen):

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 
-from fp8calib.engines.limitations import SGLANG, VLLM
+from fp8calib.engines.engine import Effect
 from fp8calib.engines.weights.faults import (
-    Effect,
     QuantizedLinear,
     QuantizedWeights,
     WeightFault,
@@ -26,13 +25,13 @@ from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
 from fp8calib.geometry.tensor_parallel import rank_range
 
 _SOURCES = {
-    VLLM: "vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py "
+    "vllm": "vLLM 0.32.0 layers/linear.py, quantization/utils/fp8_utils.py "
     "(validate_fp8_block_shape)",
-    SGLANG: "SGLang 0.5.23 layers/quantization/fp8_utils.py, fp8.py (validate_fp8_block_shape)",
+    "sglang": "SGLang 0.5.23 layers/quantization/fp8_utils.py, fp8.py (validate_fp8_block_shape)",
 }
 _SOURCE_FINER = "vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)"
 _MIN_FINER_BLOCK = 32
-_FORMS = ("compressed-tensors", "autofp8", "quark")
+_DIALECTS = ("compressed-tensors", "autofp8", "quark")
 """Whose block scales both engines load as described here."""
 _SGLANG_JOINED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
 """What SGLang loads into one weight in every model; the others in some."""
@@ -79,11 +78,11 @@ class _Joined:
 
 def list_joined_faults(weights: QuantizedWeights) -> list[WeightFault]:
     """List what loses blocks on one rank because it is loaded into one weight with others."""
-    if weights.form not in _FORMS:
+    if weights.dialect not in _DIALECTS:
         return []
     return [
         *_judge_experts(weights, 1, _FIX),
-        *_judge(_join_by_name(weights.linears), weights.form),
+        *_judge(_join_by_name(weights.linears), weights.dialect),
     ]
 
 
@@ -94,7 +93,7 @@ def list_rank_faults(
 
     What the checkpoint itself holds in one weight is looked at on one rank too.
     """
-    if weights.form not in _FORMS:
+    if weights.dialect not in _DIALECTS:
         return []
     blocks = {each.module: each.block for each in weights.linears if each.block is not None}
     found = list(_find_linears(blocks, geometry))
@@ -103,27 +102,27 @@ def list_rank_faults(
     joined = _join_on_ranks(found, tp)
     return [
         *(_judge_experts(weights, tp, _MEND_EXPERTS) if tp > 1 else ()),
-        *_judge((each for each in joined if tp > 1 or each.is_stored_joined), weights.form),
+        *_judge((each for each in joined if tp > 1 or each.is_stored_joined), weights.dialect),
     ]
 
 
-def _judge(joined: Iterable[_Joined], form: str) -> Iterator[WeightFault]:
+def _judge(joined: Iterable[_Joined], dialect: str) -> Iterator[WeightFault]:
     """Give the first fault of each engine."""
     every = list(joined)
     for engine in _SOURCES:
-        faults = (_judge_one(engine, each, form) for each in every)
+        faults = (_judge_one(engine, each, dialect) for each in every)
         if (fault := next(filter(None, faults), None)) is not None:
             yield fault
 
 
-def _judge_one(engine: str, joined: _Joined, form: str) -> WeightFault | None:
-    if engine == SGLANG and joined.group not in _SGLANG_JOINED:
+def _judge_one(engine: str, joined: _Joined, dialect: str) -> WeightFault | None:
+    if engine == "sglang" and joined.group not in _SGLANG_JOINED:
         return None
-    torn = joined.find_torn(is_last_too=engine == SGLANG and form == "autofp8")
+    torn = joined.find_torn(is_last_too=engine == "sglang" and dialect == "autofp8")
     if torn is None:
         return None
     effect: Effect | None = Effect.REFUSED
-    if engine == VLLM and form == "autofp8":  # its `_maybe_allow_fp8_block_shape_mismatch`
+    if engine == "vllm" and dialect == "autofp8":  # its `_maybe_allow_fp8_block_shape_mismatch`
         effect = _copy_scales(joined)
     if effect is None:
         return None
@@ -189,9 +188,9 @@ def _judge_experts(weights: QuantizedWeights, tp: int, fix: str) -> Iterator[Wei
     expert, why = next((found for found in torn if found[1]), (None, ""))
     if expert is None:
         return
-    finer = _find_finer_block(expert, tp) if weights.form == "autofp8" else 0
+    finer = _find_finer_block(expert, tp) if weights.dialect == "autofp8" else 0
     for fault in fault_per_engine(_SOURCES, Effect.REFUSED, f"{why}: ValueError", fix):
-        if fault.engine == VLLM and finer:
+        if fault.engine == "vllm" and finer:
             yield replace(
                 fault,
                 effect=Effect.CONDITION,

@@ -5,22 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from fp8calib.dialects.fp8.weights import FUSED_NAME
+from fp8calib.engines.engine import Effect
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
-
-
-class Effect(StrEnum):
-    """What a rule means for who serves the checkpoint."""
-
-    REFUSED = "refused"
-    """The engine does not start."""
-    MISREAD = "misread"
-    """It starts, and its answers are wrong."""
-    CONDITION = "condition"
-    """It serves the checkpoint, under a condition or in another way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +50,12 @@ class QuantizedLinear:
 class QuantizedWeights:
     """The linears of a checkpoint, as far as engines' loading depends on them."""
 
-    form: str
+    dialect: str
     """`compressed-tensors`, `autofp8` (`quant_method: fp8`), `modelopt`, or another method."""
     config: Mapping[str, object]
     """The model's config.json."""
     linears: tuple[QuantizedLinear, ...]
-    left: Collection[str]
+    unquantized: Collection[str]
     """Paths of the linears that are not FP8."""
     is_mixed: bool = False
     """It is ModelOpt's MIXED_PRECISION, for which engines have a method of its own."""
@@ -86,24 +75,24 @@ def name_fused_group(module: str) -> str:
     return f"{parent}.{FUSED_NAME.get(projection, projection)}"
 
 
-def list_split_groups(taken: Collection[str], left: Collection[str]) -> list[str]:
+def list_split_groups(quantized: Collection[str], unquantized: Collection[str]) -> list[str]:
     """List the fused groups of which only a part is quantized, by paths of linears."""
-    groups = {name_fused_group(module) for module in taken}
-    return sorted({name_fused_group(module) for module in left} & groups)
+    groups = {name_fused_group(module) for module in quantized}
+    return sorted({name_fused_group(module) for module in unquantized} & groups)
 
 
 def list_split_experts(
-    taken: Collection[str], left: Collection[str], *, by_projection: bool = False
+    quantized: Collection[str], unquantized: Collection[str], *, by_projection: bool = False
 ) -> list[str]:
     """List the layers' experts of which only a part is quantized, by paths of linears.
 
     Args:
-        taken: what is quantized.
-        left: what is not.
+        quantized: what is quantized.
+        unquantized: what is not.
         by_projection: ask of each projection alone, over all experts.
     """
     sides = [
         {found.expand(r"\1.*.\2") if by_projection else found[1] for found in matches if found}
-        for matches in (map(_EXPERT.fullmatch, modules) for modules in (taken, left))
+        for matches in (map(_EXPERT.fullmatch, modules) for modules in (quantized, unquantized))
     ]
     return sorted(sides[0] & sides[1])

@@ -16,19 +16,19 @@ from fp8calib.dialects.fp8.weights import (
     list_scale_shapes,
     name_companions,
 )
-from fp8calib.engines.limitations import SGLANG, TRANSFORMERS, VLLM
-from fp8calib.engines.weights.faults import Effect, WeightFault, fault_per_engine
+from fp8calib.engines.engine import Effect
+from fp8calib.engines.weights.faults import WeightFault, fault_per_engine
 from fp8calib.errors import shorten
 from fp8calib.fp8.schemes import Granularity, InputScaling
 
 _MAKERS = {
-    VLLM: "vLLM 0.32.0 quantization/utils/fp8_utils.py (create_fp8_scale_parameter)",
-    SGLANG: "SGLang 0.5.23 srt/layers/quantization/fp8.py, compressed_tensors/schemes",
-    TRANSFORMERS: "transformers 5.23, which reports it MISSING",
+    "vllm": "vLLM 0.32.0 quantization/utils/fp8_utils.py (create_fp8_scale_parameter)",
+    "sglang": "SGLang 0.5.23 srt/layers/quantization/fp8.py, compressed_tensors/schemes",
+    "transformers": "transformers 5.23, which reports it MISSING",
 }
 _LOADERS = {
-    VLLM: "vLLM 0.32.0 model_executor/parameter.py, tried",
-    SGLANG: "SGLang 0.5.23 srt/layers/parameter.py",
+    "vllm": "vLLM 0.32.0 model_executor/parameter.py, tried",
+    "sglang": "SGLang 0.5.23 srt/layers/parameter.py",
 }
 _MEND_MISSING = "complete the download or the export: the weight means nothing without it"
 _MEND_SHAPE = "take the config that the weights were quantized with"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from fp8calib.fp8.amax import block_amax, group_amax, row_amax, tensor_amax
-from fp8calib.fp8.cast import Rounding, round_to_format_
-from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.cast import round_to_format_
+from fp8calib.fp8.formats import Fp8Format, Rounding
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity
 from fp8calib.scales.compute import SMALLEST_SCALE, scale_of
 

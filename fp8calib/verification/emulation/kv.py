@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E5M2, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -28,39 +28,39 @@ def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
 
 
 def emulate_kv(
-    table: ScaleTable, profile: EngineProfile, *, dialect: str = ""
+    table: ScaleTable, numerics: Numerics, *, dialect: str = ""
 ) -> dict[Site, Quantizer]:
     """Give the quantizers of K, V and, where the engine quantizes it, q.
 
     Args:
         table: the scales.
-        profile: the engine.
+        numerics: the engine's arithmetic.
         dialect: how the scales stood on disk, where engines treat it apart.
 
     Raises:
         VerificationError: the engine has no use for such scales.
     """
-    _check_usable(table, profile)
+    _check_usable(table, numerics)
     quantizers: dict[Site, Quantizer] = {}
     for _, attention in table.geometry.attentions():
         for role in (Role.K, Role.V):
             if attention.producer is None:
-                values = _values(table, attention, role, profile, dialect)
-                quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, profile)
-        if profile.quantizes_query and attention.kind == "heads":
-            quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, profile)
+                values = _values(table, attention, role, numerics, dialect)
+                quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, numerics)
+        if numerics.quantizes_query and attention.kind == "heads":
+            quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, numerics)
     return quantizers
 
 
-def takes_latents_unscaled(table: ScaleTable, profile: EngineProfile) -> bool:
+def takes_latents_unscaled(table: ScaleTable, numerics: Numerics) -> bool:
     """Whether the engine has no place for the scales of a model's latent attention."""
-    return table.geometry.has_latent_attention and not profile.kv_scales_latents
+    return table.geometry.has_latent_attention and not numerics.kv_scales_latents
 
 
-def _check_usable(table: ScaleTable, profile: EngineProfile) -> None:
-    if table.per_head and not profile.kv_per_head:
+def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
+    if table.per_head and not numerics.kv_per_head:
         raise VerificationError(
-            f"the scales are per head, and {profile.name} loads one per tensor",
+            f"the scales are per head, and {numerics.name} loads one per tensor",
             hint="name an engine that honours them: --engine vllm",
         )
     if not fits_heads(table.geometry, table.tp):
@@ -69,25 +69,25 @@ def _check_usable(table: ScaleTable, profile: EngineProfile) -> None:
             hint="the file is of another model; a degree divides the attention heads",
         )
     is_scaled = any(bool((scale.values != 1).any()) for scale in table.scales.values())
-    if table.fmt is E5M2 and is_scaled and not profile.kv_scales_e5m2:
+    if table.fmt is E5M2 and is_scaled and not numerics.kv_scales_e5m2:
         raise VerificationError(
-            f"{profile.name} uses no scales with an e5m2 KV cache",
+            f"{numerics.name} uses no scales with an e5m2 KV cache",
             hint="scales are for e4m3fn; e5m2 is verified as scale-1.0",
         )
 
 
 def _values(
-    table: ScaleTable, attention: Attention, role: Role, profile: EngineProfile, dialect: str
+    table: ScaleTable, attention: Attention, role: Role, numerics: Numerics, dialect: str
 ) -> torch.Tensor:
-    if attention.kind == "latent" and takes_latents_unscaled(table, profile):
+    if attention.kind == "latent" and takes_latents_unscaled(table, numerics):
         return torch.tensor(1.0)
-    if profile.kv_joint_scale:
+    if numerics.kv_joint_scale:
         joint = torch.tensor([table.kv(attention, rank) for rank in range(table.tp)])
         return _per_head(joint, attention.num_kv_heads)
     values = table.scales[attention.site(role)].values
     if table.per_head:
-        return values.max() if profile.kv_heads_share_largest else values.reshape(-1, 1, 1)
-    if profile.kv_joint_in_model_dtype and dialect == "tgi":
+        return values.max() if numerics.kv_heads_share_largest else values.reshape(-1, 1, 1)
+    if numerics.kv_joint_in_model_dtype and dialect == "tgi":
         values = values.to(_served_dtype(table.geometry)).float()
     return _per_head(values, attention.num_kv_heads)
 
@@ -108,25 +108,25 @@ def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
     return spread.reshape(-1, 1, 1)
 
 
-def _kv_quantizer(fmt: Fp8Format, values: torch.Tensor, profile: EngineProfile) -> Quantizer:
+def _kv_quantizer(fmt: Fp8Format, values: torch.Tensor, numerics: Numerics) -> Quantizer:
     is_one = bool((values == 1).all())
-    saturates = profile.kv_saturates_unscaled or not is_one
+    saturates = numerics.kv_saturates_unscaled or not is_one
     return Quantizer(
         fmt=fmt,
         scale=values,
-        rounding=profile.kv_rounding,
-        by_reciprocal=profile.kv_by_reciprocal,
-        in_model_dtype=profile.kv_in_model_dtype,
-        saturates=saturates and fmt.name not in profile.kv_unsaturated,
+        rounding=numerics.kv_rounding,
+        by_reciprocal=numerics.kv_by_reciprocal,
+        in_model_dtype=numerics.kv_in_model_dtype,
+        saturates=saturates and fmt.name not in numerics.kv_unsaturated,
     )
 
 
-def _query_quantizer(table: ScaleTable, attention: Attention, profile: EngineProfile) -> Quantizer:
+def _query_quantizer(table: ScaleTable, attention: Attention, numerics: Numerics) -> Quantizer:
     scale = table.scales.get(attention.site(Role.Q))
-    if scale is None or profile.query_unscaled:
+    if scale is None or numerics.query_unscaled:
         values = torch.tensor(1.0)
     elif table.per_head:
         values = scale.values.reshape(-1, 1, 1)
     else:
         values = _per_head(scale.values, attention.num_heads)
-    return Quantizer(fmt=table.fmt, scale=values, by_reciprocal=profile.query_by_reciprocal)
+    return Quantizer(fmt=table.fmt, scale=values, by_reciprocal=numerics.query_by_reciprocal)

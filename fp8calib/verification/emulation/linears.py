@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
-from fp8calib.engines.numerics import EngineProfile
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Granularity, InputScaling, Scheme
@@ -39,7 +39,7 @@ def emulate_scheme(
     scheme: Scheme,
     geometry: ModelGeometry,
     modules: Mapping[str, nn.Module],
-    profile: EngineProfile,
+    numerics: Numerics,
     *,
     fmt: Fp8Format,
     stats: CalibrationStats | None,
@@ -52,48 +52,48 @@ def emulate_scheme(
     """
     groups = find_parameters(geometry, modules)
     quantizer = Quantizer(fmt=fmt, scale=scheme.weights, block=scheme.block)
-    is_again = scheme.weights is Granularity.BLOCK and profile.group_scales_power_of_two
+    is_again = scheme.weights is Granularity.BLOCK and numerics.group_scales_power_of_two
     change = Requantized(
         parameters=(),
         quantizer=quantizer,
-        through_float16=profile.weights_through_float16 and scheme.weights is Granularity.TENSOR,
+        through_float16=numerics.weights_through_float16 and scheme.weights is Granularity.TENSOR,
         again=replace(quantizer, power_of_two=True) if is_again else None,
     )
     changes = tuple(replace(change, parameters=group) for group in groups)
     covered = {site.module for group in groups for p in group for site in p.sites}
     linears = [linear for _, linear in geometry.linears() if linear.module in covered]
-    if scheme.has_static_inputs and not profile.static_inputs_ignored:
-        return _static_inputs(linears, stats, profile, scheme, fmt), changes
+    if scheme.has_static_inputs and not numerics.static_inputs_ignored:
+        return _static_inputs(linears, stats, numerics, scheme, fmt), changes
     if scheme.inputs is InputScaling.NONE:
         return {}, changes
-    dynamic = _dynamic_quantizer(scheme.inputs, fmt, profile)
+    dynamic = _dynamic_quantizer(scheme.inputs, fmt, numerics)
     return {Site(linear.module, Role.INPUT): dynamic for linear in linears}, changes
 
 
 def _dynamic_quantizer(
     inputs: InputScaling,
     fmt: Fp8Format,
-    profile: EngineProfile,
+    numerics: Numerics,
     *,
     largest_amax: float | None = None,
 ) -> Quantizer:
     """Quantize by group, or by token: also where an engine ignores static scales."""
     is_group = inputs is InputScaling.GROUP
-    smallest = profile.smallest_group_scale if is_group else profile.smallest_dynamic_scale
+    smallest = numerics.smallest_group_scale if is_group else numerics.smallest_dynamic_scale
     return Quantizer(
         fmt=fmt,
         scale=Granularity.GROUP if is_group else Granularity.TOKEN,
         smallest_scale=max(smallest, SMALLEST_SCALE),
         largest_amax=largest_amax,
-        by_reciprocal=profile.token_by_reciprocal and not is_group,
-        power_of_two=profile.group_scales_power_of_two and is_group,
+        by_reciprocal=numerics.token_by_reciprocal and not is_group,
+        power_of_two=numerics.group_scales_power_of_two and is_group,
     )
 
 
 def _static_inputs(
     linears: list[Linear],
     stats: CalibrationStats | None,
-    profile: EngineProfile,
+    numerics: Numerics,
     scheme: Scheme,
     fmt: Fp8Format,
 ) -> dict[Site, Quantizer]:
@@ -105,7 +105,7 @@ def _static_inputs(
     table = compute_linear_scales(stats, fmt)
     found = ((linear, _static_scale(linear, table, stats, fmt)) for linear in linears)
     return {
-        Site(linear.module, Role.INPUT): _static_quantizer(scale, fmt, profile)
+        Site(linear.module, Role.INPUT): _static_quantizer(scale, fmt, numerics)
         for linear, scale in found
     }
 
@@ -127,13 +127,11 @@ def _static_scale(
     return torch.stack([table.scales[site].values.max() for site in sites]).max()
 
 
-def _static_quantizer(
-    scale: torch.Tensor | float, fmt: Fp8Format, profile: EngineProfile
-) -> Quantizer:
+def _static_quantizer(scale: torch.Tensor | float, fmt: Fp8Format, numerics: Numerics) -> Quantizer:
     return Quantizer(
         fmt=fmt,
         scale=torch.as_tensor(scale, dtype=torch.float32),
-        by_reciprocal=profile.input_by_reciprocal,
+        by_reciprocal=numerics.input_by_reciprocal,
     )
 
 
@@ -142,7 +140,7 @@ def emulate_checkpoint(
     source: WeightSource,
     geometry: ModelGeometry,
     model: LoadedModel,
-    profile: EngineProfile,
+    numerics: Numerics,
     *,
     is_changed: Callable[[str], bool],
 ) -> Linears:
@@ -153,7 +151,7 @@ def emulate_checkpoint(
         source: the same, by the model's parameters.
         geometry: of the unquantized model.
         model: the unquantized model.
-        profile: the engine.
+        numerics: how the engine computes.
         is_changed: tells of a tensor's name whether it differs from the unquantized model's.
 
     What it quantizes elsewhere in the text decoder keeps its inputs as they are, and what is
@@ -192,12 +190,12 @@ def emulate_checkpoint(
             plain,
             parameters=(parameter,),
             again=blocks
-            if profile.group_scales_power_of_two and _has_groups(parameter, checkpoint, source)
+            if numerics.group_scales_power_of_two and _has_groups(parameter, checkpoint, source)
             else None,
         )
         for parameter in stored
     )
-    inputs = dict(_stored_inputs(stored, checkpoint, source, profile))
+    inputs = dict(_stored_inputs(stored, checkpoint, source, numerics))
     return inputs, (*changes, *_copied(others, source, is_changed))
 
 
@@ -275,11 +273,11 @@ def _stored_inputs(
     stored: list[WeightParameter],
     checkpoint: Fp8Checkpoint,
     source: WeightSource,
-    profile: EngineProfile,
+    numerics: Numerics,
 ) -> Iterator[tuple[Site, Quantizer]]:
     for parameter in stored:
         found = {checkpoint.activation(name) for name in source.tensor_names([parameter.name])}
-        quantizer = _input_quantizer(parameter, found, checkpoint, profile)
+        quantizer = _input_quantizer(parameter, found, checkpoint, numerics)
         if quantizer is not None:
             for site in parameter.sites:
                 yield Site(site.module, Role.INPUT), quantizer
@@ -289,7 +287,7 @@ def _input_quantizer(
     parameter: WeightParameter,
     found: set[Activation],
     checkpoint: Fp8Checkpoint,
-    profile: EngineProfile,
+    numerics: Numerics,
 ) -> Quantizer | None:
     kinds = {activation.kind for activation in found}
     if len(kinds) > 1:
@@ -300,14 +298,14 @@ def _input_quantizer(
     kind = kinds.pop()
     if kind is InputScaling.NONE:
         return None
-    if kind is InputScaling.STATIC and not profile.static_inputs_ignored:
+    if kind is InputScaling.STATIC and not numerics.static_inputs_ignored:
         # Experts share one input scale in engines: the largest.
         largest = max(activation.scale or 0.0 for activation in found)
-        return _static_quantizer(largest, checkpoint.fmt, profile)
+        return _static_quantizer(largest, checkpoint.fmt, numerics)
     bounds = [a.upper_bound for a in found if a.upper_bound is not None]
     return _dynamic_quantizer(
         kind,
         checkpoint.fmt,
-        profile,
+        numerics,
         largest_amax=max(bounds) if bounds else None,
     )

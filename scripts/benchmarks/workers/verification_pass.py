@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fp8calib.engines.numerics import EngineProfile, find_profile
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import find_emulated
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.recipe import load_recipe
@@ -31,10 +32,10 @@ from scripts.benchmarks.workers.timing import print_seconds, run_plain
 
 def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> None:
     """Time the verification of a KV candidate and of a static W8A8 one."""
-    profile = find_profile("vllm")
+    numerics = find_emulated("vllm")[1]
     with set_up(folder, tokens, dtype, device, load_recipe("w8a8-static")) as setup:
         geometry = setup.prepared.geometry
-        unscaled = build_unscaled(SCALE_ONE, geometry, E4M3FN, profile)
+        unscaled = build_unscaled(SCALE_ONE, geometry, E4M3FN, numerics)
         reference = ReferenceModel(
             name="bench",
             model=setup.model,
@@ -45,10 +46,10 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
         )
 
         def verification(candidate: Candidate) -> Callable[[], object]:
-            request = VerificationRequest(profile=profile, candidates=(candidate, unscaled))
+            request = VerificationRequest(numerics=numerics, candidates=(candidate, unscaled))
             return lambda: verify(reference, request, setup.plan, batch_size=1, progress=Silent())
 
-        candidates = build_candidates(setup, profile)
+        candidates = build_candidates(setup, numerics)
         runs = {
             "plain": lambda: run_plain(setup.model, setup.batches),
             **{name: verification(candidate) for name, candidate in candidates.items()},
@@ -57,17 +58,17 @@ def main(folder: str, tokens: Path, dtype: str, device: str, rounds: int) -> Non
         print_seconds(prepared, rounds=rounds, device=device)
 
 
-def build_candidates(setup: Setup, profile: EngineProfile) -> dict[str, Candidate]:
+def build_candidates(setup: Setup, numerics: Numerics) -> dict[str, Candidate]:
     """Calibrate, and build a KV candidate and a static W8A8 one from the statistics."""
     stats = setup.calibrate()
     return {
-        "kv": build_kv_candidate("kv", compute_kv_scales(stats, E4M3FN), profile, "bench"),
+        "kv": build_kv_candidate("kv", compute_kv_scales(stats, E4M3FN), numerics, "bench"),
         "w8a8": build_scheme(
             "w8a8",
             find_scheme("fp8-static"),
             Target(checkpoint=setup.checkpoint, fingerprint="", geometry=setup.prepared.geometry),
             setup.model,
-            profile,
+            numerics,
             fmt=E4M3FN,
             stats=stats,
         ),

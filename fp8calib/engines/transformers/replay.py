@@ -12,8 +12,6 @@ from collections.abc import Mapping
 import torch
 
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.engines.limitations import REBUILT
-from fp8calib.engines.models import TRANSFORMERS_REBUILT_TYPES, TRANSFORMERS_UNEXPECTED_TYPES
 from fp8calib.engines.replay.folder import (
     HeldScale,
     LoadContext,
@@ -22,7 +20,9 @@ from fp8calib.engines.replay.folder import (
     find_indexed,
     require_readable,
 )
-from fp8calib.engines.replay.notes import amend_for_dtype, find_recorded_dtype, note_unread
+from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.query_scales import note_unread
+from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -32,16 +32,27 @@ from fp8calib.engines.replay.verdicts import (
     judge_number,
     report_refusal,
 )
-from fp8calib.engines.replay.vllm_config import find_quantization
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
+_UNEXPECTED_TYPES = (
+    *("bloom", "dbrx", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "persimmon"),
+)
+"""Model types where compressed-tensors finds no attention to put scales on (tried on 5.23): it
+wants a k_proj, v_proj, qkv_proj or kv_b_proj, and past_key_values among the arguments."""
+_REBUILT_TYPES = ("llama4_text",)
+"""Model types whose experts transformers 5.23 makes anew under any `quantization_config`, and
+leaves without their weights (`quantizers/base.py`, MODULES_TO_PATCH_FOR_QUANTIZATION; tried)."""
+_REBUILT = (
+    "the experts are made anew under any quantization_config and their weights reported MISSING: "
+    "they are random numbers"
+)
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FIX = "write a kv-overlay: compressed-tensors with kv_cache_scheme, scales of shape [1]"
 _UNSET = "the scale is MISSING, and the parameter keeps whatever its memory held"
 
 
-def check_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+def replay_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
     """Replay `from_pretrained` with `dtype="auto"`; `tp` plays no part."""
     del tp
     try:
@@ -60,15 +71,25 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
         scene.problems.append(
             f"{SINGLE_FILE_NAME} goes before {INDEX_NAME}, which is not looked at"
         )
-    is_rebuilt = geometry.model_type in TRANSFORMERS_REBUILT_TYPES
-    if quantization and is_rebuilt and _has_stacked_experts(folder):
-        scene.problems.append(REBUILT)
     layers = [
         _judge(scene, layer.index, attention, scheme) for layer, attention in geometry.attentions()
     ]
     note_unread(scene, "reported as unexpected")
-    report = EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(scene.problems)))
-    return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ, _E5M2)
+    report = EngineReport(
+        layers=tuple(layers),
+        problems=tuple(dict.fromkeys(scene.problems)),
+        weights=_judge_experts(quantization, folder, geometry),
+    )
+    return amend_for_dtype(report, folder, fnuz=_FNUZ, e5m2=_E5M2)
+
+
+def _judge_experts(
+    quantization: Mapping[str, object], folder: ScaleFolder, geometry: ModelGeometry
+) -> LoadVerdict | None:
+    is_rebuilt = geometry.model_type in _REBUILT_TYPES
+    if quantization and is_rebuilt and _has_stacked_experts(folder):
+        return LoadVerdict(status=Status.MISREAD, why=_REBUILT, fix="serve it with vLLM or SGLang")
+    return None
 
 
 def _has_stacked_experts(folder: ScaleFolder) -> bool:
@@ -111,7 +132,7 @@ def _find_scheme(
         why = "empty config_groups on a model with experts: IndexError in get_experts_scheme"
         raise Refusal(why, fix='add a group that matches nothing: "targets": ["re:^no-module$"]')
     scheme = quantization.get("kv_cache_scheme")
-    if scheme is None or geometry.model_type in TRANSFORMERS_UNEXPECTED_TYPES:
+    if scheme is None or geometry.model_type in _UNEXPECTED_TYPES:
         return None
     if not isinstance(scheme, dict):
         raise Refusal("kv_cache_scheme is not an object (ValidationError)", fix=_FIX)

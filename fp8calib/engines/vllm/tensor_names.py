@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 
-from fp8calib.engines.models import VLLM_PLACELESS_TYPES
 from fp8calib.engines.replay.folder import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.replay.vllm_config import KvMethod
+from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES
+from fp8calib.engines.vllm.quantization_config import KvMethod
 
 NAMES_MEND = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
 _STRICT_TYPES = ("gpt2",)
@@ -38,7 +38,7 @@ _IGNORED = tuple(f".{role}_{kind}" for role in ("q", "k", "v") for kind in ("sca
 """`_ignore_unexpected_suffixes`: what may be left without a place."""
 
 
-def map_name(name: str, method: KvMethod) -> str:
+def name_vllm_parameter(name: str, method: KvMethod) -> str:
     """Rename a tensor as vLLM does before it looks for the parameter."""
     for pattern, new in _REGEXES:
         name = pattern.sub(new, name)
@@ -57,13 +57,15 @@ def refuse_unmapped(scene: LoadContext, method: KvMethod) -> None:
     """
     modules = [attention.checkpoint_module for _, attention in scene.geometry.attentions()]
     for name, scale in scene.scales.items():
-        if why := _find_fault(scene.geometry.model_type, modules, map_name(name, method), method):
+        if why := _find_fault(
+            scene.geometry.model_type, modules, name_vllm_parameter(name, method), method
+        ):
             raise Refusal(f"{scale}: {why}", fix=_find_mend(scene.geometry.model_type))
 
 
 def _find_fault(model_type: str, modules: list[str], mapped: str, method: KvMethod) -> str:
     """Tell why the loader fails on a name; empty where it takes or ignores it."""
-    if model_type in VLLM_PLACELESS_TYPES:
+    if model_type in TYPES_WITHOUT_KV_SCALES:
         return f"vLLM's {model_type} gives its attention no place for scales (ValueError)"
     held = {f"{module}.attn.prob_scale" for module in modules}
     if not mapped.endswith(_IGNORED) and not (method in _OF_PROBABILITIES and mapped in held):
@@ -75,7 +77,7 @@ def _find_fault(model_type: str, modules: list[str], mapped: str, method: KvMeth
 
 
 def _find_mend(model_type: str) -> str:
-    if model_type in VLLM_PLACELESS_TYPES:
+    if model_type in TYPES_WITHOUT_KV_SCALES:
         return "serve it without them: --kv-cache-dtype fp8 multiplies by 1.0"
     if model_type in _STRICT_TYPES:
         return "call it .attn.attn.k_scale: vLLM's layer lies inside .attn"

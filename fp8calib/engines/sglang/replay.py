@@ -11,14 +11,6 @@ from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.tensor_names import parse_name
-from fp8calib.engines.models import (
-    SGLANG_FUSING_TYPES,
-    SGLANG_LOSING_TYPES,
-    SGLANG_MAPPING_TYPES,
-    SGLANG_OWN_MAPPINGS,
-    SGLANG_STRICT_TYPES,
-    find_sglang_type,
-)
 from fp8calib.engines.replay.folder import (
     HeldScale,
     LoadContext,
@@ -28,9 +20,18 @@ from fp8calib.engines.replay.folder import (
     require_readable,
 )
 from fp8calib.engines.replay.kv_cache_method import PairRules, is_not_positive, judge_pair
-from fp8calib.engines.replay.notes import amend_for_dtype, find_recorded_dtype, note_unread
+from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.query_scales import note_unread
+from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, report_refusal
-from fp8calib.engines.replay.vllm_config import find_quantization
+from fp8calib.engines.sglang.model_types import (
+    FUSING_TYPES,
+    LOSING_TYPES,
+    MAPPING_TYPES,
+    OWN_MAPPINGS,
+    STRICT_TYPES,
+    find_sglang_type,
+)
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -50,7 +51,7 @@ _NEARLY = 1e-6
 _FIX = "name it as the parameter is called in SGLang's model ({path}.k_scale and .v_scale)"
 
 
-def check_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+def replay_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
     """Replay SGLang's loading of a folder, with `--kv-cache-dtype fp8_e4m3`; `tp` plays no part."""
     del tp  # every rank takes the same number
     try:
@@ -75,7 +76,7 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     places = {} if fault else _find_places(geometry)
     model_type = find_sglang_type(geometry)
     _refuse_strays(scene, places, model_type)
-    loaded = scene.load(lambda name: places.get(map_name(name, model_type)))
+    loaded = scene.load(lambda name: places.get(name_sglang_parameter(name, model_type)))
     layers = [
         _judge(scene, loaded, layer.index, attention, fault)
         for layer, attention in geometry.attentions()
@@ -83,7 +84,7 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     note_unread(scene, "SGLang does not read it, and does not quantize the query by it")
     report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
     doubled = "SGLang takes it as a scale for e4m3fn, doubled once more on AMD gfx94x"
-    return amend_for_dtype(report, find_recorded_dtype(folder), doubled, _E5M2)
+    return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
 
 
 _E5M2 = "an fp8_e4m3 cache multiplies by a number that was made for e5m2"
@@ -146,13 +147,13 @@ def _inner_path(attention: Attention) -> str:
     return f"{attention.checkpoint_module}.{inner}"
 
 
-def map_name(name: str, model_type: str) -> str:
+def name_sglang_parameter(name: str, model_type: str) -> str:
     """Rename a tensor as the model's `load_weights` does before it looks for the parameter."""
-    if model_type in SGLANG_LOSING_TYPES:
+    if model_type in LOSING_TYPES:
         return ""
-    if model_type in SGLANG_MAPPING_TYPES:
+    if model_type in MAPPING_TYPES:
         return name if _is_lost(name, model_type) else _remap(name)
-    for old, new in SGLANG_OWN_MAPPINGS.get(model_type, {}).items():
+    for old, new in OWN_MAPPINGS.get(model_type, {}).items():
         if name.endswith(old):
             return name.removesuffix(old) + new
     return name
@@ -186,12 +187,12 @@ def _remap(name: str) -> str:
 
 def _refuse_strays(scene: LoadContext, places: Mapping[str, Slot], model_type: str) -> None:
     for name, held in scene.scales.items():
-        is_stray = map_name(name, model_type) not in places
-        if model_type in SGLANG_STRICT_TYPES and is_stray and not _is_passed(held, model_type):
+        is_stray = name_sglang_parameter(name, model_type) not in places
+        if model_type in STRICT_TYPES and is_stray and not _is_passed(held, model_type):
             error = "AssertionError" if model_type == "qwen3_next" else "KeyError"
             why = f"{held}: SGLang's {model_type} has no such parameter ({error})"
             raise Refusal(why, fix=_FIX.format(path=_example(scene.geometry)))
-        if model_type in SGLANG_FUSING_TYPES and _PROJECTION.search(name):
+        if model_type in FUSING_TYPES and _PROJECTION.search(name):
             why = f"{held}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
             raise Refusal(why, fix=_FIX.format(path=_example(scene.geometry)))
 

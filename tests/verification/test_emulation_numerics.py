@@ -1,4 +1,4 @@
-"""Each setting of a profile changes what is emulated to what torch's casts say it should be."""
+"""Each setting of an engine's numerics changes the emulation to what torch's casts give."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.engines.numerics import PROFILES, EngineProfile
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.fp8.schemes import SCHEMES, Granularity
@@ -37,7 +38,7 @@ from tests.verification.by_hand import (
     tensor_scale,
 )
 
-PLAIN = EngineProfile(name="plain", version="")
+PLAIN = Numerics(name="plain")
 THIRD = 0.0371
 
 
@@ -92,12 +93,12 @@ def first_attention(subject: Subject) -> Attention:
 
 
 def quantizers(
-    subject: Subject, profile: EngineProfile, values: Any = (THIRD,), **settings: Any
+    subject: Subject, numerics: Numerics, values: Any = (THIRD,), **settings: Any
 ) -> dict[Role, Quantizer]:
     """Give what the product does to K, V and q of layer 0."""
     dialect = settings.pop("dialect", "")
     table = make_table(subject, torch.tensor(values), **settings)
-    found = emulate_kv(table, profile, dialect=dialect)
+    found = emulate_kv(table, numerics, dialect=dialect)
     attention = first_attention(subject)
     roles = (Role.K, Role.V, Role.Q)
     return {role: found[attention.site(role)] for role in roles if attention.site(role) in found}
@@ -115,13 +116,13 @@ def test_the_vllm_cpu_cache_multiplies_by_the_reciprocal_and_rounds_toward_zero(
     llama: Subject,
 ) -> None:
     for role in (Role.K, Role.V):
-        found = quantizers(llama, PROFILES["vllm-cpu"])[role].fake_quantize(X)
+        found = quantizers(llama, find_emulated("vllm-cpu")[1])[role].fake_quantize(X)
         assert torch.equal(found, by_reciprocal(X, THIRD, down=True))
         assert not torch.equal(found, by_reciprocal(X, THIRD))
 
 
 def test_the_vllm_gpu_cache_divides_and_rounds_to_nearest(llama: Subject) -> None:
-    found = quantizers(llama, PROFILES["vllm"])
+    found = quantizers(llama, find_emulated("vllm")[1])
     assert torch.equal(found[Role.K].fake_quantize(X), cast(X, THIRD))
     assert torch.equal(found[Role.Q].fake_quantize(X), by_reciprocal(X, THIRD))
 
@@ -130,7 +131,7 @@ def test_the_sglang_cache_divides_in_the_dtype_of_the_model_and_takes_q_at_one(
     llama: Subject,
 ) -> None:
     x = X.to(torch.bfloat16)
-    found = quantizers(llama, PROFILES["sglang"])
+    found = quantizers(llama, find_emulated("sglang")[1])
     quotient = x / torch.tensor(THIRD).to(torch.bfloat16)
     codes = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
     expected = (codes.float() * torch.tensor(THIRD)).to(torch.bfloat16)
@@ -139,7 +140,7 @@ def test_the_sglang_cache_divides_in_the_dtype_of_the_model_and_takes_q_at_one(
 
 
 def test_the_tgi_cache_multiplies_by_the_reciprocal(llama: Subject) -> None:
-    found = quantizers(llama, PROFILES["tgi"])
+    found = quantizers(llama, find_emulated("tgi")[1])
     assert torch.equal(found[Role.V].fake_quantize(X), by_reciprocal(X, THIRD))
     assert Role.Q not in found
 
@@ -147,16 +148,16 @@ def test_the_tgi_cache_multiplies_by_the_reciprocal(llama: Subject) -> None:
 def test_tgi_rounds_the_one_scale_of_its_own_dialect_to_bfloat16(llama: Subject) -> None:
     rounded = float(torch.tensor(THIRD).to(torch.bfloat16))
     assert rounded != pytest.approx(THIRD, rel=1e-4)
-    joint = quantizers(llama, PROFILES["tgi"], dialect="tgi")
-    others = quantizers(llama, PROFILES["tgi"], dialect="compressed-tensors")
+    joint = quantizers(llama, find_emulated("tgi")[1], dialect="tgi")
+    others = quantizers(llama, find_emulated("tgi")[1], dialect="compressed-tensors")
     assert float(joint[Role.K].scale) == rounded  # type: ignore[arg-type]
     assert float(others[Role.K].scale) == pytest.approx(THIRD)  # type: ignore[arg-type]
 
 
 def test_the_largest_of_a_layers_heads_serves_them_all_in_vllm_cpu(llama: Subject) -> None:
-    found = quantizers(llama, PROFILES["vllm-cpu"], ((0.01, 0.07),), per_head=True)
+    found = quantizers(llama, find_emulated("vllm-cpu")[1], ((0.01, 0.07),), per_head=True)
     assert torch.equal(found[Role.K].fake_quantize(X), by_reciprocal(X, 0.07, down=True))
-    own = quantizers(llama, PROFILES["vllm"], ((0.01, 0.07),), per_head=True)[Role.K]
+    own = quantizers(llama, find_emulated("vllm")[1], ((0.01, 0.07),), per_head=True)[Role.K]
     expected = cast(X, torch.tensor([0.01, 0.07]).reshape(1, 2, 1, 1))
     assert torch.equal(own.fake_quantize(X), expected)
 
@@ -164,7 +165,7 @@ def test_the_largest_of_a_layers_heads_serves_them_all_in_vllm_cpu(llama: Subjec
 @pytest.mark.parametrize("engine", ["sglang", "tgi"])
 def test_scales_per_head_are_refused_by(engine: str, llama: Subject) -> None:
     with pytest.raises(VerificationError, match=f"per head, and {engine} loads one per tensor"):
-        quantizers(llama, PROFILES[engine], ((0.01, 0.07),), per_head=True)
+        quantizers(llama, find_emulated(engine)[1], ((0.01, 0.07),), per_head=True)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_scales_per_head_are_refused_by(engine: str, llama: Subject) -> None:
 def test_scales_of_latent_attention_reach(
     engine: str, dialect: str, expected: float, latent: Subject
 ) -> None:
-    found = quantizers(latent, PROFILES[engine], dialect=dialect)
+    found = quantizers(latent, find_emulated(engine)[1], dialect=dialect)
     assert set(found) == {Role.K, Role.V}
     for quantizer in found.values():
         assert float(quantizer.scale) == pytest.approx(expected)  # type: ignore[arg-type]
@@ -189,8 +190,8 @@ def test_scales_of_latent_attention_reach(
 @pytest.mark.parametrize("engine", ["vllm", "vllm-cpu", "tgi"])
 def test_an_e5m2_cache_has_no_scales_in(engine: str, llama: Subject) -> None:
     with pytest.raises(VerificationError, match=f"{engine} uses no scales with an e5m2 KV cache"):
-        quantizers(llama, PROFILES[engine], fmt=E5M2)
-    ones = quantizers(llama, PROFILES[engine], (1.0,), fmt=E5M2)
+        quantizers(llama, find_emulated(engine)[1], fmt=E5M2)
+    ones = quantizers(llama, find_emulated(engine)[1], (1.0,), fmt=E5M2)
     x = X.clone().clamp(-400, 400)
     expected = cast(x, 1.0, torch.float8_e5m2)
     if engine == "vllm-cpu":
@@ -212,13 +213,13 @@ def test_an_e5m2_cache_has_no_scales_in(engine: str, llama: Subject) -> None:
 def test_saturation_in(
     engine: str, values: tuple[float], fmt: Any, saturates: bool, llama: Subject
 ) -> None:
-    found = quantizers(llama, PROFILES[engine], values, fmt=fmt)
+    found = quantizers(llama, find_emulated(engine)[1], values, fmt=fmt)
     assert found[Role.K].saturates is found[Role.V].saturates is saturates
 
 
 def test_no_scales_saturate_nothing_in_tgi(llama: Subject) -> None:
     table = make_unscaled_table(llama.geometry, E4M3FN)
-    found = emulate_kv(table, PROFILES["tgi"])
+    found = emulate_kv(table, find_emulated("tgi")[1])
     assert not any(quantizer.saturates for quantizer in found.values())
 
 
@@ -232,13 +233,13 @@ def test_the_values_of_these_tests_tell_a_reciprocal_from_a_division() -> None:
     assert not torch.equal(cast(X, THIRD), by_reciprocal(X, THIRD))
 
 
-def scheme_of(subject: Subject, name: str, profile: EngineProfile, stats: Any = None) -> Emulation:
+def scheme_of(subject: Subject, name: str, numerics: Numerics, stats: Any = None) -> Emulation:
     """Ask the product what a scheme does in an engine."""
     inputs, weights = emulate_scheme(
         SCHEMES[name],
         subject.geometry,
         dict(subject.model.named_modules()),
-        profile,
+        numerics,
         fmt=E4M3FN,
         stats=stats,
     )
@@ -251,7 +252,7 @@ def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
     ties = near_ties(THIRD).T
     x = torch.cat([ties, torch.full((5, 1), float(448 * torch.tensor(THIRD)))], 1)
     x[3] *= 1e-6
-    found = scheme_of(llama, "fp8-dynamic", PROFILES["vllm"]).quantizers[Q_INPUT]
+    found = scheme_of(llama, "fp8-dynamic", find_emulated("vllm")[1]).quantizers[Q_INPUT]
     scales = row_scales(x).clamp(min=1 / (448 * 512))
     assert float(scales[3]) == pytest.approx(1 / (448 * 512))
     expected = (x * (1.0 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
@@ -261,13 +262,13 @@ def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
 
 def test_groups_have_scales_that_are_powers_of_two_in_vllm(llama: Subject) -> None:
     """128 channels, and the 32 that are left."""
-    found = scheme_of(llama, "fp8-block", PROFILES["vllm"]).quantizers[Q_INPUT]
+    found = scheme_of(llama, "fp8-block", find_emulated("vllm")[1]).quantizers[Q_INPUT]
     pieces = []
     for piece in INPUTS.split(128, 1):
         scales = [2.0 ** ceil_log2(float(row.abs().max()) / 448) for row in piece]
         pieces.append(cast(piece, torch.tensor(scales).unsqueeze(1)))
     assert torch.equal(found.fake_quantize(INPUTS), torch.cat(pieces, 1))
-    plain = scheme_of(llama, "fp8-block", PROFILES["sglang"]).quantizers[Q_INPUT]
+    plain = scheme_of(llama, "fp8-block", find_emulated("sglang")[1]).quantizers[Q_INPUT]
     expected = torch.cat([cast_rows(piece) for piece in INPUTS.split(128, 1)], 1)
     assert torch.equal(plain.fake_quantize(INPUTS), expected)
 
@@ -287,7 +288,7 @@ def test_static_scales_are_multiplied_by_their_reciprocal_or_ignored(
     llama.model.save_pretrained(tmp_path)
     _, stats = run_calibration(tmp_path, make_plan(draw([20, 20])))
     static = {
-        engine: scheme_of(llama, "fp8-static", PROFILES[engine], stats).quantizers[Q_INPUT]
+        engine: scheme_of(llama, "fp8-static", find_emulated(engine)[1], stats).quantizers[Q_INPUT]
         for engine in ("reference", "vllm", "tgi")
     }
     scale = float(stats.sites[Q_INPUT].amax.max()) / 448
@@ -296,7 +297,7 @@ def test_static_scales_are_multiplied_by_their_reciprocal_or_ignored(
     assert torch.equal(static["reference"].fake_quantize(x), cast(x, torch.tensor(scale)))
     assert not torch.equal(by_reciprocal(x, scale), cast(x, torch.tensor(scale)))
     assert static["tgi"].scale is Granularity.TOKEN
-    scheme_of(llama, "fp8-static", PROFILES["tgi"])  # needs no statistics: it takes none
+    scheme_of(llama, "fp8-static", find_emulated("tgi")[1])  # needs no statistics: it takes none
 
 
 # --- weights -----------------------------------------------------------------------------------
@@ -326,10 +327,12 @@ def test_vllm_quantizes_blocks_again_with_scales_that_are_powers_of_two(llama: S
         ]
         strips.append(torch.cat(pieces, 1))
     expected = torch.cat(strips, 0)
-    found = weight_held(llama, scheme_of(llama, "fp8-block", PROFILES["vllm"]), name)
+    found = weight_held(llama, scheme_of(llama, "fp8-block", find_emulated("vllm")[1]), name)
     assert torch.equal(found, expected)
     assert not torch.equal(found, first)
-    reference = weight_held(llama, scheme_of(llama, "fp8-block", PROFILES["reference"]), name)
+    reference = weight_held(
+        llama, scheme_of(llama, "fp8-block", find_emulated("reference")[1]), name
+    )
     assert torch.equal(reference, first)
 
 
@@ -341,10 +344,10 @@ def test_what_fp16_flushes_is_lost_where_weights_go_through_it(tmp_path: Path) -
         weight.copy_(torch.logspace(-9, 8.8, weight.numel(), base=2.0).reshape(weight.shape))
         weight[-1, -1] = 448.0
         weight.mul_(2.0**-20)
-    profile = replace(PLAIN, weights_through_float16=True, static_inputs_ignored=True)
+    numerics = replace(PLAIN, weights_through_float16=True, static_inputs_ignored=True)
     name = "model.layers.0.self_attn.o_proj.weight"
     with opened(model, tmp_path / "m") as subject:
-        found = weight_held(subject, scheme_of(subject, "fp8-static", profile), name)
+        found = weight_held(subject, scheme_of(subject, "fp8-static", numerics), name)
     once = cast(weight.detach(), 2.0**-20)
     expected = cast(once.half().float(), 2.0**-20)
     assert torch.equal(found, expected)

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fp8calib.engines.models import TGI_TYPES
 from fp8calib.engines.replay.folder import HeldScale, LoadContext, ScaleFolder, require_readable
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.notes import amend_for_dtype, find_recorded_dtype, note_unread
+from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.query_scales import note_unread
+from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -23,11 +24,37 @@ from fp8calib.engines.replay.verdicts import (
     judge_number,
     report_refusal,
 )
-from fp8calib.engines.replay.vllm_config import find_quantization
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
+_TYPES_WITH_KV_SCALES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "cohere",
+    "dbrx",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_neox",
+    "gpt2",
+    "gptj",
+    "RefinedWeb",
+    "RefinedWebModel",
+    "falcon",
+    "gpt_bigcode",
+    "starcoder2",
+    "granite",
+)
+"""Model types whose modeling files call `get_kv_scales` (TGI db931fc); phi3 and granite are run by
+llama's."""
 _SKIPPED_WORDS = ("arguments", "args", "adapter", "training")
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOADABLE = {
@@ -42,7 +69,7 @@ _NAMES_MEND = "store k_scale and v_scale under the attention module's own path"
 _ROUNDED = "kv_scale is rounded to the model's dtype before it is used; k_scale and v_scale are not"
 
 
-def check_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
     """Replay TGI's loading of a folder; every rank takes the same number, so `tp` plays no part."""
     del tp
     try:
@@ -61,8 +88,12 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
     scene = LoadContext(folder, geometry, files)
     layers = [_judge(scene, layer.index, attention) for layer, attention in geometry.attentions()]
     note_unread(scene, "TGI does not ask for it")
+    if "kv_cache_torch_dtype" in folder.config:
+        scene.problems.append(
+            "kv_cache_torch_dtype is read only by the branch of pull request 2028"
+        )
     report = EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(scene.problems)))
-    return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ, _E5M2)
+    return amend_for_dtype(report, folder, fnuz=_FNUZ, e5m2=_E5M2)
 
 
 _FNUZ = "merged TGI doubles and halves no KV scale, and its cache is e4m3fn: twice too large"
@@ -126,7 +157,7 @@ def _list_linears(geometry: ModelGeometry) -> Iterator[str]:
 
 def _judge(scene: LoadContext, index: int, attention: Attention) -> LayerVerdict:
     prefix, model_type = attention.checkpoint_module, scene.geometry.model_type
-    if model_type not in TGI_TYPES:
+    if model_type not in _TYPES_WITH_KV_SCALES:
         why = f"TGI's {model_type} does not ask for KV scales: 1.0"
         return _absent(scene, index, why, "serve it with another engine")
     k, v, single = (scene.scales.get(f"{prefix}.{name}_scale") for name in ("k", "v", "kv"))

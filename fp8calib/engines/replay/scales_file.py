@@ -1,7 +1,8 @@
-"""What SGLang 0.5.23 does with `--quantization-param-path`: its schema, coercions included.
+"""The loader of a JSON file of scales in vLLM 0.4-0.6, of which SGLang has a copy.
 
-`srt/model_loader/weight_utils.py` (`QuantParamSchema`, `kv_cache_scales_loader`): whatever is
-wrong, all scales are 1.0 behind one line in the log.
+Read in SGLang 0.5.23, `srt/model_loader/weight_utils.py` (`QuantParamSchema`,
+`kv_cache_scales_loader`), and replayed with its coercions. Where anything in the file is wrong, all
+scales are 1.0 and one line in the log says why.
 """
 
 from __future__ import annotations
@@ -12,26 +13,19 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fp8calib.checkpoint.json_files import load_json
-from fp8calib.engines.models import find_sglang_type, takes_sglang_json
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
     LoadVerdict,
-    Refusal,
     Status,
     judge_number,
     report_alike,
-    report_refusal,
 )
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 Ranks = dict[int, dict[int, float]]
 
-_EFFECT = (
-    "SGLang parses the file; what the scales do depends on the attention backend (FlashAttention "
-    "fails on them, Triton and FlashInfer take 1.0): kv-overlay is the sturdier form"
-)
-_FIX = "export --format vllm-json --tp {tp} for this model writes a file that is taken"
+_FIX = "export --format vllm-json --tp {tp} for this model writes a file that is accepted"
 
 
 class _KvCache(BaseModel):
@@ -45,34 +39,15 @@ class _Schema(BaseModel):
     kv_cache: _KvCache
 
 
-def check_sglang_json(
-    path: Path, geometry: ModelGeometry, tp: int, *, has_kv_method: bool = False
-) -> EngineReport:
-    """Replay SGLang's loader on a JSON file, on every one of `tp` ranks.
-
-    Args:
-        path: the file.
-        geometry: the model it is loaded beside.
-        tp: the number of ranks.
-        has_kv_method: the model's own quantization_config gives its layers KV scales already.
-    """
-    if not takes_sglang_json(geometry):
-        why = (
-            f"SGLang's {find_sglang_type(geometry)} takes no file of scales: RuntimeError at start"
-        )
-        return report_refusal(geometry, Refusal(why, fix="serve a kv-overlay instead"))
+def replay_scales_file(path: Path, geometry: ModelGeometry, tp: int) -> EngineReport:
+    """Replay the loader on every one of `tp` ranks of a model."""
     try:
         document = _Schema.model_validate(load_json(path))
         _check_context(document, geometry, tp)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
-        why = f"the file is thrown away, all scales are 1.0: {_explain(error)}"
-        fix = _FIX.format(tp=tp)
-        return report_alike(
-            geometry, LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
-        )
-    if has_kv_method:
-        why = "the model's quantization_config makes k_scale a parameter: a float is a TypeError"
-        return report_refusal(geometry, Refusal(why, fix="store the scales in the checkpoint"))
+        why = f"the engine ignores the file and uses 1.0 for all scales: {_explain(error)}"
+        verdict = LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=_FIX.format(tp=tp))
+        return report_alike(geometry, verdict)
     return _judge(document.kv_cache.scaling_factor, geometry)
 
 
@@ -110,7 +85,7 @@ def _judge(ranks: Ranks, geometry: ModelGeometry) -> EngineReport:
         numbers = [ranks[rank][layer.index] for rank in sorted(ranks)]
         one = _judge_ranks(numbers)
         verdicts.append(LayerVerdict(layer=layer.index, k=one, v=one))
-    return EngineReport(layers=tuple(verdicts), problems=(_EFFECT,))
+    return EngineReport(layers=tuple(verdicts))
 
 
 def _judge_ranks(numbers: list[float]) -> LoadVerdict:

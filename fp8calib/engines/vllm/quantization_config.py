@@ -12,7 +12,6 @@ import fnmatch
 from collections.abc import Mapping
 from enum import StrEnum
 
-from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal
 
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
@@ -49,33 +48,6 @@ _OWN_FILE_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4"
 """Those vLLM knows in the nested form of ModelOpt's own file (`hf_quant_config.json`)."""
 _STRATEGIES = ("tensor", "attn_head")
 _GROUPS_MEND = "write config_groups as kv-overlay does, or leave the group out"
-
-
-def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[str, object] | None:
-    """Find the quantization config of a folder, where engines look for it, in their order.
-
-    Args:
-        folder: the checkpoint.
-        keys: `modelopt` for `hf_quant_config.json`, else keys of config.json; `text_config.KEY`
-            names one of the text part.
-
-    Raises:
-        Refusal: it is not an object.
-    """
-    for key in keys:
-        found = folder.modelopt if key == "modelopt" else _look_up(folder.config, key)
-        if found is None:
-            continue
-        if not isinstance(found, dict):
-            raise Refusal(f"{key} is not an object", fix="write it as a JSON object")
-        return found
-    return None
-
-
-def _look_up(config: Mapping[str, object], key: str) -> object:
-    outer, _, inner = key.rpartition(".")
-    section = config.get(outer) if outer else config
-    return section.get(inner) if isinstance(section, Mapping) else None
 
 
 def find_kv_method(quantization: Mapping[str, object], *, beside: object = None) -> KvMethod | None:

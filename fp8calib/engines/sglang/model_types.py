@@ -1,4 +1,4 @@
-"""Which engine knows what of which model types, as read in the engines' sources."""
+"""How the models of SGLang 0.5.23 load KV scales, by model type (`srt/models/`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Mapping
 
 from fp8calib.geometry.model_geometry import ModelGeometry
 
-VLLM_UNRUN_TYPES = ("bamba", "diffllama", "minimax", "mpt", "xglm")
-"""Model types that vLLM 0.32 does not start (run); of some an earlier release did."""
-VLLM_PLACELESS_TYPES = ("jamba", "lfm2", "lfm2_moe", "zamba2")
-"""Model types whose `Attention` vLLM 0.32 makes without a `quant_config`: there is no parameter for
-a scale, and the loader fails on one (jamba, lfm2 and lfm2_moe: run; zamba2: read)."""
-VLLM_EXPANDED_TYPES = ("minicpm3", "youtu")
-"""Model types with latents whose K and V vLLM 0.32 caches expanded to heads: their class is of its
-own (minicpm3, read), or transformers' (youtu, run)."""
-SGLANG_JSON_TYPES = (
+JSON_TYPES = (
     "llama",
     "qwen2",
     "qwen3",
@@ -38,42 +30,7 @@ SGLANG_JSON_TYPES = (
 )
 """Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); the last
 five are subclasses of llama's. llama4's class inherits it too, but not its inner model."""
-TGI_TYPES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "phi",
-    "phi3",
-    "cohere",
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gpt_neox",
-    "gpt2",
-    "gptj",
-    "RefinedWeb",
-    "RefinedWebModel",
-    "falcon",
-    "gpt_bigcode",
-    "starcoder2",
-    "granite",
-)
-"""Model types whose modeling files call `get_kv_scales` (TGI db931fc); phi3 and granite are run by
-llama's."""
-TRANSFORMERS_UNEXPECTED_TYPES = (
-    *("bloom", "dbrx", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "persimmon"),
-)
-"""Model types where compressed-tensors finds no attention to put scales on (tried on 5.23): it
-wants a k_proj, v_proj, qkv_proj or kv_b_proj, and past_key_values among the arguments."""
-TRANSFORMERS_REBUILT_TYPES = ("llama4_text",)
-"""Model types whose experts transformers 5.23 makes anew under any `quantization_config`, and
-leaves without their weights (`quantizers/base.py`, MODULES_TO_PATCH_FOR_QUANTIZATION; tried)."""
-SGLANG_MAPPING_TYPES = frozenset(
+MAPPING_TYPES = frozenset(
     {
         *("apertus", "arcee", "cohere", "cohere2", "dbrx", "diffusion_gemma", "exaone4", "gemma2"),
         *("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gptj"),
@@ -87,7 +44,7 @@ attention gets a folder's `k_scale`."""
 _MODELOPT_NAMES = {f".{role}_proj.{role}_scale": f".attn.{role}_scale" for role in "kv"}
 _LATENT_NAMES = {f".{role}_proj.{role}_scale": f".attn_mqa.{role}_scale" for role in "kv"}
 _PLAIN_NAMES = {f".self_attn.{role}_scale": f".self_attn.attn.{role}_scale" for role in "kv"}
-SGLANG_OWN_MAPPINGS: Mapping[str, Mapping[str, str]] = {
+OWN_MAPPINGS: Mapping[str, Mapping[str, str]] = {
     "qwen3_next": _MODELOPT_NAMES,
     "qwen3_5_text": {**_MODELOPT_NAMES, **_PLAIN_NAMES},
     "qwen3_5_moe_text": {**_MODELOPT_NAMES, **_PLAIN_NAMES},
@@ -98,7 +55,7 @@ SGLANG_OWN_MAPPINGS: Mapping[str, Mapping[str, str]] = {
 }
 """What the loaders of further model types map by themselves: ends of names, and what becomes of
 them (`models/qwen3_next.py`, `models/qwen3_5.py`, `deepseek_common/deepseek_weight_loader.py`)."""
-SGLANG_STRICT_TYPES = frozenset(
+STRICT_TYPES = frozenset(
     {
         *("ernie4_5_moe", "falcon_h1", "gemma", "gpt2", "gpt_bigcode", "granite", "granite_swa"),
         *("glmasr", "granitemoehybrid", "interns1", "minicpm3", "mllama_text_model", "olmo"),
@@ -106,7 +63,7 @@ SGLANG_STRICT_TYPES = frozenset(
     }
 )
 """Model types whose `load_weights` ends in an error at a name it has no parameter for."""
-SGLANG_FUSING_TYPES = frozenset(
+FUSING_TYPES = frozenset(
     {
         *("cohere", "cohere2", "gemma2", "gemma3n", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
         *("mixtral", "opt", "phimoe", "qwen2_5_vl_text", "starcoder2"),
@@ -114,10 +71,10 @@ SGLANG_FUSING_TYPES = frozenset(
 )
 """Those that rename k_proj to qkv_proj before anything else, and end in a KeyError at a scale under
 a projection (the names of ModelOpt and Quark)."""
-SGLANG_LOSING_TYPES = ("llama4",)
+LOSING_TYPES = ("llama4",)
 """Those that rename every KV scale and then take it for done (`mllama4.py`,
 `_handle_scale_remapping`): 1.0."""
-_SGLANG_WRAPPERS = {
+_WRAPPERS = {
     "Gemma3nForConditionalGeneration": "gemma3n",
     "GlmAsrForConditionalGeneration": "glmasr",
     "InternS1ForConditionalGeneration": "interns1",
@@ -131,10 +88,10 @@ _WRAPPED = "ForConditionalGeneration"
 
 def find_sglang_type(geometry: ModelGeometry) -> str:
     """Give the model type by which the tables know how SGLang loads the model's weights."""
-    return _SGLANG_WRAPPERS.get(geometry.architecture, geometry.model_type)
+    return _WRAPPERS.get(geometry.architecture, geometry.model_type)
 
 
 def takes_sglang_json(geometry: ModelGeometry) -> bool:
     """Whether SGLang's class of the model takes a file of scales; no class around it does."""
     is_wrapped = geometry.architecture.endswith(_WRAPPED) and geometry.model_type != "glm5_next"
-    return geometry.model_type in SGLANG_JSON_TYPES and not is_wrapped
+    return geometry.model_type in JSON_TYPES and not is_wrapped

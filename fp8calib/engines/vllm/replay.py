@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fp8calib.engines.models import VLLM_EXPANDED_TYPES, VLLM_UNRUN_TYPES
 from fp8calib.engines.replay.folder import (
     HeldScale,
     LoadContext,
@@ -20,13 +19,13 @@ from fp8calib.engines.replay.kv_cache_method import (
     require_scalar,
 )
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.notes import (
-    amend_for_dtype,
-    find_recorded_dtype,
+from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.query_scales import (
+    list_optional_scales,
     list_queries,
     list_zero_points,
-    note_loaded,
 )
+from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -36,8 +35,9 @@ from fp8calib.engines.replay.verdicts import (
     judge_number,
     report_refusal,
 )
-from fp8calib.engines.replay.vllm_config import KvMethod, find_kv_method, find_quantization
-from fp8calib.engines.replay.vllm_names import NAMES_MEND, map_name, refuse_unmapped
+from fp8calib.engines.vllm.model_types import EXPANDED_TYPES, UNSUPPORTED_TYPES
+from fp8calib.engines.vllm.quantization_config import KvMethod, find_kv_method
+from fp8calib.engines.vllm.tensor_names import NAMES_MEND, name_vllm_parameter, refuse_unmapped
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -50,7 +50,7 @@ _CONFIG_KEYS = (
 _NO_PLACE = "no parameter of vLLM's model has that name, so it is ignored without a word: 1.0"
 
 
-def check_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+def replay_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
     """Replay vLLM's loading of a folder, with `--kv-cache-dtype fp8` on `tp` ranks."""
     try:
         return _check(folder, geometry, tp)
@@ -59,7 +59,7 @@ def check_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
 
 
 def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    if geometry.model_type in VLLM_UNRUN_TYPES:
+    if geometry.model_type in UNSUPPORTED_TYPES:
         raise Refusal(f"vLLM 0.32 runs no {geometry.model_type}", fix="use another engine")
     files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
     require_readable(folder, files)
@@ -77,12 +77,19 @@ def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineRepor
     else:
         layers = [_judge(scene, method, loaded, *item) for item in _attentions(geometry)]
     if method is not KvMethod.NONE:
-        note_loaded(scene, method)
+        _note_loaded(scene, method)
     _note_conditions(scene, method)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
     report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
-    return amend_for_dtype(report, find_recorded_dtype(folder), _FNUZ[method], _E5M2)
+    is_kept = method is KvMethod.COMPRESSED_TENSORS
+    return amend_for_dtype(
+        report,
+        folder,
+        fnuz=_KEPT if is_kept else _DOUBLED,
+        e5m2=_E5M2,
+        fnuz_device="AMD gfx94x" if is_kept else "",
+    )
 
 
 def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
@@ -103,10 +110,10 @@ _EXPANDED = {
 
 _E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
 _DOUBLED = "vLLM takes it as a scale for e4m3fn, doubled once more on AMD gfx94x"
-_FNUZ = dict.fromkeys(KvMethod, _DOUBLED) | {
-    KvMethod.COMPRESSED_TENSORS: "compressed-tensors' method uses it as it stands: right on AMD "
-    "gfx94x alone, twice too large for the e4m3fn cache of every other device",
-}
+_KEPT = (
+    "compressed-tensors' method uses it unchanged: right on AMD gfx94x alone, twice too large for "
+    "the e4m3fn cache of every other device"
+)
 
 
 def _check_unquantized(scene: LoadContext) -> EngineReport:
@@ -148,11 +155,11 @@ def _load(
         for role in (Role.K, Role.V)
     }
     refuse_unmapped(scene, method)
-    return scene.load(lambda name: places.get(map_name(name, method)))
+    return scene.load(lambda name: places.get(name_vllm_parameter(name, method)))
 
 
 def _has_place(scene: LoadContext, attention: Attention) -> bool:
-    return attention.kind == "heads" or scene.geometry.model_type in VLLM_EXPANDED_TYPES
+    return attention.kind == "heads" or scene.geometry.model_type in EXPANDED_TYPES
 
 
 def _judge(
@@ -278,3 +285,18 @@ def _note_conditions(scene: LoadContext, method: KvMethod) -> None:
             "on AMD gfx94x (fnuz) compressed-tensors' KV scales are not doubled: e4m3fn scales "
             "clip there above 240/448 of the calibrated range"
         )
+
+
+def _note_loaded(scene: LoadContext, method: KvMethod) -> None:
+    """Say what vLLM does with these scales, where there are any."""
+    for what, found in list_optional_scales(scene):
+        bad = [held for held in found if not all(0 < v < float("inf") for v in held.values)]
+        if bad and method is KvMethod.COMPRESSED_TENSORS:
+            scene.problems.append(f"{bad[0]} is no scale, and vLLM takes it as it stands")
+        elif bad:
+            scene.problems.append(f"{bad[0]} is no scale; where it is not above 0, 1.0 is used")
+        elif found:
+            scene.problems.append(
+                f"{what} is loaded ({len(found)}, such as {found[0]}): backends that quantize the "
+                "query use it (FlashAttention 3, FlashInfer, Triton on CUDA), others do not"
+            )

@@ -8,7 +8,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.config_readers import load_finder
 from fp8calib.dialects.fp8.quantization_config import ContradictionError, FindScheme, StoredScheme
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
-from fp8calib.engines.limitations import SGLANG, TGI, TRANSFORMERS, VLLM
+from fp8calib.engines.engine import Effect, Engine
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
@@ -18,14 +18,13 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.weights.blocks import list_rank_faults
-from fp8calib.engines.weights.faults import Effect, QuantizedLinear, QuantizedWeights, WeightFault
-from fp8calib.engines.weights.rules import FINEGRAINED, list_weight_faults
+from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, WeightFault
+from fp8calib.engines.weights.rules import list_weight_faults
 from fp8calib.engines.weights.scales import list_scale_faults
 from fp8calib.errors import VerificationError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
 
-_NAMES = {"vllm": VLLM, "sglang": SGLANG, "tgi": TGI, "transformers": TRANSFORMERS}
 _SUFFIX = ".weight"
 _FLOATS = ("BF16", "F16", "F32")
 _TRIED_METHODS = ("compressed-tensors", "fp8")
@@ -36,7 +35,7 @@ _ALIAS = "FP8_BLOCK_SCALES"
 _UNREAD = "what engines make of its FP8 weights is not checked"
 
 
-class WeightCheck:
+class WeightReplay:
     """The faults of a folder's FP8 weights, found once for all engines."""
 
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> None:
@@ -54,8 +53,8 @@ class WeightCheck:
             method, find_scheme = load_finder(folder.path, folder.config)
             self._faults += _list_contradictions(method, find_scheme, stored, geometry)
             schemes = {module: find_scheme(module) for module in stored}
-            left = {name for name, entry in matrices.items() if entry.dtype in _FLOATS}
-            self._faults += _list_forgotten(method, find_scheme, left, folder, geometry)
+            unquantized = {name for name, entry in matrices.items() if entry.dtype in _FLOATS}
+            self._faults += _list_forgotten(method, find_scheme, unquantized, folder, geometry)
         except VerificationError as error:
             self._problem = f"{_UNREAD}: {error.message}"
             return
@@ -63,40 +62,32 @@ class WeightCheck:
             self._problem = f"{_UNREAD}: engines take {_ALIAS} for a part of the linears alone"
             return
         weights = QuantizedWeights(
-            form=_name_form(method, schemes, tensors),
+            dialect=_name_dialect(method, schemes, tensors),
             config=folder.config,
             linears=tuple(_describe(each, stored[each], schemes[each]) for each in stored),
-            left=left,
+            unquantized=unquantized,
             is_mixed=_is_mixed(folder),
         )
         self._faults += list_scale_faults(schemes, tensors)
         self._faults += list_weight_faults(weights)
         self._faults += list_rank_faults(weights, geometry, tp)
 
-    def amend(self, engine: str, report: EngineReport) -> EngineReport:
-        """Add what an engine makes of the weights to what it makes of the KV scales.
-
-        Args:
-            engine: its name on the command line.
-            report: of the KV scales.
-        """
-        own = [fault for fault in self._faults if fault.engine == _NAMES[engine]]
-        for fault in own:
-            if fault.effect is Effect.REFUSED:
-                return report_refusal(self._geometry, Refusal(fault.why, fix=fault.fix))
+    def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
+        """Add what an engine does with the weights to what it does with the KV scales."""
+        own = [fault for fault in self._faults if fault.engine == engine.loader]
+        refused = next((fault for fault in own if fault.effect is Effect.REFUSED), None)
+        if refused is not None:
+            refusal = Refusal(refused.why, fix=refused.fix)
+            verdict = LoadVerdict(status=Status.REFUSED, why=refused.why, fix=refused.fix)
+            report = report_refusal(self._geometry, refusal)
+            return report.model_copy(update={"weights": verdict})
         misread = next((fault for fault in own if fault.effect is Effect.MISREAD), None)
-        told = [fault.why for fault in own if fault.effect is Effect.CONDITION]
-        told += [self._problem] if self._problem else []
-        return report.model_copy(
-            update={
-                "weights": misread and _misread(misread),
-                "problems": (*report.problems, *(f"weights: {why}" for why in told)),
-            }
-        )
-
-
-def _misread(fault: WeightFault) -> LoadVerdict:
-    return LoadVerdict(status=Status.MISREAD, why=fault.why, fix=fault.fix)
+        if misread is not None:
+            verdict = LoadVerdict(status=Status.MISREAD, why=misread.why, fix=misread.fix)
+            report = report.model_copy(update={"weights": verdict})
+        notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
+        notes += [self._problem] if self._problem else []
+        return report.add_problems(*(f"weights: {why}" for why in notes))
 
 
 def _list_tensors(folder: ScaleFolder) -> dict[str, TensorEntry]:
@@ -115,17 +106,17 @@ def _list_tensors(folder: ScaleFolder) -> dict[str, TensorEntry]:
     }
 
 
-def _name_form(
+def _name_dialect(
     method: str, schemes: Mapping[str, StoredScheme], tensors: Mapping[str, TensorEntry]
 ) -> str:
-    """Name the form; `finegrained` is one scale per tensor under transformers' own names."""
+    """Name the dialect; `finegrained` is one scale per tensor under transformers' own names."""
     if method != "fp8":
         return method
     is_own = any(
         f"{module}.weight_scale_inv" in tensors and scheme.granularity is Granularity.TENSOR
         for module, scheme in schemes.items()
     )
-    return FINEGRAINED if is_own else "autofp8"
+    return "finegrained" if is_own else "autofp8"
 
 
 def _is_mixed(folder: ScaleFolder) -> bool:
@@ -177,7 +168,7 @@ def _list_contradictions(
             find_scheme(module)
         except ContradictionError as error:
             yield WeightFault(
-                engine=VLLM,
+                engine="vllm",
                 effect=Effect.REFUSED,
                 why=f"{error.message}: no parameter has a place for its scale (ValueError)",
                 source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried",
@@ -189,7 +180,7 @@ def _list_contradictions(
 def _list_forgotten(
     method: str,
     find_scheme: FindScheme,
-    left: Collection[str],
+    unquantized: Collection[str],
     folder: ScaleFolder,
     geometry: ModelGeometry,
 ) -> Iterator[WeightFault]:
@@ -200,14 +191,14 @@ def _list_forgotten(
     spelled = " ".join(_list_texts(folder.config.get("quantization_config")))
     for module in _list_modules(geometry) if method in _TRIED_METHODS else ():
         name = module.rpartition(".")[2]
-        if module not in left or name not in _PROJECTIONS or name in spelled:
+        if module not in unquantized or name not in _PROJECTIONS or name in spelled:
             continue
         try:
             find_scheme(module)
         except ContradictionError:
             continue
         yield WeightFault(
-            engine=VLLM,
+            engine="vllm",
             effect=Effect.MISREAD,
             why=f"{module} is not FP8, and the config calls it so: it is cast without a scale",
             source="vLLM 0.32.0 model_executor/parameter.py, tried",

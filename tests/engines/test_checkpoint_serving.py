@@ -1,4 +1,4 @@
-"""Who is said to serve which checkpoint, and how large its cache is."""
+"""Which engines serve a checkpoint that was just quantized, by which command; why others do not."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.geometry.kv_bytes import estimate_kv_bytes
-from fp8calib.quantization.limitations import list_commands, list_limitations
+from fp8calib.engines.serving import Limitation, ServingCommand, find_checkpoint_serving
 from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, Tensors, random, run, save
 
@@ -32,6 +31,14 @@ def make(folder: Path, form: str, scheme: str, tensors: Tensors | None = None, *
     return run(source, folder / "out", scheme, form, scales=scales, ignore=ignore)
 
 
+def list_commands(run: Run) -> tuple[ServingCommand, ...]:
+    return find_checkpoint_serving(run.out, run.out, None).commands
+
+
+def list_limitations(run: Run) -> tuple[Limitation, ...]:
+    return find_checkpoint_serving(run.out, run.out, None).limitations
+
+
 def whole_blocks() -> Tensors:
     return {
         f"{LAYER}.{name}.weight": random(128, 128, seed=0)
@@ -42,10 +49,10 @@ def whole_blocks() -> Tensors:
 @pytest.mark.parametrize(("form", "scheme"), SERVED_BY)
 def test_commands_are_those_of_the_engines_that_can(tmp_path: Path, form: str, scheme: str) -> None:
     found = make(tmp_path, form, scheme)
-    commands = {item.engine: item.command for item in list_commands(found.plan, found.out, None)}
+    commands = {item.engine: item.command for item in list_commands(found)}
     assert commands.keys() == SERVED_BY[form, scheme]
     assert commands["vLLM"] == f"vllm serve {found.out}"
-    blocked = {item.engine for item in list_limitations(found.plan, None) if item.is_blocking} - {
+    blocked = {item.engine for item in list_limitations(found) if item.is_blocking} - {
         "transformers"
     }
     assert blocked == {"vLLM", "SGLang", "TGI"} - SERVED_BY[form, scheme]
@@ -54,14 +61,14 @@ def test_commands_are_those_of_the_engines_that_can(tmp_path: Path, form: str, s
 def test_transformers_misreads_what_only_servers_know(tmp_path: Path) -> None:
     for form, scheme in SERVED_BY:
         found = make(tmp_path / form / scheme, form, scheme)
-        own = [i for i in list_limitations(found.plan, None) if i.engine == "transformers"]
+        own = [i for i in list_limitations(found) if i.engine == "transformers"]
         is_blocked = any(item.is_blocking for item in own)
         assert is_blocked is ((form, scheme) in {("autofp8", "fp8-static")} or form == "modelopt")
 
 
 def test_a_fused_group_quantized_in_part_is_refused_by_engines(tmp_path: Path) -> None:
     found = make(tmp_path, "compressed-tensors", "w8a16", None, "*.k_proj")
-    blocked = {item.engine for item in list_limitations(found.plan, None) if item.is_blocking}
+    blocked = {item.engine for item in list_limitations(found) if item.is_blocking}
     assert blocked == {"vLLM", "SGLang"}
 
 
@@ -84,7 +91,7 @@ def test_blocks_that_would_begin_inside_a_part_are_told(
     """The last part of a fused weight may end anywhere; of experts, none may."""
     tensors = whole_blocks() | {f"{LAYER}.{name}.weight": random(rows, 128, seed=1)}
     found = make(tmp_path, "compressed-tensors", "fp8-block", tensors)
-    told = [item.engine for item in list_limitations(found.plan, None) if "multiple" in item.why]
+    told = [item.engine for item in list_limitations(found) if "multiple" in item.why]
     assert told == (["vLLM", "SGLang"] if is_torn else [])
 
 
@@ -101,15 +108,12 @@ def test_experts_are_refused_in_more_forms_than_other_linears(
         ("compressed-tensors", "w8a16"): {"vLLM", "SGLang"},
         ("modelopt", "fp8-dynamic"): {"vLLM"},
     }
-    with_experts = make(tmp_path / "a", form, scheme, tensors).plan
-    without = make(tmp_path / "b", form, scheme, tensors, "*.experts").plan
-    commands = [
-        {item.engine for item in list_commands(plan, tmp_path, None)}
-        for plan in (with_experts, without)
-    ]
+    with_experts = make(tmp_path / "a", form, scheme, tensors)
+    without = make(tmp_path / "b", form, scheme, tensors, "*.experts")
+    commands = [{item.engine for item in list_commands(plan)} for plan in (with_experts, without)]
     assert commands[1] == SERVED_BY[form, scheme]
     assert commands[1] - commands[0] == refused.get((form, scheme), set())
-    whys = [item.why for item in list_limitations(with_experts, None) if "experts" in item.why]
+    whys = [item.why for item in list_limitations(with_experts) if "experts" in item.why]
     assert len(whys) == len(refused.get((form, scheme), ()))
     assert all(f"({LAYER}.mlp.experts.0." in why for why in whys)
 
@@ -135,11 +139,11 @@ def test_experts_of_a_layer_quantized_in_part_are_told(
         for number in (0, 1)
         for name in ("gate", "up", "down")
     }
-    plan = make(tmp_path, "compressed-tensors", "fp8-dynamic", tensors, pattern).plan
-    found = [item for item in list_limitations(plan, None) if "joins the experts" in item.why]
+    plan = make(tmp_path, "compressed-tensors", "fp8-dynamic", tensors, pattern)
+    found = [item for item in list_limitations(plan) if "joins the experts" in item.why]
     assert {item.engine for item in found} == misled
     assert all(item.is_blocking for item in found)
-    assert {item.engine for item in list_commands(plan, tmp_path, None)} == {
+    assert {item.engine for item in list_commands(plan)} == {
         "vLLM",
         "SGLang",
         "TGI",
@@ -155,42 +159,18 @@ def test_linears_that_sglang_knows_no_fp8_for_are_told(tmp_path: Path) -> None:
         },
         model_type="olmo",
     )
-    told = run(source, tmp_path / "a", "fp8-dynamic").plan
-    (fault,) = (item for item in list_limitations(told, None) if item.is_blocking)
+    told = run(source, tmp_path / "a", "fp8-dynamic")
+    (fault,) = (item for item in list_limitations(told) if item.is_blocking)
     assert fault.engine == "SGLang"
     assert f"olmo: it has no place for their scales, and stops ({LAYER}.self_attn." in fault.why
     options = tuple(f"*.self_attn.{name}_proj" for name in "qo")
     assert all(f"--ignore '{option}'" in fault.why for option in options)
-    left = run(source, tmp_path / "b", "fp8-dynamic", ignore=options).plan
-    assert not any(item.is_blocking for item in list_limitations(left, None))
-
-
-HEADS = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({**HEADS, "head_dim": 16}, (2 * 2 * 16 * 3 * 2, 2 * 2 * 16 * 3)),
-        ({**HEADS, "hidden_size": 64, "torch_dtype": "float32"}, (4 * 96, 96)),
-        ({"text_config": {**HEADS, "head_dim": 16}}, (384, 192)),
-        (
-            {**HEADS, "head_dim": 4, "layer_types": ["full_attention", "linear_attention"]},
-            (32, 16),
-        ),
-        ({**HEADS, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, (576 * 3 * 2, 576 * 3)),
-        ({"n_layer": 2, "n_head": 4, "n_embd": 32}, (256, 128)),
-        ({"num_hidden_layers": 2}, None),
-    ],
-)
-def test_the_cache_is_sized_from_the_config(
-    config: dict[str, object], expected: tuple[int, int] | None
-) -> None:
-    assert estimate_kv_bytes(config) == expected
+    left = run(source, tmp_path / "b", "fp8-dynamic", ignore=options)
+    assert not any(item.is_blocking for item in list_limitations(left))
 
 
 def list_blocked(run: Run) -> dict[str, str]:
-    return {i.engine: i.why for i in list_limitations(run.plan, None) if i.is_blocking}
+    return {i.engine: i.why for i in list_limitations(run) if i.is_blocking}
 
 
 @pytest.mark.parametrize(

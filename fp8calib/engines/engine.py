@@ -1,0 +1,134 @@
+"""An inference engine as one record: how it is started, what it computes, what it loads.
+
+The records are data and import nothing heavy, because `--help` lists them. What needs torch (the
+replays) is a function that imports its module when it is called.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8calib.engines.numerics import Numerics
+    from fp8calib.engines.replay.folder import ScaleFolder
+    from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.geometry.model_geometry import ModelGeometry
+
+ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
+"""What the engine does with the KV scales of a checkpoint folder, on a number of ranks."""
+ReplayJson = Callable[[Path, "ModelGeometry", int, "ScaleFolder"], "EngineReport"]
+"""What the engine does with a JSON file of scales, on a number of ranks, beside a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The command line that starts a server."""
+
+    command: str
+    """Everything before the model."""
+    kv_flag: str
+    """Turns the FP8 KV cache on."""
+    ranks_flag: str
+    """Sets the tensor-parallel degree; a number follows."""
+    scales_flag: str = ""
+    """Names a JSON file of scales; a path follows. Empty where the engine reads none."""
+
+    def spell(self, model: str, *, has_kv: bool = True, scales: str = "", tp: int = 1) -> str:
+        """Give the whole command line, quoted for a shell.
+
+        Args:
+            model: a checkpoint folder, or the model that `scales` is for.
+            has_kv: whether the KV cache is served in FP8.
+            scales: a JSON file of scales; empty where the checkpoint holds them.
+            tp: the number of ranks.
+        """
+        parts = [self.command, shlex.quote(model)]
+        parts += [self.kv_flag] if has_kv else []
+        parts += [self.scales_flag, shlex.quote(scales)] if scales else []
+        parts += [self.ranks_flag, str(tp)] if tp > 1 else []
+        return " ".join(parts)
+
+
+class Effect(StrEnum):
+    """What becomes of FP8 weights that an engine does not load as they are."""
+
+    REFUSED = "refused"
+    """The engine does not start."""
+    MISREAD = "misread"
+    """It starts, and its answers are wrong."""
+    CONDITION = "condition"
+    """It serves the checkpoint, under a condition or in another way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRule:
+    """FP8 weights that an engine does not load as they are; empty fields match everything."""
+
+    effect: Effect
+    why: str
+    source: str
+    """The engine's version and the file that shows it."""
+    dialect: str = ""
+    """The checkpoint dialect: `compressed-tensors`, `autofp8`, `finegrained` or `modelopt`."""
+    schemes: tuple[str, ...] = ()
+    not_mixed: tuple[str, ...] = ()
+    """The schemes that are loaded after all under ModelOpt's MIXED_PRECISION."""
+    model_types: tuple[str, ...] = ()
+    except_model_types: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
+    """How the paths of the linears end."""
+    has_blocks: bool = False
+    """Only weights with a scale per block."""
+    has_experts: bool = False
+    """Only experts."""
+    ignore: tuple[str, ...] = ()
+    """Values of `quantize --ignore` that leave these linears unquantized."""
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Everything this tool knows about one inference engine."""
+
+    key: str
+    """Its name on the command line."""
+    title: str
+    """Its name in texts."""
+    version: str
+    """The release or commit for which the record is true."""
+    is_default: bool = False
+    """`check` asks it where no --engine is given."""
+    loads_like: str = ""
+    """The key of the engine whose loader this one runs; empty where it has its own."""
+    launch: Launch | None = None
+    """None where no command of its own starts a server."""
+    numerics: Numerics | None = None
+    """What `verify` emulates."""
+    no_numerics: str = ""
+    """Why `verify` cannot emulate it."""
+    replay_folder: ReplayFolder | None = None
+    no_folder: str = ""
+    """Why no replay says what it does with a checkpoint folder."""
+    replay_json: ReplayJson | None = None
+    no_json: str = ""
+    """Why it uses no JSON file of scales, where that needs more words than "it reads none"."""
+    tensor_file_condition: str = ""
+    """When it reads a file of scale tensors that is copied into a model's folder; empty: never."""
+    splits_heads: bool = False
+    """It distributes heads over ranks, and does not start where they do not divide."""
+    weight_rules: tuple[WeightRule, ...] = ()
+
+    @property
+    def release(self) -> str:
+        """Its title and version."""
+        return f"{self.title} {self.version}".strip()
+
+    @property
+    def loader(self) -> str:
+        """The key of the engine whose loading rules hold."""
+        return self.loads_like or self.key

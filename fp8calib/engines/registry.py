@@ -1,0 +1,87 @@
+"""The engines this tool knows. An engine that is registered here is known to every command."""
+
+from __future__ import annotations
+
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.sglang.engine import SGLANG
+from fp8calib.engines.tgi.engine import TGI
+from fp8calib.engines.transformers.engine import TRANSFORMERS
+from fp8calib.engines.vllm.before_0_7 import VLLM_BEFORE_0_7
+from fp8calib.engines.vllm.cpu import VLLM_CPU
+from fp8calib.engines.vllm.engine import VLLM
+from fp8calib.errors import UsageError
+
+REFERENCE = Engine(
+    key="reference",
+    title="the plain rule",
+    version="",
+    numerics=Numerics(name="reference"),
+    no_folder="it is the plain FP8 arithmetic of `verify`, no engine that loads files",
+)
+ENGINES: dict[str, Engine] = {}
+"""By key."""
+
+
+def register(engine: Engine) -> None:
+    """Make an engine known under its key.
+
+    Raises:
+        ValueError: the key is in use.
+    """
+    if engine.key in ENGINES:
+        raise ValueError(f"engine {engine.key} is registered already")
+    ENGINES[engine.key] = engine
+
+
+for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, TGI, TRANSFORMERS, VLLM_BEFORE_0_7):
+    register(_engine)
+
+
+def list_emulated() -> list[str]:
+    """List the keys of the engines that `verify` emulates."""
+    return [key for key, engine in ENGINES.items() if engine.numerics is not None]
+
+
+def list_replayed() -> list[str]:
+    """List the keys of the engines whose loading `check` replays."""
+    return [key for key, engine in ENGINES.items() if engine.replay_folder or engine.replay_json]
+
+
+def list_defaults() -> list[str]:
+    """List the keys of the engines that `check` asks where none is named."""
+    return [key for key, engine in ENGINES.items() if engine.is_default]
+
+
+def find_emulated(key: str) -> tuple[Engine, Numerics]:
+    """Give the engine that `verify --engine KEY` emulates, and its arithmetic.
+
+    Raises:
+        UsageError: there is no such engine, or no emulation of it; the message says which.
+    """
+    engine = _find(key, list_emulated())
+    if engine.numerics is None:
+        raise _refuse(key, engine.no_numerics, list_emulated())
+    return engine, engine.numerics
+
+
+def find_replayed(key: str) -> Engine:
+    """Give the engine that `check --engine KEY` asks.
+
+    Raises:
+        UsageError: there is no such engine, or no replay of it; the message says which.
+    """
+    engine = _find(key, list_replayed())
+    if key not in list_replayed():
+        raise _refuse(key, engine.no_folder, list_replayed())
+    return engine
+
+
+def _find(key: str, known: list[str]) -> Engine:
+    if key not in ENGINES:
+        raise _refuse(key, "unknown engine", known)
+    return ENGINES[key]
+
+
+def _refuse(key: str, why: str, known: list[str]) -> UsageError:
+    return UsageError(f"--engine {key}: {why}", hint=f"known engines: {', '.join(known)}")

@@ -1,0 +1,35 @@
+"""Where engines look for the quantization config of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import Refusal
+
+
+def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[str, object] | None:
+    """Find the quantization config of a folder, where engines look for it, in their order.
+
+    Args:
+        folder: the checkpoint.
+        keys: `modelopt` for `hf_quant_config.json`, else keys of config.json; `text_config.KEY`
+            names one of the text part.
+
+    Raises:
+        Refusal: it is not an object.
+    """
+    for key in keys:
+        found = folder.modelopt if key == "modelopt" else _look_up(folder.config, key)
+        if found is None:
+            continue
+        if not isinstance(found, dict):
+            raise Refusal(f"{key} is not an object", fix="write it as a JSON object")
+        return found
+    return None
+
+
+def _look_up(config: Mapping[str, object], key: str) -> object:
+    outer, _, inner = key.rpartition(".")
+    section = config.get(outer) if outer else config
+    return section.get(inner) if isinstance(section, Mapping) else None

@@ -1,0 +1,71 @@
+"""The format that a folder says its scales are for, in a config or in a file's header."""
+
+from __future__ import annotations
+
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, LoadVerdict, Status
+
+_OTHER_FORMAT = "the engine multiplies an FP8 cache by scales that were made for another format"
+_KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")
+
+
+def _find_recorded_dtype(folder: ScaleFolder) -> str:
+    """Give what the folder says its scales are for, in a config or a header; else nothing."""
+    named = [folder.config.get(key) for key in _KEYS]
+    algorithm = _find_algorithm(folder)
+    if algorithm not in ("", "FP8"):
+        return algorithm
+    found = [value for value in (*named, *folder.recorded.values()) if isinstance(value, str)]
+    return next((value for value in found if "fnuz" in value or "e5m2" in value), "")
+
+
+def _find_algorithm(folder: ScaleFolder) -> str:
+    """Give ModelOpt's name of the cache's format, in upper case; empty where there is none."""
+    for outer in (folder.config.get("quantization_config"), folder.modelopt):
+        nested = outer.get("quantization", outer) if isinstance(outer, dict) else None
+        if not isinstance(nested, dict):
+            continue
+        algorithm, scheme = nested.get("kv_cache_quant_algo"), nested.get("kv_cache_scheme")
+        if isinstance(algorithm, str):
+            return algorithm.upper()
+        is_modelopt = str(nested.get("quant_method", "")).startswith("modelopt")
+        if is_modelopt and isinstance(scheme, dict):
+            kind = (scheme.get("type"), scheme.get("num_bits"))
+            return "FP8" if kind == ("float", 8) else f"{kind[1]!a:.20} bits of {kind[0]!a:.20}"
+    return ""
+
+
+def amend_for_dtype(
+    report: EngineReport, folder: ScaleFolder, *, fnuz: str, e5m2: str, fnuz_device: str = ""
+) -> EngineReport:
+    """Call scales misread that the folder records for another format than e4m3fn.
+
+    Args:
+        report: what the engine does with scales for e4m3fn.
+        folder: the checkpoint.
+        fnuz: what the engine does with a scale for e4m3fnuz.
+        e5m2: what it does with one for e5m2.
+        fnuz_device: where the engine uses a scale for e4m3fnuz as it is meant; empty: nowhere.
+    """
+    dtype = _find_recorded_dtype(folder)
+    if "fnuz" in dtype:
+        why, fix = fnuz, "convert the scales to e4m3fn: half of each, and record that dtype"
+    elif "e5m2" in dtype:
+        why, fix = e5m2, "calibrate for e4m3fn; engines use no scales with e5m2"
+    elif dtype:
+        why, fix = _OTHER_FORMAT, "calibrate for e4m3fn, or serve it with the cache it was made for"
+    else:
+        return report
+    text = f"recorded for {dtype[:40]!a}: {why}"
+    layers = tuple(
+        LayerVerdict(layer=layer.layer, k=_amend(layer.k, text, fix), v=_amend(layer.v, text, fix))
+        for layer in report.layers
+    )
+    only_on = fnuz_device if "fnuz" in dtype and report.ok else ""
+    return report.model_copy(update={"layers": layers, "only_on": only_on})
+
+
+def _amend(verdict: LoadVerdict, why: str, fix: str) -> LoadVerdict:
+    if verdict.status is not Status.USED:
+        return verdict
+    return verdict.model_copy(update={"status": Status.MISREAD, "why": why, "fix": fix})

@@ -1,0 +1,161 @@
+"""Which engines serve what was just written, and by which command: found by replaying them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8calib.engines.check import check_file, check_folder
+from fp8calib.engines.engine import Engine, Launch
+from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.replay.folder import open_folder, place_tensor_file
+from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.engines.weights.replay import WeightReplay
+from fp8calib.geometry.model_geometry import ModelGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingCommand:
+    """The command line that serves a file with an engine."""
+
+    engine: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limitation:
+    """Why an engine cannot use a file, or a condition under which it does."""
+
+    engine: str
+    why: str
+    is_blocking: bool
+    """The engine cannot use it; otherwise `why` is a condition."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How engines serve one file or folder."""
+
+    commands: tuple[ServingCommand, ...]
+    limitations: tuple[Limitation, ...]
+
+
+Reports = Iterable[tuple[Engine, EngineReport]]
+
+
+def find_scale_serving(
+    written: Path, target: Path, geometry: ModelGeometry, *, model: Path, model_name: str, tp: int
+) -> Serving:
+    """Find who serves KV scales that were written for a model.
+
+    Args:
+        written: the overlay, the JSON or the file of tensors, where it is now.
+        target: where it will be.
+        geometry: the shape of the model.
+        model: the model's folder.
+        model_name: the model as the user named it.
+        tp: the number of ranks to serve with.
+    """
+    if written.is_dir():
+        reports = _replay_folder(written, geometry, tp)
+        return _collect(reports, lambda launch: launch.spell(str(target), tp=tp))
+    if written.suffix == ".json":
+        reports = _replay_json(written, geometry, tp, model)
+        return _collect(reports, lambda launch: launch.spell(model_name, scales=str(target), tp=tp))
+    return Serving(commands=(), limitations=tuple(_limit_tensor_file(written, geometry, tp, model)))
+
+
+def find_checkpoint_serving(written: Path, target: Path, geometry: ModelGeometry | None) -> Serving:
+    """Find who serves a checkpoint with FP8 weights.
+
+    Args:
+        written: its folder, where it is now.
+        target: where it will be.
+        geometry: the shape of the model where the checkpoint holds KV scales, else None.
+    """
+    reports = _replay_weights(written) if geometry is None else _replay_folder(written, geometry, 1)
+    return _collect(
+        reports,
+        lambda launch: launch.spell(str(target), has_kv=geometry is not None),
+        has_fp8_weights=True,
+    )
+
+
+def _list_engines() -> Iterator[Engine]:
+    """List the engines with a loader of their own that is replayed."""
+    for engine in ENGINES.values():
+        if not engine.loads_like and (engine.replay_folder or engine.replay_json):
+            yield engine
+
+
+def _replay_folder(path: Path, geometry: ModelGeometry, tp: int) -> Reports:
+    asked = [engine for engine in _list_engines() if engine.replay_folder]
+    report = check_folder(open_folder(path), geometry, [engine.key for engine in asked], tp)
+    return [(engine, report.engines[engine.key]) for engine in asked]
+
+
+def _replay_json(path: Path, geometry: ModelGeometry, tp: int, model: Path) -> Reports:
+    asked = list(_list_engines())
+    keys = [engine.key for engine in asked]
+    report = check_file(path, geometry, keys, tp, model=open_folder(model))
+    return [(engine, report.engines[engine.key]) for engine in asked]
+
+
+def _replay_weights(path: Path) -> Reports:
+    """Replay what engines do with a checkpoint's weights alone, whatever its layers are."""
+    nothing = ModelGeometry(architecture="", model_type="", checkpoint_dtype="", layers=())
+    weights = WeightReplay(open_folder(path), nothing, 1)
+    return [
+        (engine, weights.amend(engine, EngineReport(layers=())))
+        for engine in _list_engines()
+        if engine.replay_folder
+    ]
+
+
+def _limit_tensor_file(
+    path: Path, geometry: ModelGeometry, tp: int, model: Path
+) -> Iterator[Limitation]:
+    """Say when a file of tensors is read, and what happens to it where it is."""
+    placed = place_tensor_file(open_folder(model), path)
+    asked = [engine for engine in _list_engines() if engine.replay_folder]
+    report = check_folder(placed, geometry, [engine.key for engine in asked], tp)
+    for engine in asked:
+        if not engine.tensor_file_condition:
+            why = "it reads no file of scales beside the checkpoint's own files"
+            yield Limitation(engine=engine.title, why=why, is_blocking=True)
+            continue
+        found = list(_list_limitations(engine, report.engines[engine.key], has_fp8_weights=False))
+        if not any(item.is_blocking for item in found):
+            why = engine.tensor_file_condition
+            yield Limitation(engine=engine.title, why=why, is_blocking=False)
+        yield from found
+
+
+def _collect(
+    reports: Reports, spell: Callable[[Launch], str], *, has_fp8_weights: bool = False
+) -> Serving:
+    commands: list[ServingCommand] = []
+    limitations: list[Limitation] = []
+    for engine, report in reports:
+        found = list(_list_limitations(engine, report, has_fp8_weights=has_fp8_weights))
+        limitations += found
+        if engine.launch is not None and not any(item.is_blocking for item in found):
+            commands.append(ServingCommand(engine=engine.title, command=spell(engine.launch)))
+    return Serving(commands=tuple(commands), limitations=tuple(limitations))
+
+
+def _list_limitations(
+    engine: Engine, report: EngineReport, *, has_fp8_weights: bool
+) -> Iterator[Limitation]:
+    """List why a replay is not ok, and its conditions; FP8 weights are of use without KV scales."""
+    verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
+    fault = next((verdict for verdict in verdicts if verdict.status is not Status.USED), None)
+    if report.weights is not None:
+        yield Limitation(engine=engine.title, why=report.weights.why, is_blocking=True)
+    elif fault is not None and has_fp8_weights and fault.status is not Status.REFUSED:
+        yield Limitation(engine=engine.title, why=f"KV scales: {fault.why}", is_blocking=False)
+    elif fault is not None:
+        yield Limitation(engine=engine.title, why=fault.why, is_blocking=not report.only_on)
+    for why in report.problems:
+        yield Limitation(engine=engine.title, why=why, is_blocking=False)

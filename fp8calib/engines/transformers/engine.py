@@ -1,0 +1,53 @@
+"""transformers 5.23 with compressed-tensors 0.20."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fp8calib.engines.engine import Effect, Engine, WeightRule
+
+if TYPE_CHECKING:
+    from fp8calib.engines.replay.folder import ScaleFolder
+    from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.geometry.model_geometry import ModelGeometry
+
+
+def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    from fp8calib.engines.transformers.replay import replay_transformers  # noqa: PLC0415
+
+    return replay_transformers(folder, geometry, tp)
+
+
+_WEIGHT_RULES = (
+    WeightRule(
+        dialect="autofp8",
+        schemes=("fp8-static", "fp8-dynamic"),
+        effect=Effect.MISREAD,
+        why="it misreads the scales without an error, and its answers are wrong",
+        source="transformers 5.23, tried",
+    ),
+    WeightRule(
+        dialect="modelopt",
+        effect=Effect.MISREAD,
+        why="it leaves the scales out without an error, and its answers are wrong",
+        source="transformers 5.23, tried",
+    ),
+    WeightRule(
+        dialect="compressed-tensors",
+        effect=Effect.CONDITION,
+        why="the package compressed-tensors has to be installed",
+        source="transformers 5.23 quantizers/quantizer_compressed_tensors.py",
+    ),
+)
+
+TRANSFORMERS = Engine(
+    key="transformers",
+    title="transformers",
+    version="5.23",
+    is_default=True,
+    no_numerics="transformers keeps no FP8 cache: compressed-tensors rounds K and V to values of "
+    "FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20); --engine reference "
+    "rounds to the same format",
+    replay_folder=_replay_folder,
+    weight_rules=_WEIGHT_RULES,
+)

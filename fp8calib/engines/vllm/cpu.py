@@ -1,0 +1,64 @@
+"""vLLM on a CPU: vLLM's loader with other kernels.
+
+The KV cache is rounded toward zero, and the largest of a layer's per-head scales serves all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
+from fp8calib.engines.vllm.engine import VLLM
+from fp8calib.engines.vllm.numerics import (
+    COMPRESSED_TENSORS,
+    E5M2_SOURCE,
+    FUSED_SOURCE,
+    LATENT_SOURCE,
+    QUANT_FP8_SOURCE,
+    REQUANTIZE_SOURCE,
+    SKIP_FLAG,
+    SKIP_SOURCE,
+)
+from fp8calib.fp8.formats import Rounding
+
+_NUMERICS = Numerics(
+    name="vllm-cpu",
+    kv_rounding=Rounding.TOWARD_ZERO,
+    kv_by_reciprocal=True,
+    kv_scales_e5m2=False,
+    kv_heads_share_largest=True,
+    kv_scales_latents=False,
+    input_by_reciprocal=True,
+    token_by_reciprocal=True,
+    smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
+    fused_share_scales=True,
+    weights_through_float16=True,
+    kv_skip_flag=SKIP_FLAG,
+    sources={
+        "kv_skip_flag": SKIP_SOURCE,
+        "kv_rounding": "vllm-project/vllm 0f25e05 csrc/cpu/cpu_attn_fp8.hpp "
+        "float_to_fp8e4m3_scalar; all bfloat16 values through the installed kernel",
+        "kv_by_reciprocal": "vllm-project/vllm 0a2c686 csrc/cpu/cpu_attn.cpp "
+        "cpu_attn_reshape_and_cache (k_inv, v_inv); values through the installed kernel",
+        "kv_scales_e5m2": E5M2_SOURCE,
+        "kv_heads_share_largest": f"{COMPRESSED_TENSORS}/compressed_tensors.py "
+        "CompressedTensorsKVCacheMethod.process_weights_after_loading (_k_scale_float); "
+        "v1/attention/backends/cpu_attn.py forward",
+        "kv_scales_latents": LATENT_SOURCE,
+        "input_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native",
+        "token_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native",
+        "smallest_dynamic_scale": f"{QUANT_FP8_SOURCE}.forward_native _FP8_MIN_SCALING_FACTOR",
+        "fused_share_scales": f"{FUSED_SOURCE}; {REQUANTIZE_SOURCE} (no kernel for it here)",
+        "weights_through_float16": f"{REQUANTIZE_SOURCE} (no kernel for it here)",
+    },
+)
+
+VLLM_CPU = replace(
+    VLLM,
+    key="vllm-cpu",
+    is_default=False,
+    loads_like=VLLM.key,
+    launch=None,
+    numerics=_NUMERICS,
+    weight_rules=(),
+)

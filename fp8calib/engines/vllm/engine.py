@@ -1,0 +1,77 @@
+"""vLLM 0.32.0 on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fp8calib.engines.engine import Effect, Engine, Launch, WeightRule
+from fp8calib.engines.vllm.numerics import GPU_NUMERICS
+
+if TYPE_CHECKING:
+    from fp8calib.engines.replay.folder import ScaleFolder
+    from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.geometry.model_geometry import ModelGeometry
+
+
+def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    from fp8calib.engines.vllm.replay import replay_vllm  # noqa: PLC0415
+
+    return replay_vllm(folder, geometry, tp)
+
+
+_WEIGHT_RULES = (
+    WeightRule(
+        dialect="compressed-tensors",
+        schemes=("w8a16",),
+        has_experts=True,
+        effect=Effect.REFUSED,
+        why="it runs no FP8 experts whose inputs are not quantized",
+        source="vLLM 0.32.0 compressed_tensors_moe/compressed_tensors_moe.py (get_moe_method)",
+    ),
+    WeightRule(
+        dialect="modelopt",
+        schemes=("fp8-dynamic", "fp8-block"),
+        not_mixed=("fp8-block",),
+        has_experts=True,
+        effect=Effect.REFUSED,
+        why="it loads ModelOpt's FP8 experts only with one scale per tensor",
+        source="vLLM 0.32.0 quantization/modelopt.py (ModelOptFp8MoEMethod)",
+    ),
+    WeightRule(
+        has_blocks=True,
+        model_types=("llama4", "llama4_text"),
+        endings=("self_attn.q_proj", "self_attn.k_proj"),
+        effect=Effect.REFUSED,
+        why="it reorders the rows of q and k, across the borders of blocks",
+        ignore=("*.self_attn.[qkv]_proj",),
+        source="vLLM 0.32.0 models/llama4.py (permute_qk_weight_for_rotary)",
+    ),
+    WeightRule(
+        dialect="finegrained",
+        except_model_types=("mistral3",),
+        effect=Effect.REFUSED,
+        why="it looks for per-tensor scales named weight_scale and input_scale; here they are "
+        "named weight_scale_inv and activation_scale (ValueError)",
+        fix="rename the scales: the numbers are the same",
+        source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried; models/mistral3.py",
+    ),
+)
+
+VLLM = Engine(
+    key="vllm",
+    title="vLLM",
+    version="0.32.0",
+    is_default=True,
+    launch=Launch(
+        command="vllm serve",
+        kv_flag="--kv-cache-dtype fp8",
+        ranks_flag="--tensor-parallel-size",
+    ),
+    numerics=GPU_NUMERICS,
+    replay_folder=_replay_folder,
+    no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
+    tensor_file_condition="it is read only inside a model folder without "
+    "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
+    splits_heads=True,
+    weight_rules=_WEIGHT_RULES,
+)

@@ -1,0 +1,63 @@
+"""What vLLM 0.32.0 computes on a GPU when it serves in FP8; the names of its files."""
+
+from __future__ import annotations
+
+from fp8calib.engines.numerics import SMALLEST_GROUP_SCALE, SMALLEST_TOKEN_SCALE, Numerics
+
+QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
+COMPRESSED_TENSORS = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
+FUSED_SOURCE = (
+    f"{COMPRESSED_TENSORS}/schemes/compressed_tensors_w8a8_fp8.py process_weights_after_loading"
+)
+REQUANTIZE_SOURCE = (
+    "vLLM 0.32.0 model_executor/layers/quantization/utils/w8a8_utils.py requantize_with_max_scale"
+)
+E5M2_SOURCE = (
+    "vLLM 0.32.0 model_executor/layers/attention/attention.py _init_kv_cache_quant: a ValueError"
+)
+LATENT_SOURCE = (
+    f"{COMPRESSED_TENSORS}/compressed_tensors.py get_quant_method: Attention, not MLAAttention; "
+    "read back from a loaded model"
+)
+SKIP_FLAG = "--kv-cache-dtype-skip-layers"
+SKIP_SOURCE = "vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers"
+
+GPU_NUMERICS = Numerics(
+    name="vllm",
+    kv_scales_e5m2=False,
+    kv_scales_latents=False,
+    quantizes_query=True,
+    query_by_reciprocal=True,
+    input_by_reciprocal=True,
+    token_by_reciprocal=True,
+    smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
+    smallest_group_scale=SMALLEST_GROUP_SCALE,
+    group_scales_power_of_two=True,
+    fused_share_scales=True,
+    weights_through_float16=True,
+    kv_skip_flag=SKIP_FLAG,
+    sources={
+        "kv_skip_flag": SKIP_SOURCE,
+        "kv_scales_e5m2": E5M2_SOURCE,
+        "kv_scales_latents": LATENT_SOURCE,
+        "quantizes_query": "vLLM 0.32.0 model_executor/layers/attention/attention.py "
+        "Attention.__init__ (query_quant); v1/attention/backends/flash_attn.py: all but "
+        "FlashAttention 4 on Hopper, flashinfer.py: Blackwell alone, triton_attn.py: CUDA",
+        "query_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native; vllm-project/vllm 094be77 "
+        "csrc/libtorch_stable/quantization/w8a8/fp8/common.cu "
+        "scaled_fp8_quant_kernel_strided_group_shape",
+        "input_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native; vllm-project/vllm 094be77 "
+        "csrc/libtorch_stable/quantization/w8a8/fp8/common.cu "
+        "scaled_fp8_quant_kernel_strided_group_shape",
+        "token_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native, which is what gets compiled; "
+        "the CUDA kernel of --enforce-eager divides",
+        "smallest_dynamic_scale": f"{QUANT_FP8_SOURCE}.forward_native _FP8_MIN_SCALING_FACTOR",
+        "smallest_group_scale": "vLLM 0.32.0 model_executor/layers/quantization/utils/"
+        "fp8_utils.py per_token_group_quant_fp8: eps bounds the amax",
+        "group_scales_power_of_two": "vLLM 0.32.0 utils/deep_gemm.py is_deep_gemm_e8m0_used "
+        "(Hopper and Blackwell); model_executor/layers/quantization/utils/fp8_utils.py "
+        "deepgemm_post_process_fp8_weight_block",
+        "fused_share_scales": f"{FUSED_SOURCE}; {REQUANTIZE_SOURCE}",
+        "weights_through_float16": f"{REQUANTIZE_SOURCE}, per_tensor_dequantize",
+    },
+)
