@@ -230,7 +230,7 @@ def test_ranks_with_a_gpu_each_write_the_file_of_one(rows: Path, tmp_path: Path)
     ("options", "why"),
     [
         (("--device", "cuda"), "2 processes were started on a machine with 1 GPUs"),
-        (("--device-map", "auto"), "--device-map spreads the model over the GPUs"),
+        (("--device-map", "auto"), "--device-map spreads the model over all GPUs"),
     ],
 )
 def test_ranks_without_a_gpu_each_are_refused(
