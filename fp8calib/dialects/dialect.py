@@ -1,6 +1,6 @@
-"""A dialect: one way to store scales, as an object that recognises, reads and writes it.
+"""A dialect: one way to store scales, as one object that recognises, reads and writes it.
 
-This module imports neither torch nor safetensors: the command line names the dialects in its help.
+Neither this module nor one that declares a dialect imports torch: `--help` names all dialects.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class Spelling(StrEnum):
-    """How the name of a scale continues the path of its attention module."""
+    """What a scale's name adds to the path of its attention module."""
 
     ATTENTION = "k_scale"
-    """`self_attn.k_scale`: compressed-tensors, AutoFP8, TGI, the names vLLM has inside."""
+    """`self_attn.k_scale`: compressed-tensors, AutoFP8, TGI, and vLLM's own modules."""
     SINGLE = "kv_scale"
-    """`self_attn.kv_scale`, for k and v: TGI, older AutoFP8."""
+    """`self_attn.kv_scale`, for both k and v: TGI, older AutoFP8."""
     PROJECTION = "k_proj.k_scale"
     """`self_attn.k_proj.k_scale`, or under a fused `qkv_proj`: ModelOpt."""
     OUTPUT = "k_proj.output_scale"
@@ -40,30 +40,29 @@ class Spelling(StrEnum):
     CACHE = "k_cache.scale"
     """`self_attn.k_cache.scale`, and `self_attn.q.scale`: Hunyuan 3."""
     ZERO_POINT = "k_zero_point"
-    """`self_attn.k_zero_point`: compressed-tensors; zero, as the format is symmetric."""
+    """`self_attn.k_zero_point`: compressed-tensors; always zero, as FP8 is symmetric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleFiles:
-    """The files of a path that may hold KV scales, as far as names and configs describe them."""
+    """The files of a path that may hold KV scales, known by their names and their config."""
 
     place: Path
     """The folder or file that the user named."""
     tensor_names: Mapping[Path, Collection[str]]
     """The names of the tensors in each `.safetensors` or `.npz` file."""
     documents: Mapping[Path, dict[str, object]] = field(default_factory=dict)
-    """The JSON files that have the keys of a dialect; none where tensors are KV scales."""
+    """The JSON files that have a dialect's `json_keys`; none if there are tensors of KV scales."""
     spellings: frozenset[Spelling] = frozenset()
-    """Of the KV scales among the tensors and in the index."""
-    quant_method: str = ""
-    """What `config.json` beside the KV scales calls the quantization."""
-    has_config: bool = False
+    """Of the KV scales, in the files and in the index."""
+    quant_method: str | None = None
+    """The method in the `quantization_config` beside KV scales; None without a config.json."""
     drops_bad_query: bool = False
-    """Read without `q_scale`, and say so, where one is not a scale; else it is refused."""
+    """If a `q_scale` is not valid, leave out q and note it, instead of refusing the files."""
 
     @property
     def folder(self) -> Path:
-        """The folder whose config describes the files."""
+        """The folder with the config of the files."""
         return self.place if self.place.is_dir() else self.place.parent
 
 
@@ -72,34 +71,34 @@ class ParsedScales:
     """The scales of one file or folder, as they are stored."""
 
     values: Mapping[Site, torch.Tensor]
-    """fp32 [tp], or [1, heads] per head; layers that share a cache may be missing."""
+    """fp32 [tp], or [1, heads] per head; layers that read another layer's cache may be missing."""
     tp: int = 1
     per_head: bool = False
     fmt: Fp8Format | None = None
-    """The format the file names; None where it names none."""
+    """The format that the file names; None if it names none."""
     origin: CalibrationOrigin | None = None
-    """None where the file does not record it."""
+    """None if it is not recorded."""
     has_weights: bool = False
-    """FP8 weights are stored there too."""
+    """FP8 weights are stored beside the scales."""
     files: tuple[Path, ...] = ()
-    """Those that held the scales."""
+    """The files that held the scales."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteJob:
-    """The scales that a dialect writes, and what goes with them."""
+    """The scales to write, and what is written with them."""
 
     table: ScaleTable
-    """K and V, and q where it was asked for; with the ranks or heads that the dialect has."""
+    """Scales of K and V, and of q if asked for, for the ranks or heads that the dialect has."""
     linears: ScaleTable | None = None
-    """Weights and inputs for the same ranks; None where only KV scales are known."""
+    """Scales of weights and inputs for the same ranks; None if only KV scales are known."""
     source: Checkpoint | None = None
     """The model, for dialects that need it."""
     provenance: Provenance | None = None
-    """The quantized model that the scales were read from; None where they were calibrated."""
+    """The quantized model that the scales were read from; None if they were calibrated."""
     with_rank_weights: bool = False
-    """Files of quantized weights are written beside the scales."""
+    """The caller writes the quantized weights of each rank beside the scales."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Entries of the model's folder that `save_checkpoint` left out, each with the reason."""
 
@@ -114,10 +113,10 @@ class WriteJob:
         """Write the model with extra tensors and a changed config.
 
         Args:
-            folder: the checkpoint's folder, empty or not there.
+            folder: the checkpoint's folder, empty or not yet existing.
             tensors: the scales by name.
             config_updates: top-level keys of config.json with their new values.
-            fmt: the FP8 format to record in the scales' file; None where the config implies it.
+            fmt: the FP8 format to record in the scales' file; None if the config implies it.
 
         Raises:
             ModelError: the model's config.json is missing or broken.
@@ -171,43 +170,43 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One way to store scales: how it is recognised, read and written, and what it can hold."""
+    """One way to store scales: its three functions, and what it can hold."""
 
     name: str
-    """Of `--format`, and of what was read."""
+    """The value of `--format`, and the name under which read scales are reported."""
     description: str
     path_pattern: str = ""
-    """The folder or file it writes under the output folder; `{tp}` is the number of ranks."""
+    """The file or folder to write under the output folder; `{tp}` is the number of ranks."""
     write: Callable[[WriteJob, Path], None] | None = None
-    """Write the scales to `path`; None: it is only read."""
+    """Write to a path; None for a dialect that is only read."""
     recognise: Callable[[ScaleFiles], bool] | None = None
-    """Tell whether files hold scales of this dialect; None: they are read as another dialect."""
+    """Whether files are of this dialect; None if they are read as another dialect."""
     read: Callable[[ScaleFiles, ModelGeometry], ParsedScales] | None = None
-    """Read the scales of a model from recognised files, strictly."""
+    """Read the scales of a model from recognised files; raise VerificationError at any fault."""
     formats: tuple[Fp8Format, ...] = tuple(KV_FORMATS.values())
-    """The FP8 formats its scales can be for; one where the tool knows no other."""
+    """The FP8 formats that its scales can be for. A single one need not be named in the file."""
     requires_dtype: bool = False
-    """A file that does not name its FP8 format is not valid."""
+    """A file must name the FP8 format."""
     scale_suffixes: tuple[str, ...] = ("_scale",)
-    """How the names of its tensors of scales end, those of weights and inputs too."""
+    """Endings of its scale tensors' names, those of weights and inputs included."""
     json_keys: tuple[str, ...] = ()
-    """Keys that its JSON files have; the first is at the top."""
+    """Keys by which its JSON files are found; the first is at the top level."""
     needs_model: bool = False
-    """It is a checkpoint folder, with the model's weights."""
+    """It is a whole checkpoint, with the model's weights."""
     replaces_quantization: bool = False
-    """Its `quantization_config` would take the place of the model's own."""
+    """It replaces the model's `quantization_config`."""
     per_tp: bool = False
-    """It has a scale for each rank: one file for each tensor-parallel degree."""
+    """It has a scale for each rank, so there is a file for each tensor-parallel degree."""
     per_head: bool = False
     """It has a scale for each KV head."""
     has_query: bool = False
     """It has a place for the scale of q."""
     has_linears: bool = False
-    """It has scales of weights and activations too."""
+    """It has scales of weights and activations."""
     joins_kv: bool = False
-    """It has one scale a layer, for k and v."""
+    """It has one scale per layer, for both k and v."""
     lists_all_layers: bool = False
-    """Layers without K and V have an entry as well, 1.0."""
+    """Layers without K and V have an entry too: 1.0."""
 
     def path(self, tp: int = 1) -> str:
         """Name the folder or file for `tp` ranks."""

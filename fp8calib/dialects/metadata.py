@@ -1,7 +1,7 @@
-"""What our files of scales say of themselves: FP8 format, model and text, where they come from.
+"""What fp8calib records in a file of scales: FP8 format, calibrated model and text, provenance.
 
-It stands in the metadata of safetensors headers, which engines do not look at, and at the top of
-JSON files under a key that they pass over.
+Safetensors files hold it in the header's metadata, JSON files under a key at the top level. Engines
+ignore both.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 KV_DTYPES: Mapping[str, Fp8Format] = {fmt.dtype_name: fmt for fmt in KV_FORMATS.values()}
 JSON_MEASURED_KEY = "_fp8calib"
-"""Model and text that a file of ours names; at the top, where every reader passes over it."""
-
+"""Holds the calibrated model and text."""
 DTYPE_KEY = "fp8calib.kv_cache_dtype"
 MEASURED_KEY = "fp8calib.measured_on"
 PROVENANCE_KEY = "fp8calib.provenance"
@@ -31,21 +30,21 @@ _BIAS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where scales were taken from that nobody measured on the unquantized model."""
+    """The quantized model that scales were read from."""
 
     dialect: str
     files: tuple[str, ...]
-    """The files that held them: the name of the folder and of the file, no more."""
+    """The files that held them: only the names of folder and file."""
     has_fp8_weights: bool
-    """FP8 weights lie in these files as well."""
+    """The files hold FP8 weights too."""
 
     def describe(self) -> str:
-        """Say it in a sentence."""
+        """Describe it in a sentence."""
         files = ", ".join(self.files)
         return f"scales of a quantized model ({self.dialect}: {files}): {_BIAS}"
 
     def to_json(self) -> str:
-        """Say it to programs."""
+        """Describe it as JSON."""
         fields = {"taken_from": "a quantized model", **asdict(self), "bias": _BIAS}
         return json.dumps(fields)
 
@@ -53,7 +52,7 @@ class Provenance:
 def make_metadata(
     *, fmt: Fp8Format | None, origin: CalibrationOrigin | None, provenance: Provenance | None
 ) -> dict[str, str]:
-    """Make the metadata of a file of scales; None is not mentioned."""
+    """Make the metadata of a file of scales, without what is None."""
     metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
     if origin is not None:
         metadata[MEASURED_KEY] = json.dumps(origin.to_fields())
@@ -63,10 +62,10 @@ def make_metadata(
 
 
 def find_recorded_format(file: TensorFile) -> Fp8Format | None:
-    """Find the format that a file of ours says its scales are for.
+    """Find the FP8 format recorded in a file; None if there is none.
 
     Raises:
-        VerificationError: it names a format KV scales are not for.
+        VerificationError: it is not a format of KV scales.
     """
     metadata: Mapping[str, str] = file.header.metadata
     if DTYPE_KEY not in metadata:
@@ -75,17 +74,17 @@ def find_recorded_format(file: TensorFile) -> Fp8Format | None:
 
 
 def find_measurement(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin | None:
-    """Find the model and the text that files of ours say their scales were measured on.
-
-    One file without a word leaves it to the others.
+    """Find the calibrated model and text recorded in any of the files.
 
     Raises:
-        VerificationError: what they say is damaged, or they name several models.
+        VerificationError: the record is damaged, or the files record several models.
     """
     recorded = map(_find_recorded_measurement, dict.fromkeys(files))
     named = [found for found in recorded if found is not None]
     if len({found.model for found in named}) > 1:
-        raise refusal(place, "its files hold scales of several models", hint="keep those of one")
+        raise refusal(
+            place, "its files hold scales of several models", hint="keep the scales of one model"
+        )
     return named[0] if named else None
 
 
@@ -101,7 +100,7 @@ def _find_recorded_measurement(file: TensorFile) -> CalibrationOrigin | None:
 
 
 def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
-    """Find the format that a torch dtype name means."""
+    """Find the format by the name of its torch dtype."""
     if not isinstance(dtype, str) or dtype not in KV_DTYPES:
         known = " or ".join(KV_DTYPES)
         raise refusal(path, f"{key} is {dtype!a:.60}", hint=f"KV scales are for {known}")
@@ -109,9 +108,9 @@ def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
 
 
 def find_origin(path: Path, key: str, fields: object) -> CalibrationOrigin:
-    """Read what a file of ours says its scales were measured on."""
+    """Parse the record of the calibrated model and text."""
     try:
         return CalibrationOrigin.from_fields(fields)
     except ValueError as error:
-        hint = "it tells which model the scales are of; write the file again"
+        hint = "it names the model of the scales; write the file again"
         raise refusal(path, f"{key} is damaged: {error}", hint=hint) from error

@@ -1,7 +1,7 @@
-"""From any scales file or checkpoint to a `ScaleTable`, strictly.
+"""Read the KV scales of any file or checkpoint into a `ScaleTable`, strictly.
 
-The dialect is recognised by the names of the tensors first, by the config second. Weights need not
-be there: of safetensors files only the headers and the scales themselves are read.
+The dialect is recognised by tensor names first, by the config second. Only headers and scales are
+read, so the weights may be missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8calib.dialects.kv.validate import fill_shared
 from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.dialects.registry import list_json_keys, list_read
 from fp8calib.errors import UsageError, VerificationError
-from fp8calib.fp8.formats import E4M3FN, KV_FORMATS, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
@@ -34,26 +34,25 @@ _TENSOR_SUFFIXES = (".safetensors", ".npz")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundScales:
-    """The KV scales of a file or checkpoint, and how they stood there."""
+    """The KV scales of a file or checkpoint, and how they were stored."""
 
     dialect: str
-    """`compressed-tensors` (also our kv-overlay), `tgi`, `kv-scales`, `vllm-json`, `rfc`,
-    `autofp8`, `modelopt`, `quark` or `trtllm`."""
+    """The name of a dialect that is read; an overlay is read as `compressed-tensors`."""
     table: ScaleTable
-    """Scales of K and V, and of Q where they are there; `tp` is the number of ranks found."""
+    """Scales of K and V, and of q if there are any; `tp` is the number of ranks found."""
     has_weights: bool
-    """The checkpoint holds FP8 weights as well."""
+    """The checkpoint holds FP8 weights too."""
     files: tuple[Path, ...]
     """The files that held the scales."""
     notes: tuple[str, ...]
-    """What a user should know of how the scales were read."""
+    """What a user should know about the reading."""
 
 
 def read_scales(
     path: Path,
     geometry: ModelGeometry,
     *,
-    source_dtype: str | None = None,
+    source_fmt: Fp8Format | None = None,
     needs_dtype: bool = False,
     drops_bad_query: bool = False,
 ) -> FoundScales:
@@ -63,16 +62,15 @@ def read_scales(
         path: a folder (checkpoint, rank files, or one JSON), or a `.safetensors`, `.json` or
             `.npz` file.
         geometry: the model the scales are for.
-        source_dtype: `e4m3fn` or `e4m3fnuz`, for files that do not say; values stay as they are.
-        needs_dtype: refuse a file that neither names its format nor is of a tool that knows only
-            e4m3fn, unless `source_dtype` is there; otherwise it is taken for e4m3fn.
-        drops_bad_query: go without `q_scale` where one is not a scale, and say so.
+        source_fmt: the FP8 format of scales that do not name theirs; the values do not change.
+        needs_dtype: refuse scales whose format neither the file, nor its dialect, nor `source_fmt`
+            determines; otherwise they are for e4m3fn.
+        drops_bad_query: if a `q_scale` is not valid, leave out q and note it.
 
     Raises:
-        UsageError: there is no such path, no such dtype, or a dtype is needed.
-        VerificationError: the scales are not complete, not valid, of another model, or not there.
+        UsageError: there is no such path, or `source_fmt` is needed.
+        VerificationError: there are no scales, or they are incomplete, invalid or of another model.
     """
-    asked = _find_source_format(source_dtype)
     files = _look_into(path, drops_bad_query=drops_bad_query)
     dialect = _recognise(files)
     if dialect is None or dialect.read is None:
@@ -89,7 +87,7 @@ def read_scales(
     }
     table = ScaleTable(
         geometry=geometry,
-        fmt=_agree_on_format(path, dialect, parsed.fmt, asked, needs_dtype=needs_dtype),
+        fmt=_agree_on_format(path, dialect, parsed.fmt, source_fmt, needs_dtype=needs_dtype),
         tp=parsed.tp,
         per_head=parsed.per_head,
         scales=scales,
@@ -104,31 +102,31 @@ def read_scales(
     )
 
 
-def check_origin(name: str, measured: CalibrationOrigin | None, fingerprint: str) -> None:
-    """Refuse scales that say themselves that they are of another model; most tools do not say.
+def check_origin(name: str, origin: CalibrationOrigin | None, fingerprint: str) -> None:
+    """Refuse scales that record another model; most tools record none.
 
     Args:
-        name: what the user called them.
-        measured: what they say.
-        fingerprint: of the unquantized model they are to be used for.
+        name: the path that the user named.
+        origin: what the scales record; None if nothing.
+        fingerprint: of the unquantized model that the scales are to be used for.
 
     Raises:
-        VerificationError: saying what is different.
+        VerificationError: naming the difference.
     """
-    if measured is not None and measured.model != fingerprint:
-        difference = explain_difference(measured.model, fingerprint)
+    if origin is not None and origin.model != fingerprint:
+        difference = explain_difference(origin.model, fingerprint)
         raise VerificationError(
             f"{name}: these scales are of another model: {difference}",
-            hint="scales fit the model they were measured on alone: calibrate this one",
+            hint="scales fit only the model they were calibrated on: calibrate this one",
         )
 
 
 def has_kv_scales(path: Path) -> bool:
-    """Tell whether a folder or file has KV scales of any dialect.
+    """Tell whether a folder or file has KV scales, in any dialect.
 
     Raises:
         UsageError: there is no such path.
-        VerificationError: a file is damaged, so that nothing can be told.
+        VerificationError: a file is damaged.
     """
     return _recognise(_look_into(path)) is not None
 
@@ -144,8 +142,7 @@ def _look_into(path: Path, *, drops_bad_query: bool = False) -> ScaleFiles:
     found = replace(_list_files(path), drops_bad_query=drops_bad_query)
     if not found.spellings:
         return found
-    method = read_quant_method(found.folder)
-    return replace(found, quant_method=method or "", has_config=method is not None)
+    return replace(found, quant_method=read_quant_method(found.folder))
 
 
 def _list_files(path: Path) -> ScaleFiles:
@@ -180,7 +177,7 @@ def _list_folder(folder: Path) -> ScaleFiles:
 
 
 def _sort_files(place: Path, tensor_files: list[Path], json_files: list[Path]) -> ScaleFiles:
-    """Find out which of the files hold scales; JSON counts only where no tensor is one."""
+    """Look for scales in the names; JSON files count only if no tensor is a scale."""
     tensor_names = {path: list_tensor_names(path) for path in tensor_files}
     names = [name for listed in tensor_names.values() for name in listed]
     found = map(find_spelling, [*names, *list_indexed_scales(place)])
@@ -210,19 +207,12 @@ def _no_scales(files: ScaleFiles) -> VerificationError:
     with reading_errors():
         opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
     if any(METADATA_KEY in file.header.metadata for file in opened):
-        hint = "these are statistics: `fp8calib export` makes scales of them"
+        hint = "these are statistics: `fp8calib export` makes scales from them"
     elif any(file.tensors for file in opened):
-        hint = "the weights come without scales; `fp8calib calibrate` makes them"
+        hint = "there are only weights; `fp8calib calibrate` makes scales"
     else:
         hint = "expected *.k_scale and *.v_scale tensors, rank files, or a JSON with `kv_cache`"
     return refusal(files.place, "there are no KV scales", hint=hint)
-
-
-def _find_source_format(source_dtype: str | None) -> Fp8Format | None:
-    if source_dtype is not None and source_dtype not in KV_FORMATS:
-        known = " or ".join(KV_FORMATS)
-        raise UsageError(f"--source-dtype {source_dtype}: unknown", hint=f"it is {known}")
-    return KV_FORMATS[source_dtype] if source_dtype is not None else None
 
 
 def _agree_on_format(
@@ -234,14 +224,14 @@ def _agree_on_format(
     needs_dtype: bool,
 ) -> Fp8Format:
     if named is not None and asked is not None and named is not asked:
-        fault = f"the scales are for {named.name}, as is written there, not {asked.name}"
-        raise refusal(path, fault, hint="leave --source-dtype out")
+        fault = f"it states that its scales are for {named.name}, not {asked.name}"
+        raise refusal(path, fault, hint="omit --source-dtype")
     if named is not None or asked is not None:
         return named or asked or E4M3FN
     if needs_dtype and len(dialect.formats) > 1:
         raise UsageError(
-            f"{path}: nothing says which FP8 format these scales ({dialect.name}) are for",
-            hint="--source-dtype e4m3fn (all but AMD's MI300) or --source-dtype e4m3fnuz says it",
+            f"{path}: the FP8 format of these scales ({dialect.name}) is not stated",
+            hint="pass --source-dtype e4m3fn, or e4m3fnuz if they are for AMD's MI300",
         )
     if dialect.requires_dtype:
         raise refusal(path, "there is no kv_cache.dtype", hint="engines refuse the file for it")

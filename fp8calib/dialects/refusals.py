@@ -1,4 +1,4 @@
-"""The error of every reader, and how its messages name lists of things."""
+"""The error that every reader raises, and lists for its messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refusal(path: Path, fault: str, *, hint: str = "") -> VerificationError:
 
 @contextmanager
 def reading_errors() -> Iterator[None]:
-    """Raise the errors of damaged checkpoint files as errors of scales files."""
+    """Raise ModelError of a damaged checkpoint file as VerificationError."""
     try:
         yield
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""All dialects. Names of formats, in messages, options and documents, come from here."""
+"""All dialects. Every list of formats (options, help, messages, README) is made from here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _dialects: dict[str, Dialect] = {}
 
 
 def register(dialect: Dialect) -> None:
-    """Add a dialect, which is asked whether it recognises files before those already there.
+    """Add a dialect; the last one registered is the first asked whether it recognises files.
 
     Raises:
         ValueError: the name is taken.
@@ -33,7 +33,7 @@ def list_written() -> tuple[Dialect, ...]:
 
 
 def list_read() -> tuple[Dialect, ...]:
-    """List the dialects that can be read, the one to ask first in front."""
+    """List the dialects that can be read, in the order in which they are asked."""
     return tuple(
         dialect for dialect in reversed(_dialects.values()) if dialect.recognise is not None
     )
@@ -48,7 +48,7 @@ def find_dialect(format_name: str) -> Dialect:
     """Find the dialect that `--format` names.
 
     Raises:
-        UsageError: there is none, or it is only read.
+        UsageError: there is none that can be written.
     """
     dialect = _dialects.get(format_name)
     if dialect is None or dialect.write is None:
@@ -60,23 +60,23 @@ def find_dialect(format_name: str) -> Dialect:
 
 
 def check_formats(names: Iterable[str]) -> None:
-    """Refuse formats that are not known.
+    """Refuse unknown formats.
 
     Raises:
-        UsageError: naming the first, and those that are known.
+        UsageError: naming the first, and the known formats.
     """
     for name in names:
         find_dialect(name)
 
 
 def list_scale_suffixes() -> tuple[str, ...]:
-    """List how the names of tensors of scales end, in any dialect."""
+    """List the endings of scale tensors' names in all dialects."""
     found = (suffix for dialect in _dialects.values() for suffix in dialect.scale_suffixes)
     return tuple(dict.fromkeys(found))
 
 
 def list_json_keys() -> frozenset[tuple[str, ...]]:
-    """List the keys by which a JSON file of scales is found, the one at the top in front."""
+    """List the keys by which JSON files of scales are found, each dialect's in one tuple."""
     return frozenset(dialect.json_keys for dialect in _dialects.values() if dialect.json_keys)
 
 

@@ -30,19 +30,19 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 WHY_NOT_OBSERVED = {
     ScaleSource.SHARED: "reads another layer's K and V, so it carries that layer's scale",
     ScaleSource.ALL_ZERO: "only zeros were seen, so its scale is the fallback",
-    ScaleSource.UNSEEN: "no token came by, so its scale is the fallback",
+    ScaleSource.UNSEEN: "no token reached it, so its scale is the fallback",
 }
-"""Why a scale was not computed from what was seen at its site."""
+"""Why a scale was not computed from its site's statistics."""
 
 _KV_ALONE = (
-    "only its kv_cache section is written: no KV scales tell those of weights and activations, "
-    "which `fp8calib calibrate` measures"
+    "only its kv_cache section is written: it takes `fp8calib calibrate` to measure the scales of "
+    "weights and activations"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something a user should know about a file that was written."""
+    """Something that a user should know about a written file."""
 
     subject: str
     """A site, a layer, or an entry of the model's folder."""
@@ -62,7 +62,7 @@ class WrittenFormats:
 
 
 def list_outputs(formats: Iterable[str], tps: Iterable[int]) -> frozenset[str]:
-    """Name everything at the top of the output folder that these formats write."""
+    """Name the files and folders that these formats write into the output folder."""
     degrees = tuple(tps)
     dialects = map(find_dialect, formats)
     return frozenset(dialect.path(tp) for dialect in dialects for tp in dialect.degrees(degrees))
@@ -71,7 +71,7 @@ def list_outputs(formats: Iterable[str], tps: Iterable[int]) -> frozenset[str]:
 def check_export(
     geometry: ModelGeometry, formats: Sequence[str], tps: Sequence[int], fmt: Fp8Format
 ) -> None:
-    """Refuse what cannot be written, before anything is computed.
+    """Refuse what cannot be written, before any computation.
 
     Raises:
         UsageError: a format is unknown or has no scales for `fmt`, or a degree does not fit the
@@ -91,24 +91,24 @@ def check_export(
 def check_overlay_source(
     geometry: ModelGeometry, formats: Iterable[str], source: Checkpoint | None
 ) -> None:
-    """Refuse a model that overlays of these formats cannot be made of.
+    """Refuse a model of which overlays in these formats cannot be made.
 
     Raises:
-        UsageError: there is no model, and a format needs one.
+        UsageError: a format needs a model, and there is none.
         ModelError: the model's config.json is missing or broken.
-        ExportError: it is another model than the geometry's, or quantized already.
+        ExportError: the model does not have this geometry, or is already quantized.
     """
     dialects = [dialect for dialect in map(find_dialect, formats) if dialect.needs_model]
     if not dialects:
         return
     if source is None:
-        hint = "--model names the model whose weights the overlay takes"
+        hint = "pass the model whose weights the overlay contains"
         raise UsageError(f"--format {dialects[0].name} needs --model", hint=hint)
     _check_attentions(geometry, source)
     is_quantized = bool(source.load_config().get("quantization_config"))
     if is_quantized and any(dialect.replaces_quantization for dialect in dialects):
         raise ExportError(
-            f"{source.folder}: the model is quantized already, and the overlay's "
+            f"{source.folder}: the model is already quantized, and the overlay's "
             "quantization_config would replace its own",
             hint="start from the unquantized model, or write kv-scales",
         )
@@ -117,7 +117,7 @@ def check_overlay_source(
 def list_owned(
     format_name: str, tp: int, geometry: ModelGeometry, source: Checkpoint
 ) -> frozenset[str]:
-    """Name everything in an output folder that *is* the overlay, or holds the one file."""
+    """Name the entries of an output folder that *is* the overlay, or holds the one file."""
     if not find_dialect(format_name).needs_model:
         return list_outputs([format_name], [tp])
     unlisted = {UNLISTED_NAME} if geometry.model_type in STRICT_TYPES else frozenset[str]()
@@ -125,7 +125,7 @@ def list_owned(
 
 
 def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> None:
-    """Refuse to replace an overlay folder that holds what no overlay of `source` has.
+    """Refuse to replace an overlay folder that holds entries no overlay of `source` has.
 
     Raises:
         UsageError: naming what would be lost.
@@ -137,8 +137,8 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
             strangers = sorted({entry.name for entry in folder.iterdir()} - known)
             if strangers:
                 raise UsageError(
-                    f"{folder}: holds what this command does not write: {', '.join(strangers[:5])}",
-                    hint="move it away, or name another folder",
+                    f"{folder}: holds files that this command does not write: {', '.join(strangers[:5])}",
+                    hint="move them away, or choose another folder",
                 )
 
 
@@ -155,20 +155,20 @@ def write_formats(
     rule: Rule = AMAX,
     quantized: Mapping[int, ScaleTable] | None = None,
 ) -> WrittenFormats:
-    """Write the scales of statistics in each of `formats`, once for each degree where it matters.
+    """Write the scales of statistics in every format, with a file per degree where formats differ.
 
     Args:
-        stats: what was observed.
+        stats: the statistics.
         formats: names of dialects.
-        out: an existing folder without any entry that `list_outputs` names.
+        out: an existing folder with none of the entries that `list_outputs` names.
         fmt: the FP8 format the scales are for.
         tps: tensor-parallel degrees of the engines.
         source: the model, for overlays.
-        query: write `q_scale` too, where the dialect has it.
-        fallback: the scale of sites at which nothing was observed.
-        rule: which magnitude of an activation the largest FP8 value stands for.
-        quantized: for each degree, the scales of the quantized weights that the caller writes
-            beside these files: `rfc` holds these, and names the files.
+        query: write `q_scale` in the dialects that have it.
+        fallback: the scale of sites without observations.
+        rule: the magnitude of an activation that the largest FP8 value represents.
+        quantized: for each degree, the scales of the rank weights that the caller writes beside
+            these files; `rfc` contains them and names the weights' files.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
@@ -211,17 +211,17 @@ def write_table(
     source: Checkpoint,
     provenance: Provenance | None = None,
 ) -> tuple[Note, ...]:
-    """Write one table of KV scales.
+    """Write a table of KV scales.
 
     Args:
-        table: scales of the ranks, or heads, that the dialect has.
+        table: scales for the ranks or heads that the dialect has.
         format_name: the dialect.
-        target: the file, or the folder of an overlay, empty or not there.
+        target: the file, or an overlay's folder, empty or not yet existing.
         source: the model, for overlays.
-        provenance: the quantized model that the scales were read from, to be recorded.
+        provenance: the quantized model that the scales were read from.
 
     Returns:
-        What a user should know: layers without scales of their own, files left out.
+        What a user should know: layers without own scales, skipped files.
 
     Raises:
         UsageError: the format is not known.
@@ -235,7 +235,7 @@ def write_table(
 
 
 def _write(dialect: Dialect, job: WriteJob, target: Path) -> list[Note]:
-    """Write one file or overlay, and list what a user should know about it."""
+    """Write one file or overlay; return what a user should know about it."""
     assert dialect.write is not None  # noqa: S101 -- find_dialect gives none that is only read
     dialect.write(job, target)
     return list(_list_notes(dialect, job))
@@ -248,7 +248,7 @@ def _list_notes(dialect: Dialect, job: WriteJob) -> Iterator[Note]:
     for name, why in job.skipped.items():
         yield Note(name, f"left out of {dialect.name}: {why}")
     if dialect.lists_all_layers:
-        why = "caches no K and V; the JSON forms want every layer, so it is 1.0 there"
+        why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
         layers = job.table.geometry.layers
         yield from (Note(layer.module, why) for layer in layers if layer.attention is None)
     if dialect.has_linears and job.linears is None:
@@ -260,7 +260,7 @@ def _note_unobserved(table: ScaleTable) -> Iterator[Note]:
 
 
 def _note_kept_amax(table: ScaleTable) -> Iterator[Note]:
-    """Note once for all sites of a reason where the rule could not be followed."""
+    """Note, once per reason, the sites at which the rule could not be applied."""
     for why in dict.fromkeys(table.kept_amax.values()):
         first, *others = (str(site) for site, reason in table.kept_amax.items() if reason == why)
         yield Note(f"{first} and {len(others)} more" if others else first, why)
@@ -277,9 +277,9 @@ def _check_attentions(geometry: ModelGeometry, source: Checkpoint) -> None:
     for layer, attention in geometry.attentions():
         if attention.checkpoint_module not in modules:
             raise ExportError(
-                f"{source.folder}: no tensor lies under {attention.checkpoint_module}, where layer "
+                f"{source.folder}: no tensor is under {attention.checkpoint_module}, where layer "
                 f"{layer.index} of the calibrated model has its attention",
-                hint="name the model the statistics were made of",
+                hint="pass the model that was calibrated",
             )
 
 

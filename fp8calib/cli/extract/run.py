@@ -108,7 +108,7 @@ def _extract(
     found = read_scales(
         settings.quantized_model,
         geometry,
-        source_dtype=settings.source_dtype,
+        source_fmt=None if settings.source_dtype is None else KV_FORMATS[settings.source_dtype],
         needs_dtype=True,
         drops_bad_query=True,
     )

@@ -1,4 +1,4 @@
-"""What the config.json beside a checkpoint says of its KV scales."""
+"""Read what a checkpoint's configs state about its KV scales."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.dialects.kv.validate import check_model_type
 from fp8calib.dialects.metadata import find_format
 from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
@@ -18,20 +19,21 @@ MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 _TGI_DTYPE_KEY = "kv_cache_torch_dtype"
 _ALGORITHM_KEY = "kv_cache_quant_algo"
 _ALGORITHM_SECTIONS = ("quantization", "quantization_config")
+_NOT_FP8 = "only scales for FP8 can be used; calibrate the model for FP8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """The parts of a checkpoint's config that its scales depend on."""
+    """The facts in a checkpoint's config that its scales depend on."""
 
     fmt: Fp8Format | None = None
-    """The format that is written there: under TGI's key, or as an algorithm of NVIDIA's tools."""
+    """The FP8 format, by TGI's key or by the algorithm that NVIDIA's tools name."""
     tp: int | None = None
-    """How many rank files a TensorRT-LLM checkpoint has."""
+    """The number of rank files of a TensorRT-LLM checkpoint."""
 
 
 def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
-    """Read the configs of a folder, where it has them, and check that the scales are FP8's.
+    """Read a folder's configs, if it has any, and check that its KV scales are for FP8.
 
     Raises:
         VerificationError: a config cannot be read, is of another model, or of another KV format.
@@ -57,7 +59,7 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
 
 
 def read_quant_method(folder: Path) -> str | None:
-    """Read what the `quantization_config` calls its method; None where there is no config.
+    """Read the method that the `quantization_config` names; None if there is no config.
 
     Raises:
         VerificationError: the config cannot be read.
@@ -75,7 +77,7 @@ def load_object(path: Path) -> dict[str, object]:
     """Load a JSON object in which no key occurs twice.
 
     Raises:
-        VerificationError: the file cannot be read, or holds something else.
+        VerificationError: the file cannot be read, or is not such an object.
     """
     with reading_errors():
         return load_json_object(path, parse=parse_unique_keys)
@@ -91,33 +93,29 @@ def _section(config: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 
 def _check_model_type(path: Path, config: Mapping[str, object], geometry: ModelGeometry) -> None:
-    """Compare the model types; a config with configs inside need not tell the decoder's."""
-    model_type = config.get("model_type")
-    is_wrapped = any(key.endswith("_config") and key != "quantization_config" for key in config)
-    if is_wrapped or model_type is None or model_type == geometry.model_type:
-        return
-    fault = f"model_type is {model_type!a:.60}, the model's is {geometry.model_type!r}"
-    raise refusal(path, fault, hint="the scales are of another model")
+    """Compare the model types, unless the config wraps that of the decoder."""
+    if not any(key.endswith("_config") and key != "quantization_config" for key in config):
+        check_model_type(path, config.get("model_type"), geometry)
 
 
 def _check_scheme(path: Path, scheme: object) -> None:
-    """Refuse scales of another format; `static` of AutoFP8 says nothing about it."""
+    """Refuse scales of another format; AutoFP8's `static` names none."""
     if not isinstance(scheme, dict):
         return
     kind, num_bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
     if (kind, num_bits) != ("float", 8):
         fault = f"kv_cache_scheme is {num_bits!a:.20} bits of {kind!a:.20}, not FP8"
-        raise refusal(path, fault, hint="its scales mean something else; calibrate for FP8")
+        raise refusal(path, fault, hint=_NOT_FP8)
 
 
 def _find_algorithm(config: Mapping[str, object]) -> Fp8Format | None:
-    """Read `kv_cache_quant_algo`: FP8 is e4m3fn, for NVIDIA's tools know no other e4m3."""
+    """Read `kv_cache_quant_algo`: FP8 is e4m3fn, the only e4m3 of NVIDIA's tools."""
     sections = [_section(config, name) for name in _ALGORITHM_SECTIONS]
     return E4M3FN if any(_is_fp8(section.get(_ALGORITHM_KEY)) for section in sections) else None
 
 
 def _is_fp8(algorithm: object) -> bool:
-    """Tell whether an algorithm is FP8, in letters of any size, as engines read it."""
+    """Tell whether an algorithm is FP8, in upper or lower case, as engines read it."""
     return isinstance(algorithm, str) and algorithm.upper() == "FP8"
 
 
@@ -127,4 +125,4 @@ def _check_algorithm(path: Path, config: Mapping[str, object]) -> None:
         algorithm = _section(config, section).get(_ALGORITHM_KEY)
         if algorithm is not None and not _is_fp8(algorithm):
             fault = f"kv_cache_quant_algo is {algorithm!a:.40}, not FP8"
-            raise refusal(path, fault, hint="its scales mean something else; calibrate for FP8")
+            raise refusal(path, fault, hint=_NOT_FP8)

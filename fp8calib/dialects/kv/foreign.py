@@ -1,4 +1,4 @@
-"""The dialects of other tools, which are read and not written."""
+"""The dialects of other tools, which are only read."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _EXPANDED_NOTE = (
 
 
 def find_rank_files(files: ScaleFiles) -> list[Path]:
-    """List the files with scales of TensorRT-LLM's or AMMO's ranks."""
+    """List the rank files of TensorRT-LLM or AMMO."""
     named = files.tensor_names.items()
     return [path for path, names in named if any(RANK_FILE_MARK in name for name in names)]
 
 
 def _recognise(quant_method: str, spelling: Spelling | None = None) -> Callable[[ScaleFiles], bool]:
-    """Recognise a tool by the spelling that it alone uses; where there is none, by the config."""
+    """Recognise a tool by a spelling that only it uses; without such a spelling, by the config."""
 
     def recognise(files: ScaleFiles) -> bool:
         if files.spellings & {Spelling.PROJECTION, Spelling.OUTPUT}:
             return spelling in files.spellings
-        if files.spellings == {Spelling.SINGLE}:  # of these tools, AutoFP8 alone wrote it
+        if files.spellings == {Spelling.SINGLE}:  # of these tools, only AutoFP8 wrote it
             return quant_method == files.quant_method == "fp8"
-        return files.quant_method.partition("_")[0] == quant_method
+        return (files.quant_method or "").partition("_")[0] == quant_method
 
     return recognise
 

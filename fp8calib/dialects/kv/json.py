@@ -1,8 +1,8 @@
 """`vllm-json`: the scales file of vLLM 0.4 to 0.6, which SGLang still parses.
 
 Source: `QuantParamSchema` (vLLM `quantization/schema.py`, SGLang `model_loader/weight_utils.py`).
-A reader takes all of it or, after one line in its log, 1.0 for every layer: keys must be integers,
-every layer and every rank present, `model_type` equal to the config's.
+Its readers use either the whole file or, after one line in the log, 1.0 for every layer: keys must
+be integers, every layer and rank must be present, and `model_type` must equal the config's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 KV_CACHE_KEYS = ("kv_cache", "scaling_factor")
 NO_CACHE_SCALE = 1.0
-"""For layers without K and V: readers want every layer's index, and this scales nothing."""
+"""For layers without K and V: readers require every layer's index."""
 
 
 def list_kv_scales(table: ScaleTable, rank: int) -> dict[str, float]:
-    """List the scale of every layer of the model by its index, as `rank` has it."""
+    """List the scale of every layer on `rank`, by the layer's index."""
     return {
         str(layer.index): table.kv(layer.attention, rank) if layer.attention else NO_CACHE_SCALE
         for layer in table.geometry.layers
@@ -30,11 +30,7 @@ def list_kv_scales(table: ScaleTable, rank: int) -> dict[str, float]:
 
 
 def _write(job: WriteJob, path: Path) -> None:
-    """Write one scale per layer, that of k and v, for each rank.
-
-    Readers ignore keys at the top that they do not know; inside `scaling_factor` one costs them
-    every scale.
-    """
+    """Write one scale per layer, for k and v, and for each rank."""
     table = job.table
     factors = {str(rank): list_kv_scales(table, rank) for rank in range(table.tp)}
     kv_cache = {"dtype": table.fmt.dtype_name, "scaling_factor": factors}

@@ -1,9 +1,9 @@
 """`kv-overlay` and `kv-overlay-head`: a whole checkpoint that vLLM and transformers load.
 
-The weights stay as they are. The `quantization_config` names one group that matches no module: an
-empty one makes transformers fail on MoE models, and without `ignore` TGI looks for a target. TGI
-knows no float group in the format `dense` either (`layers/compressed_tensors/loader.py`), hence
-`naive-quantized`.
+The weights are unchanged. The `quantization_config` has one group that matches no module: without
+any group, transformers fails on MoE models; without `ignore`, TGI looks for a target. The format is
+`naive-quantized` because TGI knows no float group in the format `dense`
+(`layers/compressed_tensors/loader.py`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SCALAR_SHAPE = (1,)
 """The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []
 (`core_model_loading.py:set_param_for_module`: mismatched sizes). llm-compressor stores it too."""
 UNLISTED_NAME = "kv_scales.safetensors"
-"""A file beside the index, for TGI, which reads every file; vLLM reads those the index names."""
+"""A file not in the index, for TGI, which reads every file; vLLM reads only indexed files."""
 STRICT_TYPES = ("gpt2",)
-"""Model types that vLLM loads without ignoring scales it has no place for: beside
-`attn.attn.k_scale`, a listed `attn.k_scale` is a ValueError (vLLM 0.32.0 `models/gpt2.py`, whose
-inner model has no `quant_config`; gptj and gpt_bigcode load both)."""
+"""Model types for which vLLM does not ignore a scale that it has no parameter for: an indexed
+`attn.k_scale` beside `attn.attn.k_scale` is a ValueError (vLLM 0.32.0 `models/gpt2.py`, whose inner
+model has no `quant_config`; gptj and gpt_bigcode load both)."""
 
 
 def _write(job: WriteJob, folder: Path) -> None:
     """Write the model with the scales beside its weights, per tensor or per head.
 
-    compressed-tensors means e4m3fn; another format is recorded in the scales' file.
+    compressed-tensors implies e4m3fn; another format is recorded in the scales' file.
     """
     strategy: Strategy = "attn_head" if job.table.per_head else "tensor"
     fmt = None if job.table.fmt is E4M3FN else job.table.fmt

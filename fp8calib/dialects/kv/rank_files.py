@@ -1,4 +1,4 @@
-"""Rank files of TensorRT-LLM and AMMO: one `kv_cache_scaling_factor` per layer and rank."""
+"""Read the rank files of TensorRT-LLM and AMMO: one scale per layer and rank."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _LAYER = re.compile(r"\d+", re.ASCII)
 
 
 def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry) -> ParsedScales:
-    """Read the scales of rank files, of which each holds every layer.
+    """Read the scales of rank files; each file holds every layer.
 
     Args:
-        found: the folder or file the user named.
-        files: those of its files that hold scales; a single file needs no rank in its name.
+        found: the folder or file that the user named.
+        files: its files with scales; a single file needs no rank in its name.
         geometry: the model the scales are for.
 
     Raises:
-        VerificationError: a rank or layer is missing or doubled, or a number is not a scale.
+        VerificationError: a rank or layer is missing or occurs twice, or a number is not a scale.
     """
     place, config = found.place, read_config(found.folder, geometry)
     ranks: dict[int, dict[int, torch.Tensor]] = {}
@@ -53,8 +53,10 @@ def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry
             )
         ranks[rank] = _read_layers(path)
     if config.tp is not None and len(ranks) < config.tp:
-        fault = f"{len(ranks)} of {config.tp} rank files are there ({cut_list(sorted(ranks))})"
-        raise refusal(place, fault, hint="config.json tells how many there are; copy all of them")
+        fault = f"only {len(ranks)} of {config.tp} rank files exist ({cut_list(sorted(ranks))})"
+        raise refusal(
+            place, fault, hint="config.json states the number of ranks; copy all rank files"
+        )
     return ParsedScales(
         values=join_ranks(place, geometry, ranks),
         tp=len(ranks),
@@ -120,16 +122,16 @@ def _find_layer(path: Path, name: str) -> int:
     if len(parts) != 1 or len(parts[0]) > 9:
         raise refusal(
             path,
-            f"{shorten(name)}: which layer it is of cannot be told",
-            hint="one part is a number",
+            f"{shorten(name)}: the name does not tell the layer",
+            hint="exactly one part of the name is a number",
         )
     return int(parts[0])
 
 
 _MAX_MEMBER_BYTES = 1 << 16
-"""An array of one number takes some 130 bytes, most of it header."""
+"""An array of one number takes about 130 bytes, most of them header."""
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""Python unpacks the others without a bound: gigabytes out of some thousand bytes."""
+"""The other decompressors have no limit: a few thousand bytes can become gigabytes."""
 _READ_HEADER = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -137,13 +139,13 @@ def list_arrays(path: Path) -> list[str]:
     """List the names of the arrays in an archive.
 
     Raises:
-        VerificationError: it is none, or damaged.
+        VerificationError: the file is not a .npz archive, or is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except Exception as error:  # zipfile raises ten kinds for damaged archives
-        raise refusal(path, f"not a readable .npz archive: {_describe(error)}") from error
+        raise refusal(path, f"not a readable .npz archive: {_quote_error(error)}") from error
     return [name.removesuffix(".npy") for name in names]
 
 
@@ -156,11 +158,13 @@ def read_number(path: Path, name: str) -> torch.Tensor:
     try:
         shape, dtype, raw = _read_member(path, name)
     except Exception as error:  # zipfile and numpy raise ten kinds for damaged data
-        fault = f"{shorten(name)}: cannot be read: {_describe(error)}"
+        fault = f"{shorten(name)}: cannot be read: {_quote_error(error)}"
         raise refusal(path, fault, hint="copy the file again") from error
     if dtype.hasobject:
         raise refusal(
-            path, f"{shorten(name)}: pickled, which is not read", hint="save it as a float array"
+            path,
+            f"{shorten(name)}: it is pickled, which is not read",
+            hint="save it as a float array",
         )
     if math.prod(shape) != 1 or dtype.kind != "f":
         raise refusal(
@@ -169,7 +173,7 @@ def read_number(path: Path, name: str) -> torch.Tensor:
             hint="a scale is one float",
         )
     if len(raw) != dtype.itemsize:
-        raise refusal(path, f"{shorten(name)}: cut short", hint="copy the file again")
+        raise refusal(path, f"{shorten(name)}: truncated", hint="copy the file again")
     value = torch.tensor(float(np.frombuffer(raw, dtype=dtype)[0]), dtype=torch.float32)
     check_precision(path, shorten(name), value, stored="F16" if dtype == np.float16 else "")
     return value
@@ -179,9 +183,9 @@ def _read_member(path: Path, name: str) -> tuple[tuple[int, ...], np.dtype[np.ge
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(f"{name}.npy")
         if info.compress_type not in _COMPRESSIONS:
-            raise ValueError("compressed in a way that numpy does not write")
+            raise ValueError("compressed by a method that numpy does not use")
         if info.file_size > _MAX_MEMBER_BYTES:
-            raise ValueError(f"{info.file_size} bytes are more than one number")
+            raise ValueError(f"{info.file_size} bytes are too many for one number")
         with archive.open(info) as member:
             return _read_array(member)
 
@@ -194,6 +198,6 @@ def _read_array(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[np.generic
     return shape, dtype, member.read(min(dtype.itemsize, _MAX_MEMBER_BYTES))
 
 
-def _describe(error: Exception) -> str:
-    """Show what went wrong, in ASCII: a damaged archive's message repeats its bytes."""
+def _quote_error(error: Exception) -> str:
+    """Quote an error in ASCII; the message of a damaged archive can contain its bytes."""
     return f"{type(error).__name__}, {error!s:.160}".encode("ascii", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Read the KV scales of a JSON file: vLLM's schema and the RFC's, which spell ranks differently."""
+"""Read the KV scales of a JSON file, in vLLM's schema or the RFC's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from pathlib import Path
 import torch
 
 from fp8calib.dialects.dialect import ParsedScales, ScaleFiles
-from fp8calib.dialects.kv.validate import ONE_FILLS_BOTH, check_scales, join_ranks
+from fp8calib.dialects.kv.validate import (
+    ONE_FILLS_BOTH,
+    OTHER_MODEL,
+    check_model_type,
+    check_scales,
+    join_ranks,
+)
 from fp8calib.dialects.metadata import JSON_MEASURED_KEY, find_format, find_origin
 from fp8calib.dialects.refusals import cut_list, refusal
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 _FEW_EXTRA = 1000
-"""So many layers too many are named one by one; more are counted."""
+"""Up to this many extra layers are named; with more, the file is refused before it is read."""
 _EXPECTED = 'expected {"model_type": ..., "kv_cache": {"dtype": ..., "scaling_factor": {...}}}'
 
 
@@ -28,7 +34,7 @@ def read_json(
     Args:
         files: the one JSON file of scales.
         geometry: the model the scales are for.
-        rank_prefix: what the key of a rank has before the number.
+        rank_prefix: what precedes the number in the key of a rank.
         requires_model_type: whether engines refuse a file without `model_type`.
 
     Raises:
@@ -51,7 +57,7 @@ def read_json(
     numbers = _number_ranks(path, factors, rank_prefix)
     if requires_model_type and "model_type" not in document:
         raise refusal(path, "there is no `model_type`", hint="engines refuse the file for it")
-    _check_model_type(path, document.get("model_type"), geometry)
+    check_model_type(path, document.get("model_type"), geometry)
     _check_counts(path, factors, geometry)
     ranks = {numbers[key]: _read_rank(path, key, layers) for key, layers in factors.items()}
     return ParsedScales(
@@ -75,23 +81,17 @@ def _number_ranks(path: Path, factors: Mapping[str, object], prefix: str) -> dic
     return {key: int(number) for key, number in numbers.items()}
 
 
-def _check_model_type(path: Path, model_type: object, geometry: ModelGeometry) -> None:
-    if model_type is not None and model_type != geometry.model_type:
-        fault = f"model_type is {model_type!a:.60}, the model's is {geometry.model_type!r}"
-        raise refusal(path, fault, hint="the file is of another model")
-
-
 def _check_counts(path: Path, factors: Mapping[str, object], geometry: ModelGeometry) -> None:
-    """Refuse what is far too large for the model before a million numbers are looked at."""
+    """Refuse a document that is far too large for the model before its numbers are read."""
     heads = max((attention.num_heads for _, attention in geometry.attentions()), default=1)
     if len(factors) > heads:
-        fault = f"{len(factors)} ranks, and the model has {heads} attention heads to split"
-        raise refusal(path, fault, hint="the file is of another model")
+        fault = f"there are {len(factors)} ranks, but the model has only {heads} attention heads"
+        raise refusal(path, fault, hint=OTHER_MODEL)
     count = len(geometry.layers)
     for rank, layers in factors.items():
         if isinstance(layers, dict) and len(layers) > count + _FEW_EXTRA:
             fault = f"kv_cache.scaling_factor.{rank} has {len(layers)} layers, the model {count}"
-            raise refusal(path, fault, hint="the file is of another model")
+            raise refusal(path, fault, hint=OTHER_MODEL)
 
 
 def _read_rank(path: Path, rank: str, layers: object) -> dict[int, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Scales that travel as tensors: compressed-tensors, AutoFP8, ModelOpt, Quark, TGI, kv-scales."""
+"""Read KV scales stored as tensors, in every tool's spelling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PARAMETERS_OF_WEIGHTS = ("_scale", "_zero_point")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """A scale as it was read, and what it is called where."""
+    """A scale that was read, with its name and file."""
 
     name: ScaleName
     file: TensorFile
@@ -45,7 +45,7 @@ class _Stored:
     """fp32 [1], or [1, heads]."""
 
     def __str__(self) -> str:
-        """Show the numbers under the name."""
+        """Show the name, the numbers and the file."""
         shown = cut_list(self.values.flatten().tolist())
         return f"{self.name.full} = {shown} ({self.file.path.name})"
 
@@ -98,7 +98,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
 def _find_format(
     place: Path, config: CheckpointConfig, files: Iterable[TensorFile]
 ) -> Fp8Format | None:
-    """Find the format that the config or the files themselves name."""
+    """Find the format that the config or the files name."""
     recorded = map(find_recorded_format, dict.fromkeys(files))
     named = {fmt for fmt in (config.fmt, *recorded) if fmt is not None}
     if len(named) > 1:
@@ -117,18 +117,18 @@ def has_fp8_weights(files: Iterable[TensorFile]) -> bool:
 
 
 def _check_listed(place: Path, files: Sequence[TensorFile]) -> None:
-    """Refuse a folder whose index speaks of scales that are not there."""
+    """Refuse a folder whose index lists scales that no file has."""
     listed = list_indexed_scales(place)
     held = {name for file in files for name in file.tensors}
     absent = [name for name in listed if name not in held]
     if absent:
         where = cut_list(sorted({listed[name] for name in absent}))
-        fault = f"{len(absent)} scales which the index lists are not there ({cut_list(absent)})"
-        raise refusal(place, fault, hint=f"they should be in {where}; the download is not complete")
+        fault = f"the index lists {len(absent)} scales that no file has ({cut_list(absent)})"
+        raise refusal(place, fault, hint=f"they should be in {where}; complete the download")
 
 
 def list_indexed_scales(place: Path) -> dict[str, str]:
-    """List the scale tensors that a folder's index names, each with its file."""
+    """List the KV scales that a folder's index names, each with its file."""
     path = place / INDEX_NAME
     if not path.is_file():
         return {}
@@ -162,7 +162,7 @@ def _read(
         check_precision(path, name.full, values, stored=entry.dtype)
     elif bool((values != 0).any()):
         raise refusal(
-            path, f"{name.full} is not zero", hint="engines read symmetric KV scales alone"
+            path, f"{name.full} is not zero", hint="engines read only symmetric KV scales"
         )
     return _Stored(name=name, file=file, values=values)
 
@@ -175,13 +175,13 @@ def _find_bad_queries(scales: Sequence[_Stored]) -> list[_Stored]:
 def _explain_bad_queries(bad: Sequence[_Stored]) -> Iterator[str]:
     if bad:
         yield (
-            f"q_scale is left out, for {bad[0]} is no scale (llm-compressor leaves it unset where "
-            "it quantizes attention)"
+            f"q_scale is left out: {bad[0]} is not a scale (llm-compressor leaves it unset when it "
+            "quantizes attention)"
         )
 
 
 def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Site, torch.Tensor]:
-    """Bring all spellings of a scale together; `kv_scale` fills what has no scale of its own."""
+    """Merge the spellings of each scale; `kv_scale` is used if a layer has no other."""
     merged: dict[Site, _Stored] = {}
     singles: dict[Site, _Stored] = {}
     for attention, stored in scales:
@@ -225,12 +225,12 @@ def _check_complete(
     for role, other in ((Role.K, Role.V), (Role.V, Role.K)):
         if lacking[role]:
             fault = f"{name_layers(lacking[role])}: {other}_scale without {role}_scale"
-            raise refusal(place, fault, hint="engines use 1.0 or the other's scale for it, or stop")
+            raise refusal(place, fault, hint="engines use 1.0 or the other scale instead, or stop")
     _check_pairs(place, geometry, values)
 
 
 def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, torch.Tensor]) -> None:
-    """Check what is free to be absent, but not in part: shared layers, and q."""
+    """Check that shared layers have both scales or none, and q is in all layers or none."""
     attentions = list(geometry.attentions())
     halves = [
         layer.index
@@ -241,7 +241,7 @@ def _check_pairs(place: Path, geometry: ModelGeometry, values: Mapping[Site, tor
         raise refusal(place, f"{name_layers(halves)}: only one of k_scale and v_scale")
     without = [layer.index for layer, a in attentions if a.site(Role.Q) not in values]
     if 0 < len(without) < len(attentions):
-        fault = f"there is no q_scale for {name_layers(without)}, though other layers have one"
+        fault = f"there is no q_scale for {name_layers(without)}, but other layers have one"
         raise refusal(place, fault, hint="engines use 1.0 there; calibrate with --query-scale")
 
 
@@ -249,7 +249,7 @@ def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
     per_head = [str(site) for site, scale in values.items() if scale.dim() == 2]
     scalar = [str(site) for site, scale in values.items() if scale.dim() == 1]
     if per_head and scalar:
-        fault = f"scales per head ({per_head[0]}) beside scales per tensor ({scalar[0]})"
+        fault = f"both per-head scales ({per_head[0]}) and per-tensor scales ({scalar[0]})"
         raise refusal(place, fault, hint="engines read one or the other")
     return bool(per_head)
 
@@ -258,4 +258,4 @@ def _make_notes(ignored: Sequence[str], spellings: Collection[Spelling]) -> tupl
     notes = (ONE_FILLS_BOTH,) if Spelling.SINGLE in spellings else ()
     if not ignored:
         return notes
-    return (*notes, f"{len(ignored)} scales outside the decoder left aside ({cut_list(ignored)})")
+    return (*notes, f"{len(ignored)} scales outside the decoder are ignored ({cut_list(ignored)})")

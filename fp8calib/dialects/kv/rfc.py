@@ -58,7 +58,7 @@ def _name_served_dtype(checkpoint_dtype: str) -> str:
 def _list_factors(
     table: ScaleTable, section: Section, role: Role
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """List rank -> layer -> projection -> scale; layers without such projections have no entry."""
+    """List rank -> layer -> projection -> scale; a layer without such projections has no entry."""
     sites = {layer.index: _list_sites(layer, section, role) for layer in table.geometry.layers}
     return {
         f"{_RANK}{rank}": {

@@ -1,4 +1,4 @@
-"""Which tensor names are KV scales, in every tool's spelling, and whose layer they belong to."""
+"""Parse the names of KV scales, in every tool's spelling, and find their layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 
 RANK_FILE_MARK = "kv_cache_scaling_factor"
-"""In the names of the scales of TensorRT-LLM and AMMO rank files."""
+"""Part of the names of scales in TensorRT-LLM and AMMO rank files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleName:
-    """A tensor name taken apart; `path` is that of the attention module, as it is spelled there."""
+    """A parsed tensor name; `path` is that of the attention module, as the file spells it."""
 
     full: str
     path: str
@@ -31,7 +31,7 @@ class ScaleName:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Whose the scales are, and which names were left aside."""
+    """The attention of each scale, and the names that are ignored."""
 
     found: Mapping[ScaleName, Attention]
     ignored: tuple[str, ...]
@@ -54,11 +54,11 @@ _SUFFIXES: Mapping[str, tuple[Spelling, tuple[Role, ...]]] = {
 _LAYER = re.compile(r"(?:(?P<root>.*)\.)?(?P<index>[0-9]+)\.(?P<rest>.+?)", re.DOTALL)
 _MOST_DIGITS = 10
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "base_model", "transformer", "llm"})
-"""Path components that come and go when a model is wrapped into another one."""
+"""Path components that differ when a model is wrapped in another one."""
 
 
 def parse_name(name: str) -> ScaleName | None:
-    """Take the name of a KV scale (or zero point) apart; None for any other tensor."""
+    """Parse the name of a KV scale or zero point; None for any other tensor."""
     for suffix, (spelling, roles) in _SUFFIXES.items():
         if name.endswith(suffix):
             return ScaleName(name, name.removesuffix(suffix), spelling, roles)
@@ -66,12 +66,12 @@ def parse_name(name: str) -> ScaleName | None:
 
 
 def is_probability_scale(name: str) -> bool:
-    """Tell whether a tensor is called like the scale of attention's probabilities (Quark)."""
+    """Tell whether a name is that of a scale of attention probabilities (Quark)."""
     return name.endswith((".prob_scale", ".prob_output_scale"))
 
 
 def find_spelling(name: str) -> Spelling | None:
-    """Find how the scale of K or V with this name is spelled; None for any other tensor."""
+    """Find the spelling of a scale of K or V; None for any other tensor."""
     parsed = parse_name(name)
     if parsed is None or parsed.spelling is Spelling.ZERO_POINT or parsed.roles == (Role.Q,):
         return None
@@ -79,14 +79,14 @@ def find_spelling(name: str) -> Spelling | None:
 
 
 def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName]) -> Owners:
-    """Find the attention module of every name, whatever the model is wrapped in.
+    """Find the attention module of every name, even if the model is wrapped in another.
 
-    The layers' container is looked for as the model or its checkpoint spells it, then as a longer
-    or shorter spelling of the same path. Names elsewhere (vision towers, draft layers) are
-    left aside; one beside the layers, but of none of them, is of another model.
+    The path of the layers is compared as the model and its checkpoint spell it, then without
+    wrappers, then as a longer or shorter spelling. Names elsewhere (vision towers, draft layers)
+    are ignored; a name under that path that belongs to no layer is of another model.
 
     Raises:
-        VerificationError: no name fits the model, several containers do, or there is an extra one.
+        VerificationError: no name fits the model, several paths do, or a name has no layer.
     """
     modules = _spell_modules(geometry)
     root = _choose_root(path, geometry, names)
@@ -110,7 +110,7 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
 
 
 def is_of_draft_layer(geometry: ModelGeometry, path: str) -> bool:
-    """Tell whether a module lies in one of the draft layers behind the model's own."""
+    """Tell whether a module is in one of the draft layers after the model's own."""
     index = _split(path)[1]
     first = len(geometry.layers)
     drafts = range(first, first + geometry.num_draft_layers)
@@ -118,7 +118,7 @@ def is_of_draft_layer(geometry: ModelGeometry, path: str) -> bool:
 
 
 _Place = tuple[str, str, str]
-"""Container of the layers, index, path within the layer."""
+"""Path of the layers, index, path within the layer."""
 
 
 def _split(path: str) -> _Place:
@@ -161,13 +161,13 @@ def _choose_root(
         fault = f"{example} and the other scales are of another model"
         raise refusal(path, fault, hint=f"this model's attention is {expected}")
     if len(fitting) > 1 and not known.issuperset(fitting):
-        fault = f"the scales lie under {cut_list(fitting)}, and any could be the model's layers"
+        fault = f"the scales are under {cut_list(fitting)}, and each could be the model's layers"
         raise refusal(path, fault, hint=f"the model's own are under {cut_list(sorted(known))}")
     return frozenset(fitting)
 
 
 def _find_fitting(known: Collection[str], roots: Collection[str]) -> list[str]:
-    """List the roots that fit best: the same, the same but for wrappers, or one inside another."""
+    """List the roots that fit best: equal, equal without wrappers, or one inside the other."""
     for fits in (str.__eq__, _is_wrapped_alike, _is_inside):
         fitting = [root for root in roots if any(fits(root, other) for other in known)]
         if fitting:

@@ -1,4 +1,4 @@
-"""`kv-scales`: one safetensors file with nothing but the scale tensors of an overlay."""
+"""`kv-scales`: one safetensors file with only the scale tensors of an overlay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def name_scales(attention: Attention, role: Role) -> tuple[str, ...]:
-    """Name the scale tensors of `role`, all of which hold the same number.
+    """Name the scale tensors of `role`, which all hold the same number.
 
-    Where the attention module itself is called `attn` (gpt2, gptj, mpt), vLLM does not map
-    `attn.k_scale` to the layer inside it, so the mapped name is written as well
+    If the attention module itself is called `attn` (gpt2, gptj, mpt), vLLM does not map
+    `attn.k_scale` to the layer inside it, so there is a second tensor with the mapped name
     (vLLM 0.32.0 `quantization/base_config.py:get_cache_scale_mapper`).
     """
     module = attention.checkpoint_module
@@ -32,10 +32,10 @@ def name_scales(attention: Attention, role: Role) -> tuple[str, ...]:
 def make_scale_tensors(
     table: ScaleTable, *, scalar_shape: tuple[int, ...] = ()
 ) -> dict[str, torch.Tensor]:
-    """Make the scale tensors of every layer that reads a KV cache, q too where the table has it.
+    """Make the scale tensors of every layer that reads a KV cache, and of q if the table has it.
 
     Args:
-        table: scales of one rank, which are those of the whole model.
+        table: scales for one rank.
         scalar_shape: the shape of a per-tensor scale; per-head scales are [heads, 1, 1].
     """
     shape = (-1, 1, 1) if table.per_head else scalar_shape
@@ -66,7 +66,7 @@ def _write(job: WriteJob, path: Path) -> None:
 
 
 def _recognise(files: ScaleFiles) -> bool:
-    is_tgi = files.has_config or files.spellings == {Spelling.SINGLE}
+    is_tgi = files.quant_method is not None or files.spellings == {Spelling.SINGLE}
     return bool(files.spellings) and not is_tgi
 
 

@@ -1,7 +1,7 @@
 """`tgi`: the checkpoint of TGI's pull request #2028, one `kv_scale` a layer.
 
-Merged TGI reads `kv_scale` where a layer has no `k_scale` and `v_scale`; the config key is read by
-the pull request's branch alone.
+Merged TGI reads `kv_scale` if a layer has no `k_scale` and `v_scale`; only the branch of the pull
+request reads the config key.
 """
 
 from __future__ import annotations

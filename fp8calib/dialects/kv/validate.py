@@ -1,4 +1,4 @@
-"""The checks that every reader of KV scales makes, and the joining of ranks and shared layers."""
+"""Check the KV scales that a reader found, join ranks and fill in shared layers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,24 @@ from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.scales.compute import SMALLEST_SCALE
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
-"""16 times its smallest number."""
-ONE_FILLS_BOTH = "one scale a layer fills k and v"
+"""16 times the smallest fp16 number."""
+ONE_FILLS_BOTH = "one scale per layer is used for both k and v"
+OTHER_MODEL = "the scales are of another model"
+
+
+def check_model_type(path: Path, model_type: object, geometry: ModelGeometry) -> None:
+    """Refuse a file that names another model type; None is not checked."""
+    if model_type is not None and model_type != geometry.model_type:
+        fault = f"model_type is {model_type!a:.60}, the model's is {geometry.model_type!r}"
+        raise refusal(path, fault, hint=OTHER_MODEL)
 
 
 def check_scales(path: Path, where: str, values: torch.Tensor, *, stored: str = "") -> None:
     """Refuse scales that are not finite, positive and normal numbers of fp32.
 
     Args:
-        path: the file they stand in.
-        where: which tensor, or which layer of which rank.
+        path: the file that holds them.
+        where: the tensor, or the layer and rank.
         values: floats of any shape.
         stored: the dtype in the file, as safetensors spells it.
     """
@@ -35,40 +43,42 @@ def check_scales(path: Path, where: str, values: torch.Tensor, *, stored: str = 
     first = float(bad.flatten()[0])
     if 0 < first < SMALLEST_SCALE:
         fault = f"{where}: {first:.4g} is too small for a scale"
-        hint = "under 2^-126 one over it is infinite in fp32; calibrate this layer again"
+        hint = (
+            "the reciprocal of a scale under 2^-126 is infinite in fp32; calibrate this layer again"
+        )
         raise refusal(path, fault, hint=hint)
-    hint = "a scale is a finite number above zero; an engine may use this one without a word"
+    hint = "a scale is a finite number above zero; some engines use this one without an error"
     if stored == "F16" and not bool(bad.any()):
-        hint = "a scale under 6e-8 is 0 in fp16; have it written in fp32"
+        hint = "a scale under 6e-8 is 0 in fp16; write it in fp32"
     raise refusal(path, f"{where}: {first} is not a scale", hint=hint)
 
 
 def check_precision(path: Path, where: str, values: torch.Tensor, *, stored: str) -> None:
-    """Refuse scales so small that fp16 has not kept them: their error would be above 3 percent.
+    """Refuse scales so small that their error in fp16 is above 3 percent.
 
     Args:
-        path: the file they stand in.
-        where: which tensor.
+        path: the file that holds them.
+        where: the tensor.
         values: of any shape.
         stored: the dtype in the file, as safetensors spells it.
     """
     smallest = float(values.min())
     if stored == "F16" and 0 < smallest < _SMALLEST_KEPT_BY_FP16:
-        fault = f"{where}: of {smallest:.4g} fp16 keeps a digit or none"
-        hint = "fp16 goes in steps of 6e-8 here; have the scale written in fp32"
+        fault = f"{where}: {smallest:.4g} is too small for a scale in fp16"
+        hint = "numbers this small are 6e-8 apart in fp16; write the scale in fp32"
         raise refusal(path, fault, hint=hint)
 
 
 def list_owners(geometry: ModelGeometry) -> dict[int, Attention]:
-    """List the layers that write a KV cache of their own, by index."""
+    """List the layers that write their own KV cache, by index."""
     found = geometry.attentions()
     return {layer.index: attention for layer, attention in found if attention.producer is None}
 
 
 def missing_layers(path: Path, missing: Sequence[int], *, of: int) -> VerificationError:
-    """Say which of the `of` layers with a KV cache have no scale."""
+    """Make the error for layers with a KV cache, `of` in all, that have no scale."""
     fault = f"there is no KV scale for {name_layers(missing)} ({len(missing)} of {of} are missing)"
-    return refusal(path, fault, hint="the file is of another model, or only a part of one")
+    return refusal(path, fault, hint="the scales are of another model, or of only part of one")
 
 
 def join_ranks(
@@ -94,7 +104,7 @@ def join_ranks(
 def fill_shared(
     geometry: ModelGeometry, reading: ParsedScales
 ) -> tuple[ParsedScales, frozenset[Site]]:
-    """Give layers that read another layer's cache its scale; tell which sites have one like it."""
+    """Give layers that read another layer's cache its scale; return the sites that have it."""
     values = dict(reading.values)
     shared: set[Site] = set()
     differing: list[int] = []
@@ -108,15 +118,15 @@ def fill_shared(
             elif layer.index not in differing:
                 differing.append(layer.index)
     note = (
-        f"{name_layers(differing)}: other scales than those of the layer whose cache is read "
-        "there; they are kept, and an engine that uses them misreads the cache"
+        f"{name_layers(differing)}: the scales differ from those of the layer whose cache is read; "
+        "they are kept, but an engine that uses them misreads the cache"
     )
     notes = (*reading.notes, note) if differing else reading.notes
     return replace(reading, values=values, notes=notes), frozenset(shared)
 
 
 def find_producer(geometry: ModelGeometry, attention: Attention) -> Attention | None:
-    """Find the attention whose cache another one reads; None where it has its own."""
+    """Find the attention whose cache another one reads; None if it has its own."""
     if attention.producer is None:
         return None
     return geometry.layers[attention.producer].attention
@@ -125,13 +135,13 @@ def find_producer(geometry: ModelGeometry, attention: Attention) -> Attention | 
 def _check_ranks(path: Path, ranks: Mapping[int, Collection[int]]) -> None:
     missing = [rank for rank in range(len(ranks)) if rank not in ranks]
     if missing:
-        fault = f"rank {missing[0]} is missing beside {_name_ranks(ranks)}"
-        raise refusal(path, fault, hint="the ranks are 0 to N-1, each with all layers")
+        fault = f"rank {missing[0]} is missing; there is only {_name_ranks(ranks)}"
+        raise refusal(path, fault, hint="there must be ranks 0 to N-1, each with all layers")
     for rank, layers in ranks.items():
         differing = sorted(set(layers).symmetric_difference(ranks[0]))
         if differing:
-            fault = f"{name_layers(differing)}: not in both rank 0 and rank {rank}"
-            raise refusal(path, fault, hint="every rank holds all layers")
+            fault = f"{name_layers(differing)}: in only one of rank 0 and rank {rank}"
+            raise refusal(path, fault, hint="every rank must have all layers")
 
 
 def _name_ranks(ranks: Collection[int]) -> str:
@@ -142,8 +152,8 @@ def _check_layers(path: Path, geometry: ModelGeometry, layers: Collection[int]) 
     count = len(geometry.layers)
     extra = sorted(index for index in layers if index >= count)
     if extra:
-        fault = f"{name_layers(extra)} of a model that has {count} layers"
-        raise refusal(path, fault, hint="the file is of another model")
+        fault = f"there are scales for {name_layers(extra)}, but the model has {count} layers"
+        raise refusal(path, fault, hint=OTHER_MODEL)
     owners = list_owners(geometry)
     missing = [index for index in owners if index not in layers]
     if missing:
