@@ -136,8 +136,9 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
         if dialect.needs_model and folder.is_dir():
             strangers = sorted({entry.name for entry in folder.iterdir()} - known)
             if strangers:
+                shown = ", ".join(strangers[:5])
                 raise UsageError(
-                    f"{folder}: holds files that this command does not write: {', '.join(strangers[:5])}",
+                    f"{folder}: holds files that this command does not write: {shown}",
                     hint="move them away, or choose another folder",
                 )
 

@@ -116,7 +116,7 @@ def test_every_source_becomes_every_form(
     notes = " | ".join(report["notes"])
     assert ("k and v of a layer share one scale here" in notes) is loses_pair
     assert ("in 2 of 2 layers" in notes) is loses_pair
-    assert ("one scale a layer fills k and v" in notes) is is_joint
+    assert ("one scale per layer is used for both k and v" in notes) is is_joint
     assert ("nothing is gained" in notes) is (name == "kv-overlay-head")
 
 
@@ -425,7 +425,7 @@ def test_a_source_of_unknown_format_wants_source_dtype(
     place, save = UNKNOWN[source]
     path = save(tmp_path / place)
     text = refused(2, path)
-    assert "nothing says which FP8 format these scales" in text
+    assert "the FP8 format of these scales" in text
     assert "--source-dtype e4m3fn" in text
     plain = extract(path, "--source-dtype", "e4m3fn", into=tmp_path / "fn")
     halved = extract(path, "--source-dtype", "e4m3fnuz", into=tmp_path / "fnuz")
@@ -439,9 +439,11 @@ def test_a_format_that_is_written_there_may_not_be_contradicted(
 ) -> None:
     path = sources.save_vllm_json(tmp_path / "scales.json")
     text = refused(8, path, "--source-dtype", "e4m3fnuz")
-    assert "the scales are for e4m3fn, as is written there" in text
+    assert "it states that its scales are for e4m3fn, not" in text
     path = sources.save_ranks(tmp_path / "ranks")
-    assert "for e4m3fn, as is written there" in refused(8, path, "--source-dtype", "e4m3fnuz")
+    assert "its scales are for e4m3fn, not e4m3fnuz" in refused(
+        8, path, "--source-dtype", "e4m3fnuz"
+    )
 
 
 def test_a_format_that_is_only_implied_may_be_told(extract: Extract, tmp_path: Path) -> None:
@@ -494,8 +496,8 @@ def test_a_shared_cache_with_scales_of_its_own_is_kept_and_told(tmp_path: Path) 
     }
     report = _extract_of("gemma3n_text", tmp_path, names)
     assert [layer["k"] for layer in report["layers"]] == [0.5, 1.0, 1.5, 2.0]
-    (told,) = [note for note in report["notes"] if "whose cache is read there" in note]
-    assert told.startswith("layers 2, 3: other scales than those of the layer")
+    (told,) = [note for note in report["notes"] if "whose cache is read" in note]
+    assert told.startswith("layers 2, 3: the scales differ from those of the layer")
 
 
 def test_gpt2_has_the_file_beside_the_index_and_force_knows_it(tmp_path: Path) -> None:
@@ -549,7 +551,10 @@ def test_shards_of_weights_need_not_be_there(extract: Extract, tmp_path: Path) -
     [
         (["--format", "nonsense"], 2, "--format nonsense: unknown format"),
         (["--format", "tgi", "kv-scales"], 2, "only one format can be written"),
-        (["--source-dtype", "float8_e4m3fn"], 2, "--source-dtype float8_e4m3fn: unknown"),
+        *(
+            (["--source-dtype", name], 2, f"--source-dtype {name}: unknown")
+            for name in ("float8_e4m3fn", "e5m2", "fp8", "")
+        ),
         (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: unknown"),
         (["--tp", "2"], 2, "kv-overlay is the same for any number of ranks"),
         (["--format", "vllm-json", "--tp", "3"], 2, "--tp 3 does not divide the 4 attention heads"),

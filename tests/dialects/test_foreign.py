@@ -86,7 +86,7 @@ def test_a_q_scale_that_was_never_set_is_refused_or_left_out() -> None:
     with pytest.raises(VerificationError, match=r"q_scale: .* is not a scale"):
         read_scales(FOLDER / UNSET_QUERY, geometry)
     (note,) = read_scales(FOLDER / UNSET_QUERY, geometry, drops_bad_query=True).notes
-    assert note.startswith("q_scale is left out, for model.layers.0.self_attn.q_scale = ")
+    assert note.startswith("q_scale is left out: model.layers.0.self_attn.q_scale = ")
 
 
 @pytest.mark.parametrize("name", NO_KV_SCALES)

@@ -17,6 +17,7 @@ from safetensors.torch import save
 
 from fp8calib.dialects.read import has_kv_scales, read_scales
 from fp8calib.errors import VerificationError
+from fp8calib.fp8.formats import E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import ScaleTable
 from tests.dialects.handmade import make_attention, make_geometry
 
@@ -35,18 +36,18 @@ FUZZ = settings(
 )
 
 
-def _outcome(path: Path, source_dtype: str | None) -> ScaleTable | VerificationError:
+def _outcome(path: Path, source_fmt: Fp8Format | None) -> ScaleTable | VerificationError:
     try:
         has_kv_scales(path)
-        return read_scales(path, TWO_LAYERS, source_dtype=source_dtype).table
+        return read_scales(path, TWO_LAYERS, source_fmt=source_fmt).table
     except VerificationError as error:
         return error
 
 
 def _read(path: Path) -> None:
     """Read twice; every number that comes out is a scale, every error begins with the file."""
-    for source_dtype in (None, "e4m3fnuz"):
-        outcome = _outcome(path, source_dtype)
+    for source_fmt in (None, E4M3FNUZ):
+        outcome = _outcome(path, source_fmt)
         if isinstance(outcome, VerificationError):
             assert outcome.message.startswith(str(path))
             continue

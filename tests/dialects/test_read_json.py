@@ -76,7 +76,7 @@ def test_integer_keys_are_the_form_of_vllm_and_a_rank_is_an_element(tmp_path: Pa
         "model.layers.1.self_attn.v": [0.25, 2.0],
     }
     assert {scale.values.dtype for scale in found.table.scales.values()} == {torch.float32}
-    assert found.notes == ("one scale a layer fills k and v",)
+    assert found.notes == ("one scale per layer is used for both k and v",)
     assert not found.has_weights
 
 
@@ -93,9 +93,11 @@ def test_the_dtype_of_the_file_is_the_format_of_the_table(tmp_path: Path) -> Non
 
     assert _read(tmp_path, document).table.fmt is E4M3FNUZ
     assert _values(_read(tmp_path, document))["model.layers.0.self_attn.k"] == [1.5]
-    assert _read(tmp_path, document, source_dtype="e4m3fnuz").table.fmt is E4M3FNUZ
-    with pytest.raises(VerificationError, match="for e4m3fnuz, as is written there, not e4m3fn"):
-        _read(tmp_path, document, source_dtype="e4m3fn")
+    assert _read(tmp_path, document, source_fmt=E4M3FNUZ).table.fmt is E4M3FNUZ
+    with pytest.raises(
+        VerificationError, match="states that its scales are for e4m3fnuz, not e4m3fn"
+    ):
+        _read(tmp_path, document, source_fmt=E4M3FN)
 
 
 @pytest.mark.parametrize("with_first", [True, False])
@@ -133,9 +135,7 @@ def test_a_shared_cache_that_is_read_with_another_scale_is_told(tmp_path: Path) 
 
     assert _values(found)["model.layers.3.self_attn.k"] == [0.75]
     (note,) = found.notes[1:]
-    assert note.startswith(
-        "layer 3: other scales than those of the layer whose cache is read there"
-    )
+    assert note.startswith("layer 3: the scales differ from those of the layer whose cache is read")
     assert note.endswith("an engine that uses them misreads the cache")
     assert found.table.scales[make_attention(3).site(Role.K)].source is ScaleSource.OBSERVED
     assert found.table.scales[make_attention(2).site(Role.K)].source is ScaleSource.SHARED
@@ -233,8 +233,8 @@ def test_layer_keys_are_plain_integers(tmp_path: Path, key: str) -> None:
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     layers = {"0": 1.0, "1": 1.0}
     document = _document({"rank0": layers, "rank2": layers, "rank3": layers})
-    assert _refusal(tmp_path, document) == "rank 1 is missing beside ranks 0, 2, 3"
-    assert _refusal(tmp_path, _document({"7": layers})) == "rank 0 is missing beside rank 7"
+    assert _refusal(tmp_path, document) == "rank 1 is missing; there is only ranks 0, 2, 3"
+    assert _refusal(tmp_path, _document({"7": layers})) == "rank 0 is missing; there is only rank 7"
 
 
 def test_all_missing_layers_are_named_up_to_a_few(tmp_path: Path) -> None:
@@ -257,12 +257,14 @@ def test_a_producer_is_not_excused_by_the_layers_that_share_its_cache(tmp_path: 
 
 def test_a_layer_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     document = _document({"0": {"0": 1.0, "1": 1.0, "2": 1.0}})
-    assert _refusal(tmp_path, document) == "layer 2 of a model that has 2 layers"
+    assert (
+        _refusal(tmp_path, document) == "there are scales for layer 2, but the model has 2 layers"
+    )
 
 
 def test_ranks_with_different_layers_are_refused(tmp_path: Path) -> None:
     document = _document({"0": {"0": 1.0, "1": 1.0}, "1": {"0": 1.0}})
-    assert _refusal(tmp_path, document) == "layer 1: not in both rank 0 and rank 1"
+    assert _refusal(tmp_path, document) == "layer 1: in only one of rank 0 and rank 1"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", 5, ["llama"]])

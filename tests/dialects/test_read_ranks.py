@@ -65,7 +65,7 @@ def test_the_ranks_of_a_folder_become_the_elements_of_a_scale(
     assert found.dialect == "trtllm"
     assert (found.table.tp, found.table.per_head, found.has_weights) == (2, False, False)
     assert _values(found) == [[0.5, 0.25], [0.5, 0.25], [2.0, 4.0], [2.0, 4.0]]
-    assert found.notes == ("one scale a layer fills k and v",)
+    assert found.notes == ("one scale per layer is used for both k and v",)
 
 
 def test_ten_ranks_are_in_the_order_of_numbers(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_layers_that_share_a_cache_may_be_missing(tmp_path: Path) -> None:
 
 def test_the_source_dtype_is_the_format_of_the_table(tmp_path: Path) -> None:
     path = _save(tmp_path / "rank0.npz", {0: 0.5, 1: 2.0})
-    found = read_scales(path, TWO_LAYERS, source_dtype="e4m3fnuz")
+    found = read_scales(path, TWO_LAYERS, source_fmt=E4M3FNUZ)
     assert found.table.fmt is E4M3FNUZ
     assert _values(found)[0] == [0.5]
 
@@ -100,8 +100,10 @@ def test_the_source_dtype_is_the_format_of_the_table(tmp_path: Path) -> None:
 def test_a_missing_rank_is_named(tmp_path: Path, suffix: str) -> None:
     _save(tmp_path / f"rank1.{suffix}", {0: 1, 1: 1})
     _save(tmp_path / f"rank2.{suffix}", {0: 1, 1: 1})
-    assert _refusal(tmp_path).endswith("rank 0 is missing beside ranks 1, 2")
-    assert _refusal(tmp_path / f"rank1.{suffix}").endswith("rank 0 is missing beside rank 1")
+    assert _refusal(tmp_path).endswith("rank 0 is missing; there is only ranks 1, 2")
+    assert _refusal(tmp_path / f"rank1.{suffix}").endswith(
+        "rank 0 is missing; there is only rank 1"
+    )
 
 
 def test_the_config_tells_how_many_ranks_there_are(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_the_config_tells_how_many_ranks_there_are(tmp_path: Path) -> None:
         json.dumps({"architecture": "LlamaForCausalLM", "mapping": {"tp_size": 2}})
     )
     for place in (tmp_path, tmp_path / "rank0.safetensors"):
-        assert _refusal(place).endswith("1 of 2 rank files are there (0)")
+        assert _refusal(place).endswith(": only 1 of 2 rank files exist (0)")
     _save(tmp_path / "rank1.safetensors", {0: 1, 1: 1})
     assert read_scales(tmp_path, TWO_LAYERS).table.tp == 2
 
@@ -148,7 +150,7 @@ def test_the_layer_is_the_one_number_in_the_name(tmp_path: Path, suffix: str) ->
         f"a.{'1' * 5000}.kv_cache_scaling_factor",
     ):
         path = _save(tmp_path / f"rank0.{suffix}", {0: 1}, name)
-        assert _refusal(path).endswith(f"{name[:200]}: which layer it is of cannot be told")
+        assert _refusal(path).endswith(f"{name[:200]}: the name does not tell the layer")
 
 
 def test_two_scales_for_a_layer_are_refused(tmp_path: Path) -> None:
@@ -163,13 +165,13 @@ def test_missing_and_extra_layers_are_named(tmp_path: Path) -> None:
     path = _save(tmp_path / "rank0.npz", {1: 1})
     assert _refusal(path).endswith("there is no KV scale for layer 0 (1 of 2 are missing)")
     path = _save(tmp_path / "rank0.npz", {0: 1, 1: 1, 2: 1, 7: 1})
-    assert _refusal(path).endswith("layers 2, 7 of a model that has 2 layers")
+    assert _refusal(path).endswith("there are scales for layers 2, 7, but the model has 2 layers")
 
 
 def test_ranks_with_different_layers_are_refused(tmp_path: Path) -> None:
     _save(tmp_path / "rank0.npz", {0: 1, 1: 1})
     _save(tmp_path / "rank1.npz", {0: 1})
-    assert _refusal(tmp_path).endswith("layer 1: not in both rank 0 and rank 1")
+    assert _refusal(tmp_path).endswith("layer 1: in only one of rank 0 and rank 1")
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
@@ -186,7 +188,7 @@ def test_a_scale_that_fp16_has_not_kept_is_refused(tmp_path: Path, suffix: str) 
         np.savez(path, **arrays)
     else:
         save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, path)
-    assert _refusal(path).endswith(f"{NAME.format(0)}: of 5.96e-08 fp16 keeps a digit or none")
+    assert _refusal(path).endswith(f"{NAME.format(0)}: 5.96e-08 is too small for a scale in fp16")
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
@@ -240,14 +242,14 @@ class _Bomb:
 
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
     np.savez(tmp_path / "rank0.npz", **{NAME.format(0): np.array([_Bomb()], dtype=object)})
-    assert _refusal(tmp_path / "rank0.npz").endswith(": pickled, which is not read")
+    assert _refusal(tmp_path / "rank0.npz").endswith(": it is pickled, which is not read")
     (tmp_path / "rank1.npz").write_bytes(pickle.dumps(_Bomb()))
     assert "not a readable .npz archive" in _refusal(tmp_path / "rank1.npz")
 
 
 def test_huge_arrays_are_not_read(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "rank0.npz", **{NAME.format(0): np.zeros(1 << 20, np.float32)})
-    assert "bytes are more than one number" in _refusal(tmp_path / "rank0.npz")
+    assert "bytes are too many for one number" in _refusal(tmp_path / "rank0.npz")
 
 
 @pytest.mark.parametrize("cut", [0, 10, 100, -30])
@@ -281,7 +283,7 @@ def _npy(version: tuple[int, int]) -> bytes:
 
 def test_an_array_without_its_number_is_refused(tmp_path: Path) -> None:
     path = _save_member(tmp_path / "rank0.npz", _npy((1, 0))[:-2])
-    assert _refusal(path).endswith(f"{NAME.format(0)}: cut short")
+    assert _refusal(path).endswith(f"{NAME.format(0)}: truncated")
 
 
 def test_the_versions_of_arrays_that_numpy_writes_for_numbers_are_read(tmp_path: Path) -> None:

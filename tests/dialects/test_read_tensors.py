@@ -151,7 +151,7 @@ def test_one_kv_scale_fills_k_and_v(
 
     assert found.dialect == dialect
     assert list(_values(found).values()) == [[0.5], [0.5], [2.0], [2.0]]
-    assert found.notes == ("one scale a layer fills k and v",)
+    assert found.notes == ("one scale per layer is used for both k and v",)
 
 
 def test_a_kv_scale_beside_k_and_v_is_their_maximum_or_refused(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_q_is_read_where_it_is_there(tmp_path: Path, q: str) -> None:
     assert found.table.scales[make_attention(1).site(Role.Q)].values.tolist() == [2.0]
     del queries[PREFIX.format(0) + q]
     assert _refusal(_save(tmp_path / "b", _pair() | queries)).endswith(
-        "there is no q_scale for layer 0, though other layers have one"
+        "there is no q_scale for layer 0, but other layers have one"
     )
 
 
@@ -267,7 +267,7 @@ def test_one_kv_scale_cannot_be_per_head(tmp_path: Path) -> None:
 def test_heads_beside_tensors_are_refused(tmp_path: Path) -> None:
     tensors = _pair() | {PREFIX.format(1) + "v_scale": torch.ones(2, 1, 1)}
     message = _refusal(_save(tmp_path / "a", tensors))
-    assert "scales per head (model.layers.1.self_attn.v) beside scales per tensor" in message
+    assert "both per-head scales (model.layers.1.self_attn.v) and per-tensor scales" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
@@ -308,7 +308,7 @@ def test_a_scale_that_fp16_made_zero_is_explained(tmp_path: Path) -> None:
     tensors = _pair() | {PREFIX.format(0) + "k_scale": _scalar(1e-8).to(torch.float16)}
     with pytest.raises(VerificationError, match=r"k_scale: 0\.0 is not a scale") as caught:
         read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
-    assert caught.value.hint == "a scale under 6e-8 is 0 in fp16; have it written in fp32"
+    assert caught.value.hint == "a scale under 6e-8 is 0 in fp16; write it in fp32"
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_the_smallest_scales_of_fp32_and_fp16_are_read(tmp_path: Path) -> None:
 def test_a_scale_that_fp16_has_not_kept_is_refused(tmp_path: Path, value: float) -> None:
     stored = _scalar(value).to(torch.float16)
     message = _refusal(_save(tmp_path / "a", _pair() | {PREFIX.format(1) + "k_scale": stored}))
-    assert message.endswith(f"k_scale: of {float(stored):.4g} fp16 keeps a digit or none")
+    assert message.endswith(f"k_scale: {float(stored):.4g} is too small for a scale in fp16")
 
 
 def test_a_double_that_fp32_cannot_hold_is_refused(tmp_path: Path) -> None:
@@ -450,10 +450,10 @@ def test_a_shard_with_listed_scales_may_not_be_missing(tmp_path: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
 
     assert has_kv_scales(folder)
-    assert "2 scales which the index lists are not there (model.layers.1." in _refusal(folder)
+    assert "the index lists 2 scales that no file has (model.layers.1." in _refusal(folder)
     (folder / "model-00001-of-00002.safetensors").unlink()
     assert has_kv_scales(folder)
-    assert "4 scales which the index lists are not there (model.layers.0." in _refusal(folder)
+    assert "the index lists 4 scales that no file has (model.layers.0." in _refusal(folder)
 
 
 def test_a_shard_with_weights_alone_may_be_missing(tmp_path: Path) -> None:
@@ -503,6 +503,6 @@ def test_scales_outside_the_decoder_are_told(tmp_path: Path) -> None:
 
     assert _values(found) == EXPECTED
     assert found.notes == (
-        "2 scales outside the decoder left aside "
+        "2 scales outside the decoder are ignored "
         "(mtp.layers.0.self_attn.k_scale, mtp.layers.0.self_attn.v_scale)",
     )

@@ -124,7 +124,7 @@ def test_the_file_of_scales_reads_back(
 ) -> None:
     table = compute_kv_scales(make(), E4M3FNUZ)
     write_scales("kv-scales", table, tmp_path / "kv_scales.safetensors")
-    found = read_scales(tmp_path / "kv_scales.safetensors", table.geometry, source_dtype="e4m3fnuz")
+    found = read_scales(tmp_path / "kv_scales.safetensors", table.geometry, source_fmt=E4M3FNUZ)
 
     assert found.dialect == "kv-scales"
     _assert_same(found.table, table, one_value=False)
@@ -163,13 +163,13 @@ def test_the_sites_stand_in_the_order_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source_dtype", "fmt"), [(None, E4M3FN), ("e4m3fn", E4M3FN), ("e4m3fnuz", E4M3FNUZ)]
+    ("source_fmt", "fmt"), [(None, E4M3FN), (E4M3FN, E4M3FN), (E4M3FNUZ, E4M3FNUZ)]
 )
 def test_a_file_that_names_no_dtype_has_that_of_the_user(
-    tmp_path: Path, source_dtype: str | None, fmt: Fp8Format
+    tmp_path: Path, source_fmt: Fp8Format | None, fmt: Fp8Format
 ) -> None:
     save_file(SCALES, tmp_path / "a.safetensors")
-    found = read_scales(tmp_path / "a.safetensors", GEOMETRY, source_dtype=source_dtype)
+    found = read_scales(tmp_path / "a.safetensors", GEOMETRY, source_fmt=source_fmt)
     assert found.table.fmt is fmt
     assert found.table.scales[make_attention(0).site(Role.K)].values.tolist() == [0.5]
 
@@ -178,16 +178,11 @@ def test_the_files_dtype_and_the_users_may_not_differ(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "model.safetensors")
     config = {"model_type": "llama", "kv_cache_torch_dtype": "float8_e4m3fn"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_scales(tmp_path, GEOMETRY, source_dtype="e4m3fn").table.fmt is E4M3FN
-    with pytest.raises(VerificationError, match="for e4m3fn, as is written there, not e4m3fnuz"):
-        read_scales(tmp_path, GEOMETRY, source_dtype="e4m3fnuz")
-
-
-@pytest.mark.parametrize("source_dtype", ["e5m2", "fp8", "", "float8_e4m3fn"])
-def test_an_unknown_dtype_is_a_usage_error(tmp_path: Path, source_dtype: str) -> None:
-    save_file(SCALES, tmp_path / "a.safetensors")
-    with pytest.raises(UsageError, match="--source-dtype"):
-        read_scales(tmp_path / "a.safetensors", GEOMETRY, source_dtype=source_dtype)
+    assert read_scales(tmp_path, GEOMETRY, source_fmt=E4M3FN).table.fmt is E4M3FN
+    with pytest.raises(
+        VerificationError, match="states that its scales are for e4m3fn, not e4m3fnuz"
+    ):
+        read_scales(tmp_path, GEOMETRY, source_fmt=E4M3FNUZ)
 
 
 @pytest.mark.parametrize("name", ["missing", "missing.json", "missing/a.safetensors"])
@@ -258,11 +253,11 @@ WEIGHTS = {"model.layers.0.self_attn.k_proj.weight": torch.ones(2, 2)}
 @pytest.mark.parametrize(
     ("tensors", "metadata", "hint"),
     [
-        (WEIGHTS, None, "the weights come without scales; `fp8calib calibrate` makes them"),
+        (WEIGHTS, None, "there are only weights; `fp8calib calibrate` makes scales"),
         (
             WEIGHTS,
             {"fp8calib": "{}"},
-            "these are statistics: `fp8calib export` makes scales of them",
+            "these are statistics: `fp8calib export` makes scales from them",
         ),
         (
             {},

@@ -170,7 +170,7 @@ def test_layers_that_share_or_lack_a_cache_are_named(out: Path) -> None:
 
     (out / "b").mkdir()
     hybrid = _write(hybrid_stats(), out / "b", ("rfc", "vllm-json", "kv-scales")).notes
-    why = "caches no K and V; the JSON forms want every layer, so it is 1.0 there"
+    why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
     assert list(hybrid) == [Note("model.layers.0", why)]
     (out / "c").mkdir()
     assert _write(hybrid_stats(), out / "c", ("kv-scales",)).notes == ()
@@ -233,7 +233,7 @@ def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Pat
         _write(stats, out, ("kv-scales",))
     written = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
     assert load_file(out / "kv_scales.safetensors")[f"{site}_scale"].item() == 1.0
-    assert written.notes == (Note(str(site), "no token came by, so its scale is the fallback"),)
+    assert written.notes == (Note(str(site), "no token reached it, so its scale is the fallback"),)
 
 
 def test_an_expert_no_token_reached_is_named_once_for_all_degrees(out: Path) -> None:
@@ -342,7 +342,7 @@ def test_an_overlay_without_a_model_is_refused(out: Path, name: str) -> None:
 def test_another_model_than_the_calibrated_one_is_refused(tmp_path: Path) -> None:
     source = save_source(latent_stats(), tmp_path / "model")  # it has one layer only
 
-    with pytest.raises(ExportError, match=r"no tensor lies under model\.layers\.1\.self_attn"):
+    with pytest.raises(ExportError, match=r"no tensor is under model\.layers\.1\.self_attn"):
         check_overlay_source(plain_stats().geometry, ["kv-overlay"], source)
     check_overlay_source(plain_stats().geometry, ["kv-scales"], source)
 
@@ -351,6 +351,6 @@ def test_an_overlay_never_replaces_the_models_own_quantization(tmp_path: Path) -
     stats = plain_stats()
     source = save_source(stats, tmp_path / "m", quantization_config={"quant_method": "fp8"})
 
-    with pytest.raises(ExportError, match="the model is quantized already"):
+    with pytest.raises(ExportError, match="the model is already quantized"):
         check_overlay_source(stats.geometry, ["kv-overlay"], source)
     check_overlay_source(stats.geometry, ["tgi"], source)

@@ -58,8 +58,8 @@ def test_a_file_of_scales_reads_back_in_its_format(tmp_path: Path, fmt: Fp8Forma
     assert read_scales(path, STATS.geometry, needs_dtype=True).table.fmt is fmt
     assert find_recorded_format(TensorFile(path)) is fmt
     other = next(each for each in FORMATS if each is not fmt)
-    with pytest.raises(VerificationError, match=f"for {fmt.name}, as is written there"):
-        read_scales(path, STATS.geometry, source_dtype=other.name)
+    with pytest.raises(VerificationError, match=f"states that its scales are for {fmt.name}, not"):
+        read_scales(path, STATS.geometry, source_fmt=other)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
