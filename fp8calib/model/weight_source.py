@@ -39,7 +39,7 @@ _STACK_AXES = 3
 
 
 class TensorSource(Protocol):
-    """What tensors are read from: a checkpoint, or an object with its methods."""
+    """An object that tensors are read from by name, such as a checkpoint."""
 
     @property
     def folder(self) -> Path:
@@ -47,17 +47,17 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """Its tensors by name."""
+        """The tensors by name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor whole."""
+        """Read a whole tensor."""
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of the leading dimension."""
 
 
 class WeightSource:
-    """Parameters of a model, read from its checkpoint in the checkpoint's own dtype."""
+    """Reads the parameters of a model from its checkpoint, in the checkpoint's dtype."""
 
     def __init__(self, model: PreTrainedModel, checkpoint: TensorSource) -> None:
         self._model = model
@@ -77,7 +77,7 @@ class WeightSource:
 
     @property
     def single_tensors(self) -> Mapping[str, str]:
-        """For each parameter that is one whole tensor of the checkpoint, that tensor's name."""
+        """Parameter -> name of its tensor, for each parameter that is one whole tensor."""
         return {
             parameter: parts[0][0]
             for parameter, parts in self._parts.items()
@@ -86,9 +86,9 @@ class WeightSource:
 
     @property
     def unused(self) -> list[str]:
-        """Shortest paths of the checkpoint under which no matrix belongs to the model.
+        """The shortest paths of the checkpoint below which no matrix belongs to the model.
 
-        Vectors do not count: old checkpoints carry buffers that models make anew.
+        Vectors are ignored: old checkpoints hold buffers that models now compute.
         """
         used, unused = set[str](), set[str]()
         for parameter, parts in self._parts.items():
@@ -103,19 +103,19 @@ class WeightSource:
         return sorted(set(outside), key=dot_natural_key)
 
     def tensor_names(self, parameters: Collection[str]) -> frozenset[str]:
-        """Name the tensors of the checkpoint that make up `parameters`."""
+        """Name the tensors of the checkpoint from which `parameters` are made."""
         parts = (part for parameter in parameters for part in self._parts.get(parameter, ()))
         return frozenset(name for name, _ in parts)
 
     def reading_from(self, source: TensorSource) -> WeightSource:
-        """Give the same parameters, their tensors read from `source`, which has the same names."""
+        """Copy this object, reading from `source`, which must have the same tensor names."""
         other = copy(self)
         other._checkpoint = source
         return other
 
     @property
     def parameters(self) -> Mapping[str, tuple[str, ...]]:
-        """For each parameter or buffer that tensors are joined to, all that the same ones make."""
+        """Parameter or buffer -> all parameters that are made from the same tensors."""
         return {name: self._made_with(name) for name in self._parts if name in self._known}
 
     def _made_with(self, parameter: str) -> tuple[str, ...]:
@@ -126,10 +126,10 @@ class WeightSource:
         return (parameter, *(parameter.replace(first, other) for other in others))
 
     def read_all(self, parameter: str) -> Mapping[str, torch.Tensor]:
-        """Read a parameter and those that are made of the same tensors (`parameters`).
+        """Read a parameter and all others made from the same tensors (see `parameters`).
 
         Raises:
-            ModelError: the checkpoint holds nothing for it.
+            ModelError: the checkpoint holds no tensor for it.
         """
         parts = self._find(parameter)
         if len(parts) == 1 and parts[0][1] is None:
@@ -137,10 +137,10 @@ class WeightSource:
         return self._convert_all(parameter, parts)
 
     def read(self, parameter: str) -> torch.Tensor:
-        """Read one parameter as the model holds it, in the dtype of the checkpoint.
+        """Read one parameter in the layout of the model and the dtype of the checkpoint.
 
         Raises:
-            ModelError: the checkpoint holds nothing for it.
+            ModelError: the checkpoint holds no tensor for it.
         """
         parts = self._find(parameter)
         if len(parts) == 1 and parts[0][1] is None:
@@ -152,7 +152,7 @@ class WeightSource:
         return self._checkpoint.read_rows(self._find(parameter)[0][0], start, stop)
 
     def read_experts(self, parameter: str) -> Iterator[torch.Tensor]:
-        """Read a 3-D parameter of experts one expert at a time, each [rows, columns]."""
+        """Read a 3-D parameter of experts, one expert at a time: [rows, columns]."""
         parts = self._find(parameter)
         if len(parts) == 1 and parts[0][1] is None:
             name = parts[0][0]
@@ -195,9 +195,9 @@ def _map_names(
     known = model.state_dict()
     parts: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
-        for spelled in (name, _respell(name)):
+        for alias in (name, _mixtral_name(name)):
             target, pattern = rename_source_key(
-                spelled, renamings, converters, model.base_model_prefix, known
+                alias, renamings, converters, model.base_model_prefix, known
             )
             if target in known:
                 break
@@ -207,10 +207,10 @@ def _map_names(
     return dict(parts)
 
 
-def _respell(name: str) -> str:
-    """Spell an expert's projection as Mixtral does, whose experts llm-compressor calls otherwise.
+def _mixtral_name(name: str) -> str:
+    """Rename an expert's projection to Mixtral's names, for checkpoints of llm-compressor.
 
-    vLLM loads both (vLLM 0.32.0 `models/mixtral.py:hf_to_vllm_mapper`).
+    vLLM loads both names (vLLM 0.32.0 `models/mixtral.py:hf_to_vllm_mapper`).
     """
     head, experts, tail = name.partition(".experts.")
     for other, own in _MIXTRAL_NAMES.items():
@@ -227,25 +227,25 @@ def _by_expert(parts: list[tuple[str, str | None]]) -> Iterator[list[tuple[str, 
 
 
 def _list_expert_converters(model: PreTrainedModel) -> Iterator[WeightConverter]:
-    """Name how experts with a tensor each become the parameters of a model; none if it has none."""
+    """List the converters that stack experts with one tensor each into 3-D parameters, if any."""
     experts = next((m for name, m in model.named_modules() if _is_stack(name, m)), None)
     if experts is None:
         return
-    turn: list[ConversionOps] = [Transpose(1, 2)] if _is_transposed(model, experts) else []
+    transpose: list[ConversionOps] = [Transpose(1, 2)] if _is_transposed(model, experts) else []
     yield WeightConverter(
         source_patterns=[f"{_EXPERT}gate_proj.weight", f"{_EXPERT}up_proj.weight"],
         target_patterns=".experts.gate_up_proj",
-        operations=[MergeModulelist(dim=0), Concatenate(dim=1), *turn],
+        operations=[MergeModulelist(dim=0), Concatenate(dim=1), *transpose],
     )
     yield WeightConverter(
         source_patterns=f"{_EXPERT}down_proj.weight",
         target_patterns=".experts.down_proj",
-        operations=[MergeModulelist(dim=0), *turn],
+        operations=[MergeModulelist(dim=0), *transpose],
     )
 
 
 def _is_stack(name: str, module: nn.Module) -> bool:
-    """Tell whether a module holds experts with gate above up, and without biases."""
+    """Whether a module holds stacked experts, gate and up concatenated, without biases."""
     weight = getattr(module, "gate_up_proj", None)
     return (
         name.rpartition(".")[2] == "experts"
@@ -257,7 +257,7 @@ def _is_stack(name: str, module: nn.Module) -> bool:
 
 
 def _is_transposed(model: PreTrainedModel, experts: nn.Module) -> bool:
-    """Tell whether they lie [in, out]; Llama 4's do not say so themselves."""
+    """Whether stacked experts are stored [in, out]; those of Llama 4 lack the attribute."""
     layout = EXPERT_LAYOUTS.get(model.config.get_text_config().model_type)
     is_known = layout is not None and layout.order is Order.IN_OUT
     return bool(getattr(experts, "is_transposed", is_known))

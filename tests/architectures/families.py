@@ -177,16 +177,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jetmoe": ({"kv_channels": 8, **_EXPERTS}, r"JetMoeAttention: no K projection found"),
     "mamba2": (
         {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
-        r"Mamba2ForCausalLM: none of its 2 layers keeps a KV cache",
+        r"Mamba2ForCausalLM: none of its 2 layers has a KV cache",
     ),
     "openai-gpt": (_GPT2, r"Block \(layer 0\): no attention found in it \(looked for"),
     "recurrent_gemma": (
         {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "head_dim": 8},
-        r"RecurrentGemmaForCausalLM: none of its 3 layers keeps a KV cache",
+        r"RecurrentGemmaForCausalLM: none of its 3 layers has a KV cache",
     ),
     "rwkv": (
         {"attention_hidden_size": 32},
-        r"RwkvForCausalLM: none of its 2 layers keeps a KV cache",
+        r"RwkvForCausalLM: none of its 2 layers has a KV cache",
     ),
     "zamba2": (
         {
@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "attention_hidden_size": 64,
             "adapter_rank": 4,
         },
-        r"Zamba2Attention at model\.layers\.3\S*: none of its weights stands in the checkpoint",
+        r"Zamba2Attention at model\.layers\.3\S*: none of its weights has its own name",
     ),
 }
 """Families that are not, and what the error says."""

@@ -77,7 +77,7 @@ def test_a_model_without_attention_is_refused_by_name(tmp_path: Path) -> None:
         "mamba", vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=4
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match="MambaForCausalLM: none of its 2 layers keeps a KV cache"):
+    with pytest.raises(ModelError, match="MambaForCausalLM: none of its 2 layers has a KV cache"):
         run_calibration(tmp_path / "model", make_plan(draw([20])))
 
 

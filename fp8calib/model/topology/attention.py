@@ -1,4 +1,4 @@
-"""Find what mixes the tokens of a decoder layer, and the K/V heads it caches."""
+"""Find the token mixer of a decoder layer, and the K/V heads that it caches."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from fp8calib.model.topology.search import GeometrySearch, is_linear, linear_fea
 def find_mixer(
     search: GeometrySearch, before: list[Layer], index: int, path: str, block: nn.Module
 ) -> tuple[Attention | None, str]:
-    """Find a layer's attention (None when it caches no K and V) and its mixer's class name.
+    """Find a layer's attention (None if it caches no K and V) and the class name of its mixer.
 
     Raises:
-        ModelError: no attention and no known cacheless mixer, or attention that is not understood.
+        ModelError: there is neither attention nor a known cacheless mixer, or the attention is not
+            supported.
     """
     candidates = _attention_modules(block)
     layer_type = _layer_type(search.config, index)
     if candidates and layer_type not in CACHELESS_LAYER_TYPES:
-        name, module = _only(candidates, block, index)
+        name, module = _single_attention(candidates, block, index)
         return _attention(search, before, index, f"{path}.{name}", module), type(module).__name__
     cacheless = _cacheless_mixer(block)
     if layer_type in CACHELESS_LAYER_TYPES or cacheless:
         return None, cacheless or str(layer_type)
     raise ModelError(
         f"{type(block).__name__} (layer {index}): no attention found in it (looked for a module "
-        "whose class name holds 'Attention' and that has a layer_idx, or a known state-space mixer)"
+        "whose class name contains 'Attention' and that has a layer_idx, or a known state-space "
+        "mixer)"
     )
 
 
@@ -55,7 +57,7 @@ def _attention_modules(block: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _only(
+def _single_attention(
     candidates: list[tuple[str, nn.Module]], block: nn.Module, index: int
 ) -> tuple[str, nn.Module]:
     if len(candidates) == 1:
@@ -63,7 +65,7 @@ def _only(
     names = ", ".join(name for name, _ in candidates)
     raise ModelError(
         f"{type(block).__name__} (layer {index}): {len(candidates)} attention modules ({names}) "
-        "where one was looked for"
+        "where one was expected"
     )
 
 
@@ -105,14 +107,14 @@ def _attention(
 
 
 def _checkpoint_module(search: GeometrySearch, path: str, module: nn.Module) -> str:
-    """Spell the module's path as the checkpoint does, from the name of one of its weights."""
+    """Find the module's path in the checkpoint, from the name of one of its weights."""
     for name, _ in module.named_parameters():
         stored = search.checkpoint_names.get(f"{path}.{name}")
         if stored is not None and stored.endswith(f".{name}"):
             return stored.removesuffix(f".{name}")
     raise ModelError(
-        f"{type(module).__name__} at {path}: none of its weights stands in the checkpoint under "
-        "its own name, so the scales cannot be named either"
+        f"{type(module).__name__} at {path}: none of its weights has its own name in the "
+        "checkpoint, so its scales cannot be named"
     )
 
 
@@ -128,8 +130,8 @@ def _producer(config: Any, before: list[Layer], index: int, module: nn.Module) -
         if owns and _layer_type(config, layer.index) == layer_type:
             return layer.index
     raise ModelError(
-        f"{type(module).__name__} (layer {index}) reads another layer's K/V, but no earlier layer "
-        f"of type {layer_type} keeps one"
+        f"{type(module).__name__} (layer {index}) uses another layer's K/V, but no earlier layer "
+        f"of type {layer_type} caches them"
     )
 
 
@@ -177,7 +179,7 @@ def _heads_from_weights(config: Any, module: nn.Module, num_heads: int) -> Heads
             f"{', '.join(FUSED_QKV)}; it holds {', '.join(sizes) or 'no linear'})"
         )
     if num_kv_heads < 1:
-        raise ModelError(f"{type(module).__name__}: cannot tell its KV heads from {sizes}")
+        raise ModelError(f"{type(module).__name__}: cannot determine its KV heads from {sizes}")
     return Heads(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -1,8 +1,7 @@
-"""Find on a live model what `ModelGeometry` says: layers, attention, projections, experts.
+"""Find the geometry of a model from its modules: layers, attention, projections and experts.
 
-Nothing is known per architecture here but the order of rows in fused q/k/v weights
-(`fp8calib.model.layouts`). What cannot be told for sure is a ModelError that names the class and
-what was looked for.
+The only facts known per architecture are in `layouts`, such as the order of rows in fused q/k/v
+weights. Anything ambiguous is a ModelError that names the class and what was searched for.
 """
 
 from __future__ import annotations
@@ -21,16 +20,20 @@ from fp8calib.model.topology.search import GeometrySearch, UnobservedWeight
 
 
 def find_text_decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """Find the module that turns tokens into the last hidden state, with its path."""
+    """Find the module that computes the last hidden state from tokens, with its path.
+
+    Raises:
+        ModelError: the decoder that the model names is not one of its modules.
+    """
     decoder = _without_head(model.get_decoder())
     for name, module in model.named_modules():
         if module is decoder:
             return name, module
-    raise ModelError(f"{type(model).__name__}: its decoder is not one of its modules")
+    raise ModelError(f"{type(model).__name__}: get_decoder() gives none of its modules")
 
 
 def _without_head(decoder: nn.Module) -> nn.Module:
-    """Go down to the model below the lm_head; Llama4ForCausalLM names itself as its decoder."""
+    """Find the model inside one with an lm_head; Llama4ForCausalLM names itself as its decoder."""
     inner = [child for child in decoder.children() if isinstance(child, PreTrainedModel)]
     has_head = isinstance(decoder, PreTrainedModel) and decoder.get_output_embeddings() is not None
     return inner[0] if has_head and len(inner) == 1 else decoder
@@ -42,16 +45,16 @@ def find_geometry(
     """Describe the decoder layers of `model`.
 
     Args:
-        model: the model, with or without weights (meta tensors will do).
-        checkpoint_names: for each parameter that is one whole tensor of the checkpoint, its name.
-        checkpoint_dtype: what the weights are stored in, such as `bfloat16`.
+        model: the model, with or without weights (meta tensors suffice).
+        checkpoint_names: parameter -> name of its tensor, where it is one whole tensor.
+        checkpoint_dtype: the dtype of the stored weights, such as `bfloat16`.
 
     Returns:
         The geometry, and the weights in decoder layers that calibration cannot observe.
 
     Raises:
-        ModelError: no decoder layers, no attention in a layer that should have one, an unknown
-            fused layout.
+        ModelError: there are no decoder layers, a layer has neither attention nor a known other
+            mixer, or a fused layout is unknown.
     """
     prefix, decoder = find_text_decoder(model)
     config = model.config.get_text_config(decoder=True)
@@ -63,8 +66,8 @@ def find_geometry(
         layers.append(_layer(search, layers, index, f"{path}.{index}", block))
     if not any(layer.attention for layer in layers):
         raise ModelError(
-            f"{type(model).__name__}: none of its {len(layers)} layers keeps a KV cache",
-            hint="there is nothing to calibrate for an FP8 KV cache in this architecture",
+            f"{type(model).__name__}: none of its {len(layers)} layers has a KV cache",
+            hint="this architecture has no KV cache to calibrate",
         )
     geometry = ModelGeometry(
         architecture=type(model).__name__,
@@ -86,7 +89,7 @@ def _decoder_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.Module
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return name, module
     raise ModelError(
-        f"{type(decoder).__name__}: no list of {num_layers} decoder layers found in it "
+        f"{type(decoder).__name__}: no list of {num_layers} decoder layers found "
         "(looked for an nn.ModuleList of num_hidden_layers blocks)"
     )
 

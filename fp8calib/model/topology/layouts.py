@@ -1,7 +1,7 @@
-"""What the field's names for projections mean, and how fused weights are laid out.
+"""How projections are sharded, by name, and how fused weights are laid out, by family.
 
-Facts read from transformers' modeling files; the order of rows inside a fused q/k/v differs from
-family to family and cannot be told from its shape.
+The facts are from transformers' modeling files. The order of rows in a fused q/k/v weight differs
+between families and cannot be derived from its shape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ATTENTION_SHARDS: dict[str, Shard] = {
     "c_proj": "row",
     "wo": "row",
 }
-"""Projections of attention modules that hold nothing but themselves."""
+"""Projections of attention modules that are not fused."""
 
 FUSED_QKV = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack")
 
@@ -59,7 +59,7 @@ INTERLEAVED_QKV = frozenset(
 """Rows are q, k, v of head 0, then of head 1, and so on."""
 
 PRESCALED_QUERY = frozenset({"opt"})
-"""Families that multiply q by head_dim ** -0.5 before attention, where engines do it inside."""
+"""Families that multiply q by head_dim ** -0.5 before attention; engines do it inside."""
 
 CACHELESS_MIXERS = (
     "mamba",
@@ -73,7 +73,7 @@ CACHELESS_MIXERS = (
     "lightning",
     "ssm",
 )
-"""Parts of class names (lower case) of token mixers that keep a state instead of K and V."""
+"""Substrings of lower-case class names of token mixers that have a state instead of K and V."""
 CACHELESS_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"})
 
 
@@ -88,12 +88,12 @@ class Heads:
 
 
 def heads_part(name: str, num_heads: int, out_features: int) -> Part:
-    """Describe a projection whose rows are `num_heads` equal heads, one after another."""
+    """Describe a projection whose rows are `num_heads` contiguous heads of equal size."""
     return Part(name=name, count=num_heads, unit=out_features // num_heads, per_group=num_heads)
 
 
 def rows_part(name: str, num_rows: int, *, first: int = 0) -> Part:
-    """Describe a projection of `num_rows` single rows, one after another."""
+    """Describe a projection of `num_rows` contiguous rows."""
     return Part(name=name, count=num_rows, unit=1, first=first, per_group=num_rows)
 
 
@@ -122,7 +122,7 @@ def contiguous_qkv(heads: Heads) -> tuple[Part, Part, Part]:
 
 
 def grouped_qkv(heads: Heads) -> tuple[Part, Part, Part]:
-    """Describe, per KV head, its q heads, then k, then v; one q head each is GPT-NeoX's layout."""
+    """Describe [q heads; k; v] per KV head; with one q head each it is GPT-NeoX's layout."""
     size, groups = heads.k_head_dim, heads.num_kv_heads
     per_group = heads.num_heads // groups
     stride = (per_group + 2) * size

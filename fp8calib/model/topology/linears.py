@@ -1,4 +1,4 @@
-"""Find the linear projections of a decoder layer, those of experts included."""
+"""Find the linear projections of a decoder layer, including those of experts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_linears(
     """Find every linear of a layer; weights that cannot be observed are added to `search`.
 
     Raises:
-        ModelError: a fused q/k/v whose order of rows is not known.
+        ModelError: the order of rows in a fused q/k/v is not known.
     """
     experts = {name for name, module in block.named_modules() if is_experts(module)}
     for name, module in block.named_modules():
@@ -48,24 +48,24 @@ def find_linears(
             yield from _expert_linears(path, name, module)
         elif is_linear(module):
             yield _linear(search, attention, path, name, module)
-        elif why := _unreachable(module, search.config.hidden_size):
+        elif why := _explain_unobservable(module, search.config.hidden_size):
             search.unobserved.append(UnobservedWeight(module=full, why=why))
 
 
 def _is_heavy(parameter: nn.Parameter, hidden_size: int) -> bool:
-    """Tell stacked experts (3-D, or 2-D with all experts' rows) from routers and norms."""
+    """Whether it may hold stacked experts (3-D, or 2-D with all rows): no router or norm."""
     return parameter.dim() >= 3 or (parameter.dim() == 2 and min(parameter.shape) >= hidden_size)
 
 
-def _unreachable(module: nn.Module, hidden_size: int) -> str:
-    """Say why the weights a module itself holds cannot be observed; empty when it has none."""
+def _explain_unobservable(module: nn.Module, hidden_size: int) -> str:
+    """Explain why a module's own weights cannot be observed; empty if it has none."""
     if isinstance(module, nn.Embedding) or type(module).__module__.startswith("torch.nn"):
         return ""
     heavy = [n for n, p in module.named_parameters(recurse=False) if _is_heavy(p, hidden_size)]
     if not heavy:
         return ""
     return (
-        f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, through neither a "
+        f"{type(module).__name__} multiplies by {', '.join(heavy)} itself, and uses neither a "
         "linear module nor transformers' experts interface"
     )
 
@@ -153,12 +153,12 @@ def _fused_qkv(search: GeometrySearch, attention: Attention, suffix: str) -> tup
         return grouped_qkv(heads)
     raise ModelError(
         f"{search.config.model_type}: the order of q, k and v rows inside {attention.module}."
-        f"{suffix} is not known (looked for the family in fp8calib.model.layouts)"
+        f"{suffix} is not known (looked for the family in fp8calib.model.topology.layouts)"
     )
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers runs this module through its experts interface."""
+    """Whether transformers runs this module by its experts interface."""
     return (
         hasattr(module, "is_transposed")
         and hasattr(module, "has_gate")
@@ -200,8 +200,8 @@ def _expert_sizes(experts: Any) -> tuple[int, int]:
 def expert_block(intermediate: int) -> int:
     """Choose how many channels share one stored amax per expert.
 
-    Among the block counts up to 256 that divide the intermediate size, the one that the most
-    tensor-parallel degrees divide; the finer one when equal.
+    The number of blocks divides the intermediate size and is at most 256. Of these numbers, the one
+    that most tensor-parallel degrees divide is chosen, and of several the largest.
     """
     counts = [
         n for n in range(1, min(intermediate, MAX_EXPERT_BLOCKS) + 1) if intermediate % n == 0

@@ -1,4 +1,4 @@
-"""What the search for a model's geometry carries along, and what it asks of single modules."""
+"""The state of a search for a model's geometry, and predicates on single modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnobservedWeight:
-    """A weight of a decoder layer that no hook reaches, and why."""
+    """A weight of a decoder layer that no hook can observe, and why."""
 
     module: str
     why: str
@@ -20,10 +20,10 @@ class UnobservedWeight:
 
 @dataclass(slots=True, kw_only=True)
 class GeometrySearch:
-    """What finding the geometry needs to know about the model at hand."""
+    """What is known about the model, and the weights found so far that cannot be observed."""
 
     config: Any
-    """The text decoder's config."""
+    """The config of the text decoder."""
     checkpoint_names: Mapping[str, str]
     unobserved: list[UnobservedWeight] = field(default_factory=list)
 
@@ -34,7 +34,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
-    """Give (in, out) features; a Conv1D's weight is stored [in, out]."""
+    """Return (in, out) features; a Conv1D's weight is stored [in, out]."""
     weight: Any = module.weight
     rows, columns = weight.shape
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)

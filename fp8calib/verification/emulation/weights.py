@@ -228,5 +228,5 @@ def _require_in_memory(
         if values[parameter.name].is_meta:
             raise VerificationError(
                 f"{parameter.name} is offloaded, and cannot be replaced by its FP8 form",
-                hint="leave --device-map out: what does not fit is then streamed layer by layer",
+                hint="omit --device-map: what does not fit is then streamed layer by layer",
             )
