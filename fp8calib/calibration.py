@@ -17,8 +17,9 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import ModelSource
 from fp8calib.model.prepared import PreparedModel, list_skipped, prepare
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
+from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS
 from fp8calib.observe.calibration_hooks import open_calibration_hooks
-from fp8calib.observe.recorder import HISTOGRAM_SEQUENCES, INPUT_HISTOGRAM_TOKENS, Recorder
+from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Recipe
 from fp8calib.run.forward.observed_batches import BatchObserver
 from fp8calib.run.forward.whole import WholeRunner
@@ -26,14 +27,9 @@ from fp8calib.run.resume.journal import Journal
 from fp8calib.run.resume.work_share import WHOLE, WorkShare
 from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import Streaming, open_streamed
-from fp8calib.stats.calibration_stats import (
-    CalibrationStats,
-    SiteStats,
-    StatsHeader,
-    StatsShard,
-    join_ranges,
-)
+from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, StatsShard, join_ranges
 from fp8calib.stats.fingerprint import fingerprint_model, versions
+from fp8calib.stats.statistic import SiteStats
 
 __all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
 

@@ -16,7 +16,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.topology.layouts import gate_up_parts, rows_part
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.model.weight_source import TensorSource, WeightSource
-from fp8calib.stats.calibration_stats import SiteStats
+from fp8calib.stats.statistic import SiteStats
 
 _ROWS_AT_ONCE = 4096
 

@@ -1,100 +1,69 @@
-"""The running statistics of one site, on whatever device its tensors are."""
+"""The running statistics of one site, on the device of its tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from fp8calib.geometry.sites import Site
-from fp8calib.stats.calibration_stats import NUM_QUARTERS, SiteStats
-from fp8calib.stats.positions import NUM_RANGES
+from fp8calib.stats.statistic import NUM_QUARTERS, STATISTICS, SiteStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One observation, which counts once its batch is whole."""
+    """What one batch gave at one site; it counts when its batch is complete."""
 
     site: Site
     num_tokens: int
-    amax: torch.Tensor
-    positions: torch.Tensor | None = None
-    """Tensor-wide, of the ranges of positions that the batch reaches: [<= NUM_RANGES]."""
-    histogram: torch.Tensor | None = None
-    experts: torch.Tensor | None = None
-    expert_counts: torch.Tensor | None = None
+    tensors: Mapping[str, torch.Tensor]
+    """By the name of their statistic."""
 
 
 @dataclass(slots=True)
 class SiteAccumulator:
-    """The running statistics of one site."""
+    """The running statistics of one site.
+
+    The amax is kept per quarter of the data until the quarter ends: `progress` comes from that.
+    """
 
     count: int = 0
-    amax: torch.Tensor | None = None
-    is_open: bool = False
     quarter: torch.Tensor | None = None
-    """Counts while a quarter is open, and is used again for the next."""
+    """The amax of the open quarter; the tensor is used again for the next quarter."""
+    is_open: bool = False
+    """Whether `quarter` holds something that `tensors` does not."""
     progress: list[torch.Tensor | None] = field(default_factory=lambda: [None] * NUM_QUARTERS)
-    positions: torch.Tensor | None = None
-    experts: torch.Tensor | None = None
-    expert_counts: torch.Tensor | None = None
-    histogram: torch.Tensor | None = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By the name of their statistic; `amax` is that of the closed quarters."""
 
     def observe(self, seen: Observation) -> None:
-        """Count an observation of the open quarter."""
+        """Count an observation in the open quarter."""
         self.count += seen.num_tokens
+        for name, new in seen.tensors.items():
+            if name == "amax":
+                self._observe_amax(new)
+            else:
+                self.tensors[name] = STATISTICS[name].update(self.tensors.get(name), new)
+
+    def _observe_amax(self, amax: torch.Tensor) -> None:
         if self.is_open or self.quarter is None:
-            self.quarter = _larger(self.quarter, seen.amax)
+            self.quarter = STATISTICS["amax"].update(self.quarter, amax)
         else:
-            self.quarter.copy_(seen.amax)
+            self.quarter.copy_(amax)
         self.is_open = True
-        if seen.positions is not None:
-            if self.positions is None:
-                self.positions = seen.positions.new_zeros(NUM_RANGES)
-            _larger(self.positions[: len(seen.positions)], seen.positions)
-        if seen.histogram is not None:
-            self.histogram = _sum(self.histogram, seen.histogram)
-        if seen.experts is not None:
-            self.experts = _larger(self.experts, seen.experts)
-        if seen.expert_counts is not None:
-            self.expert_counts = _sum(self.expert_counts, seen.expert_counts)
 
     def close_quarter(self, quarter: int) -> None:
-        """Add the open quarter to what was seen; it may be opened again."""
+        """Add the amax of the open quarter to the running one; the quarter may be opened again."""
         if self.quarter is None or not self.is_open:
             return
-        self.progress[quarter] = _larger(self.progress[quarter], self.quarter.max())
-        self.amax = _larger(self.amax, self.quarter)
+        amax, progress = STATISTICS["amax"], STATISTICS["progress"]
+        self.tensors["amax"] = amax.update(self.tensors.get("amax"), self.quarter)
+        self.progress[quarter] = progress.update(self.progress[quarter], self.quarter.max())
         self.is_open = False
 
-
-def freeze(running: SiteAccumulator) -> SiteStats:
-    """Give what was seen, on the CPU; no quarter may be open."""
-    progress = torch.zeros(NUM_QUARTERS)
-    for quarter, amax in enumerate(running.progress):
-        if amax is not None:
-            progress[quarter] = amax.cpu()
-    amax = running.amax if running.amax is not None else torch.zeros(0)
-    return SiteStats(
-        count=running.count,
-        amax=amax.cpu(),
-        experts=_to_cpu(running.experts),
-        expert_counts=_to_cpu(running.expert_counts),
-        progress=progress,
-        positions=_to_cpu(running.positions),
-        histogram=_to_cpu(running.histogram),
-    )
-
-
-def _to_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.cpu()
-
-
-def _larger(running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    if running is None:
-        return new.clone()
-    return torch.maximum(running, new.to(running.device), out=running)
-
-
-def _sum(running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    return new.clone() if running is None else running.add_(new.to(running.device))
+    def freeze(self) -> SiteStats:
+        """Give the statistics on the CPU; no quarter may be open."""
+        progress = [0.0 if amax is None else float(amax) for amax in self.progress]
+        tensors = {name: tensor.cpu() for name, tensor in self.tensors.items()}
+        return SiteStats(count=self.count, tensors=tensors, progress=torch.tensor(progress))

@@ -29,7 +29,8 @@ from fp8calib.geometry.tensor_parallel import (
 )
 from fp8calib.scales.rules import AMAX, ClipRange, Rule, find_clip_range
 from fp8calib.stats.calibration_origin import CalibrationOrigin
-from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.statistic import SiteStats
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32, so that 1 / scale is finite."""

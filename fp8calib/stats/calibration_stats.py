@@ -7,8 +7,8 @@ the whole, bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,42 +21,14 @@ from fp8calib.errors import DataError, ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.stats.statistic import STATISTICS, SiteStats
 
 STATS_NAME = "stats.safetensors"
 """What commands call the file in a folder of theirs."""
 METADATA_KEY = "fp8calib"
 SHARD_KEY = "fp8calib.part"
 """Stands only in files that hold a part of the statistics."""
-NUM_QUARTERS = 4
 _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteStats:
-    """What was seen at one site. Magnitudes are fp32, counts int64."""
-
-    count: int
-    """Tokens that passed (0 for weights, which are read, not run)."""
-    amax: torch.Tensor
-    """Per input channel (input), per head (k, v, q), per output channel (weight): [C]."""
-    amax_in: torch.Tensor | None = None
-    """Weights: per input channel: [I]."""
-    experts: torch.Tensor | None = None
-    """Experts: per expert, per block of channels along the axis tensor parallelism cuts: [E, B]."""
-    expert_counts: torch.Tensor | None = None
-    """Experts: tokens routed to each: [E]."""
-    progress: torch.Tensor | None = None
-    """Tensor-wide amax inside each quarter of the data, by global sequence index: [4]."""
-    positions: torch.Tensor | None = None
-    """Tensor-wide amax of the tokens in each range of positions (`fp8calib.positions`), 0 where no
-    sequence was that long: [NUM_RANGES]. None where the rows do not tell their position."""
-    histogram: torch.Tensor | None = None
-    """Counts of log2 magnitudes (`fp8calib.histogram`), of the sampled tokens: [NUM_BINS]."""
-
-
-TENSOR_FIELDS = tuple(f.name for f in fields(SiteStats) if f.name != "count")
-COUNT_FIELDS = frozenset({"expert_counts", "histogram"})
-"""Those of them that add up; of the others the larger counts."""
 
 
 class Skipped(BaseModel):
@@ -120,8 +92,8 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
     for site in sorted(stats.sites):
-        for name, tensor in _site_tensors(stats.sites[site]):
-            key = f"{site}/{name}"
+        for name, stored in stats.sites[site].tensors.items():
+            key, tensor = f"{site}/{name}", stored.contiguous()
             identity = (tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes())
             if (first := seen.setdefault(identity, key)) == key:
                 tensors[key] = tensor
@@ -143,13 +115,6 @@ class _Envelope(BaseModel):
     """sha256 over the header, the counts and every tensor: damage is found, not exported."""
     aliases: dict[str, str]
     """Tensors that equal another one of the file, such as the shared input of q, k and v."""
-
-
-def _site_tensors(site: SiteStats) -> Iterable[tuple[str, torch.Tensor]]:
-    for name in TENSOR_FIELDS:
-        tensor = getattr(site, name)
-        if tensor is not None:
-            yield name, tensor.contiguous()
 
 
 def is_stats_file(path: Path) -> bool:
@@ -234,7 +199,7 @@ def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> di
     }
     for key, tensor in everything.items():
         text, _, name = key.rpartition("/")
-        if name not in TENSOR_FIELDS:
+        if name not in STATISTICS:
             msg = f"unknown tensor {key}"
             raise ValueError(msg)
         by_site[text][name] = tensor
@@ -248,11 +213,10 @@ def _build_site(text: str, count: int, found: Mapping[str, torch.Tensor]) -> Sit
     if "amax" not in found:
         raise KeyError(f"{text}/amax")
     for name, tensor in found.items():
-        dtype = torch.int64 if name in COUNT_FIELDS else torch.float32
-        if tensor.dtype is not dtype or not bool((tensor.isfinite() & (tensor >= 0)).all()):
-            what = "counts" if name in COUNT_FIELDS else "magnitudes"
+        if not STATISTICS[name].is_valid(tensor):
+            what = "counts" if STATISTICS[name].is_count else "magnitudes"
             raise ValueError(f"{text}/{name} holds values that are no {what}")
-    return SiteStats(count=count, **found)
+    return SiteStats(count=count, tensors=found)
 
 
 class StatsShard(BaseModel):

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Site
 from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import (
-    COUNT_FIELDS,
-    TENSOR_FIELDS,
     CalibrationStats,
-    SiteStats,
     StatsHeader,
     StatsShard,
     join_ranges,
 )
+from fp8calib.stats.statistic import STATISTICS, SiteStats
 
 _ONE_RUN = "parts come from runs that differ in nothing but --shard"
 
@@ -33,16 +29,10 @@ def merge_sites(parts: Iterable[Mapping[Site, SiteStats]]) -> dict[Site, SiteSta
 
 
 def _merge(one: SiteStats, other: SiteStats) -> SiteStats:
-    tensors = {
-        name: _reduce(name, getattr(one, name), getattr(other, name)) for name in TENSOR_FIELDS
-    }
-    return SiteStats(count=one.count + other.count, **tensors)  # type: ignore[arg-type]
-
-
-def _reduce(name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    if one is None or other is None:
-        return one if other is None else other
-    return one + other if name in COUNT_FIELDS else torch.maximum(one, other)
+    tensors = {**one.tensors, **other.tensors}
+    for name in one.tensors.keys() & other.tensors.keys():
+        tensors[name] = STATISTICS[name].join(one.tensors[name], other.tensors[name])
+    return SiteStats(count=one.count + other.count, tensors=tensors)
 
 
 def merge_shards(parts: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:

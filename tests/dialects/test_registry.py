@@ -24,7 +24,8 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, Rule, parse_rule
-from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.stats.statistic import SiteStats
 from tests.dialects.handmade import (
     amax_of,
     expert_stats,

@@ -20,8 +20,9 @@ from fp8calib.scales.compute import (
     scale_of,
 )
 from fp8calib.scales.rules import AMAX, parse_rule
-from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram import count_bins
+from fp8calib.stats.statistic import SiteStats
 from tests.dialects.handmade import (
     expert_stats,
     hybrid_stats,

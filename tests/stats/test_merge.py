@@ -13,13 +13,13 @@ import torch
 from fp8calib.errors import UsageError
 from fp8calib.stats.calibration_stats import (
     CalibrationStats,
-    SiteStats,
     StatsShard,
     join_ranges,
     load_stats,
     save_stats,
 )
 from fp8calib.stats.merge import merge_shards, merge_sites
+from fp8calib.stats.statistic import SiteStats
 from tests.stats.test_calibration_stats import UP, WEIGHT, K, make_stats
 
 

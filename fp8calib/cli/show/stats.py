@@ -12,13 +12,14 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import scale_of
-from fp8calib.stats.calibration_stats import CalibrationStats, SiteStats
+from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.positions import range_starts
 from fp8calib.stats.saturation import (
     PositionSaturation,
     compute_position_saturation,
     compute_saturation,
 )
+from fp8calib.stats.statistic import SiteStats
 
 _KV_COLUMNS = (
     "layer",

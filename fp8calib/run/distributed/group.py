@@ -34,7 +34,7 @@ from fp8calib.run.distributed.rendezvous import (
     rendezvous,
     wait_for_keys,
 )
-from fp8calib.stats.calibration_stats import COUNT_FIELDS, TENSOR_FIELDS, SiteStats
+from fp8calib.stats.statistic import STATISTICS, SiteStats
 
 _TIMEOUT = timedelta(minutes=5)
 _FINISH_S = 20.0
@@ -263,14 +263,13 @@ def _make_error(failure: PeerFailure, size: int) -> Fp8CalibError:
 def _tensors(sites: Mapping[Site, SiteStats]) -> Iterator[tuple[str, torch.Tensor]]:
     for site, stats in sites.items():
         yield f"{site}/count", torch.tensor(stats.count)
-        for name in TENSOR_FIELDS:
-            if (tensor := getattr(stats, name)) is not None:
-                yield f"{site}/{name}", tensor
+        for name, tensor in stats.tensors.items():
+            yield f"{site}/{name}", tensor
 
 
 def _is_count(key: str) -> bool:
     name = key.rpartition("/")[2]
-    return name == "count" or name in COUNT_FIELDS
+    return name == "count" or STATISTICS[name].is_count
 
 
 def _rebuild(tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:

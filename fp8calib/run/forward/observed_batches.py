@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from fp8calib.data.plan import Batch, cut_batch
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.observe.batch_view import view_batch
 from fp8calib.observe.hooks import HookedCache
-from fp8calib.observe.recorder import Recorder, view_batch
+from fp8calib.observe.recorder import Recorder
 from fp8calib.run.forward.decoder import Decoder
 
 GPU_BATCHES_PER_CHECK = 16

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import Attention, Layer, Linear, ModelGeometry
+from fp8calib.geometry.sites import Role
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.streaming.weights import PartSize
+from fp8calib.stats.statistic import STATISTICS
 
 SLACK_BYTES = 96 * 2**20
 """Memory outside the formula: arenas of the allocator, threads, code that is loaded late."""
@@ -127,12 +129,14 @@ def head_bytes(model: PreTrainedModel, itemsize: int) -> int:
 
 
 def stats_bytes(geometry: ModelGeometry, *, inputs: bool, weights: bool) -> int:
-    """Compute the bytes of the statistics of linears: an amax per channel."""
-    channels = sum(
-        linear.in_features * (inputs + weights) + linear.out_features * weights
+    """Compute the bytes of the statistics of linears."""
+    roles = [Role.INPUT] * inputs + [Role.WEIGHT] * weights
+    return sum(
+        statistic.num_bytes(linear, role)
+        for statistic in STATISTICS.values()
         for _, linear in geometry.linears()
+        for role in roles
     )
-    return channels * _FLOAT32_BYTES
 
 
 def batch_bytes(

@@ -22,7 +22,6 @@ from fp8calib.observe.recorder import Recorder
 from fp8calib.stats.calibration_stats import (
     STATS_NAME,
     CalibrationStats,
-    SiteStats,
     StatsHeader,
     StatsShard,
     join_ranges,
@@ -30,6 +29,7 @@ from fp8calib.stats.calibration_stats import (
     save_stats,
 )
 from fp8calib.stats.merge import explain_other_run, merge_sites
+from fp8calib.stats.statistic import SiteStats
 
 LONGEST_INTERVAL_S = 10.0
 """A killed run loses at most this much work and the running batch."""

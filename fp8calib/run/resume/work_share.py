@@ -12,8 +12,8 @@ from fp8calib.geometry.sites import Site
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.resume.journal import NOTHING, Done, Journal
-from fp8calib.stats.calibration_stats import SiteStats
 from fp8calib.stats.merge import merge_sites
+from fp8calib.stats.statistic import SiteStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,9 @@ from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Site
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
-from fp8calib.stats.calibration_stats import STATS_NAME, SiteStats
+from fp8calib.stats.calibration_stats import STATS_NAME
 from fp8calib.stats.merge import merge_sites
+from fp8calib.stats.statistic import SiteStats
 
 _INTERVAL_PER_COST = 20.0
 _SHORTEST_INTERVAL_S = 2.0

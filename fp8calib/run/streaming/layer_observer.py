@@ -23,8 +23,8 @@ from fp8calib.run.streaming.layer_journal import LayerJournal
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel, Streaming
 from fp8calib.run.streaming.probe import Probe, probe_layer
 from fp8calib.run.streaming.runner import StreamedRunner
-from fp8calib.stats.calibration_stats import SiteStats
 from fp8calib.stats.merge import merge_sites
+from fp8calib.stats.statistic import SiteStats
 
 
 class _CountedProgress:

@@ -1,0 +1,181 @@
+"""The statistics of a site, each declared once.
+
+Every statistic is an exact reduction, a maximum or an integer sum. Parts of the data may therefore
+be observed in any order and joined in any grouping, and the result is the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.geometry.model_geometry import Linear
+from fp8calib.geometry.sites import Role
+from fp8calib.stats.positions import NUM_RANGES
+
+NUM_QUARTERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedTensor:
+    """One tensor of one batch, and its reductions; padding does not count.
+
+    Shapes: C input channels (input) or heads (k, v, q), E experts, B blocks of channels.
+    """
+
+    num_tokens: int
+    amax: torch.Tensor
+    """fp32 [C]."""
+    positions: torch.Tensor | None
+    """Tensor-wide amax of each range of positions that the batch reaches: fp32 [<= NUM_RANGES].
+    None where the rows do not reveal their positions."""
+    histogram: torch.Tensor | None
+    """Of the sampled rows: int64 [NUM_BINS]. None where the batch holds none."""
+    experts: torch.Tensor | None = None
+    """Amax per expert and block: fp32 [E, B]."""
+    expert_counts: torch.Tensor | None = None
+    """Tokens per expert: int64 [E]."""
+    rows: Callable[[], torch.Tensor]
+    """Makes the tensor itself, one row per token, heads side by side: [N, channels]. The input of
+    an expert's down projection has a row per token and expert, zeros in those of padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistic:
+    """How one statistic of a site is observed, joined, stored and sized."""
+
+    name: str
+    """Its tensor is `<site>/<name>` in a stats file."""
+    is_count: bool = False
+    """int64 counts, which add up; otherwise fp32 magnitudes, of which the larger is kept."""
+    observe: Callable[[ObservedTensor], torch.Tensor | None] | None = None
+    """Reduces one tensor of a batch, without waiting for its device; gives None where the statistic
+    does not apply. None: it does not come from single batches."""
+    length: int | None = None
+    """Its number of elements, where a batch may give only the first of them."""
+    num_elements: Callable[[Linear, Role], int] | None = None
+    """How many elements a linear's input or weight has; the plan of a run counts their memory.
+    None: so few that the plan's slack covers them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stored tensor."""
+        return torch.int64 if self.is_count else torch.float32
+
+    def update(self, running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """Join what a batch gave to the running tensor, in place; give the running tensor."""
+        if running is None:
+            if self.length is None:
+                return new.clone()
+            running = new.new_zeros(self.length)
+        reached = running if self.length is None else running[: len(new)]
+        new = new.to(running.device)
+        if self.is_count:
+            reached.add_(new)
+        else:
+            torch.maximum(reached, new, out=reached)
+        return running
+
+    def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Join the stored tensors of two parts of the data."""
+        return one + other if self.is_count else torch.maximum(one, other)
+
+    def is_valid(self, stored: torch.Tensor) -> bool:
+        """Whether a tensor holds values that this statistic can have."""
+        return stored.dtype is self.dtype and bool((stored.isfinite() & (stored >= 0)).all())
+
+    def num_bytes(self, linear: Linear, role: Role) -> int:
+        """Compute the memory for a linear's input or weight."""
+        return (
+            0
+            if self.num_elements is None
+            else self.num_elements(linear, role) * self.dtype.itemsize
+        )
+
+
+def _amax_elements(linear: Linear, role: Role) -> int:
+    return linear.out_features if role is Role.WEIGHT else linear.in_features
+
+
+STATISTICS = {
+    statistic.name: statistic
+    for statistic in (
+        Statistic(name="amax", observe=lambda seen: seen.amax, num_elements=_amax_elements),
+        Statistic(
+            name="amax_in",
+            num_elements=lambda linear, role: linear.in_features if role is Role.WEIGHT else 0,
+        ),
+        Statistic(name="experts", observe=lambda seen: seen.experts),
+        Statistic(name="expert_counts", is_count=True, observe=lambda seen: seen.expert_counts),
+        Statistic(name="progress"),
+        Statistic(name="positions", observe=lambda seen: seen.positions, length=NUM_RANGES),
+        Statistic(name="histogram", is_count=True, observe=lambda seen: seen.histogram),
+    )
+}
+"""By name, in the order that stats files store them."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class SiteStats:
+    """The statistics of one site; the properties name those that other packages use."""
+
+    count: int
+    """Tokens that passed (0 for weights, which are read, not run)."""
+    tensors: Mapping[str, torch.Tensor]
+    """By the name of their statistic, in the order of `STATISTICS`."""
+
+    def __init__(
+        self,
+        *,
+        count: int,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        **named: torch.Tensor | None,
+    ) -> None:
+        """Take the tensors in a mapping, by name, or both."""
+        given = {name: x for name, x in ({**(tensors or {}), **named}).items() if x is not None}
+        if unknown := given.keys() - STATISTICS.keys():
+            raise ValueError(f"unknown statistic {min(unknown)}")
+        object.__setattr__(self, "count", count)
+        object.__setattr__(
+            self, "tensors", {name: given[name] for name in STATISTICS if name in given}
+        )
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """Per input channel (input), per head (k, v, q), per output channel (weight): [C]."""
+        return self.tensors["amax"]
+
+    @property
+    def amax_in(self) -> torch.Tensor | None:
+        """Weights: per input channel: [I]."""
+        return self.tensors.get("amax_in")
+
+    @property
+    def experts(self) -> torch.Tensor | None:
+        """Experts: per expert and block of channels on the axis tensor parallelism cuts: [E, B]."""
+        return self.tensors.get("experts")
+
+    @property
+    def expert_counts(self) -> torch.Tensor | None:
+        """Experts: tokens routed to each: [E]."""
+        return self.tensors.get("expert_counts")
+
+    @property
+    def progress(self) -> torch.Tensor | None:
+        """Tensor-wide amax inside each quarter of the data, by global sequence index: [4]."""
+        return self.tensors.get("progress")
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """Tensor-wide amax of the tokens in each range of positions: [NUM_RANGES].
+
+        0 in ranges that no sequence reached; None where the rows do not reveal their positions.
+        """
+        return self.tensors.get("positions")
+
+    @property
+    def histogram(self) -> torch.Tensor | None:
+        """Counts of log2 magnitudes of the sampled tokens: [NUM_BINS]."""
+        return self.tensors.get("histogram")
