@@ -1,4 +1,4 @@
-"""What is verified: statistics, scales in any dialect, whole FP8 checkpoints."""
+"""Open candidates (statistics, scales of any dialect, FP8 checkpoints) and emulate them."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _SAMPLED_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The model that everything is verified on."""
+    """The unquantized model that candidates are checked against."""
 
     checkpoint: Checkpoint
     fingerprint: str
     geometry: ModelGeometry
     unobserved: tuple[str, ...] = ()
-    """Paths of modules in decoder layers whose weights no scheme reaches here."""
+    """Paths of modules in decoder layers whose weights no scheme quantizes here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedCandidate:
-    """A candidate as it was found on disk, checked against the model."""
+    """A candidate as read from disk, checked against the model."""
 
     name: str
     stats: CalibrationStats | None = None
@@ -59,7 +59,7 @@ class OpenedCandidate:
 
     @property
     def origin(self) -> CalibrationOrigin | None:
-        """Tell which text it was measured on; None where it does not say."""
+        """The text it was calibrated on; None if unknown."""
         if self.checkpoint is not None:
             return self.checkpoint.origin
         if self.found is not None:
@@ -67,7 +67,7 @@ class OpenedCandidate:
         return None if self.stats is None else self.stats.origin
 
     def kv_table(self, fmt: Fp8Format, rule: Rule = AMAX) -> ScaleTable | None:
-        """Give its KV scales, per tensor where it is statistics; None where it has none."""
+        """Give its KV scales (of statistics: per tensor); None without any."""
         if self.found is not None:
             return self.found.table
         return None if self.stats is None else compute_kv_scales(self.stats, fmt, rule=rule)
@@ -81,32 +81,32 @@ class Candidate:
     description: str
     emulation: Emulation
     notes: tuple[str, ...] = ()
-    """What the emulation lacks."""
+    """Notes on what the emulation does not cover."""
 
     @property
     def default_gate(self) -> str:
-        """Name the gate that fits what is quantized."""
+        """The name of the gate for what is quantized."""
         return "w8a8" if self.emulation.weights else "kv"
 
 
 def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandidate:
-    """Read what `name` (a path) holds and check that it belongs to the model.
+    """Read the candidate at the path `name`, and check that it belongs to the model.
 
     Args:
         name: a stats file, or the folder calibrate wrote it to; scales in any dialect; an FP8
             checkpoint.
         target: the model.
-        numerics: how the engine computes that reads the FP8 weights.
+        numerics: the arithmetic of the engine that reads FP8 weights.
 
     Raises:
-        UsageError: there is nothing at the path.
+        UsageError: the path does not exist.
         DataError: a stats file is damaged.
         VerificationError: the scales are not valid, or of another model.
     """
     path = find_candidate(name)
     if is_stats_file(path):
         stats = load_stats(path)
-        _check_stats(name, stats, target)
+        _check_stats_model(name, stats, target)
         return OpenedCandidate(name=name, stats=stats)
     if path.is_dir() and is_fp8_checkpoint(path):
         checkpoint = Fp8Checkpoint.open(
@@ -115,20 +115,20 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
             through_float16=numerics.weights_through_float16,
         )
         check_origin(name, checkpoint.origin, target.fingerprint)
-        found = _read(name, path, target) if has_kv_scales(path) else None
+        found = _read_scales(name, path, target) if has_kv_scales(path) else None
         return OpenedCandidate(name=name, found=found, checkpoint=checkpoint)
-    found = _read(name, path, target)
+    found = _read_scales(name, path, target)
     if path.is_dir():
         _check_weights(path, target)
     return OpenedCandidate(name=name, found=found)
 
 
 def find_candidate(name: str) -> Path:
-    """Find the file or folder that a candidate's name means: of a calibration, its statistics.
+    """Find the file or folder of a candidate; in the output of a calibration, its statistics.
 
     Raises:
-        UsageError: there is nothing at the path.
-        VerificationError: the folder's files lie elsewhere.
+        UsageError: the path does not exist.
+        VerificationError: the folder links to files outside of it.
     """
     path = Path(name)
     try:
@@ -143,17 +143,17 @@ def find_candidate(name: str) -> Path:
     return path / STATS_NAME if is_stats_file(path / STATS_NAME) else path
 
 
-def _check_stats(name: str, stats: CalibrationStats, target: Target) -> None:
+def _check_stats_model(name: str, stats: CalibrationStats, target: Target) -> None:
     if stats.header.model_fingerprint != target.fingerprint:
         difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
         raise VerificationError(
             f"{name}: these statistics are of another model "
             f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers): {difference}",
-            hint="calibrate this model, or name the model that was calibrated",
+            hint="calibrate this model, or pass the model that was calibrated",
         )
 
 
-def _read(name: str, path: Path, target: Target) -> FoundScales:
+def _read_scales(name: str, path: Path, target: Target) -> FoundScales:
     found = read_scales(path, target.geometry)
     check_origin(name, found.table.origin, target.fingerprint)
     return found
@@ -171,9 +171,9 @@ def _check_weights(folder: Path, target: Target) -> None:
                     name, _SAMPLE_BYTES
                 ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
                     raise VerificationError(
-                        f"{folder}: its {name} is not that of the model: the scales belong to "
-                        "another one",
-                        hint="name the model the overlay was made of",
+                        f"{folder}: its {name} is not that of the model, so the scales belong to "
+                        "another model",
+                        hint="pass the model that the overlay was made from",
                     )
     except ModelError:
         return  # no weights beside the scales: nothing to compare
@@ -185,13 +185,13 @@ def build_kv_candidate(name: str, table: ScaleTable, numerics: Numerics, how: st
     Args:
         name: what it is called in the report.
         table: its scales.
-        numerics: how the engine computes.
-        how: the dialect the scales stood in, or the rule that made them.
+        numerics: the engine's arithmetic.
+        how: the dialect of the scales, or the rule that computed them.
     """
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
     unused = (
-        f"; {numerics.name} takes no scales for latent attention: 1.0"
+        f"; {numerics.name} ignores scales of latent attention: 1.0"
         if takes_latents_unscaled(table, numerics)
         else ""
     )
@@ -205,7 +205,7 @@ def build_kv_candidate(name: str, table: ScaleTable, numerics: Numerics, how: st
 def build_unscaled(
     name: str, geometry: ModelGeometry, fmt: Fp8Format, numerics: Numerics
 ) -> Candidate:
-    """Build the candidate of an engine that was given no scales."""
+    """Build the candidate without scales."""
     table = make_unscaled_table(geometry, fmt)
     return Candidate(
         name=name,
@@ -242,7 +242,7 @@ def build_checkpoint(
 ) -> Candidate:
     """Build a candidate of a whole FP8 checkpoint, with its KV scales if it has any."""
     checkpoint = opened.checkpoint
-    assert checkpoint is not None  # noqa: S101 -- the caller chose by it
+    assert checkpoint is not None  # noqa: S101 -- checked by the caller
     source = WeightSource(model, checkpoint)
     _check_ends(checkpoint, source, model, target)
     quantizers, weights = emulate_checkpoint(
@@ -269,9 +269,9 @@ def build_checkpoint(
 def _check_ends(
     checkpoint: Fp8Checkpoint, source: WeightSource, model: LoadedModel, target: Target
 ) -> None:
-    """Refuse a checkpoint whose embedding or head is another model's; no FP8 scheme touches them.
+    """Refuse a checkpoint with another model's embedding or head, which no FP8 scheme changes.
 
-    All candidates are scored by the head of the model.
+    All candidates are scored with the head of the unquantized model.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = [end.weight for end in ends if end is not None]
@@ -283,7 +283,7 @@ def _check_ends(
         if _is_changed(name, checkpoint, original):
             raise VerificationError(
                 f"{checkpoint.folder}: its {name} is not that of the model",
-                hint="name the model that the checkpoint was made from",
+                hint="pass the model that the checkpoint was made from",
             )
 
 
@@ -294,7 +294,7 @@ def _is_changed(name: str, checkpoint: Fp8Checkpoint, original: Checkpoint) -> b
 
 
 def _few_rows(checkpoint: Fp8Checkpoint | Checkpoint, name: str) -> torch.Tensor:
-    """Read a vector whole, of a matrix the first rows."""
+    """Read a vector, or the first rows of a matrix."""
     shape = checkpoint.tensors[name].shape
     if len(shape) < 2:
         return checkpoint.read(name)

@@ -1,4 +1,4 @@
-"""From sums of damage to the report's rows on layers and sites."""
+"""The report's rows on layers and sites, from sums of damage."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _share(part: torch.Tensor, sums: torch.Tensor) -> float:
 
 
 UNSCALED, SCALED, PER_HEAD = "unscaled", "scaled", "per-head"
-"""The kinds of scales a diagnosis compares."""
+"""The kinds of scales that a diagnosis compares."""
 
 
 def diagnose(
@@ -76,17 +76,17 @@ def diagnose(
     layer_of: Mapping[str, int],
     calibration_clipped: Mapping[Site, float],
 ) -> tuple[DiagnosisResult, ...]:
-    """Lay the kinds of scales side by side, for K and V of every layer."""
+    """Compare the kinds of scales on K and V of every layer."""
     sites: Iterable[Site] = dict.fromkeys(site for _, site in found)
     return tuple(
         DiagnosisResult(
             site=str(site),
             layer=layer_of[site.module],
-            unscaled_db=_db(found, UNSCALED, site),
+            unscaled_db=_find_db(found, UNSCALED, site),
             unscaled_clipped=_share(Damage(*found[UNSCALED, site]).clipped, found[UNSCALED, site]),
             unscaled_flushed=_share(Damage(*found[UNSCALED, site]).flushed, found[UNSCALED, site]),
-            scaled_db=_db(found, SCALED, site),
-            per_head_db=_db(found, PER_HEAD, site),
+            scaled_db=_find_db(found, SCALED, site),
+            per_head_db=_find_db(found, PER_HEAD, site),
             calibration_clipped=calibration_clipped.get(site),
         )
         for site in sites
@@ -94,13 +94,13 @@ def diagnose(
     )
 
 
-def _db(found: Mapping[tuple[str, Site], torch.Tensor], kind: str, site: Site) -> float | None:
+def _find_db(found: Mapping[tuple[str, Site], torch.Tensor], kind: str, site: Site) -> float | None:
     sums = found.get((kind, site))
     return None if sums is None else sqnr_db(sums)
 
 
 def clipped_unscaled(stats: CalibrationStats, fmt: Fp8Format) -> dict[Site, float]:
-    """Tell of K and V what share of the calibration's values clips at scale 1.0."""
+    """Estimate for K and V the share of calibration values that clips at scale 1.0."""
     return {
         site: clipped_share(seen.histogram, 1.0, fmt, amax=float(seen.amax.max()))
         for site, seen in stats.sites.items()

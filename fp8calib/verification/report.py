@@ -1,6 +1,6 @@
-"""VerifyReport: how good it is, as one JSON object.
+"""VerifyReport: the result of a verification, as one JSON object.
 
-Shares are 0..1, KL divergences in nats, SQNR in dB. A number that cannot be had is null, never NaN.
+Shares are 0..1, KL divergences in nats, SQNR in dB. An unknown number is null, never NaN.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from fp8calib.fp8.schemes import Granularity
 
 SCALE_ONE = "scale-1.0"
-"""The candidate that is always there: the KV cache in FP8 without scales."""
+"""The candidate of every report: the KV cache in FP8 without scales."""
 
 
 class Verdict(StrEnum):
-    """What a gate says of a candidate."""
+    """The verdict of a gate on a candidate."""
 
     PASS = "pass"  # noqa: S105 -- of a gate
     WARN = "warn"
@@ -56,8 +56,7 @@ class CandidateResult(_Model):
     ppl: float
     ppl_ratio: float
     ppl_ratio_se: float | None
-    """Paired, by sequence; by blocks of tokens where there is one sequence only; None where it
-    cannot be known."""
+    """Paired by sequence, or by blocks of tokens where there is only one; None if unknown."""
     kld_mean: float
     kld_median: float
     kld_p99: float
@@ -77,24 +76,24 @@ class LayerResult(_Model):
     layer: int
     role: Literal["k", "v", "q", "input", "weight"]
     sqnr_db: float | None
-    """None where nothing was lost, or the tensor was all zeros."""
+    """None if nothing was lost, or the tensor was all zeros."""
     clipped: float
     flushed: float
-    """Share of all elements that became zero and were none."""
+    """Share of all elements that were not zero and became zero."""
     amax: float
     scale: float | None
-    """The largest one where there are several; None where they are computed while it runs."""
+    """The largest of several; None for scales that are computed at run time."""
     smallest_scale: float | None = None
-    """None where there is one scale, or `scale` is None."""
+    """None if there is only one scale, or `scale` is None."""
     scale_per: Granularity | Literal["head"] = Granularity.TENSOR
-    """What shares one scale."""
+    """The elements that share one scale."""
 
 
 class DiagnosisResult(_Model):
-    """What K or V of one layer would lose under three kinds of scales, on the reference's tensors.
+    """What K or V of one layer would lose with three kinds of scales, on the reference's tensors.
 
-    `scaled` is per tensor by the first candidate that has KV scales, `per_head` its per-head
-    scales where they are known.
+    `scaled`: the per-tensor scales of the first candidate with KV scales; `per_head`: its per-head
+    scales, if known.
     """
 
     site: str
@@ -105,11 +104,11 @@ class DiagnosisResult(_Model):
     scaled_db: float | None
     per_head_db: float | None
     calibration_clipped: float | None = None
-    """Share that clips at scale 1.0 by the log2 histogram of the statistics; None without any."""
+    """Share that clips at scale 1.0, by the log2 histogram of the statistics; None without one."""
 
 
 class HistogramResult(_Model):
-    """Magnitudes seen in calibration at one site, with the range a scale leaves."""
+    """Magnitudes that calibration observed at one site, with the range of its scale."""
 
     site: str
     layer: int
@@ -139,7 +138,7 @@ class Sensitivity(_Model):
     layers: tuple[SensitivityResult, ...]
     skip_layers: tuple[int, ...]
     flag: str
-    """The engine's own flag; empty when no layer stands out."""
+    """The engine's flag that skips these layers; empty without one."""
 
 
 class RuleResult(_Model):
@@ -163,7 +162,7 @@ class TaskResult(_Model):
     value: float
     value_se: float | None
     recovery_percent: float | None
-    """value / reference; None where less is better, or the reference is not above 0."""
+    """value / reference; None if less is better, or the reference is not above 0."""
     num_documents: int | None = None
 
 
@@ -172,14 +171,14 @@ class TaskSetup(_Model):
 
     harness_version: str
     add_bos_token: bool
-    """Whether every text began with the tokenizer's BOS; true wherever it has one."""
+    """Whether every text began with the tokenizer's BOS."""
     bos_token: str | None
     limit: int | None
-    """Documents of each task, at most."""
+    """Maximum number of documents of each task."""
 
 
 class VerifyReport(_Model):
-    """Everything that was found; `advice` says it in a sentence."""
+    """All results; `advice` is the conclusion, in one or two sentences."""
 
     model: str
     engine: str
@@ -198,27 +197,27 @@ class VerifyReport(_Model):
     advice: str
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
-    """The candidate whose scales the diagnosis compares with 1.0; empty where none has any."""
+    """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
     histograms: tuple[HistogramResult, ...] = ()
     sensitivity: Sensitivity | None = None
     rules: tuple[RuleResult, ...] = ()
     tasks: tuple[TaskResult, ...] = ()
     task_setup: TaskSetup | None = None
     memory: Mapping[str, Any] = {}
-    """How the model was held in memory (whole or streamed), what was planned, and the peak."""
+    """The memory mode (whole or streamed), its plan, and the measured peak."""
     warnings: tuple[str, ...] = ()
 
 
-_SMALLEST_IN_FULL = 0.001
+_SMALLEST_FIXED_KLD = 0.001
 
 
-def spell_kld(kld: float) -> str:
-    """Spell a divergence with at least two digits that count, however small it is."""
-    if not kld or kld >= _SMALLEST_IN_FULL:
+def format_kld(kld: float) -> str:
+    """Format a divergence with at least two significant digits, however small it is."""
+    if not kld or kld >= _SMALLEST_FIXED_KLD:
         return f"{kld:.4f}"
     return f"{kld:.2e}"
 
 
-def spell_error(error: float | None) -> str:
-    """Spell the standard error of a ratio; what cannot be known is a question mark."""
+def format_error(error: float | None) -> str:
+    """Format the standard error of a ratio; `?` if it is unknown."""
     return "?" if error is None else f"{error:.4f}"

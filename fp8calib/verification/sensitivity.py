@@ -1,4 +1,4 @@
-"""One layer quantized at a time: which are worth leaving unquantized."""
+"""Quantize one layer at a time, to find layers worth leaving unquantized."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.report import Sensitivity, SensitivityResult
 
 SEQUENCES = 8
-"""Only the first so many are run: every layer costs a forward pass over them."""
+"""Number of sequences: every layer costs a forward pass over them."""
 _LAYERS_AT_ONCE = 8
-"""Their hidden states wait for the head together; each round runs the reference once more."""
+"""Their hidden states wait for the head together; every round runs the reference again."""
 _STANDS_OUT = 8.0
-"""A layer that costs so many times the median (of two, the lesser) is worth leaving unquantized."""
+"""A layer whose KLD is above this multiple of the lower median is worth leaving unquantized."""
 
 
 def measure_sensitivity(
@@ -54,18 +54,18 @@ def measure_sensitivity(
 
 
 def choose_batches(plan: DataPlan, batch_size: int) -> list[Batch]:
-    """Take the batches that single layers are tried on."""
+    """Choose the batches that single layers are measured on."""
     return [batch for batch in batches(plan, batch_size) if batch.first < SEQUENCES]
 
 
 def split_rounds(geometry: ModelGeometry, emulation: Emulation) -> list[list[int]]:
-    """Say which layers are tried together: the reference runs once in each round."""
+    """Split the layers into rounds; the reference runs once in each."""
     parts = list(_split_by_layer(geometry, emulation))
     return [parts[i : i + _LAYERS_AT_ONCE] for i in range(0, len(parts), _LAYERS_AT_ONCE)]
 
 
 def _split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, Emulation]:
-    parts = {layer.index: emulation.only(_modules(layer)) for layer in geometry.layers}
+    parts = {layer.index: emulation.only(_list_modules(layer)) for layer in geometry.layers}
     return {index: part for index, part in parts.items() if part.quantizers or part.weights}
 
 
@@ -76,7 +76,7 @@ def find_skippable(
     *,
     sequences: int,
 ) -> Sensitivity:
-    """Choose the layers whose own cost stands out, and spell them as the engine's flag."""
+    """Choose the layers whose cost stands out, and give the engine's flag that skips them."""
     usual = median_low(layer.kld_mean for layer in layers) if layers else 0.0
     chosen = tuple(layer.layer for layer in layers if layer.kld_mean > _STANDS_OUT * usual)
     has_flag = numerics.kv_skip_flag and not candidate.emulation.weights
@@ -90,6 +90,6 @@ def find_skippable(
     )
 
 
-def _modules(layer: Layer) -> frozenset[str]:
+def _list_modules(layer: Layer) -> frozenset[str]:
     attention = [layer.attention.module] if layer.attention else []
     return frozenset([*attention, *(linear.module for linear in layer.linears)])

@@ -1,4 +1,4 @@
-"""The verb: run the model and its emulations on the same text, and report what changed."""
+"""Verify: run a model and its FP8 emulations on the same text, and report the differences."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class VerificationRequest:
     numerics: Numerics
     """How the engine computes."""
     candidates: tuple[Candidate, ...]
-    """In the order they are reported in."""
+    """In the order of the report."""
     engine_version: str = ""
     rules: Mapping[str, Candidate] = field(default_factory=dict)
-    """Scale rules to rank, by their name, made of the same statistics."""
+    """Scale rules to rank, by name; all from the same statistics."""
     rules_of: str = ""
     """The candidate that the rules are applied to."""
     scale_kinds: Mapping[str, Mapping[Site, Quantizer]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def verify(
     compared = comparison.run(
         batches(plan, batch_size), emulations, reference_hooks=looking, advance=progress.advance
     )
-    sensitivity = _sensitivity(comparison, reference, request, plan, batch_size, progress)
+    sensitivity = _measure_sensitivity(comparison, reference, request, plan, batch_size, progress)
     report = _build_report(
         reference, request, plan, compared, looking, sensitivity, time.monotonic() - started
     )
@@ -136,7 +136,7 @@ def verify(
 
 
 def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
-    """Name all that is run beside the unquantized model."""
+    """List the emulations that run beside the unquantized model, by name."""
     candidates = {candidate.name: candidate.emulation for candidate in request.candidates}
     return candidates | {_rule_key(name): c.emulation for name, c in request.rules.items()}
 
@@ -145,7 +145,7 @@ def _rule_key(rule: str) -> str:
     return f"\0rule:{rule}"
 
 
-def _sensitivity(
+def _measure_sensitivity(
     comparison: Comparison,
     reference: ReferenceModel,
     request: VerificationRequest,
@@ -180,8 +180,8 @@ def _build_report(
 ) -> VerifyReport:
     lengths = [len(sequence) for sequence in plan.sequences]
     layer_of = index_layers(reference.geometry)
-    layers = tuple(_layer_rows(request.candidates, compared, layer_of))
-    results = tuple(_result(c, compared, request, lengths, layers) for c in request.candidates)
+    layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
+    results = tuple(_make_result(c, compared, request, lengths, layers) for c in request.candidates)
     errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
     return VerifyReport(
         model=reference.name,
@@ -203,11 +203,11 @@ def _build_report(
         histograms=request.histograms,
         sensitivity=sensitivity,
         rules=_rank_rules(request, compared, lengths),
-        warnings=(*request.warnings, *_never_met(request, compared)),
+        warnings=(*request.warnings, *_list_unmet_sites(request, compared)),
     )
 
 
-def _result(
+def _make_result(
     candidate: Candidate,
     compared: ComparisonResult,
     request: VerificationRequest,
@@ -224,9 +224,9 @@ def _result(
         rows=layers,
         gate=gate,
     )
-    overflowing = _overflowing(candidate, compared)
+    overflowing = _find_overflow(candidate, compared)
     if overflowing:
-        verdict, why = Verdict.FAIL, f"{request.numerics.name} makes NaN or inf of {overflowing}"
+        verdict, why = Verdict.FAIL, f"{request.numerics.name} turns {overflowing}"
     return CandidateResult(
         name=candidate.name,
         description=candidate.description,
@@ -245,30 +245,30 @@ def _result(
     )
 
 
-def _never_met(request: VerificationRequest, compared: ComparisonResult) -> Iterator[str]:
-    """Tell what an engine quantizes and the model never showed (q of falcon, say)."""
+def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) -> Iterator[str]:
+    """Warn of sites that the engine quantizes but no hook of the model met (q of falcon, say)."""
     for candidate in request.candidates:
         met = compared.damage[candidate.name]
         missed = [site for site in candidate.emulation.quantizers if site not in met]
         if missed:
             more = f" and {len(missed) - 1} more" if missed[1:] else ""
             yield (
-                f"{candidate.name}: {missed[0]}{more}: quantized by {request.numerics.name}, not "
-                "here: the model never passed it through what is emulated"
+                f"{candidate.name}: {missed[0]}{more}: quantized by {request.numerics.name} but "
+                "not emulated: the model computes it without a hook"
             )
 
 
-def _overflowing(candidate: Candidate, compared: ComparisonResult) -> str:
-    """Name where values are too large and the engine does not saturate; empty where nowhere."""
+def _find_overflow(candidate: Candidate, compared: ComparisonResult) -> str:
+    """Describe values that overflow because the engine does not saturate; empty without any."""
     for site, sums in compared.damage[candidate.name].items():
         quantizer = candidate.emulation.quantizers.get(site)
         count = float(Damage(*sums).clipped)
         if quantizer is not None and not quantizer.saturates and count:
-            return f"{count:.0f} values of {site}, which are saturated in these numbers"
+            return f"{count:.0f} values of {site} into NaN or inf; here they are saturated"
     return ""
 
 
-def _layer_rows(
+def _list_layer_rows(
     candidates: Sequence[Candidate], compared: ComparisonResult, layer_of: Mapping[str, int]
 ) -> Iterator[LayerResult]:
     for candidate in candidates:

@@ -16,7 +16,7 @@ from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SCALED, UNSCALED
 from fp8calib.verification.emulation.kv import emulate_kv
-from fp8calib.verification.judge.advice import advise, find_broken
+from fp8calib.verification.judge.advice import advise, list_unfit_scales
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
@@ -123,8 +123,8 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     assert verb in report.advice.partition(";")[0]
     rows = [row for row in report.layers if row.candidate == "bad"]
     assert rows[0].site == str(broken)
-    assert find_broken("bad", report.layers)[0] == rows[0]
-    assert not find_broken("good", report.layers)
+    assert list_unfit_scales("bad", report.layers)[0] == rows[0]
+    assert not list_unfit_scales("good", report.layers)
     assert results["bad"].verdict in {Verdict.WARN, Verdict.FAIL}
     share = rows[0].clipped if factor < 1 else rows[0].flushed
     assert share > 0.1
@@ -157,7 +157,7 @@ def test_a_scale_that_underflows_is_named_in_a_model_of_few_layers(
     assert report.advice.startswith(f"bad: {broken} (layer {num_layers - 1}, amax ")
     assert "underflows" in report.advice.partition(";")[0]
     assert report.candidates[0].verdict is Verdict.WARN
-    assert f"{broken} (layer {num_layers - 1}) is broken" in report.candidates[0].verdict_why
+    assert f"{broken} (layer {num_layers - 1}) is damaged" in report.candidates[0].verdict_why
 
 
 def test_a_layer_that_clips_at_one_is_named_and_scales_are_advised(
@@ -312,7 +312,7 @@ def test_scales_that_break_the_same_layers_are_not_advised() -> None:
     rows += [*good_rows("mine"), *good_rows(SCALE_ONE)]
     said = advise(candidates, rows, {"mine": 0.0})
     assert said.endswith(
-        " layer 3 clips at scale 1.0, and mine does not mend it (KLD 0.5000 at scale 1.0 against "
+        " layer 3 clips at scale 1.0, and mine does not fix it (KLD 0.5000 at scale 1.0 against "
         "0.5000): calibrate, or leave the KV cache unquantized."
     )
     mended = [candidate("mine", 0.1, Verdict.WARN), candidates[1]]
@@ -327,11 +327,11 @@ def test_of_one_token_nothing_is_said() -> None:
     )
     rows = [*good_rows("mine"), *good_rows(SCALE_ONE)]
     assert advise([one], rows, {}) == (
-        "whether this model needs KV scales cannot be said: at scale 1.0 KLD 0.0060, why."
+        "whether this model needs KV scales is unknown: at scale 1.0 KLD 0.0060, why."
     )
     assert advise([other, one], rows, {"mine": None}) == (
-        "what scales change cannot be said (KLD 0.0060 at scale 1.0 against 0.0010 with mine): "
-        "give more text."
+        "whether scales help is unknown (KLD 0.0060 at scale 1.0 against 0.0010 with mine): "
+        "use more text."
     )
 
 
@@ -351,8 +351,8 @@ def test_what_is_said_of_scale_one_alone(verdict: Verdict, sentence: str) -> Non
     ("error", "doubt"),
     [
         (0.01, "why."),
-        (0.02, "why (the ratio's error of 0.020 is large: give more text)."),
-        (None, "why (the ratio's error is unknown: give more text)."),
+        (0.02, "why (the ratio's error of 0.020 is large: use more text)."),
+        (None, "why (the ratio's error is unknown: use more text)."),
     ],
 )
 def test_a_large_or_unknown_error_is_said(error: float | None, doubt: str) -> None:
@@ -389,7 +389,7 @@ def test_layers_that_clip_and_underflow_are_told_apart() -> None:
 def test_a_scale_is_broken_when(changes: dict[str, float], is_broken: bool) -> None:
     """It clips, or lies 6 dB under its role's median and something was lost at an end."""
     rows = [row("mine", 9, **changes), *good_rows("mine")]  # type: ignore[arg-type]
-    assert bool(find_broken("mine", rows)) is is_broken
+    assert bool(list_unfit_scales("mine", rows)) is is_broken
 
 
 @pytest.mark.parametrize(("sqnr_db", "is_named"), [(20.0, True), (24.9, True), (25.1, False)])
@@ -398,7 +398,7 @@ def test_a_weight_that_is_not_what_it_was_is_named(sqnr_db: float, is_named: boo
     rows = [row("mine", 9, sqnr_db, role="weight")]
     rows += [row("mine", layer, role="weight") for layer in range(4)]
     said = advise([candidate("mine", 1.0)], rows, {})
-    assert ("layers.9.attn.weight (layer 9, amax 3) is not what it was" in said) is is_named
+    assert ("layers.9.attn.weight (layer 9, amax 3) is distorted" in said) is is_named
 
 
 def test_three_broken_sites_are_described_and_the_others_counted() -> None:

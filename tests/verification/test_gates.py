@@ -68,7 +68,7 @@ def test_the_verdict_of(ratio: float, error: float, kv: Verdict, w8a8: Verdict) 
         (1.004, 0.005, "ratio 1.0040 ± 0.0050 is within one standard error of 1"),
         (1.004, 0.001, "ratio 1.0040 ± 0.0010 is at most 1.01"),
         (1.015, 0.006, "ratio 1.0150 ± 0.0060 is within one standard error of 1.01"),
-        (1.030, 0.001, "ratio 1.0300 ± 0.0010 lies between 1.01 and 1.05"),
+        (1.030, 0.001, "ratio 1.0300 ± 0.0010 is between 1.01 and 1.05"),
         (1.055, 0.006, "ratio 1.0550 ± 0.0060 is within one standard error of 1.05"),
         (1.065, 0.001, "ratio 1.0650 ± 0.0010 is above 1.05 by more than one standard error"),
     ],
@@ -143,7 +143,7 @@ def test_a_broken_site_makes_a_warning_of_a_good_verdict(
     )
     if is_broken and verdict in {PASS, SAME}:
         assert found[0] is WARN
-        assert found[1].startswith(f"why, but {row.site} (layer 7) is broken: ")
+        assert found[1].startswith(f"why, but {row.site} (layer 7) is damaged: ")
     else:
         assert found == (verdict, "why")
 
@@ -153,7 +153,7 @@ def test_the_worst_site_is_described() -> None:
     assert downgrade_if_misleading(
         PASS, "why", candidate="it", kld_mean=0.0, rows=rows, gate=GATES["kv"]
     )[1] == (
-        "why, but layers.7.attn.v (layer 7) is broken: an SQNR of 3.2 dB, 25.0% clipped, 0.0% "
+        "why, but layers.7.attn.v (layer 7) is damaged: an SQNR of 3.2 dB, 25.0% clipped, 0.0% "
         "flushed to zero"
     )
 

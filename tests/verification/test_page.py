@@ -191,7 +191,7 @@ def test_a_report_with_everything_has_every_part_in_its_order() -> None:
         "Values lost",
         "Weights and activations of the linear layers",
         "KL divergence by position",
-        "Magnitudes, and the range of the format",
+        "Magnitudes and the range of the format",
         "Are scales needed?",
         "Sensitivity: one layer quantized at a time",
         "Scale rules",

@@ -155,14 +155,14 @@ def test_the_diagnosis_draws_per_head_scales_only_where_they_are_known() -> None
     )
     report = make_small(diagnosis=(row,))
     lines = [(trace["name"], trace["y"]) for trace in traces_of(report, "diagnosis-k")]
-    assert lines == [("scale 1.0", [17.0]), ("one scale a tensor", [31.0])]
+    assert lines == [("scale 1.0", [17.0]), ("one scale per tensor", [31.0])]
 
 
 @pytest.mark.parametrize(
     ("skipped", "flag", "said"),
     [
-        ((1,), "--skip 1", "To leave the layers that stand out unquantized: --skip 1"),
-        ((), "", "No layer stands out: none is worth leaving unquantized."),
+        ((1,), "--skip 1", "To leave the layers that stand out unquantized, use --skip 1"),
+        ((), "", "No layer is worth leaving unquantized: none stands out."),
     ],
 )
 def test_layers_worth_leaving_unquantized_stand_out(

@@ -13,8 +13,8 @@ from fp8calib.verification.report import (
     LayerResult,
     TaskResult,
     VerifyReport,
-    spell_error,
-    spell_kld,
+    format_error,
+    format_kld,
 )
 
 _SHOWN_SITES = 8
@@ -69,9 +69,9 @@ def _show_candidates(report: VerifyReport) -> None:
             candidate.name,
             f"{candidate.ppl:.4f}",
             f"{candidate.ppl_ratio:.4f}",
-            spell_error(candidate.ppl_ratio_se),
-            spell_kld(candidate.kld_mean),
-            spell_kld(candidate.kld_p99),
+            format_error(candidate.ppl_ratio_se),
+            format_kld(candidate.kld_mean),
+            format_kld(candidate.kld_p99),
             f"{candidate.top1_agreement:.2%}",
             candidate.verdict.value,
         ]
@@ -157,7 +157,7 @@ def _show_sensitivity(report: VerifyReport) -> None:
     print_text("")
     title = f"{found.candidate}: one layer at a time, on {found.sequences} sequences"
     rows = [
-        [str(layer.layer), spell_kld(layer.kld_mean), f"{layer.ppl_ratio:.4f}"]
+        [str(layer.layer), format_kld(layer.kld_mean), f"{layer.ppl_ratio:.4f}"]
         for layer in found.layers[:_SHOWN_SITES]
     ]
     print_table(title, ["layer", "KLD mean", "ratio"], rows)
@@ -175,9 +175,9 @@ def _show_rules(report: VerifyReport) -> None:
     rows = [
         [
             rule.rule,
-            spell_kld(rule.kld_mean),
+            format_kld(rule.kld_mean),
             f"{rule.ppl_ratio:.4f}",
-            spell_error(rule.ppl_ratio_se),
+            format_error(rule.ppl_ratio_se),
         ]
         for rule in report.rules
     ]

@@ -50,16 +50,16 @@ from fp8calib.verification.emulation.weights import Originals, WeightChange, cha
 
 @dataclass(slots=True, kw_only=True)
 class _Lane:
-    """One of the models that go through the layers side by side."""
+    """One of the models that run through the layers side by side: the reference or a candidate."""
 
     number: int
     emulation: Emulation
     hooks: EmulationHooks
     by_layer: Mapping[int, tuple[WeightChange, ...]]
     around: tuple[WeightChange, ...]
-    """Changes of what lies around the layers (norms)."""
+    """Changes to weights outside the layers (norms)."""
     rows: tuple[tuple[EmbeddingRows, torch.Tensor], ...]
-    """Rows of embeddings that are other ones in this model."""
+    """Rows of embeddings that differ in this model."""
     scales: dict[Site, ScaleRange] = field(default_factory=dict)
 
 
@@ -140,7 +140,7 @@ class StreamedComparison:
             elif (embedding := self._streamed.embeddings.get(name)) is not None:
                 rows.append((embedding, _read_rows(embedding, change)))
             elif not self._model.get_parameter(name).is_meta:
-                around.append(change)  # what has no weights here is no part of the decoder
+                around.append(change)  # a parameter without weights is not part of the decoder
         return _Lane(
             number=number,
             emulation=emulation,
@@ -215,7 +215,7 @@ class StreamedComparison:
 
     @contextmanager
     def _changed(self, lane: _Lane, layer: StreamedLayer) -> Iterator[None]:
-        """Hold a model's changes to one layer, and to what is around all of them."""
+        """Apply a model's changes to one layer, and to the weights around the layers."""
         changes = lane.by_layer.get(layer.layer.index, ())
         with ExitStack() as stack:
             stack.enter_context(self._changed_around(lane))
@@ -269,7 +269,7 @@ class StreamedComparison:
                 scores.add(batch, states, logits)
 
     def _whole_logits(self, logits: Logits, vocab_size: int) -> Logits:
-        """Refuse a head that reads the embedding itself, of which only some rows are here."""
+        """Refuse a head that uses the embedding itself, of which only some rows are loaded."""
 
         def checked(hidden: torch.Tensor) -> torch.Tensor:
             found = logits(hidden)

@@ -1,4 +1,4 @@
-"""From per-token scores to the numbers of a report, with their errors."""
+"""Reduce per-token scores to the numbers of a report, with standard errors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fp8calib.verification.compare.token_scores import (
 from fp8calib.verification.report import PositionResult
 
 MIN_CLUSTERS = 2
-"""Of fewer nothing can be said about an error."""
+"""With fewer clusters the standard error is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What per-token scores of a candidate amount to."""
+    """The scores of a candidate over all tokens."""
 
     ppl: float
     log_ratio: float
     """Logarithm of the candidate's perplexity over the reference's."""
     log_ratio_se: float | None
-    """None where it cannot be known (`standard_error`)."""
+    """None if unknown (`standard_error`)."""
     kld_mean: float
     kld_median: float
     kld_p99: float
@@ -42,7 +42,7 @@ class Summary:
 
     @property
     def ppl_ratio_se(self) -> float | None:
-        """Standard error of the ratio (delta method); None where it cannot be known."""
+        """Standard error of the ratio (delta method); None if unknown."""
         return None if self.log_ratio_se is None else self.ppl_ratio * self.log_ratio_se
 
 
@@ -75,8 +75,8 @@ def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None
     into as many blocks as each then has tokens, since neighbours are not independent.
 
     Returns:
-        None where nobody can know it: of one token, or where the losses of all sequences are the
-        same (the same text over and over) and are not zero.
+        None if unknown: there is only one token, or the losses of all sequences are the same and
+        not zero (the same text over and over).
     """
     parts = list(split_sequences(losses, lengths))
     if len(parts) < MIN_CLUSTERS:
@@ -93,9 +93,9 @@ def standard_error(losses: torch.Tensor, lengths: Sequence[int]) -> float | None
 def divergence_errors(
     scores: Mapping[str, TokenScores], base: str, lengths: Sequence[int]
 ) -> dict[str, float | None]:
-    """Give, for each candidate, the `standard_error` of its mean KL divergence less that of `base`.
+    """Give each candidate's `standard_error` of its mean KL divergence minus that of `base`.
 
-    Paired by token; empty where `base` is none of the candidates.
+    Paired by token; empty if `base` is not a candidate.
     """
     if base not in scores:
         return {}
@@ -139,7 +139,7 @@ def _quantile(values: torch.Tensor, share: float) -> float:
 
 
 def _exp(x: float) -> float:
-    """Exponentiate; what fp64 cannot hold becomes its largest number."""
+    """Exponentiate; on overflow give the largest fp64 number."""
     try:
         return math.exp(x)
     except OverflowError:

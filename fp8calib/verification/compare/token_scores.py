@@ -1,4 +1,4 @@
-"""Per-token scores of candidates beside the reference; logits are reduced at once, never kept.
+"""Score candidates and the reference per token; logits are reduced at once, never kept.
 
 Shapes: N tokens, C channels, V vocabulary.
 """
@@ -13,16 +13,16 @@ import torch
 from fp8calib.data.plan import Batch
 
 _BYTES_AT_ONCE = {2: 3 * 2**22, 4: 9 * 2**22}
-"""Of one block of logits on a CPU, by the bytes of one; a product of fewer rows takes up to twice
-the time for each, and in fp32 it takes more rows until that is over."""
+"""Size of a block of logits on a CPU, by the bytes of an element. A product of fewer rows takes up
+to twice the time per row; in fp32 a larger block is needed to avoid that."""
 _BYTES_AT_ONCE_GPU = 2**29
 _CANDIDATES_AT_ONCE = 2
-"""Whose logits are reduced beside the reference's: the one that was asked about, and scale 1.0."""
+"""Candidates whose logits are in memory beside the reference's; usually there are two."""
 _PRODUCT_BLOCKS = 3
-"""Blocks of logits that the product itself was seen to take on a CPU, for the moment."""
+"""Blocks of logits that the product itself was measured to take on a CPU."""
 _REDUCED_AT_ONCE = 2**19
 _REDUCTIONS = 6
-"""Tensors of so many elements that are alive in one reduction."""
+"""Tensors of `_REDUCED_AT_ONCE` elements that one reduction holds."""
 _NEIGHBOURS = 64
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -55,8 +55,8 @@ def score_batch(
         batch: the tokens.
         reference: hidden states of the reference: [B, S, C].
         candidates: those of the candidates.
-        logits: the way from hidden states to logits.
-        vocab_size: how large a row of logits is.
+        logits: computes logits from hidden states.
+        vocab_size: elements of a row of logits.
     """
     index, targets = _predicting_tokens(batch)
     block = _tokens_at_once(reference.device, vocab_size, reference.element_size())
@@ -96,11 +96,11 @@ def _tokens_at_once(device: torch.device, vocab_size: int, itemsize: int) -> int
 
 
 def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_tokens: int) -> int:
-    """Tell what logits take at most: blocks of some models, a product's own room, reductions.
+    """Compute the most memory that logits take: blocks, a product's workspace, reductions.
 
     Args:
         device: where they are computed.
-        vocab_size: how large a row of logits is.
+        vocab_size: elements of a row of logits.
         itemsize: bytes of one of them.
         num_tokens: of the largest batch.
     """
@@ -112,9 +112,9 @@ def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_t
 def _score_block(
     hidden: Sequence[torch.Tensor], targets: torch.Tensor, logits: Logits
 ) -> list[TokenScores]:
-    """Compute the logits of a block at once, and reduce them a few rows at a time.
+    """Compute the logits of a block, and reduce them a few rows at a time.
 
-    Those of few models are there together, however many candidates there are.
+    However many candidates there are, the logits of only a few are in memory together.
     """
     first, others = logits(hidden[0]), hidden[1:]
     rows = _rows_at_once(first)
@@ -130,7 +130,7 @@ def _score_block(
 
 
 def _rows_at_once(logits: torch.Tensor) -> int:
-    """Choose so few that they stay in a processor's cache from one reduction to the next."""
+    """Choose so few rows that they stay in the CPU's cache from one reduction to the next."""
     if logits.device.type != "cpu":
         return len(logits)
     return max(_REDUCED_AT_ONCE // logits.shape[1], 4)
@@ -153,7 +153,7 @@ def _score_rows(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[T
     for found in logits[1:]:
         candidate = torch.log_softmax(found, -1, dtype=torch.float32)
         logprobs = candidate.gather(1, targets).squeeze(1)
-        # Half the time of another argmax; a tie for the first place agrees.
+        # Half the time of another argmax; equal largest logits count as agreement.
         agrees = candidate.gather(1, best).squeeze(1) == candidate.amax(-1)
         difference = torch.sub(reference, candidate, out=candidate)
         klds = difference.mul_(probabilities).sum(-1)
@@ -166,7 +166,7 @@ def _score_rows(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[T
 def _argmax(x: torch.Tensor) -> torch.Tensor:
     """Find the first largest element of each row: int64 [N, 1].
 
-    The largest of 64 neighbours first: torch's argmax takes five times as long as its amax.
+    It reduces groups of 64 first: torch's argmax takes five times as long as its amax.
     """
     if x.shape[1] % _NEIGHBOURS:
         return x.argmax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What an engine may quantize and the emulation does not: notes for the report."""
+"""Notes on what an engine may quantize but the emulation does not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fp8calib.verification.emulation.weights import WeightChange, is_router
 def find_scheme_gaps(
     name: str, geometry: ModelGeometry, unobserved: Collection[str], model: LoadedModel
 ) -> Iterator[str]:
-    """Tell of the linears of the text decoder that no scheme reaches here.
+    """Note the linears of the text decoder that the emulation of a scheme does not quantize.
 
     Args:
-        name: of the candidate.
-        geometry: of the model.
-        unobserved: paths of modules in decoder layers that multiply by weights themselves.
+        name: the candidate's name.
+        geometry: the model's geometry.
+        unobserved: paths of modules in decoder layers that multiply by their weights themselves.
         model: the model, with or without weights.
     """
     path, decoder = find_text_decoder(model)
@@ -39,13 +39,13 @@ def find_checkpoint_gaps(
     source: WeightSource,
     model: LoadedModel,
 ) -> Iterator[str]:
-    """Tell of what a checkpoint quantizes that is no linear of a decoder layer.
+    """Note what a checkpoint quantizes outside the linears of the decoder layers.
 
     Args:
-        name: of the candidate.
+        name: the candidate's name.
         changes: what the emulation replaces.
         checkpoint: the FP8 checkpoint.
-        source: the same, by the model's parameters.
+        source: the same checkpoint, by the model's parameter names.
         model: the unquantized model, with or without weights.
     """
     linears = {p.name for change in changes for p in change.parameters if p.sites}
@@ -54,16 +54,16 @@ def find_checkpoint_gaps(
     inside = {parameter for parameter in quantized if is_of_decoder(parameter, model)}
     if inside:
         yield (
-            f"{name}: of {_first_of(sorted(inside))} the weights alone are quantized here, not "
-            "the inputs: no linear of a decoder layer"
+            f"{name}: {_first_of(sorted(inside))}: only the weights are quantized here, not the "
+            "inputs: not a linear of a decoder layer"
         )
     if quantized - inside:
         beside = _first_of(sorted(quantized - inside))
-        yield f"{name}: no part of the text decoder, and left out: {beside}"
+        yield f"{name}: ignored, as it is not part of the text decoder: {beside}"
 
 
 def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
-    """Tell whether a parameter belongs to what turns tokens into the last hidden state."""
+    """Tell whether a parameter belongs to the text decoder (tokens to last hidden state)."""
     path = find_text_decoder(model)[0]
     return not path or parameter.startswith(f"{path}.")
 

@@ -27,7 +27,7 @@ from fp8calib.verification.emulation.fake_quantize import (
 from fp8calib.verification.emulation.weights import Originals, WeightChange, changed_weights
 
 FLUSH_STRIDE = 8
-"""Every how many tokens zeros are counted at q and at inputs of linears; of K and V all are."""
+"""At q and inputs of linears, zeros are counted in one token of so many; at K and V in all."""
 _REMEMBERED_INPUTS = 2
 
 
@@ -36,7 +36,7 @@ class Emulation:
     """What is quantized, and how."""
 
     quantizers: Mapping[Site, Quantizer] = field(default_factory=dict)
-    """K, V, q and inputs; a site that is not named stays as it is."""
+    """For K, V, q and inputs; other sites stay unquantized."""
     weights: tuple[WeightChange, ...] = ()
 
     def only(self, modules: frozenset[str]) -> Emulation:
@@ -225,29 +225,29 @@ def open_emulation_hooks(
 
 
 SEQUENCE_STRIDE = 4
-"""Every how many sequences one is looked at."""
+"""One sequence in so many is measured."""
 
 
 class MeasurementHooks(EmulationHooks):
-    """Measures each kind of scales on the same tensors; what goes on is unquantized."""
+    """Measures each kind of scales on the same tensors, which stay unquantized."""
 
     def __init__(self, kinds: Mapping[str, Mapping[Site, Quantizer]]) -> None:
         super().__init__({})
         self._kinds = kinds
-        self._is_looking = False
+        self._is_measured = False
         self.found: dict[tuple[str, Site], torch.Tensor] = {}
 
     def begin_batch(self, batch: Batch) -> None:
-        """Open a batch; look at it when one of the chosen sequences is in it."""
+        """Open a batch, which is measured if it holds one of the chosen sequences."""
         super().begin_batch(batch)
         sequences = range(batch.first, batch.first + len(batch.lengths))
-        self._is_looking = any(index % SEQUENCE_STRIDE == 0 for index in sequences)
+        self._is_measured = any(index % SEQUENCE_STRIDE == 0 for index in sequences)
 
     def on_kv(
         self, attention: Attention, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Measure K and V under every kind of scales."""
-        for role, x in ((Role.K, key), (Role.V, value)) if self._is_looking else ():
+        for role, x in ((Role.K, key), (Role.V, value)) if self._is_measured else ():
             site = attention.site(role)
             for kind, quantizers in self._kinds.items():
                 if (quantizer := quantizers.get(site)) is not None:

@@ -1,4 +1,4 @@
-"""From a table of KV scales to what an engine does with it."""
+"""The quantizers of an engine's KV cache, from a table of scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer
 
 
 def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
-    """Make the table an engine has that was given no scales: 1.0 for K and V of every layer."""
+    """Make the table of an engine without scales: 1.0 for K and V of every layer."""
     one = Scale(values=torch.ones(1), source=ScaleSource.OBSERVED)
     return ScaleTable(
         geometry=geometry,
@@ -35,17 +35,17 @@ def emulate_kv(
     Args:
         table: the scales.
         numerics: the engine's arithmetic.
-        dialect: how the scales stood on disk, where engines treat it apart.
+        dialect: the dialect of the scales, for engines that treat one differently.
 
     Raises:
-        VerificationError: the engine has no use for such scales.
+        VerificationError: the engine cannot use such scales.
     """
     _check_usable(table, numerics)
     quantizers: dict[Site, Quantizer] = {}
     for _, attention in table.geometry.attentions():
         for role in (Role.K, Role.V):
             if attention.producer is None:
-                values = _values(table, attention, role, numerics, dialect)
+                values = _kv_scale_values(table, attention, role, numerics, dialect)
                 quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, numerics)
         if numerics.quantizes_query and attention.kind == "heads":
             quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, numerics)
@@ -53,7 +53,7 @@ def emulate_kv(
 
 
 def takes_latents_unscaled(table: ScaleTable, numerics: Numerics) -> bool:
-    """Whether the engine has no place for the scales of a model's latent attention."""
+    """Tell whether the engine ignores the scales of a model's latent attention."""
     return table.geometry.has_latent_attention and not numerics.kv_scales_latents
 
 
@@ -61,22 +61,22 @@ def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
     if table.per_head and not numerics.kv_per_head:
         raise VerificationError(
             f"the scales are per head, and {numerics.name} loads one per tensor",
-            hint="name an engine that honours them: --engine vllm",
+            hint="use an engine that supports them: --engine vllm",
         )
     if not fits_heads(table.geometry, table.tp):
         raise VerificationError(
-            f"the scales are of {table.tp} ranks, and the model's heads cannot lie on so many",
-            hint="the file is of another model; a degree divides the attention heads",
+            f"the scales are for {table.tp} ranks, and the model's heads cannot be split over them",
+            hint="is the file of another model? the ranks must divide the attention heads",
         )
     is_scaled = any(bool((scale.values != 1).any()) for scale in table.scales.values())
     if table.fmt is E5M2 and is_scaled and not numerics.kv_scales_e5m2:
         raise VerificationError(
             f"{numerics.name} uses no scales with an e5m2 KV cache",
-            hint="scales are for e4m3fn; e5m2 is verified as scale-1.0",
+            hint="use --fp8-dtype e4m3fn; e5m2 is verified only at scale 1.0",
         )
 
 
-def _values(
+def _kv_scale_values(
     table: ScaleTable, attention: Attention, role: Role, numerics: Numerics, dialect: str
 ) -> torch.Tensor:
     if attention.kind == "latent" and takes_latents_unscaled(table, numerics):

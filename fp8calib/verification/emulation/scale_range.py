@@ -1,4 +1,4 @@
-"""The scales of one tensor as a report shows them: what shares one, and from which to which."""
+"""The scales of one tensor as a report shows them: their granularity and their extremes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Per = Granularity | Literal["head"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRange:
-    """What shares one scale, and the extremes where they are known beforehand."""
+    """The granularity of scales, and their extremes; None for scales computed at run time."""
 
     per: Per
     smallest: float | None = None
@@ -38,7 +38,7 @@ class ScaleRange:
 
 
 def find_ranges(quantizers: Mapping[Site, Quantizer]) -> dict[Site, ScaleRange]:
-    """Find the scales of K, V, q and inputs; of those computed while it runs only what shares one.
+    """Find the scales of K, V, q and inputs; of those computed at run time only the granularity.
 
     K, V and q have one scale, or one per head (ranks that differ give their heads different ones).
     """

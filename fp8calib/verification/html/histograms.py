@@ -1,4 +1,4 @@
-"""Histograms of magnitudes with the range of the format drawn in, one site at a time."""
+"""Histograms of magnitudes, with the range of the format, one site at a time."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _MARGIN_OCTAVES = 1.0
 
 
 def histograms_section(histograms: Sequence[HistogramResult]) -> PageSection:
-    """Give one plot with a view for each site that was seen in calibration."""
+    """Make one plot with a view for each site that calibration observed."""
     views = [_draw(row) for row in sorted(histograms, key=_by_kind) if any(row.counts)]
     plot = Plot(name="histogram", title="Site", views=views, height=380, is_wide=True)
     return PageSection(
-        title="Magnitudes, and the range of the format",
-        lead="All values calibration saw at one site, on logarithmic axes. The white band is "
-        "what FP8 holds at this scale: to its right values clip, to its left they become zero.",
+        title="Magnitudes and the range of the format",
+        lead="All values that calibration observed at one site, on logarithmic axes. The white "
+        "band is the range of FP8 at this scale: above it values clip, below it they become zero.",
         plots=[plot] if views else [],
     )
 
 
 def _by_kind(row: HistogramResult) -> tuple[str, int]:
-    """Sort by role and place, then by layer, so that stepping walks through the layers."""
+    """Sort by role and module, then by layer, so that stepping goes through the layers."""
     before, _, after = row.site.partition(f".{row.layer}.")
     return (after or before, row.layer)
 
@@ -68,16 +68,19 @@ def _layout(row: HistogramResult, bars: Json, ends: Sequence[float]) -> Json:
         y=y,
         margin={"l": 64, "r": 16, "t": 44, "b": 48},
         bargap=0,
-        shapes=[*_outside(ends[0], smallest, smallest), *_outside(largest, ends[1], largest)],
+        shapes=[
+            *_shade_outside(ends[0], smallest, smallest),
+            *_shade_outside(largest, ends[1], largest),
+        ],
         annotations=[
-            _say(smallest, "left", f"zero below {row.smallest:.4g}", lines_up=0),
-            _say(largest, "right", f"clips above {row.largest:.4g}", lines_up=1),
+            _make_note(smallest, "left", f"zero below {row.smallest:.4g}", lines_up=0),
+            _make_note(largest, "right", f"clips above {row.largest:.4g}", lines_up=1),
         ],
     )
 
 
-def _outside(start: float, end: float, border: float) -> Sequence[Json]:
-    """Shade what the format cannot hold, and draw the border."""
+def _shade_outside(start: float, end: float, border: float) -> Sequence[Json]:
+    """Shade values outside the range of the format, and draw the border."""
     upright = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
     shade = {"type": "rect", "x0": start, "x1": end, "fillcolor": "#f3e3da", "line": {"width": 0}}
     stroke = {"color": RED, "width": 1.5, "dash": "dash"}
@@ -85,7 +88,7 @@ def _outside(start: float, end: float, border: float) -> Sequence[Json]:
     return [{**upright, **shade}, {**upright, **border_line, "layer": "above"}]
 
 
-def _say(x: float, side: str, text: str, *, lines_up: int) -> Json:
+def _make_note(x: float, side: str, text: str, *, lines_up: int) -> Json:
     place = {"x": x, "xanchor": side, "y": 1, "yref": "paper", "yanchor": "bottom"}
     words = {"text": text, "showarrow": False, "font": {"size": 12, "color": INK}}
     return {**place, **words, "yshift": 16 * lines_up}

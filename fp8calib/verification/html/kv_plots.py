@@ -1,4 +1,4 @@
-"""Plots of the KV cache by layer: a line for each candidate, a plot for each of k, v and q."""
+"""Plots of the KV cache by layer: one plot each for k, v and q, one line per candidate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Measure = Callable[[LayerResult], float | None]
 
 
 def cache_sections(report: VerifyReport, series: Sequence[Series]) -> tuple[PageSection, ...]:
-    """Give range, SQNR and losses of the KV cache, where a candidate quantizes it."""
+    """Make the sections on range, SQNR and lost values of the KV cache."""
     by_role = {
         role: rows
         for role in ROLE_NAMES
@@ -63,7 +63,7 @@ def _ranges_section(
     }
     return PageSection(
         title="Range: amax over scale",
-        lead="The largest magnitude of each layer in units of its scale. Above the dashed line "
+        lead="The largest magnitude of each layer, divided by its scale. Above the dashed line "
         "values clip; far below it small values are lost. At scale 1.0 this is amax itself.",
         plots=list(_draw_roles(by_role, series, "range", _amax_in_codes, layout)),
     )
@@ -74,7 +74,7 @@ def _amax_in_codes(row: LayerResult) -> float | None:
 
 
 def _find_limits(report: VerifyReport) -> Sequence[tuple[float, str]]:
-    """Tell the formats in use from the histograms; without them e4m3fn, which engines store."""
+    """Find the formats in use from the histograms; without any, e4m3fn, which engines store."""
     maxima = {round(row.largest / row.scale) for row in report.histograms}
     used = [fmt for fmt in FP8_FORMATS.values() if fmt.max in maxima] or [E4M3FN]
     return [(fmt.max, f"{fmt.max:.0f}: the largest {fmt.name}") for fmt in used]
@@ -84,8 +84,8 @@ def _sqnr_section(by_role: _ByRole, series: Sequence[Series]) -> PageSection:
     layout: Json = {"y": {"title": title("SQNR, dB")}}
     return PageSection(
         title="Signal to quantization noise of the KV cache",
-        lead="Higher is better; 3 dB more is half the noise. A gap: nothing was lost, or the "
-        "tensor is all zeros.",
+        lead="Higher is better; 3 dB more is half the noise. A gap means that nothing was lost or "
+        "that the tensor is all zeros.",
         plots=list(_draw_roles(by_role, series, "sqnr", lambda row: finite(row.sqnr_db), layout)),
     )
 
@@ -100,7 +100,7 @@ def _losses_section(by_role: _ByRole, series: Sequence[Series]) -> PageSection:
         plots += _draw_roles(lost, series, name, share, {"y": y}, suffix=f": {words}")
         whole = [ROLE_NAMES[role] for role in by_role if role not in lost]
         findings += [f"{role}: nothing {words}, in any layer of any candidate." for role in whole]
-    lead = "Shares of all elements. A scale too small clips, a scale too large flushes to zero."
+    lead = "Shares of all elements. Too small a scale clips values; too large a scale flushes them."
     return PageSection(title="Values lost", lead=lead, plots=plots, findings=findings)
 
 
@@ -113,7 +113,7 @@ def _draw_roles(
     *,
     suffix: str = "",
 ) -> Iterator[Plot]:
-    """Draw each role; `layout` is what its plots have beside the axis of layers."""
+    """Draw a plot for each role; `layout` is that of the plots, without the axis of layers."""
     for role, rows in by_role.items():
         x = layer_axis(row.layer for row in rows)
         lines = [made for one in series if (made := _draw_line(rows, one, measure))]

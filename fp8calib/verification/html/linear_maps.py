@@ -25,7 +25,7 @@ _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measure:
-    """What a map shows: its name, its words, how numbers are spelled, and dark for the worse."""
+    """What a map shows: its name, title, number formats, and which end of the scale is worse."""
 
     name: str
     words: str
@@ -33,11 +33,11 @@ class _Measure:
     hover_format: str
     is_worse_above: bool
     pick: Callable[[Sequence[LayerResult]], float | None]
-    """Give the worst of the tensors that share a cell."""
+    """Pick the worst value of the tensors that share a cell."""
 
 
 def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> PageSection:
-    """Give the maps of SQNR and of losses of the tensors around linear layers."""
+    """Make the maps of SQNR and lost values of weights and inputs."""
     plots = []
     for measure in _MEASURES:
         views = list(_draw_views(rows, series, measure))
@@ -46,8 +46,8 @@ def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> Pa
         plots.append(Plot(name=name, title=measure.words, views=views, height=height, is_wide=True))
     return PageSection(
         title="Weights and activations of the linear layers",
-        lead="One candidate at a time; dark is worse. Experts of a layer share a cell: the worst "
-        "of them is shown.",
+        lead="One candidate at a time; dark is worse. Experts of a layer share a cell, which shows "
+        "the worst of them.",
         plots=[plot for plot in plots if plot.views],
     )
 
@@ -55,7 +55,7 @@ def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> Pa
 def _draw_views(
     rows: Sequence[LayerResult], series: Sequence[Series], measure: _Measure
 ) -> Iterator[View]:
-    """Draw the inputs and the weights of each candidate, where there is something to see."""
+    """Draw the inputs and the weights of each candidate; a map without values is left out."""
     for one in series:
         for role, kind in _ROLES.items():
             chosen = [row for row in rows if row.candidate == one.name and row.role == role]
@@ -69,7 +69,7 @@ def _draw_views(
 def _draw_map(rows: Sequence[LayerResult], measure: _Measure) -> Json:
     cells: dict[tuple[str, int], list[LayerResult]] = {}
     for row in rows:
-        cells.setdefault((_find_place(row), row.layer), []).append(row)
+        cells.setdefault((_name_projection(row), row.layer), []).append(row)
     places = list(dict.fromkeys(place for place, _ in cells))
     layers = sorted({layer for _, layer in cells})
     return {
@@ -86,15 +86,15 @@ def _draw_map(rows: Sequence[LayerResult], measure: _Measure) -> Json:
     }
 
 
-def _find_place(row: LayerResult) -> str:
-    """Name a projection inside its layer: `mlp.experts.*.up_proj` of any layer and expert."""
+def _name_projection(row: LayerResult) -> str:
+    """Name a projection within its layer, the same for all experts: `mlp.experts.*.up_proj`."""
     module = row.site.removesuffix(f".{row.role}")
     _, _, inside = module.partition(f".{row.layer}.")
     return _EXPERT.sub("*", inside or module)
 
 
 def _color_bar(measure: _Measure) -> Json:
-    """Put the scale of colours above the map, as wide as it."""
+    """Place the colour bar above the map, at full width."""
     place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
     size = {"thickness": 10, "len": 1, "xpad": 0, "ypad": 0, "outlinewidth": 0}
     return {**place, **size, "tickformat": measure.tick_format}

@@ -1,4 +1,4 @@
-"""HTML from trees: text can only get into a page through the serializer, which escapes it."""
+"""HTML from element trees: all text goes through the serializer, which escapes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Child = Element | str
 
 def element(tag: str, *children: Child, **attributes: str) -> Element:
     """Make an element; `class_` means class, other underscores in names mean hyphens."""
-    made = Element(tag, {_spell(name): value for name, value in attributes.items()})
+    made = Element(tag, {_attribute_name(name): value for name, value in attributes.items()})
     for child in children:
         if isinstance(child, Element):
             made.append(child)
@@ -26,8 +26,7 @@ def make_table(
 ) -> Element:
     """Make a table that scrolls inside its own box.
 
-    `label` says what it holds to those who cannot see it; all columns but the first `words` hold
-    numbers.
+    `label` describes it for screen readers; all columns after the first `words` hold numbers.
     """
     kinds = ["words"] * words + ["number"] * (len(header) - words)
     body = element("tbody", *(_make_row("td", row, kinds) for row in rows))
@@ -41,9 +40,9 @@ def _make_row(tag: str, cells: Sequence[Child], kinds: Sequence[str]) -> Element
 
 
 def write_html(root: Element) -> str:
-    """Give the text of a whole page."""
+    """Serialize a whole page."""
     return "<!DOCTYPE html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
 
 
-def _spell(name: str) -> str:
+def _attribute_name(name: str) -> str:
     return name.rstrip("_").replace("_", "-")

@@ -1,4 +1,4 @@
-"""VerifyReport as one HTML page that needs nothing but itself: no network, no other file."""
+"""A VerifyReport as one self-contained HTML page: it loads no other file, and needs no network."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
 )
-"""The browser itself refuses every load from elsewhere; images are those plotly.js saves."""
+"""The browser refuses to load anything from elsewhere; images are those that plotly.js saves."""
 
 
 def require_plotly() -> None:
-    """Refuse to go on without plotly; for before the hours a report takes.
+    """Require plotly to be installed; called before a run that may take hours.
 
     Raises:
         UsageError: it is not installed.
@@ -49,10 +49,10 @@ def require_plotly() -> None:
 
 
 def write_page(report: VerifyReport, path: Path) -> None:
-    """Write the page; a file that is there is replaced, whole or not at all.
+    """Write the page atomically; an existing file is replaced.
 
     Raises:
-        UsageError: plotly is not installed, or the path is no place for a file.
+        UsageError: plotly is not installed, or the path cannot be a file.
         ExportError: the file cannot be written.
     """
     require_plotly()
@@ -62,32 +62,32 @@ def write_page(report: VerifyReport, path: Path) -> None:
 
 
 def render_page(report: VerifyReport, plotly_js: str) -> str:
-    """Give the page's HTML; `plotly_js` is the source of plotly.js, and stands in it once."""
+    """Render the page as HTML; `plotly_js` is the source of plotly.js, which it embeds once."""
     sections = make_sections(report)
     plots = [plot for section in sections for plot in section.plots]
-    legend = [_legend(make_series(report))] if plots else []
+    legend = [_render_legend(make_series(report))] if plots else []
     tables = [_render_table(*named) for named in _list_closing_tables(report)]
     drawn = [_render_section(section) for section in sections]
-    main = element("main", *_list_results(report), *legend, *drawn, *tables, _footer(report))
+    main = element("main", *_list_results(report), *legend, *drawn, *tables, _render_footer(report))
     data = element("script", _to_json(plots), id="plots", type="application/json")
-    code = [element("script", source) for source in (plotly_js, _read("page.js"))]
+    code = [element("script", source) for source in (plotly_js, _read_resource("page.js"))]
     body = element("body", main, data, *code)
-    return write_html(element("html", _head(report), body, lang="en"))
+    return write_html(element("html", _render_head(report), body, lang="en"))
 
 
-def _head(report: VerifyReport) -> Element:
+def _render_head(report: VerifyReport) -> Element:
     return element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"FP8 verification of {report.model}"),
-        element("style", _read("page.css")),
+        element("style", _read_resource("page.css")),
     )
 
 
 def _list_results(report: VerifyReport) -> Sequence[Element]:
-    """Give what is read before any plot: the answer, its numbers, and what limits them."""
+    """Render what precedes the plots: the conclusion, its numbers, and warnings."""
     advice = element("p", report.advice, class_="advice")
     parts = [
         element("h1", element("small", "FP8 verification"), report.model),
@@ -115,8 +115,8 @@ def _render_table(heading: str, table: Element) -> Element:
     return element("section", *([element("h2", heading)] if heading else []), table)
 
 
-def _legend(series: Sequence[Series]) -> Element:
-    """Offer every candidate's line: what it looks like, and a click hides it on all plots."""
+def _render_legend(series: Sequence[Series]) -> Element:
+    """Render the legend; a click on a candidate shows or hides it on all plots."""
     buttons = [
         element(
             "button",
@@ -143,37 +143,37 @@ def _render_section(section: PageSection) -> Element:
 
 
 def _render_plot(plot: Plot) -> Element:
-    caption = element("figcaption", element("span", plot.title), *_choice(plot))
+    caption = element("figcaption", element("span", plot.title), *_render_choice(plot))
     place = element("div", id=plot.name, style=f"height:{plot.height}px")
     return element("figure", caption, place, class_="wide" if plot.is_wide else "half")
 
 
-def _choice(plot: Plot) -> Sequence[Element]:
-    """Offer a plot's views: a list, and two buttons that walk along it."""
+def _render_choice(plot: Plot) -> Sequence[Element]:
+    """Render the choice between a plot's views: a list, and buttons to step through it."""
     if len(plot.views) <= 1:
         return [element("span", view.label) for view in plot.views if view.label]
     options = (element("option", view.label) for view in plot.views)
     return [
-        element("select", *options, aria_label=f"{plot.title}: which one", autocomplete="off"),
+        element("select", *options, aria_label=f"{plot.title}: choose a view", autocomplete="off"),
         element("button", "\N{LEFTWARDS ARROW}", type="button", aria_label="previous"),
         element("button", "\N{RIGHTWARDS ARROW}", type="button", aria_label="next"),
     ]
 
 
-def _footer(report: VerifyReport) -> Element:
+def _render_footer(report: VerifyReport) -> Element:
     text = f"fp8calib {__version__}, on {report.device}, in {report.duration_s:.0f} s. "
     units = "KLD: Kullback-Leibler divergence from the unquantized model, in nats. "
     return element("footer", text + units + "\N{PLUS-MINUS SIGN}: one standard error.")
 
 
 def _to_json(plots: Sequence[Plot]) -> str:
-    """Give what page.js reads, without a character that HTML could mistake for its own."""
+    """Encode the data of page.js, without characters that HTML would interpret."""
     data = _without_infinities([plot.to_json() for plot in plots])
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _without_infinities(data: Any) -> Any:
-    """Put null for what JSON has no word for."""
+    """Replace NaN and infinities, which JSON does not have, by null."""
     if isinstance(data, dict):
         return {key: _without_infinities(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -181,5 +181,5 @@ def _without_infinities(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _read(name: str) -> str:
+def _read_resource(name: str) -> str:
     return files("fp8calib.verification.html").joinpath(name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a plot of the page is, and how all of them look: plain data for plotly.js."""
+"""The plots of the page and their common style, as plain data for plotly.js."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
-"""A trace, an axis or a layout in plotly.js's own words."""
+"""A trace, an axis or a layout of plotly.js."""
 
 INK = "#1f2933"
 MUTED = "#52606d"
@@ -22,7 +22,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How one series is told from the others: by colour, by mark and by dash."""
+    """The style of one series: colour, mark and dash."""
 
     color: str
     symbol: str
@@ -35,7 +35,7 @@ class Style:
 _MOST_LAYERS_NAMED = 10
 _MOST_LARGE_MARKS = 40
 _FEWEST_DECADES = 0.7
-"""A shorter axis may hold no 1, 2 or 5: plotly.js then chooses better."""
+"""A shorter axis may have no tick at 1, 2 or 5; plotly.js then chooses better ones."""
 _MOST_DECADES_WITH_125 = 3.5
 _MOST_TICKS = 8
 
@@ -48,12 +48,12 @@ STYLES = (
     Style(color="#b07d00", symbol="star", glyph="\N{BLACK STAR}"),
     Style(color="#332288", symbol="triangle-down", glyph="\N{BLACK DOWN-POINTING TRIANGLE}"),
 )
-"""Told apart with every kind of colour vision, and by their marks alone (after Okabe-Ito, Tol)."""
+"""Distinct for every kind of colour vision, and by their marks alone (after Okabe-Ito, Tol)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One picture; a plot that has several shows them one at a time."""
+    """One chart; a plot with several views shows one at a time."""
 
     label: str
     data: Sequence[Json]
@@ -62,7 +62,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """One place for pictures on the page."""
+    """One figure on the page."""
 
     name: str
     """Its id on the page."""
@@ -71,10 +71,10 @@ class Plot:
     height: int = 320
     """In CSS pixels."""
     is_wide: bool = False
-    """It takes the whole width where plots stand side by side."""
+    """Whether it takes the full width of the page instead of half."""
 
     def to_json(self) -> Json:
-        """Give what the page's script reads."""
+        """Encode the plot for page.js."""
         views = [{"label": v.label, "data": v.data, "layout": v.layout} for v in self.views]
         return {"name": self.name, "views": views}
 
@@ -85,24 +85,24 @@ class PageSection:
 
     title: str
     lead: str
-    """How to read them."""
+    """How to read the plots."""
     plots: Sequence[Plot]
     findings: Sequence[str] = ()
-    """What is said rather than drawn."""
+    """Sentences below the plots."""
 
 
 def plain(text: str) -> str:
-    """Spell text that plotly.js would read as markup."""
+    """Escape text that plotly.js would read as markup."""
     return html.escape(text, quote=False)
 
 
 def finite(value: float | None, *, above: float = -math.inf) -> float | None:
-    """Give a number that can be drawn, or None: a gap."""
+    """Return a number that can be drawn, or None, which leaves a gap."""
     return value if value is not None and math.isfinite(value) and value > above else None
 
 
 def make_layout(*, x: Json, y: Json, **more: Any) -> Json:
-    """Make a layout in the page's manner."""
+    """Make a layout in the page's style."""
     return {
         "font": {"family": _FONT, "size": 13, "color": INK},
         "margin": {"l": 64, "r": 16, "t": 12, "b": 48},
@@ -117,7 +117,7 @@ def make_layout(*, x: Json, y: Json, **more: Any) -> Json:
 
 
 def own_legend() -> Json:
-    """Put a plot's own legend above it, where it covers nothing."""
+    """Make the settings of a plot's own legend, above the plot."""
     place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
     return {"showlegend": True, "legend": place}
 
@@ -149,7 +149,7 @@ def layer_axis(layers: Iterable[int]) -> Json:
 
 
 def log_axis(text: str, values: Iterable[float | None]) -> Json:
-    """Name a logarithmic axis for `values`; its ticks are whole numbers, and not too many."""
+    """Make a logarithmic axis for `values`, with a few round ticks."""
     drawn = [value for value in values if value is not None and value > 0] or [1.0]
     decades = math.log10(max(drawn)) - math.log10(min(drawn))
     axis = {"title": title(text), "type": "log", "tickformat": ".4~g"}

@@ -1,4 +1,4 @@
-"""The plots of a report: which there are, and those that are not by tensor."""
+"""The sections of plots of a report, and the plots that are not per tensor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fp8calib.verification.report import (
 
 
 def make_sections(report: VerifyReport) -> tuple[PageSection, ...]:
-    """Give the plots for which the report has data, in reading order."""
+    """Make the sections that the report has data for, in reading order."""
     series = make_series(report)
     sections = (
         *cache_sections(report, series),
@@ -55,7 +55,7 @@ def make_sections(report: VerifyReport) -> tuple[PageSection, ...]:
 def _positions_section(report: VerifyReport) -> PageSection:
     traces = []
     for series, candidate in zip(make_series(report), report.candidates, strict=True):
-        ranges = [_spell_range(row.first, row.last) for row in candidate.by_position]
+        ranges = [_format_range(row.first, row.last) for row in candidate.by_position]
         klds = [finite(row.kld_mean, above=0) for row in candidate.by_position]
         more = {
             "customdata": [[row.tokens, row.ppl_ratio] for row in candidate.by_position],
@@ -70,13 +70,13 @@ def _positions_section(report: VerifyReport) -> PageSection:
     plot = Plot(name="positions", title="Mean KL divergence", views=[view], is_wide=True)
     return PageSection(
         title="KL divergence by position",
-        lead="Where in a sequence predictions move away from the unquantized model's. Rising "
-        "lines mean that errors in the KV cache add up with length.",
+        lead="Where in a sequence predictions differ from the unquantized model's. Rising lines "
+        "mean that errors in the KV cache accumulate with length.",
         plots=[plot] if any(any(trace["y"]) for trace in traces) else [],
     )
 
 
-def _spell_range(first: int, last: int) -> str:
+def _format_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}\N{EN DASH}{last}"
 
 
@@ -91,8 +91,8 @@ def _diagnosis_section(rows: Sequence[DiagnosisResult]) -> PageSection:
         plots.append(Plot(name=f"diagnosis-{role}", title=ROLE_NAMES[role], views=[view]))
     return PageSection(
         title="Are scales needed?",
-        lead="What each layer's tensors would lose, taken alone, at scale 1.0, with one scale a "
-        "tensor and with one a head. Lines that lie together need no scales.",
+        lead="What the tensors of each layer lose at scale 1.0, with one scale per tensor, and "
+        "with one per head. Where the lines coincide, scales are not needed.",
         plots=plots,
     )
 
@@ -106,8 +106,8 @@ def _diagnosis_lines(rows: Sequence[DiagnosisResult]) -> Sequence[Json]:
     more = {"customdata": losses, "hovertemplate": hover + shares}
     lines = [line("scale 1.0", BASELINE, layers, unscaled, **more)]
     kinds = (
-        ("one scale a tensor", STYLES[0], [finite(row.scaled_db) for row in rows]),
-        ("one scale a head", STYLES[2], [finite(row.per_head_db) for row in rows]),
+        ("one scale per tensor", STYLES[0], [finite(row.scaled_db) for row in rows]),
+        ("one scale per head", STYLES[2], [finite(row.per_head_db) for row in rows]),
     )
     for name, style, values in kinds:
         if any(value is not None for value in values):
@@ -128,9 +128,9 @@ def _sensitivity_section(sensitivity: Sensitivity | None) -> PageSection:
     layout = make_layout(x=x, y={"title": title("mean KLD, nats")}, **own_legend())
     view = View(label="", data=[bar for bar in bars if bar["x"]], layout=layout)
     plot = Plot(name="sensitivity", title=sensitivity.candidate, views=[view], is_wide=True)
-    advice = "No layer stands out: none is worth leaving unquantized."
+    advice = "No layer is worth leaving unquantized: none stands out."
     if sensitivity.flag:
-        advice = f"To leave the layers that stand out unquantized: {sensitivity.flag}"
+        advice = f"To leave the layers that stand out unquantized, use {sensitivity.flag}"
     count = f"Mean KL divergence over {sensitivity.sequences} sequences"
     return PageSection(title=heading, lead=f"{count}.", plots=[plot], findings=[advice])
 
@@ -167,5 +167,5 @@ def _rules_section(rules: Sequence[RuleResult]) -> PageSection:
     view = View(label="", data=[points], layout=layout)
     height = 110 + 34 * len(rules)
     plot = Plot(name="rules", title="Perplexity ratio", views=[view], height=height, is_wide=True)
-    lead = "On text that calibration has not seen, best first; the dashed line is no change."
+    lead = "On the text of this verification, best first. The dashed line means no change."
     return PageSection(title="Scale rules", lead=lead, plots=[plot] if rules else [])

@@ -1,4 +1,4 @@
-"""How candidates are called and drawn: the same on every plot of the page."""
+"""Labels and styles of candidates, the same on every plot of the page."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _DASHES = ("solid", "dash", "dashdot")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One candidate as it is drawn."""
+    """A candidate's label and style."""
 
     name: str
     label: str
-    """The name, or the end of it where it is long."""
+    """The name, or only its end if it is long."""
     style: Style
 
 
 def make_series(report: VerifyReport) -> tuple[Series, ...]:
-    """Give each candidate its label and its style, in the report's order."""
+    """Assign each candidate a label and a style, in the report's order."""
     names = [candidate.name for candidate in report.candidates]
     styles = iter([_choose_style(index) for index in range(len(names))])
     return tuple(
@@ -33,13 +33,13 @@ def make_series(report: VerifyReport) -> tuple[Series, ...]:
 
 
 def _choose_style(index: int) -> Style:
-    """Go through the colours and marks, then through them again with another dash."""
+    """Cycle through colours and marks, with another dash in every cycle."""
     cycle, place = divmod(index, len(STYLES))
     return replace(STYLES[place], dash=_DASHES[cycle % len(_DASHES)])
 
 
 def _shorten(names: Sequence[str]) -> Sequence[str]:
-    """Keep the ends of long names (they are paths), and whole names where ends are alike."""
+    """Keep only the ends of long names (they are paths), unless two ends are the same."""
     short = [_shorten_one(name) for name in names]
     return short if len(set(short)) == len(set(names)) else names
 

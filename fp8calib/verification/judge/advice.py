@@ -1,91 +1,98 @@
-"""The report in a sentence: which scale is wrong, or whether scales are needed at all."""
+"""The report's conclusion: which scales are wrong, or whether scales are needed at all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fp8calib.verification.judge.damaged import CLIPPED, find_broken
-from fp8calib.verification.report import SCALE_ONE, CandidateResult, LayerResult, Verdict, spell_kld
+from fp8calib.verification.judge.damaged import CLIPPED, list_unfit_scales
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    CandidateResult,
+    LayerResult,
+    Verdict,
+    format_kld,
+)
 
 LARGEST_SE = 0.01
-"""The margin of the `kv` gate: with a larger error its verdict says little."""
+"""The margin of the `kv` gate; with a larger error its verdict means little."""
 NOTABLE_KLD = 1.25
-"""Scales whose mean KL divergence is not lower by this factor change nothing worth the effort."""
+"""Scales that do not lower the mean KL divergence by this factor are not worth the effort."""
 _SURE = 2.0
-"""Divergences closer than so many standard errors of their difference are called the same."""
+"""Divergences closer than this many standard errors of their difference count as equal."""
 Errors = Mapping[str, float | None]
-"""Standard error of a candidate's mean divergence less that of scale 1.0; None: nobody knows."""
+"""Standard error of a candidate's mean divergence minus that of scale 1.0; None: unknown."""
 
 
 def advise(
     candidates: Sequence[CandidateResult], layers: Sequence[LayerResult], errors: Errors
 ) -> str:
-    """Say what is broken first, then whether the KV cache needs scales."""
+    """Name the scales that do not fit, then say whether the KV cache needs scales."""
     sentences = [
         text
         for candidate in candidates
-        if candidate.name != SCALE_ONE and (text := _broken(candidate, layers))
+        if candidate.name != SCALE_ONE and (text := _describe_unfit_scales(candidate, layers))
     ]
-    return " ".join([*sentences, _about_scales(candidates, layers, errors)])
+    return " ".join([*sentences, _compare_with_one(candidates, layers, errors)])
 
 
-def _broken(candidate: CandidateResult, layers: Sequence[LayerResult]) -> str:
-    rows = find_broken(candidate.name, layers)
+def _describe_unfit_scales(candidate: CandidateResult, layers: Sequence[LayerResult]) -> str:
+    rows = list_unfit_scales(candidate.name, layers)
     if not rows:
         return ""
-    described = [_describe(row) for row in rows[:3]]
+    described = [_describe_row(row) for row in rows[:3]]
     more = f", and {len(rows) - 3} more" if rows[3:] else ""
     return f"{candidate.name}: {'; '.join(described)}{more}."
 
 
-def _describe(row: LayerResult) -> str:
+def _describe_row(row: LayerResult) -> str:
     scale = "" if row.scale is None else f", scale {row.scale:.3g}"
     where = f"{row.site} (layer {row.layer}, amax {row.amax:.3g}{scale})"
     if row.clipped > CLIPPED or row.clipped > row.flushed:
-        return f"{where} clips: its scale is too small, {_percent(row.clipped)} of the values clip"
+        share = _format_percent(row.clipped)
+        return f"{where} clips: its scale is too small, {share} of the values clip"
     if not row.flushed:
-        return f"{where} is not what it was: an SQNR of {row.sqnr_db:.1f} dB"
+        return f"{where} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
     return (
-        f"{where} underflows: its scale is too large, {_percent(row.flushed)} of the values "
+        f"{where} underflows: its scale is too large, {_format_percent(row.flushed)} of the values "
         "become zero"
     )
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 else f"{share:.2g}"
 
 
-def _about_scales(
+def _compare_with_one(
     candidates: Sequence[CandidateResult], layers: Sequence[LayerResult], errors: Errors
 ) -> str:
     by_name = {candidate.name: candidate for candidate in candidates}
     unscaled = by_name.get(SCALE_ONE)
     if unscaled is None:
-        return _verdicts(candidates)
+        return _list_verdicts(candidates)
     scaled = [
         candidate
         for candidate in candidates
         if candidate.name != SCALE_ONE and _has_kv_only(candidate.name, layers)
     ]
-    hurt = find_broken(SCALE_ONE, layers)
+    unfit = list_unfit_scales(SCALE_ONE, layers)
     others = [candidate for candidate in candidates if candidate.name != SCALE_ONE]
     if others and not scaled:
-        return _verdicts(others)
+        return _list_verdicts(others)
     if not scaled:
-        return _alone(unscaled, hurt)
+        return _advise_unscaled(unscaled, unfit)
     best = min(scaled, key=lambda candidate: candidate.kld_mean)
     error = errors.get(best.name)
-    if hurt and find_broken(best.name, layers) and not _is_less(best, unscaled, error):
+    if unfit and list_unfit_scales(best.name, layers) and not _is_less(best, unscaled, error):
         return (
-            f"{_list_hurt(hurt)} at scale 1.0, and {best.name} does not mend it "
-            f"({_spell_klds(unscaled, best)}): calibrate, or leave the KV cache unquantized."
+            f"{_describe_layers(unfit)} at scale 1.0, and {best.name} does not fix it "
+            f"({_format_klds(unscaled, best)}): calibrate, or leave the KV cache unquantized."
         )
-    return _compare(unscaled, best, hurt, error)
+    return _advise_scaled(unscaled, best, unfit, error)
 
 
-def _verdicts(candidates: Sequence[CandidateResult]) -> str:
-    said = [f"{candidate.name}: {candidate.verdict}" for candidate in candidates]
-    return f"{', '.join(said)}." if said else "nothing was compared."
+def _list_verdicts(candidates: Sequence[CandidateResult]) -> str:
+    verdicts = [f"{candidate.name}: {candidate.verdict}" for candidate in candidates]
+    return f"{', '.join(verdicts)}." if verdicts else "nothing was compared."
 
 
 def _has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
@@ -97,70 +104,70 @@ def _is_fine(candidate: CandidateResult) -> bool:
     return candidate.verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}
 
 
-def _alone(unscaled: CandidateResult, hurt: Sequence[LayerResult]) -> str:
-    cost = f"KLD {spell_kld(unscaled.kld_mean)}, {unscaled.verdict_why}"
-    if hurt:
-        return f"{_list_hurt(hurt)} at scale 1.0 ({cost}); calibrate."
+def _advise_unscaled(unscaled: CandidateResult, unfit: Sequence[LayerResult]) -> str:
+    cost = f"KLD {format_kld(unscaled.kld_mean)}, {unscaled.verdict_why}"
+    if unfit:
+        return f"{_describe_layers(unfit)} at scale 1.0 ({cost}); calibrate."
     if _is_fine(unscaled):
-        return f"this model does not need KV scales: at scale 1.0 {cost}{_doubt(unscaled)}."
+        return f"this model does not need KV scales: at scale 1.0 {cost}{_qualify(unscaled)}."
     if unscaled.ppl_ratio_se is None:
-        return f"whether this model needs KV scales cannot be said: at scale 1.0 {cost}."
+        return f"whether this model needs KV scales is unknown: at scale 1.0 {cost}."
     return f"scale 1.0 costs accuracy ({cost}), though no layer stands out; calibrate."
 
 
-def _compare(
+def _advise_scaled(
     unscaled: CandidateResult,
     best: CandidateResult,
-    hurt: Sequence[LayerResult],
+    unfit: Sequence[LayerResult],
     error: float | None,
 ) -> str:
-    klds = _spell_klds(unscaled, best)
+    klds = _format_klds(unscaled, best)
     if _is_less(unscaled, best, error):
         return f"scale 1.0 is better than {best.name} ({klds}): do not use these scales."
-    if hurt:
-        return f"{_list_hurt(hurt)} at scale 1.0; use {best.name} ({klds})."
+    if unfit:
+        return f"{_describe_layers(unfit)} at scale 1.0; use {best.name} ({klds})."
     if _is_less(best, unscaled, error):
         return f"scales help: use {best.name} ({klds})."
-    return _weigh(unscaled, best, klds)
+    return _advise_equal(unscaled, best, klds)
 
 
-def _spell_klds(unscaled: CandidateResult, best: CandidateResult) -> str:
-    return f"KLD {spell_kld(unscaled.kld_mean)} at scale 1.0 against {spell_kld(best.kld_mean)}"
+def _format_klds(unscaled: CandidateResult, best: CandidateResult) -> str:
+    return f"KLD {format_kld(unscaled.kld_mean)} at scale 1.0 against {format_kld(best.kld_mean)}"
 
 
-def _weigh(unscaled: CandidateResult, best: CandidateResult, klds: str) -> str:
-    """Say which will do where the divergences are alike."""
+def _advise_equal(unscaled: CandidateResult, best: CandidateResult, klds: str) -> str:
+    """Choose between scale 1.0 and scales whose divergence is about the same."""
     if unscaled.ppl_ratio_se is None:
-        return f"what scales change cannot be said ({klds} with {best.name}): give more text."
+        return f"whether scales help is unknown ({klds} with {best.name}): use more text."
     if _is_fine(best) and not _is_fine(unscaled):
         return f"use {best.name}, which passes: {unscaled.verdict_why} at scale 1.0 ({klds})."
     if _is_fine(unscaled):
-        return f"this model does not need KV scales: {klds} with {best.name}{_doubt(unscaled)}."
+        return f"this model does not need KV scales: {klds} with {best.name}{_qualify(unscaled)}."
     return (
-        f"scales change nothing here ({klds} with {best.name}): what it costs comes from FP8 "
+        f"scales change nothing here ({klds} with {best.name}): the loss comes from FP8 "
         f"itself ({unscaled.verdict_why})."
     )
 
 
 def _is_less(one: CandidateResult, other: CandidateResult, error: float | None) -> bool:
-    """Whether the divergence of `one` is less than the other's by more than chance."""
+    """Tell whether the divergence of `one` is significantly and notably less than the other's."""
     difference = other.kld_mean - one.kld_mean
     is_sure = error is not None and difference > _SURE * error
     return is_sure and other.kld_mean > one.kld_mean * NOTABLE_KLD
 
 
-def _doubt(candidate: CandidateResult) -> str:
-    """Say when the text is too short for what a gate asks."""
+def _qualify(candidate: CandidateResult) -> str:
+    """Point out that the text is too short for the precision of a gate."""
     if candidate.ppl_ratio_se is None:
-        return " (the ratio's error is unknown: give more text)"
+        return " (the ratio's error is unknown: use more text)"
     if candidate.ppl_ratio_se <= LARGEST_SE:
         return ""
-    return f" (the ratio's error of {candidate.ppl_ratio_se:.3f} is large: give more text)"
+    return f" (the ratio's error of {candidate.ppl_ratio_se:.3f} is large: use more text)"
 
 
-def _list_hurt(rows: Sequence[LayerResult]) -> str:
-    clipping = _layers(row for row in rows if row.clipped > CLIPPED)
-    vanishing = _layers(row for row in rows if row.clipped <= CLIPPED)
+def _describe_layers(rows: Sequence[LayerResult]) -> str:
+    clipping = _list_layers(row for row in rows if row.clipped > CLIPPED)
+    vanishing = _list_layers(row for row in rows if row.clipped <= CLIPPED)
     parts = []
     if clipping:
         parts.append(f"{_name_layers(clipping)} {'clips' if len(clipping) == 1 else 'clip'}")
@@ -170,7 +177,7 @@ def _list_hurt(rows: Sequence[LayerResult]) -> str:
     return " and ".join(parts)
 
 
-def _layers(rows: Iterable[LayerResult]) -> list[int]:
+def _list_layers(rows: Iterable[LayerResult]) -> list[int]:
     return sorted({row.layer for row in rows})
 
 

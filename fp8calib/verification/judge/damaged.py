@@ -1,4 +1,4 @@
-"""Which tensors a scale does not fit: they clip, underflow, or stand out from their role."""
+"""Find the tensors that a scale does not fit: they clip, underflow, or stand out."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from statistics import median_high
 from fp8calib.verification.report import LayerResult
 
 LEAST_DB = 15.0
-"""Half the SQNR (in dB) that e4m3 gives a tensor whose scale fits."""
+"""Half of the SQNR, in dB, that e4m3 has with a scale that fits."""
 CLIPPED = 1e-3
-"""Above this share of clipped values a scale is too small, whatever the metrics say."""
+"""With a larger share of clipped values a scale is too small, whatever the metrics are."""
 MOST_CLIPPED = 0.01
-"""Rules may choose to clip a little; above this share no verdict is good."""
+"""A rule may clip a few values on purpose; above this share no verdict is good."""
 _LOST_DB = 6.0
-"""A site this far under the median of the others of its kind stands out."""
+"""A site this far below the median of the other sites of its kind stands out."""
 _FLUSHED = 0.02
-"""So many values vanish of a tensor that spans many octaves, however well its scale fits."""
+"""A tensor that spans many octaves loses this share of values however well its scale fits."""
 _CACHED = frozenset({"k", "v"})
-"""Roles that FP8 itself flushes nothing of; inputs of linears may span more than its range."""
+"""Roles that fit into the range of FP8; inputs of linears may span more."""
 
 
-def find_broken(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResult]:
+def list_unfit_scales(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResult]:
     """List the sites of a candidate whose scale does not fit, the most damaged first."""
     rows = [row for row in layers if row.candidate == candidate and row.sqnr_db is not None]
     return [
@@ -32,9 +32,9 @@ def find_broken(candidate: str, layers: Sequence[LayerResult]) -> list[LayerResu
 
 
 def find_damaged(candidate: str, layers: Sequence[LayerResult]) -> LayerResult | None:
-    """Give the first site of a candidate that no good verdict can stand beside."""
+    """Find the first site of a candidate whose damage rules out a good verdict."""
     rows = [row for row in layers if row.candidate == candidate]
-    ruined = (
+    damaged = (
         row
         for row in rows
         if row.clipped > MOST_CLIPPED
@@ -45,13 +45,14 @@ def find_damaged(candidate: str, layers: Sequence[LayerResult]) -> LayerResult |
             and _stands_out(row, _usual_db(row, rows))
         )
     )
-    return next(ruined, None)
+    return next(damaged, None)
 
 
 def _usual_db(row: LayerResult, rows: Sequence[LayerResult]) -> float:
-    """Give the median SQNR of the others of its kind: one broken scale of four must not count.
+    """Give the median SQNR of the other sites of its kind, which one bad scale does not move.
 
-    K and V are one kind: a scale that fits leaves both the same, and a model may have one layer.
+    K and V are one kind: with scales that fit, both have the same SQNR, and a model may have
+    only one layer.
     """
     others = [
         other.sqnr_db

@@ -1,4 +1,4 @@
-"""Gates: how much perplexity a candidate may cost, and what its verdict is."""
+"""Gates: thresholds on a candidate's perplexity, and the verdict they give."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fp8calib.errors import UsageError
 from fp8calib.verification.compare.summary import Summary
 from fp8calib.verification.judge.damaged import find_damaged
-from fp8calib.verification.report import LayerResult, Verdict, spell_error, spell_kld
+from fp8calib.verification.report import LayerResult, Verdict, format_error, format_kld
 
 
 class Gate(BaseModel):
-    """Thresholds on the perplexity ratio; between `pass_at` and `fail_above` lies a warning."""
+    """Thresholds on the perplexity ratio; between `pass_at` and `fail_above` it is a warning."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
     name: str
@@ -43,16 +43,16 @@ GATES = {
     )
 }
 _FILE_HINT = (
-    "a file holds pass_at and fail_above, perplexity ratios as 1.01 and 1.05, and kld_fail_above, "
-    "in nats, if you like"
+    "a gate file holds pass_at and fail_above (perplexity ratios such as 1.01 and 1.05), and "
+    "optionally kld_fail_above (in nats)"
 )
 
 
 def load_gate(text: str) -> Gate:
-    """Give the gate of that name, or read a YAML or JSON file of one.
+    """Find a gate by name, or read one from a YAML or JSON file.
 
     Raises:
-        UsageError: neither, or the file is no gate.
+        UsageError: neither, or the file holds no gate.
     """
     if text in GATES:
         return GATES[text]
@@ -64,36 +64,34 @@ def load_gate(text: str) -> Gate:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except Exception as error:  # PyYAML lets many of its constructors' errors through
-        said = " ".join(str(error).split())
+        detail = " ".join(str(error).split())
         raise UsageError(
-            f"--gate {text}: not a gate: {type(error).__name__}: {said}", hint=_FILE_HINT
+            f"--gate {text}: not a gate: {type(error).__name__}: {detail}", hint=_FILE_HINT
         ) from error
     if not isinstance(found, dict):
-        raise UsageError(
-            f"--gate {text}: not a gate: there are no thresholds in it", hint=_FILE_HINT
-        )
+        raise UsageError(f"--gate {text}: not a gate: it holds no thresholds", hint=_FILE_HINT)
     try:
         return Gate.model_validate({"name": path.stem, **found})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        said = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"--gate {text}: {where}: {said}", hint=_FILE_HINT) from error
+        detail = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"--gate {text}: {where}: {detail}", hint=_FILE_HINT) from error
 
 
 def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     """Give the verdict and the reason; thresholds are widened by one standard error.
 
-    A ratio whose error nobody knows is a warning, whatever it is.
+    A ratio whose error is unknown gives a warning.
     """
     if gate.kld_fail_above is not None and summary.kld_mean > gate.kld_fail_above:
-        kld = spell_kld(summary.kld_mean)
+        kld = format_kld(summary.kld_mean)
         return Verdict.FAIL, f"mean KLD {kld} is above {gate.kld_fail_above:g}"
     if summary.log_ratio_se is None:
-        why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: give more, and other, text"
+        why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: use more and other text"
         return Verdict.WARN, why
     verdict, why = _judge_ratio(summary.log_ratio, summary.log_ratio_se, gate)
-    return verdict, f"ratio {summary.ppl_ratio:.4f} ± {spell_error(summary.ppl_ratio_se)} {why}"
+    return verdict, f"ratio {summary.ppl_ratio:.4f} ± {format_error(summary.ppl_ratio_se)} {why}"
 
 
 def downgrade_if_misleading(
@@ -105,42 +103,45 @@ def downgrade_if_misleading(
     rows: Sequence[LayerResult],
     gate: Gate,
 ) -> tuple[Verdict, str]:
-    """Turn a good verdict into a warning where the ratio hides what happened.
+    """Turn a good verdict into a warning if the perplexity ratio hides damage.
 
-    A text may not need what is broken, and losses may cancel out: a tensor that is hardly there any
-    more is named, and so is a divergence that would cost, on a text the model writes itself, a
-    ratio above `fail_above`, or 1.05 (there the logarithm of the ratio is the divergence).
+    The text may not need what is damaged, and losses may cancel out. A warning names a tensor that
+    lost most of its information, or a mean divergence above log(`fail_above`), at least log(1.05):
+    on text that the model writes itself, the divergence is the logarithm of the ratio.
 
     Args:
         verdict: from `judge`.
         why: its reason.
         candidate: its name.
         kld_mean: mean KL divergence, in nats.
-        rows: of the sites of all candidates.
-        gate: the gate; its own threshold of the divergence goes before the one here.
+        rows: the sites of all candidates.
+        gate: the gate; its own threshold on the divergence replaces the one here.
     """
     if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         return verdict, why
-    broken = find_damaged(candidate, rows)
-    if broken is not None:
-        return Verdict.WARN, f"{why}, but {_describe(broken)}"
-    # FP8 itself costs a divergence: a gate that is stricter on the ratio asks for nothing else.
+    damaged = find_damaged(candidate, rows)
+    if damaged is not None:
+        return Verdict.WARN, f"{why}, but {_describe_damage(damaged)}"
+    # FP8 itself has a divergence: a stricter gate on the ratio does not lower this threshold.
     most = math.log(max(gate.fail_above, GATES["kv"].fail_above))
     if gate.kld_fail_above is None and kld_mean > most:
-        return Verdict.WARN, f"{why}, but the mean KLD is {spell_kld(kld_mean)}: other answers"
+        return (
+            Verdict.WARN,
+            f"{why}, but the mean KLD is {format_kld(kld_mean)}: the model answers differently",
+        )
     return verdict, why
 
 
-def _describe(row: LayerResult) -> str:
+def _describe_damage(row: LayerResult) -> str:
     sqnr = "" if row.sqnr_db is None else f"an SQNR of {row.sqnr_db:.1f} dB, "
     lost = f"{row.clipped:.1%} clipped, {row.flushed:.1%} flushed to zero"
-    return f"{row.site} (layer {row.layer}) is broken: {sqnr}{lost}"
+    return f"{row.site} (layer {row.layer}) is damaged: {sqnr}{lost}"
 
 
 def _judge_ratio(ratio: float, error: float, gate: Gate) -> tuple[Verdict, str]:
-    """Judge the logarithm of a ratio: of a large one with a large error the ratio's own says less.
+    """Judge the logarithm of a ratio, whose error stays meaningful where the ratio is large.
 
-    500 ± 600 is a factor of 500, give or take one of 3.3.
+    A ratio of 500 ± 600 is 500, up to a factor of 3.3 either way.
     """
     pass_at, fail_above = math.log(gate.pass_at), math.log(gate.fail_above)
     if abs(ratio) <= error:
@@ -150,7 +151,7 @@ def _judge_ratio(ratio: float, error: float, gate: Gate) -> tuple[Verdict, str]:
     if ratio <= pass_at + error:
         return Verdict.PASS, f"is within one standard error of {gate.pass_at:g}"
     if ratio <= fail_above:
-        return Verdict.WARN, f"lies between {gate.pass_at:g} and {gate.fail_above:g}"
+        return Verdict.WARN, f"is between {gate.pass_at:g} and {gate.fail_above:g}"
     if ratio <= fail_above + error:
         return Verdict.WARN, f"is within one standard error of {gate.fail_above:g}"
     return Verdict.FAIL, f"is above {gate.fail_above:g} by more than one standard error"

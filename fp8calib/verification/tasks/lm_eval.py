@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness on the unquantized model and on each candidate.
 
-Recovery is candidate / reference in percent, for metrics of which more is better. Of the others
-(perplexities, error rates) and of metrics whose direction the harness does not know it is null:
-percent of a number that should be small mislead, and both numbers stand beside each other.
+Recovery is candidate / reference in percent, for metrics where higher is better. For others
+(perplexities, error rates), and where the harness does not know the direction, it is null: a
+percentage would mislead, and both numbers are in the report.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from fp8calib.verification.tasks.task_files import Tasks, quiet_harness
 from fp8calib.verification.verify import ReferenceModel
 
 SEED = 1234
-"""The harness' own; few-shot examples and sampled texts are the same for every candidate."""
+"""The harness' default; few-shot examples and sampled texts are the same for every candidate."""
 BOOTSTRAPS = 1000
-"""Resamplings behind a standard error without a formula, known to 2 % of itself; the harness'
-default of 100,000 takes minutes for each metric."""
+"""Resamplings for a standard error without a formula, which give it to 2 %; the harness' default
+of 100,000 takes minutes for each metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOutcome:
-    """What the tasks gave, and how they were run."""
+    """The results of the tasks, and how they were run."""
 
     rows: tuple[TaskResult, ...]
     setup: TaskSetup
@@ -68,15 +68,15 @@ def run_tasks(
     batch_size: int,
     progress: Progress,
 ) -> TaskOutcome:
-    """Run `tasks` on the model as it is and under each candidate's emulation.
+    """Run `tasks` on the unquantized model and under each candidate's emulation.
 
     Args:
         reference: the unquantized model.
-        candidates: what to hold it under.
-        tasks: what to ask.
-        tokenizer: the model's; it is made to begin every text with its BOS, if it has one.
-        batch_size: texts that run side by side.
-        progress: told of each text.
+        candidates: the emulations to run it under.
+        tasks: the tasks.
+        tokenizer: the model's; it is changed to put its BOS, if it has one, before every text.
+        batch_size: texts of one batch.
+        progress: receives the number of finished texts.
 
     Raises:
         VerificationError: the harness cannot run a task on this model.
@@ -85,18 +85,18 @@ def run_tasks(
     with quiet_harness(), _one_process():
         harness = _make_harness(reference, tokenizer, setup, batch_size, progress)
         progress.stage("tasks on the reference", None, unit="texts")
-        expected = _score(harness, tasks)
+        expected = _run_harness(harness, tasks)
         rows: list[TaskResult] = []
         for candidate in candidates:
             progress.stage(f"tasks on {candidate.name}", None, unit="texts")
-            with _held(reference, candidate.emulation):
-                scores = _score(harness, tasks)
+            with _emulated_if_needed(reference, candidate.emulation):
+                scores = _run_harness(harness, tasks)
             rows += compare_scores(candidate.name, expected, scores)
             warnings += _list_missing(candidate.name, expected, scores)
     return TaskOutcome(rows=tuple(rows), setup=setup, warnings=tuple(warnings))
 
 
-def _held(reference: ReferenceModel, emulation: Emulation) -> Any:
+def _emulated_if_needed(reference: ReferenceModel, emulation: Emulation) -> Any:
     is_empty = not emulation.quantizers and not emulation.weights
     return nullcontext() if is_empty else emulated_model(reference, emulation)
 
@@ -115,14 +115,14 @@ def _prepare(tokenizer: Any, tasks: Tasks) -> tuple[TaskSetup, list[str]]:
     )
     if has_bos and not adds_bos:
         return setup, [
-            f"the tokenizer has a BOS ({tokenizer.bos_token}) that it cannot be made to put before "
-            "texts: the tasks run without"
+            f"the tokenizer cannot be made to put its BOS ({tokenizer.bos_token}) before texts: "
+            "tasks run without it"
         ]
     return setup, []
 
 
 def add_bos(tokenizer: Any) -> bool:
-    """Make a tokenizer put its BOS before every text; False where that cannot be done."""
+    """Make a tokenizer put its BOS before every text; False if it cannot."""
     if not _begins_with_bos(tokenizer):
         tokenizer.add_bos_token = True
     return _begins_with_bos(tokenizer)
@@ -142,7 +142,7 @@ def _make_harness(
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415 -- an extra
 
     class Harness(HFLM):  # type: ignore[misc]  # the harness is untyped
-        """The harness' own model, which tells how far it is."""
+        """The harness' own model, which reports its progress."""
 
         def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             logits = super()._model_call(inps, *args, **kwargs)
@@ -164,7 +164,7 @@ def _make_harness(
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Keep the harness from forking this process, model and threads, for its bootstraps."""
+    """Keep the harness from forking this process, with its model and threads, for bootstraps."""
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
@@ -178,10 +178,10 @@ def _one_process() -> Iterator[None]:
 # --- running ------------------------------------------------------------------------------------
 
 
-def _score(harness: Any, tasks: Tasks) -> Scores:
+def _run_harness(harness: Any, tasks: Tasks) -> Scores:
     from lm_eval.evaluator import evaluate  # noqa: PLC0415 -- an extra
 
-    _seed(tasks)
+    _set_seeds(tasks)
     try:
         results = evaluate(
             lm=harness,
@@ -200,12 +200,12 @@ def _score(harness: Any, tasks: Tasks) -> Scores:
         raise VerificationError(
             f"lm-evaluation-harness cannot run the tasks on this model: {type(error).__name__}: "
             f"{' '.join(str(error).split())}",
-            hint="try one task at a time with `lm-eval`, or leave out --tasks",
+            hint="run the tasks one by one with `lm-eval` to find the cause, or leave out --tasks",
         ) from error
     return read_scores(results)
 
 
-def _seed(tasks: Tasks) -> None:
+def _set_seeds(tasks: Tasks) -> None:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
@@ -219,9 +219,9 @@ def _seed(tasks: Tasks) -> None:
 
 
 def read_scores(results: Mapping[str, Any]) -> dict[tuple[str, str], Score]:
-    """Read the numbers out of the harness' results, where they stand as `metric,filter`.
+    """Read the scores from the harness' results, whose keys are `metric,filter`.
 
-    A metric is named with its filter where there is one: `exact_match,strict-match`.
+    A filter other than `none` stays in the metric's name: `exact_match,strict-match`.
     """
     found = {}
     for task, entries in results["results"].items():
@@ -245,7 +245,7 @@ def _is_number(value: object) -> bool:
 
 
 def compare_scores(candidate: str, reference: Scores, scores: Scores) -> Iterator[TaskResult]:
-    """Lay a candidate's scores beside the reference's, where both have one."""
+    """Compare a candidate's scores with the reference's, where both have one."""
     for (task, metric), base in reference.items():
         score = scores.get((task, metric))
         if score is not None:
@@ -271,16 +271,15 @@ def _compute_recovery(reference: Score, score: Score) -> float | None:
 def _list_missing(candidate: str, reference: Scores, scores: Scores) -> Iterator[str]:
     for task, metric in sorted(reference.keys() ^ scores.keys()):
         side = candidate if (task, metric) in reference else "the reference"
-        yield f"{task}: {metric} is no number on {side}, and left out"
+        yield f"{task}: {metric} is left out, as it is not a number on {side}"
 
 
 @contextmanager
 def emulated_model(reference: ReferenceModel, emulation: Emulation) -> Iterator[None]:
     """Hold the model under `emulation` while the context is open.
 
-    Its callers need not know: where `emulated` runs batches through the decoder and keeps no
-    cache, here the caller's own cache keeps K and V as quantized, so that `model(...)` and
-    `model.generate(...)` both go through it.
+    Unlike in `emulated`, callers run the model themselves: their own cache stores the quantized K
+    and V, so that both `model(...)` and `model.generate(...)` are emulated.
     """
     model, geometry = reference.model, reference.geometry
     hooks = EmulationHooks(emulation.quantizers)

@@ -1,6 +1,6 @@
-"""Opening tasks of lm-evaluation-harness: its own by name, a user's from a YAML file.
+"""Open tasks of lm-evaluation-harness, by name or from a user's YAML file.
 
-All that can be wrong with them is found here, before a model is loaded.
+Errors in them are found here, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _FILE_SUFFIXES = frozenset({".yaml", ".yml"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """Tasks with their data, ready to be asked."""
+    """Tasks with their data, ready to run."""
 
     loaded: Mapping[str, Mapping[str, Any]]
     """As lm_eval's TaskManager gives them: `tasks`, `groups` and `group_map`, each by name."""
     limit: int | None
-    """How many documents of each are asked, from its first on; None: all."""
+    """Number of documents of each task, from the first; None: all."""
 
 
 def require_harness() -> None:
-    """Refuse to go on without lm-evaluation-harness.
+    """Require lm-evaluation-harness to be installed.
 
     Raises:
         UsageError: it is not installed.
@@ -49,19 +49,19 @@ def open_tasks(names: Sequence[str], *, limit: int | None) -> Tasks:
     Args:
         names: tasks, groups and tags of the harness, or paths of YAML files; data files that a
             YAML file names are looked for beside it, then here.
-        limit: how many documents of each task are asked.
+        limit: the number of documents of each task; None: all.
 
     Raises:
-        UsageError: the harness is not installed, or a task is unknown, cannot be loaded, or
+        UsageError: the harness is not installed; or a task is unknown, cannot be loaded or
             cannot be run here.
-        DataError: the data of a task cannot be had.
+        DataError: the data of a task cannot be loaded.
     """
     require_harness()
     parts: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     with quiet_harness():
         manager = _make_manager(names)
         for name in names:
-            for part, found in _load(manager, name).items():
+            for part, found in _load_task(manager, name).items():
                 _require_new(name, parts[part].keys() & found.keys())
                 parts[part] |= found
     for name, task in parts["tasks"].items():
@@ -83,11 +83,13 @@ def _exists(name: str) -> bool:
 def _make_manager(names: Sequence[str]) -> Any:
     from lm_eval.tasks import TaskManager  # noqa: PLC0415 -- an extra
 
-    # The harness parses 15,000 files for its own tasks: twenty seconds that local files spare.
+    # The harness parses 15,000 files for its own tasks: 20 seconds, which local files do not need.
     manager = TaskManager(include_defaults=not all(map(_is_file, names)))
     for name in names:
         if _is_file(name) and not _exists(name):
-            raise UsageError(f"--tasks {name}: no such file", hint="name a task, or its YAML file")
+            raise UsageError(
+                f"--tasks {name}: no such file", hint="give the name of a task, or a YAML file"
+            )
         if not _is_file(name) and name not in manager.task_index:
             raise UsageError(f"--tasks {name}: unknown task", hint=_suggest(name, manager))
     return manager
@@ -97,12 +99,12 @@ def _suggest(name: str, manager: Any) -> str:
     near = get_close_matches(name, manager.all_tasks, n=5)
     if near:
         return f"near matches: {', '.join(near)}"
-    return "`lm-eval ls tasks` lists those there are; a file's name ends in .yaml"
+    return "`lm-eval ls tasks` lists all tasks; the name of a file ends in .yaml"
 
 
-def _load(manager: Any, name: str) -> Mapping[str, Mapping[str, Any]]:
+def _load_task(manager: Any, name: str) -> Mapping[str, Mapping[str, Any]]:
     if not _is_file(name):
-        return _guarded(name, lambda: manager.load([name]))
+        return _load_guarded(name, lambda: manager.load([name]))
     path = Path(name).resolve()
 
     def load_beside() -> Any:
@@ -110,25 +112,27 @@ def _load(manager: Any, name: str) -> Mapping[str, Mapping[str, Any]]:
             return manager.load([str(path)])
 
     try:
-        return _guarded(name, load_beside)
+        return _load_guarded(name, load_beside)
     except DataError:
-        return _guarded(name, lambda: manager.load([str(path)]))  # from here, as the harness does
+        return _load_guarded(
+            name, lambda: manager.load([str(path)])
+        )  # from here, as the harness does
 
 
-def _guarded(name: str, load: Callable[[], Any]) -> Mapping[str, Mapping[str, Any]]:
+def _load_guarded(name: str, load: Callable[[], Any]) -> Mapping[str, Mapping[str, Any]]:
     try:
         loaded: Mapping[str, Mapping[str, Any]] = load()
     except OSError as error:
         raise DataError(
             f"--tasks {name}: its data cannot be loaded: "
             f"{type(error).__name__}: {first_line(error)}",
-            hint="check the names of its files, or the network where it is a dataset of the hub",
+            hint="check the paths of its data files, or the network for a dataset of the Hub",
         ) from error
     except Exception as error:
         raise UsageError(
             f"--tasks {name}: lm-evaluation-harness cannot load it: "
             f"{type(error).__name__}: {first_line(error)}",
-            hint="`lm-eval validate --tasks` says more",
+            hint="`lm-eval validate --tasks` gives details",
         ) from error
     return loaded
 
@@ -136,8 +140,8 @@ def _guarded(name: str, load: Callable[[], Any]) -> Mapping[str, Mapping[str, An
 def _require_new(name: str, twice: set[str]) -> None:
     if twice:
         raise UsageError(
-            f"--tasks {name}: {', '.join(sorted(twice))} is asked for twice",
-            hint="name each task once, and no group beside its own tasks",
+            f"--tasks {name}: {', '.join(sorted(twice))} is given twice",
+            hint="give each task once, and no group together with its tasks",
         )
 
 
@@ -147,12 +151,14 @@ def _require_runnable(name: str, task: Any) -> None:
         ("MULTIMODAL", "needs more than text"),
     ):
         if getattr(task, flag, False):
-            raise UsageError(f"--tasks {name}: it {what}, which is not done here", hint="leave it")
+            raise UsageError(
+                f"--tasks {name}: it {what}, which verify does not do", hint="leave it out"
+            )
 
 
 @contextlib.contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Keep the harness' prints (stdout is for data), logs and progress bars to itself."""
+    """Silence the harness' prints (stdout is for data), logs and progress bars."""
     import tqdm  # noqa: PLC0415 -- comes with the harness
 
     logger = logging.getLogger("lm_eval")
