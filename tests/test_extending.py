@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from fp8calib.dialects import registry
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.read import read_scales
+from fp8calib.engines.registry import ENGINES
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Granularity
@@ -106,23 +108,22 @@ def test_a_scheme_is_in_the_help_of_quantize_and_verify() -> None:
         assert "w8a16-block" in ran.stdout
 
 
-@pytest.fixture
-def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Import the page's dialect from a file of its own; give the folder of the file."""
-    folder = tmp_path / "extension"
+@contextmanager
+def imported(name: str, heading: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Import an example of the page from a file of its own; give the folder of the file."""
     folder.mkdir()
-    (folder / "acme.py").write_text(example("A dialect"))
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "acme", raising=False)
-    with mock.patch.dict(registry._dialects):
-        importlib.import_module("acme")
+    (folder / f"{name}.py").write_text(example(heading))
+    patch.syspath_prepend(folder)
+    patch.delitem(sys.modules, name, raising=False)
+    with mock.patch.dict(registry._dialects), mock.patch.dict(ENGINES):
+        importlib.import_module(name)
         yield folder
 
 
-@pytest.mark.parametrize("command", ["calibrate", "export", "extract-kv-scales"])
-def test_a_registered_dialect_is_in_the_help(acme: Path, command: str) -> None:
-    script = f"import acme; from fp8calib.cli import main; main([{command!r}, '--help'])"
-    path = os.pathsep.join([str(acme), str(PAGE.parents[1])])
+def show_help(name: str, folder: Path, command: str) -> str:
+    """Give a command's help, without white space, in a program that imports a module first."""
+    script = f"import {name}; from fp8calib.cli import main; main([{command!r}, '--help'])"
+    path = os.pathsep.join([str(folder), str(PAGE.parents[1])])
     shown = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": path},
@@ -130,7 +131,19 @@ def test_a_registered_dialect_is_in_the_help(acme: Path, command: str) -> None:
         text=True,
         check=True,
     ).stdout
-    assert "rfc,acme." in "".join(shown.split())
+    return "".join(shown.split())
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Register the page's dialect for one test."""
+    with imported("acme", "A dialect", tmp_path / "extension", monkeypatch) as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("command", ["calibrate", "export", "extract-kv-scales"])
+def test_a_registered_dialect_is_in_the_help(acme: Path, command: str) -> None:
+    assert "rfc,acme." in show_help("acme", acme, command)
 
 
 @pytest.mark.usefixtures("acme")
@@ -190,3 +203,61 @@ def test_a_name_is_registered_once() -> None:
     (acme,) = (dialect for dialect in registry.list_read() if dialect.name == "acme")
     with pytest.raises(ValueError, match="a dialect called acme is registered already"):
         registry.register(acme)
+
+
+@pytest.fixture
+def quill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Register the page's engine for one test."""
+    with imported("quill", "An engine", tmp_path / "extension", monkeypatch) as folder:
+        yield folder
+
+
+def test_a_registered_engine_is_in_the_help(quill: Path) -> None:
+    assert "transformers,vllm-0.6,quill;defaultvllm,sglang," in show_help("quill", quill, "check")
+    assert "sglang,tgi,quill." in show_help("quill", quill, "verify")
+
+
+@pytest.mark.usefixtures("quill")
+def test_a_registered_engine_is_offered_checked_and_emulated(tmp_path: Path) -> None:
+    model = FOLDER / "llama"
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(3, 35))}])
+    out = tmp_path / "out"
+    command = ("calibrate", model, "--data", rows, "--dtype", "float32", "--out", out)
+    report = succeed(*command, "--format", "kv-overlay", "tgi", "vllm-json", "--json").json
+    commands = {i["format"]: i["command"] for i in report["serving"] if i["engine"] == "Quill"}
+    assert commands == {"kv-overlay": f"quill {out}/kv-overlay --fp8-cache"}
+    whys = {i["format"]: i["why"] for i in report["limitations"] if i["engine"] == "Quill"}
+    assert "quill looks only for k_scale and v_scale" in whys["tgi"]
+    assert "Quill reads no JSON of scales" in whys["vllm-json"]
+
+    checked = succeed("check", out / "kv-overlay", "--engine", "quill", "--json").json
+    layers = checked["engines"]["quill"]["layers"]
+    scales = read_scales(out / "kv-overlay", find_geometry("llama")).table.scales
+    assert {row["k"]["value"] for row in layers} <= {float(s.values) for s in scales.values()}
+    assert len(layers) == 2
+    assert "quill" not in succeed("check", out / "kv-overlay", "--json").json["engines"]
+
+    verify = ("verify", model, "--scales", out / "kv-overlay", "--data", rows, "--dtype", "float32")
+    rounded = {
+        engine: succeed(*verify, "--engine", engine, "--json").json for engine in ("quill", "vllm")
+    }
+    assert rounded["quill"]["engine"] == "quill"
+    assert rounded["quill"]["engine_version"] == "Quill 2.1"
+    noise = {
+        engine: {row["site"]: row["sqnr_db"] for row in found["layers"] if row["site"][-2:] == ".k"}
+        for engine, found in rounded.items()
+    }
+    assert all(sqnr < noise["vllm"][site] - 3 for site, sqnr in noise["quill"].items())
+
+
+@pytest.mark.usefixtures("quill")
+def test_a_weight_rule_of_a_registered_engine_is_applied(model: Path, tmp_path: Path) -> None:
+    quantize = ("quantize", model, "--json", "--out", tmp_path / "out", "--scheme")
+    report = succeed(*quantize, "fp8-block").json
+    assert {
+        "engine": "Quill",
+        "why": "it has no kernel for scales of blocks",
+        "is_blocking": True,
+    } in report["limitations"]
+    served = succeed(*quantize, "fp8-dynamic", "--force").json["serving"]
+    assert {"engine": "Quill", "command": f"quill {tmp_path}/out"} in served

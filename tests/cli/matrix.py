@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from fp8calib.dialects.dialect import Dialect
 from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.registry import list_written
+from fp8calib.engines.registry import ENGINES, list_defaults
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.compute import ScaleTable, compute_kv_scales
@@ -27,12 +28,7 @@ MODEL = FOLDER / "llama"
 ATTENTION = "model.layers.{}.self_attn"
 NUM_KV_HEADS = 2
 WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written()}
-ENGINE_TITLES: Mapping[str, str] = {
-    "vllm": "vLLM 0.32",
-    "sglang": "SGLang 0.5.23",
-    "tgi": "TGI",
-    "transformers": "transformers 5.23",
-}
+ENGINE_TITLES = {key: ENGINES[key].release for key in list_defaults()}
 STATS = "`stats.safetensors`"
 _TRANSFORMERS = "engines/test_check_agrees_transformers.py"
 RUN: Mapping[tuple[str, str], tuple[str, str]] = {

@@ -221,9 +221,11 @@ def list_refusals(shard: str, rows: list[int], columns: int, tp: int) -> list[st
         scheme="fp8-block",
         block=(128, 128),
     )
-    weights = QuantizedWeights(form="compressed-tensors", config={}, linears=(quantized,), left=())
+    weights = QuantizedWeights(
+        dialect="compressed-tensors", config={}, linears=(quantized,), unquantized=()
+    )
     faults = [*list_weight_faults(weights), *list_rank_faults(weights, geometry, tp)]
-    return [fault.why for fault in faults if fault.engine == "vLLM"]
+    return [fault.why for fault in faults if fault.engine == "vllm"]
 
 
 FINER = """
@@ -257,12 +259,12 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
             scheme="fp8-block",
             block=(128, 128),
         )
-        weights = QuantizedWeights(form="autofp8", config={}, linears=(linear,), left=())
+        weights = QuantizedWeights(dialect="autofp8", config={}, linears=(linear,), unquantized=())
         geometry = ModelGeometry(
             architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=()
         )
         listed = list_rank_faults if tp > 1 else lambda held, *_: list_weight_faults(held)
-        faults = [each for each in listed(weights, geometry, tp) if each.engine == "vLLM"]
+        faults = [each for each in listed(weights, geometry, tp) if each.engine == "vllm"]
         finer = [f"for blocks of {expected[0]}," in each.why for each in faults if expected]
         assert finer == ([True] if expected else []), case
         assert bool(faults) is (rank % 128 != 0), case

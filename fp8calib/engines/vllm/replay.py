@@ -60,7 +60,7 @@ def replay_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Engine
 
 def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
     if geometry.model_type in UNSUPPORTED_TYPES:
-        raise Refusal(f"vLLM 0.32 runs no {geometry.model_type}", fix="use another engine")
+        raise Refusal(f"vLLM 0.32 does not run {geometry.model_type}", fix="use another engine")
     files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
     require_readable(folder, files)
     scene = LoadContext(folder, geometry, files)
