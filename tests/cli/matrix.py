@@ -19,6 +19,7 @@ from fp8calib.dialects.registry import list_written
 from fp8calib.engines.registry import ENGINES, list_defaults
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.recipe import Recipe
 from fp8calib.scales.compute import ScaleTable, compute_kv_scales
 from fp8calib.stats.calibration_stats import load_stats
 from tests.cli.program import run, succeed
@@ -30,6 +31,8 @@ NUM_KV_HEADS = 2
 WRITERS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in list_written()}
 ENGINE_TITLES = {key: ENGINES[key].release for key in list_defaults()}
 STATS = "`stats.safetensors`"
+STATS_DESCRIPTION = "the statistics: per channel, per head, per expert; no time, path or host"
+REPORT_DESCRIPTION = "coverage, saturation, amax by position, warnings, serving commands, duration"
 _TRANSFORMERS = "engines/test_check_agrees_transformers.py"
 RUN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("kv-overlay", "vllm"): ("real_engines/test_vllm_overlays.py", "exports(name)"),
@@ -234,6 +237,25 @@ def _by_head(table: ScaleTable, site: Site) -> torch.Tensor:
 
 def _differs(values: torch.Tensor) -> bool:
     return bool((values != values[0]).any())
+
+
+def show_formats() -> str:
+    """Show what is written under the output folder."""
+    default = Recipe.model_fields["formats"].default
+    rows = [
+        [f"`{name}`{' (default)' if name in default else ''}", *_describe_output(dialect)]
+        for name, dialect in WRITERS.items()
+    ]
+    always = [
+        ["always", "`stats.safetensors`", STATS_DESCRIPTION],
+        ["always", "`report.json`", REPORT_DESCRIPTION],
+    ]
+    return _show_table(["format", "under `--out`", "what it is"], [*always, *rows])
+
+
+def _describe_output(dialect: Dialect) -> tuple[str, str]:
+    name = dialect.path_pattern.replace("{tp}", "N") + ("/" if dialect.needs_model else "")
+    return f"`{name}`", dialect.description
 
 
 def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:

@@ -27,6 +27,7 @@ from tests.cli.matrix import (
     save_reader,
     show_conversions,
     show_engines,
+    show_formats,
     write_all,
 )
 from tests.dialects.foreign import find_geometry
@@ -82,6 +83,10 @@ def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> 
     sources = [path for name, path in places.items() if name != STATS]
     read = {read_scales(path, find_geometry("llama")).dialect for path in sources}
     assert read == {dialect.name for dialect in list_read()}
+
+
+def test_the_readme_lists_every_format_that_is_written() -> None:
+    _compare_readme("formats", show_formats())
 
 
 def test_the_readme_says_what_conversions_lose(cells: Cells) -> None:

@@ -48,7 +48,7 @@ from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.data.plan import DataPlan
-from fp8calib.dialects.registry import check_formats
+from fp8calib.dialects.registry import check_formats, find_dialect
 from fp8calib.dialects.write import (
     check_export,
     check_overlay_source,
@@ -175,9 +175,11 @@ def _check_observed(recipe: Recipe) -> None:
             f"{', '.join(recipe.formats)}: recipe {recipe.name} does not observe K and V",
             hint="choose another recipe",
         )
-    if "rfc" in recipe.formats and not (observe.inputs and observe.weights):
+    with_linears = [name for name in recipe.formats if find_dialect(name).has_linears]
+    if with_linears and not (observe.inputs and observe.weights):
         raise UsageError(
-            f"rfc: needs inputs and weights, and recipe {recipe.name} does not observe both",
+            f"{', '.join(with_linears)}: needs inputs and weights, and recipe {recipe.name} does "
+            "not observe both",
             hint="choose another recipe",
         )
     if recipe.query_scale and not observe.query:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
-from fp8calib.dialects.kv.rfc import name_rank_files
+from fp8calib.dialects.kv.rfc import RFC, name_rank_files
 from fp8calib.dialects.registry import check_formats, find_dialect
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.errors import ExportError, UsageError
@@ -91,7 +91,7 @@ def run_export(settings: ExportSettings) -> None:
 
 
 def _check_weights(settings: ExportSettings) -> None:
-    if settings.with_weights and "rfc" not in settings.recipe.formats:
+    if settings.with_weights and RFC.name not in settings.recipe.formats:
         raise UsageError(
             "--with-weights needs --format rfc",
             hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",

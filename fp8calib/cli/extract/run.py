@@ -182,7 +182,8 @@ def _describe_source(found: FoundScales, files: tuple[str, ...]) -> Provenance |
 
 def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
     if source.per_head and not table.per_head:
-        yield "--format kv-overlay-head keeps a scale for each head"
+        kept = " or ".join(dialect.name for dialect in list_written() if dialect.per_head)
+        yield f"--format {kept} keeps a scale for each head"
 
 
 def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
 
 VLLM_JSON = Dialect(
     name="vllm-json",
-    description="the scales file of vLLM 0.4 to 0.6 and SGLang",
+    description="one block per rank, every layer: what vLLM 0.4 to 0.6 and SGLang parse",
     path_pattern="kv_cache_scales.tp{tp}.json",
     write=_write,
     recognise=_recognise,

@@ -74,7 +74,8 @@ def make_quantization_config(strategy: Strategy) -> dict[str, object]:
 
 KV_OVERLAY = Dialect(
     name="kv-overlay",
-    description="a checkpoint: the model's weights, KV scales, a quantization_config",
+    description="a complete checkpoint: weights hard-linked, `k_scale` / `v_scale`, "
+    "`kv_cache_scheme` in the config",
     path_pattern="kv-overlay",
     write=_write,
     needs_model=True,
@@ -85,7 +86,7 @@ KV_OVERLAY = Dialect(
 
 KV_OVERLAY_HEAD = Dialect(
     name="kv-overlay-head",
-    description="the same checkpoint with a scale for each KV head",
+    description="the same with one scale per KV head (`attn_head`)",
     path_pattern="kv-overlay-head",
     write=_write,
     needs_model=True,

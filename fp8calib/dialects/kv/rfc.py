@@ -98,7 +98,8 @@ def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
 
 RFC = Dialect(
     name="rfc",
-    description="the RFC's JSON: KV cache, MLP and attention scales",
+    description="vLLM's FP8 RFC (discussions 2461, 3218) to the letter: `kv_cache`, `mlp`, "
+    "`attention`",
     path_pattern="rfc.tp{tp}.json",
     write=_write,
     recognise=_recognise,

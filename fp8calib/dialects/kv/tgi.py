@@ -31,7 +31,8 @@ def _recognise(files: ScaleFiles) -> bool:
 
 TGI = Dialect(
     name="tgi",
-    description="a checkpoint with one kv_scale per layer, no quantization_config",
+    description="an overlay with `kv_scale` and `kv_cache_torch_dtype`, the format of TGI's pull "
+    "request 2028",
     path_pattern="tgi",
     write=_write,
     recognise=_recognise,
