@@ -1,4 +1,4 @@
-"""Exact casts to the 8-bit formats: values in, representable values or codes out.
+"""Exact casts to the FP8 formats: values in, representable values or codes out.
 
 Everything is computed in fp32, where each step is exact: a magnitude is divided by the distance
 between its neighbours in the format (a power of two), rounded to a whole number, and multiplied
@@ -19,7 +19,7 @@ def round_to_format(
 ) -> torch.Tensor:
     """Give the representable value of each element: fp32, the shape of `x`.
 
-    Magnitudes above `fmt.max`, infinity included, saturate; NaN stays NaN; the sign of zero stays
+    Magnitudes above `fmt.max`, infinity included, saturate; NaN stays NaN; the sign of zero is kept
     where the format has one.
     """
     return round_to_format_(x.to(torch.float32, copy=True), fmt, rounding)
@@ -34,7 +34,7 @@ def round_to_format_(
 ) -> torch.Tensor:
     """Round the fp32 tensor `x` in place, as `round_to_format` does.
 
-    `saturate` may be left out by who knows that no magnitude rounds beyond `fmt.max`.
+    Pass `saturate=False` only where no magnitude rounds beyond `fmt.max`.
     """
     if saturate:
         x.clamp_(-fmt.max, fmt.max)

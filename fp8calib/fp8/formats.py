@@ -1,4 +1,4 @@
-"""The 8-bit float formats as data.
+"""The FP8 formats as data.
 
 Every number derives from exponent width, mantissa width, bias and the rule for special values
 (OCP 8-bit Floating Point Specification 1.0; the FNUZ variants: Noune et al., arXiv:2206.02915).
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Specials(StrEnum):
-    """Which codes a format gives away to infinities and NaNs."""
+    """Which codes of a format are infinities and NaNs."""
 
     IEEE = "ieee"
     """The largest exponent holds infinity and NaN (e5m2)."""
@@ -23,7 +23,7 @@ class Specials(StrEnum):
 
 
 class Rounding(StrEnum):
-    """Which neighbour a value between two representable ones becomes."""
+    """Which of its two representable neighbours a value becomes."""
 
     NEAREST_EVEN = "nearest-even"
     TOWARD_ZERO = "toward-zero"
@@ -79,7 +79,7 @@ class Fp8Format:
         return 0x80 if self.specials is Specials.NEGATIVE_ZERO else 0x7F
 
     def value_of(self, code: int) -> float:
-        """Read one code, 0 to 255, as the standard has it."""
+        """Decode one code, 0 to 255, as the standard defines it."""
         sign = -1.0 if code & 0x80 else 1.0
         exponent = (code & 0x7F) >> self.mantissa_bits
         fraction = math.ldexp(code & ((1 << self.mantissa_bits) - 1), -self.mantissa_bits)

@@ -28,7 +28,7 @@ from fp8calib.verification.damage_rows import diagnose, index_layers, list_layer
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer
 from fp8calib.verification.emulation.scale_range import find_ranges
-from fp8calib.verification.emulation.weights import Originals
+from fp8calib.verification.emulation.weights import ParameterReader
 from fp8calib.verification.judge.advice import advise
 from fp8calib.verification.judge.gates import GATES, Gate, downgrade_if_misleading, judge
 from fp8calib.verification.report import (
@@ -52,7 +52,7 @@ class ReferenceModel:
     name: str
     model: LoadedModel
     geometry: ModelGeometry
-    originals: Originals
+    originals: ParameterReader
     dtype: str
     device: str
 

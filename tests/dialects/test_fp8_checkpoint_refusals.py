@@ -232,22 +232,22 @@ CONTRADICTIONS: dict[str, tuple[Tensors, object, str]] = {
     "left out by name": (
         linear(scale=HALF),
         AUTOFP8_DYNAMIC | {"ignored_layers": [LINEAR]},
-        "leaves",
+        "the config excludes",
     ),
     "left out with what holds it": (
         linear(scale=HALF),
         AUTOFP8_DYNAMIC | {"modules_to_not_convert": ["model.layers.0"]},
-        "leaves",
+        "the config excludes",
     ),
     "left out by expression": (
         linear(scale=HALF, input_scale=HALF),
         compressed_tensors(group(quantizer(), quantizer()), ignore=["re:.*o_proj"]),
-        "leaves",
+        "the config excludes",
     ),
     "left out by wildcard": (
         linear(scale=HALF, input_scale=HALF),
         MODELOPT | {"ignore": ["*self_attn*"]},
-        "leaves",
+        "the config excludes",
     ),
     "left out by the older modelopt": (
         linear(scale=HALF, input_scale=HALF),
@@ -255,19 +255,19 @@ CONTRADICTIONS: dict[str, tuple[Tensors, object, str]] = {
             "quant_method": "modelopt",
             "quantization": {"quant_algo": "FP8", "exclude_modules": ["model.layers.0*"]},
         },
-        "leaves",
+        "the config excludes",
     ),
     "left out by quark": (
         linear(scale=HALF, input_scale=HALF),
         quark(exclude=["*.o_proj"]),
-        "leaves",
+        "the config excludes",
     ),
     "of no group": (
         linear(scale=HALF, input_scale=HALF),
         compressed_tensors(group(quantizer(), quantizer(), "re:.*mlp.*")),
-        "no group",
+        "no config group",
     ),
-    "no groups": (linear(scale=HALF), compressed_tensors(), "no group"),
+    "no groups": (linear(scale=HALF), compressed_tensors(), "no config group"),
     "int8": (
         linear(scale=HALF, input_scale=HALF),
         compressed_tensors(group(quantizer(type="int"), quantizer())),
@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[Tensors, object, str]] = {
     "blocks without a size": (
         linear(scale=torch.ones(1, 1)),
         compressed_tensors(group(quantizer(strategy="block"), PER_GROUP)),
-        "without a size",
+        "block size is missing",
     ),
     "dynamic weights": (
         linear(scale=HALF),
@@ -429,7 +429,6 @@ def test_a_tensor_that_is_not_there_or_not_fp8_is_named(tmp_path: Path) -> None:
     checkpoint = Fp8Checkpoint.open(save(tmp_path, tensors, AUTOFP8_DYNAMIC), fuse=False)
     readers: tuple[Callable[[str], object], ...] = (
         checkpoint.read,
-        checkpoint.shape,
         checkpoint.dtype,
         checkpoint.weight_scale,
         checkpoint.activation,

@@ -229,9 +229,9 @@ def test_a_config_that_is_not_read_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"config_groups": {}}, "no group of the config's"),
-        ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "mlp.down_proj' out"),
-        ({"ignore": ["re:.*"]}, "'re:.*' out"),
+        ({"config_groups": {}}, "no config group has it"),
+        ({"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "0.mlp.down_proj'"),
+        ({"ignore": ["re:.*"]}, "excludes 're:.*'"),
     ],
 )
 def test_vllm_has_no_place_for_the_scales_of_what_the_config_leaves_out(

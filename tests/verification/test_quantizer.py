@@ -14,7 +14,7 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format, Rounding
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.verification.emulation.fake_quantize import (
     Damage,
-    Fake,
+    FakeQuantized,
     Quantizer,
     add_damage,
     measure_damage,
@@ -231,7 +231,7 @@ def test_damage_of_parts_adds_up_to_that_of_the_whole() -> None:
 def test_damage_is_summed_in_more_than_fp32() -> None:
     """One more element counts after 2**40 of them."""
     ones = torch.ones(1)
-    one = measure_damage(ones, Fake(ones * 3, ones * 1000), E4M3FN)
+    one = measure_damage(ones, FakeQuantized(ones * 3, ones * 1000), E4M3FN)
     many = one * 2.0**40
     total = add_damage(many, one)
     assert total[:-1].tolist() == [2.0**40 + 1, 4 * (2.0**40 + 1), 2.0**40 + 1, 0, 2.0**40 + 1]

@@ -22,7 +22,7 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.linears import emulate_checkpoint
-from fp8calib.verification.emulation.stored_weights import Stored
+from fp8calib.verification.emulation.stored_weights import StoredWeights
 from fp8calib.verification.emulation.weights import (
     Requantized,
     WeightParameter,
@@ -272,11 +272,11 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
     parameter = WeightParameter(
         name="w", sites=(Site("w", Role.WEIGHT),), is_transposed=False, num_experts=0
     )
-    change = Stored(
+    change = StoredWeights(
         parameters=(parameter,),
         source=Source(),
         quantizer=Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR),
-        reach=Source(),
+        clip_limits=Source(),
         scales={},
     )
     with pytest.raises(VerificationError, match=r"w is \[3, 4\] in the FP8 checkpoint and"):

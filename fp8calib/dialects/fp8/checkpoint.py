@@ -1,8 +1,8 @@
-"""The weights of an FP8 checkpoint as numbers, whichever tool wrote it.
+"""Read the weights of an FP8 checkpoint in fp32, whichever tool wrote it.
 
-Weights are read one at a time and come back in fp32: codes times scales. The form is recognised by
-the names and dtypes of the tensors and the config has to agree with it; nothing is assumed, what
-does not fit is refused by name.
+Weights are read one at a time: codes times scales. Names and dtypes of the tensors show how the
+checkpoint is quantized, and its config has to agree; a tensor that does not fit is an error that
+names it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _METHODS = {"fp8": "autofp8"}
 
 
 class Fp8Checkpoint:
-    """A folder of FP8 weights: headers, scales and config are checked, no weight is held.
+    """A folder of FP8 weights: headers, scales and config are checked, no weight stays in memory.
 
-    Made by `Fp8Checkpoint.open`; used as a context manager it gives its descriptors back.
+    Made by `Fp8Checkpoint.open`; as a context manager it closes its files.
 
     Attributes:
-        folder: where the checkpoint lies.
-        tensors: the tensors as they are stored, without scales and zero points.
+        folder: of the checkpoint.
+        tensors: all tensors as stored, but for scales and zero points.
         quantized: the names of those that are FP8.
         method: `compressed-tensors`, `autofp8`, `modelopt`, `quark`, `fbgemm_fp8`, or `finegrained`
-            where the scales are called `weight_scale_inv`.
+            where the names of scales are `weight_scale_inv`.
         fmt: the format of all FP8 weights.
         origin: the model and the text its scales come from; None where it does not say.
     """
@@ -70,18 +70,18 @@ class Fp8Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, *, fuse: bool, through_float16: bool = False) -> Self:
-        """Read everything but the weights, and check that it fits together.
+        """Read everything but the weights, and check that it is consistent.
 
         Args:
             folder: a Hugging Face checkpoint.
             fuse: share scales as engines do at load: one per-tensor weight scale for projections
-                that they fuse, one static input scale for these and for all experts of a layer;
-                each the largest. Weights are rounded again with the shared scale.
+                that they fuse, one static input scale for these and for all experts of a layer.
+                The shared scale is the largest; weights are rounded again with it.
             through_float16: with `fuse`, dequantize per-tensor weights to fp16 before they are
                 rounded again, fused or not, as vLLM does.
 
         Raises:
-            VerificationError: it is no FP8 checkpoint, or not a whole and sound one.
+            VerificationError: it is not an FP8 checkpoint, or it is incomplete or inconsistent.
         """
         with reading_errors():
             checkpoint = Checkpoint.open(folder)
@@ -94,16 +94,16 @@ class Fp8Checkpoint:
         """Load `config.json`, its keys in the file's order.
 
         Raises:
-            VerificationError: there is none, or it is not a JSON object.
+            VerificationError: it is missing, or is not a JSON object.
         """
         with reading_errors():
             return self._checkpoint.load_config()
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor whole: an FP8 weight as fp32 values, any other as it is stored.
+        """Read one tensor: an FP8 weight as fp32 values, any other as stored.
 
         Raises:
-            VerificationError: there is no such tensor, its file cannot be read any more, or the
+            VerificationError: there is no such tensor, its file is no longer readable, or the
                 weight holds a NaN or an infinity.
         """
         self._require(name)
@@ -112,7 +112,7 @@ class Fp8Checkpoint:
         return self._dequantize(name, stored, 0) if name in self.quantized else stored
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` (exclusive) of the leading dimension, as `read` does.
+        """Read the rows `start` to `stop` (exclusive) of the first axis, as `read` does.
 
         Raises:
             VerificationError: as `read`.
@@ -124,63 +124,60 @@ class Fp8Checkpoint:
         return self._dequantize(name, stored, start) if name in self.quantized else stored
 
     def dtype(self, name: str) -> torch.dtype:
-        """Tell the dtype `read` gives."""
+        """Give the dtype of what `read` returns."""
         self._require(name)
         return torch.float32 if name in self.quantized else self._checkpoint.dtype(name)
 
-    def read_reach(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Give the largest magnitude that each element of an FP8 weight could be stored as.
+    def read_clip_limits(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Give the largest magnitude that the file can store for each element of an FP8 weight.
 
-        It is that of the file: the scale is the weight's own, not one that is shared, and what the
-        scale's dtype rounds off is added to it.
+        The scale is the weight's own, not a shared one; the rounding error of the scale's dtype is
+        added.
 
         Args:
             name: of an FP8 weight.
-            start: the first row of the leading dimension.
+            start: the first row.
             stop: the row after the last; None for all.
 
         Returns:
-            fp32, of the weight's shape in these rows.
+            fp32, of the shape of these rows.
         """
         weight = self._find(name)
         stored = TORCH_DTYPES[self._checkpoint.tensors[weight.scale_name].dtype]
         scale = spread_scale(weight, self._read_scale(weight.scale_name))
-        rows = slice(start, stop)
-        scale = (scale if scale.shape[0] > 1 else scale.expand(weight.shape[0], *scale.shape[1:]))[
-            rows
-        ]
+        scale = scale.expand(weight.shape[0], *scale.shape[1:])[start:stop]
         columns = weight.shape[-1]
         if scale.shape[-1] not in (1, columns):
             scale = scale.repeat_interleave(weight.block[1], -1)[..., :columns]
-        reach = scale * (self.fmt.max * (1 + max(torch.finfo(stored).eps, 2.0**-20)))
-        return reach.expand(scale.shape[0], *weight.shape[1:])
+        limits = scale * (self.fmt.max * (1 + max(torch.finfo(stored).eps, 2.0**-20)))
+        return limits.expand(scale.shape[0], *weight.shape[1:])
 
     def granularity(self, name: str) -> Granularity:
-        """Tell what shares one scale of the FP8 weight `name`."""
+        """Give the granularity of the scales of the FP8 weight `name`."""
         return self._find(name).granularity
 
     def weight_scale(self, name: str) -> torch.Tensor:
-        """Read the scale of an FP8 weight: fp32 in its stored shape, it multiplies.
+        """Read the scale of an FP8 weight, which multiplies: fp32 in its stored shape.
 
-        A scale that is shared is the shared one, with which `read` agrees.
+        Where weights share a scale, it is the shared one, which `read` uses too.
 
         Raises:
-            VerificationError: `name` is no FP8 weight, or the scale cannot be read.
+            VerificationError: `name` is not an FP8 weight, or its scale cannot be read.
         """
         weight = self._find(name)
         scale = self._read_scale(weight.scale_name)
         return scale.fill_(self._shared[name]) if name in self._shared else scale
 
     def activation(self, name: str) -> Activation:
-        """Tell how the input of the linear that owns the FP8 weight `name` is quantized.
+        """Describe how the input of the linear with the FP8 weight `name` is quantized.
 
         Raises:
-            VerificationError: `name` is no FP8 weight.
+            VerificationError: `name` is not an FP8 weight.
         """
         self._find(name)
         scheme = self._schemes[name]
         return Activation(
-            kind=scheme.input,
+            kind=scheme.inputs,
             scale=self._input_scales.get(name),
             upper_bound=scheme.upper_bound,
         )
@@ -189,7 +186,7 @@ class Fp8Checkpoint:
         return name in self.tensors
 
     def close(self) -> None:
-        """Give all descriptors back; a later read opens its file again."""
+        """Close all files; a later read opens its file again."""
         self._checkpoint.close()
 
     def __enter__(self) -> Self:
@@ -216,18 +213,18 @@ class Fp8Checkpoint:
 
     def _find(self, name: str) -> Fp8Weight:
         if name not in self._weights:
-            raise refusal(self.folder, f"{name!r} is no FP8 weight of this checkpoint")
+            raise refusal(self.folder, f"{name!r} is not an FP8 weight of this checkpoint")
         return self._weights[name]
 
     def _dequantize(self, name: str, codes: torch.Tensor, start: int) -> torch.Tensor:
-        """Turn the rows from `start` on into values; fused weights are rounded again."""
+        """Dequantize the rows from `start` on; fused weights are rounded again."""
         weight = self._weights[name]
         scale = spread_scale(weight, self._read_scale(weight.scale_name))
         if scale.shape[0] > 1:
             scale = scale[start : start + codes.shape[0]]
         values = dequantize(codes, scale, weight.block[1])
         if not _is_finite(values):
-            hint = "FP8 has codes for NaN, which a quantizer writes where its scale was wrong"
+            hint = "FP8 has codes for NaN; quantizers write them when a scale is wrong"
             path = self._checkpoint.file_of(name)
             row, *rest = (~values.isfinite()).nonzero()[0].tolist()
             fault = f"{name} holds NaN or infinity at {[start + row, *rest]}"
@@ -248,7 +245,7 @@ class Fp8Checkpoint:
         return values
 
     def _load_tensor_scales(self) -> dict[str, float]:
-        """Check all weight scales, and keep those of weights [out, in] that have only one."""
+        """Check all weight scales, and keep those of weights [out, in] with one scale."""
         kept: dict[str, float] = {}
         for name, weight in self._weights.items():
             scale = self._read_scale(weight.scale_name)
@@ -267,12 +264,12 @@ class Fp8Checkpoint:
         with reading_errors():
             values = self._checkpoint.read(name).to(torch.float32)
         if bool((values != 0).any()):
-            hint = "FP8 is symmetric; engines leave zero points out"
+            hint = "FP8 is symmetric; engines ignore zero points"
             raise refusal(self._checkpoint.file_of(name), f"{name} is not zero", hint=hint)
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Tell whether all elements are; extremes pass NaN on, and are 14 times as fast to find."""
+    """Tell whether all elements are finite; `aminmax` propagates NaN and takes 1/14 of the time."""
     return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 

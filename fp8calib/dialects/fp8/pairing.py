@@ -1,4 +1,4 @@
-"""Which tensors of an FP8 checkpoint are weights and which are their scales, checked by header."""
+"""Match the weights of an FP8 checkpoint with their scales, and check both by their headers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8calib.dialects.fp8.weights import (
     Companions,
     Fp8Weight,
     is_companion,
-    is_orphan,
+    is_linear_scale,
     list_scale_shapes,
     name_companions,
 )
@@ -28,7 +28,7 @@ from fp8calib.fp8.schemes import InputScaling
 
 _TRTLLM_SCALE = "weights_scaling_factor"
 _SCALE_DTYPES = frozenset({"F16", "BF16", "F32", "F64", "F8_E8M0"})
-_NO_SCALE_HINT = "the weights mean nothing without it; the download or the export is not complete"
+_NO_SCALE_HINT = "the weights cannot be used without it; the download or the export is incomplete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Pairing:
 
     weights: Mapping[str, Fp8Weight]
     schemes: Mapping[str, StoredScheme]
-    """What the config says, by the weight's name."""
+    """The scheme in the config, by the weight's name."""
     fmt: Fp8Format
     zero_points: tuple[str, ...]
     others: Mapping[str, TensorEntry]
@@ -45,10 +45,10 @@ class Pairing:
 
 
 def is_fp8_checkpoint(folder: Path) -> bool:
-    """Tell whether a folder holds FP8 weights of the Hugging Face kind, by headers alone.
+    """Tell from headers alone whether a folder is a Hugging Face checkpoint with FP8 weights.
 
     Raises:
-        VerificationError: a file is damaged, so that nothing can be told.
+        VerificationError: a file is damaged.
     """
     if not folder.is_dir():
         return False
@@ -64,14 +64,14 @@ def pair_tensors(checkpoint: Checkpoint, find_scheme: FindScheme) -> Pairing:
     """Find the scales of every FP8 weight, and check them against its shape and the config.
 
     Raises:
-        VerificationError: there are no FP8 weights, or a scale is missing, doubled, of a wrong
-            shape or dtype, or another one than the config speaks of.
+        VerificationError: there are no FP8 weights, or a scale is missing, is stored twice, has a
+            wrong shape or dtype, or contradicts the config.
     """
     names = {name: name_companions(name) for name in _list_weights(checkpoint.tensors)}
     fmt = _find_format(checkpoint, names)
     schemes = {name: find_scheme(item.module) for name, item in names.items()}
     weights = {
-        name: _describe(checkpoint, name, item, schemes[name]) for name, item in names.items()
+        name: _find_scales(checkpoint, name, item, schemes[name]) for name, item in names.items()
     }
     paired = {part for item in names.values() for part in item.all}
     _refuse_orphans(checkpoint, paired)
@@ -89,7 +89,7 @@ def pair_tensors(checkpoint: Checkpoint, find_scheme: FindScheme) -> Pairing:
 
 
 def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
-    """List the FP8 tensors that are no scales; TensorRT-LLM's are none of ours."""
+    """List the FP8 tensors that are not scales; TensorRT-LLM's weights are not supported."""
     return [
         name
         for name, entry in tensors.items()
@@ -101,7 +101,7 @@ def _list_weights(tensors: Mapping[str, TensorEntry]) -> list[str]:
 
 def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
     if not names:
-        hint = "name the folder of a checkpoint quantized to FP8"
+        hint = "name the folder of a checkpoint that is quantized to FP8"
         raise refusal(checkpoint.folder, "there are no FP8 weights", hint=hint)
     by_dtype = {checkpoint.tensors[name].dtype: name for name in names}
     if len(by_dtype) > 1:
@@ -111,15 +111,15 @@ def _find_format(checkpoint: Checkpoint, names: Collection[str]) -> Fp8Format:
     if dtype not in WEIGHT_FORMATS:
         known = ", ".join(WEIGHT_FORMATS)
         raise refusal(
-            checkpoint.file_of(name), f"{name} is of dtype {dtype}", hint=f"known are {known}"
+            checkpoint.file_of(name), f"{name} is of dtype {dtype}", hint=f"supported: {known}"
         )
     return WEIGHT_FORMATS[dtype]
 
 
-def _describe(
+def _find_scales(
     checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
 ) -> Fp8Weight:
-    scale_name = _choose(checkpoint, name, names.scales)
+    scale_name = _find_one(checkpoint, name, names.scales)
     if scale_name is None:
         fault = f"{name} is FP8, but there is no {' or '.join(names.scales[:2])}"
         raise refusal(
@@ -133,30 +133,32 @@ def _describe(
         shape=shape,
         scale_name=scale_name,
         input_scale_name=_find_input_scale(checkpoint, name, names, scheme),
-        granularity=scheme.granularity,
+        granularity=scheme.weights,
         block=scheme.block,
     )
 
 
-def _choose(checkpoint: Checkpoint, name: str, candidates: Collection[str]) -> str | None:
-    """Give the one of several spellings that is there."""
+def _find_one(checkpoint: Checkpoint, name: str, candidates: Collection[str]) -> str | None:
+    """Find which of several names exists; None where none does."""
     found = [candidate for candidate in candidates if candidate in checkpoint]
     if len(found) > 1:
         fault = f"{name} has several scales: {', '.join(found)}"
-        raise refusal(checkpoint.file_of(name), fault, hint="engines differ in which they read")
+        raise refusal(checkpoint.file_of(name), fault, hint="engines differ in which one they read")
     if not found:
         return None
     dtype = checkpoint.tensors[found[0]].dtype
     if dtype not in _SCALE_DTYPES:
         fault = f"{found[0]} is of dtype {dtype}"
-        raise refusal(checkpoint.file_of(found[0]), fault, hint="scales of FP8 weights are floats")
+        raise refusal(
+            checkpoint.file_of(found[0]), fault, hint="scales of FP8 weights must be floats"
+        )
     return found[0]
 
 
 def _explain_missing(checkpoint: Checkpoint, candidates: Collection[str]) -> str:
     beside = [item for item in checkpoint.unlisted if item.name in candidates]
     if beside:
-        return f"{beside[0].name} stands in {beside[0].file_name}, but not in the index"
+        return f"{beside[0].name} is in {beside[0].file_name}, but not in the index"
     return _NO_SCALE_HINT
 
 
@@ -164,28 +166,28 @@ def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: Sto
     shape, scale_shape = checkpoint.shape(name), checkpoint.shape(scale_name)
     if len(shape) not in (2, 3) or 0 in shape:
         fault = f"{name} is FP8 of shape {list(shape)}"
-        hint = "FP8 weights are [out, in], or [experts, out, in]"
+        hint = "FP8 weights must be [out, in] or [experts, out, in]"
         raise refusal(checkpoint.file_of(name), fault, hint=hint)
     shapes = list_scale_shapes(shape, scheme.block)
-    if scale_shape in shapes[scheme.granularity]:
+    if scale_shape in shapes[scheme.weights]:
         return
     fitting = [granularity for granularity, known in shapes.items() if scale_shape in known]
     fault = f"{scale_name} has shape {list(scale_shape)}"
     if fitting:
-        says = f"the config says per {scheme.granularity}"
+        says = f"the config says per {scheme.weights}"
         raise contradiction(
             checkpoint.file_of(scale_name), f"{fault}, which is per {fitting[0]}; {says}"
         )
-    expected = " or ".join(str(list(known)) for known in shapes[scheme.granularity])
-    hint = f"for a weight {list(shape)}, scales per {scheme.granularity} are {expected}"
+    expected = " or ".join(str(list(known)) for known in shapes[scheme.weights])
+    hint = f"for a weight {list(shape)}, scales per {scheme.weights} are {expected}"
     raise refusal(checkpoint.file_of(scale_name), fault, hint=hint)
 
 
 def _find_input_scale(
     checkpoint: Checkpoint, name: str, names: Companions, scheme: StoredScheme
 ) -> str | None:
-    found = _choose(checkpoint, name, names.input_scales)
-    is_static = scheme.input is InputScaling.STATIC
+    found = _find_one(checkpoint, name, names.input_scales)
+    is_static = scheme.inputs is InputScaling.STATIC
     if is_static and found is None:
         fault = f"the inputs of {names.module} are static, but there is no {names.input_scales[0]}"
         hint = _explain_missing(checkpoint, names.input_scales)
@@ -193,17 +195,19 @@ def _find_input_scale(
     if found is None:
         return None
     if not is_static:
-        says = f"the inputs are {scheme.input}, as {CONFIG_NAME} has it"
-        raise contradiction(checkpoint.file_of(found), f"there is {found}, though {says}")
+        says = f"{CONFIG_NAME} says that inputs are {scheme.inputs}"
+        raise contradiction(checkpoint.file_of(found), f"there is {found}, but {says}")
     if checkpoint.shape(found) not in ((), (1,)):
         fault = f"{found} has shape {list(checkpoint.shape(found))}"
-        raise refusal(checkpoint.file_of(found), fault, hint="a static input scale is one number")
+        raise refusal(
+            checkpoint.file_of(found), fault, hint="a static input scale must be one number"
+        )
     return found
 
 
 def _refuse_orphans(checkpoint: Checkpoint, paired: Collection[str]) -> None:
-    orphans = [name for name in checkpoint.tensors if is_orphan(name) and name not in paired]
+    orphans = [name for name in checkpoint.tensors if is_linear_scale(name) and name not in paired]
     if orphans:
         fault = f"scales without an FP8 weight: {cut_list(orphans)}"
-        hint = "the weights beside them are of another dtype (INT4, FP4), or missing"
+        hint = "their weights have another dtype (INT4, FP4), or are missing"
         raise refusal(checkpoint.file_of(orphans[0]), fault, hint=hint)

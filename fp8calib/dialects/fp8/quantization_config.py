@@ -1,6 +1,7 @@
-"""What the quantization config of an FP8 checkpoint says of each linear: its weight and its input.
+"""How an FP8 checkpoint's quantization config describes each linear: its weight and its input.
 
-Every method has its own config; here each becomes a function from a linear's path to a `Scheme`.
+Every quantization method has its own config; here each becomes a function from a linear's path to
+a `StoredScheme`.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ class Activation:
 
     kind: InputScaling
     scale: float | None = None
-    """Multiplies to dequantize; there if and only if the kind is `STATIC`."""
+    """Multiplies to dequantize; None unless the kind is `STATIC`."""
     upper_bound: float | None = None
-    """What fbgemm caps the amax of a token at (`activation_scale_ub`)."""
+    """The limit that fbgemm puts on the amax of a token (`activation_scale_ub`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredScheme:
-    """What a config says of one linear."""
+    """The scheme of one linear, as its checkpoint's config describes it."""
 
-    granularity: Granularity
+    weights: Granularity
     block: tuple[int, int] = BLOCK
-    input: InputScaling
+    inputs: InputScaling
     upper_bound: float | None = None
 
 
 FindScheme = Callable[[str], StoredScheme]
-"""From a linear's path to its scheme; raises VerificationError where there is none."""
+"""From a linear's path to its scheme; raises VerificationError where the config has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """One quantizer of a config, in the words of compressed-tensors."""
+    """The arguments of one quantizer in a config, in the words of compressed-tensors."""
 
     strategy: str
     dynamic: bool
@@ -57,38 +58,43 @@ class Arguments:
 
 
 class ContradictionError(VerificationError):
-    """Config and tensors do not fit."""
+    """The config and the tensors of a checkpoint contradict each other."""
 
 
 def contradiction(path: Path, fault: str) -> ContradictionError:
-    """Say that config and tensors do not fit."""
-    hint = "the config is of another checkpoint, or was edited; engines misread such a pair"
+    """Make the error for a config that contradicts the tensors."""
+    hint = "the config belongs to another checkpoint, or was edited; engines misread such a pair"
     return ContradictionError(refusal(path, fault).message, hint=hint)
 
 
+def weight_contradiction(path: Path, module: str, says: str) -> ContradictionError:
+    """Make the error for a config by which the FP8 weight of `module` is not FP8."""
+    return contradiction(path, f"{module}: its weight is FP8, but {says}")
+
+
 def matches_expression(path: Path, module: str, expression: str) -> bool:
-    """Tell whether a module begins with what an expression of the config at `path` describes.
+    """Tell whether an expression of the config at `path` matches the start of a module's path.
 
     Raises:
-        VerificationError: it is not a regular expression.
+        VerificationError: the expression is invalid.
     """
     try:
         return re.match(expression, module) is not None
     except (re.error, RecursionError, OverflowError) as error:
         fault = f"re:{expression!a:.80} is not a regular expression: {error}"
-        raise refusal(path, fault, hint="it stands in the quantization config") from error
+        raise refusal(path, fault, hint="correct the quantization config") from error
 
 
-def take_list(path: Path, config: Fields, key: str) -> list[object]:
-    """Take a list from a config; absent or null is an empty one."""
+def read_list(path: Path, config: Fields, key: str) -> list[object]:
+    """Read a list from a config; one that is missing or null is empty."""
     value = config.get(key)
     if value is not None and not isinstance(value, list):
-        raise refusal(path, f"{key} is {value!a:.60}", hint="it is a list")
+        raise refusal(path, f"{key} is {value!a:.60}", hint="it must be a list")
     return value or []
 
 
-def take_block(path: Path, key: str, value: object) -> tuple[int, int]:
-    """Read rows and columns of a block from a config, old ones as "128x128"."""
+def read_block(path: Path, key: str, value: object) -> tuple[int, int]:
+    """Read the rows and columns of a block from a config; old configs have "128x128"."""
     pair = _OLD_BLOCK.fullmatch(value) if isinstance(value, str) else None
     sizes = [int(size) for size in pair.groups()] if pair else value
     if (
@@ -96,26 +102,28 @@ def take_block(path: Path, key: str, value: object) -> tuple[int, int]:
         or len(sizes) != 2
         or not all(type(size) is int and size > 0 for size in sizes)
     ):
-        raise refusal(path, f"{key} is {value!a:.60}", hint="it is two sizes, as [128, 128]")
+        raise refusal(
+            path, f"{key} is {value!a:.60}", hint="it must be two sizes, as in [128, 128]"
+        )
     return sizes[0], sizes[1]
 
 
 def make_scheme(
     path: Path, module: str, weights: Arguments, inputs: Arguments | None
 ) -> StoredScheme:
-    """Put the scheme of a linear together from what a config says of its weight and input.
+    """Make the scheme of a linear from the quantizers of its weight and input.
 
     Raises:
-        VerificationError: it is none that FP8 weights are served with.
+        VerificationError: FP8 weights are not served with these quantizers.
     """
     if weights.dynamic or weights.strategy not in _WEIGHT_GRANULARITIES:
         how = "dynamic weights" if weights.dynamic else "weights"
-        raise refusal(path, f"{module}: {how} per {weights.strategy!a:.40} are not read")
+        raise refusal(path, f"{module}: {how} per {weights.strategy!a:.40} are not supported")
     granularity = Granularity(weights.strategy)
     if granularity is Granularity.BLOCK and weights.block is None:
-        raise refusal(path, f"{module}: weights in blocks without a size of the blocks")
-    kind = InputScaling.NONE if inputs is None else _find_kind(path, module, inputs)
-    return StoredScheme(granularity=granularity, block=weights.block or BLOCK, input=kind)
+        raise refusal(path, f"{module}: weights in blocks, and the block size is missing")
+    scaling = InputScaling.NONE if inputs is None else _read_scaling(path, module, inputs)
+    return StoredScheme(weights=granularity, block=weights.block or BLOCK, inputs=scaling)
 
 
 def make_fp8_finder(path: Path, config: Fields) -> FindScheme:
@@ -123,14 +131,14 @@ def make_fp8_finder(path: Path, config: Fields) -> FindScheme:
     scheme = config.get("activation_scheme")
     if scheme not in ("static", "dynamic"):
         fault = f"activation_scheme is {scheme!a:.40}"
-        raise refusal(path, fault, hint="it is static or dynamic")
+        raise refusal(path, fault, hint="it must be static or dynamic")
     block = config.get("weight_block_size")
-    size = None if block is None else take_block(path, "weight_block_size", block)
+    size = None if block is None else read_block(path, "weight_block_size", block)
     if size is not None and scheme == "static":
-        raise refusal(path, "activation_scheme is static beside weight_block_size")
+        raise refusal(path, "activation_scheme is static, but there is a weight_block_size")
     ignored = [
-        *take_list(path, config, "ignored_layers"),
-        *take_list(path, config, "modules_to_not_convert"),
+        *read_list(path, config, "ignored_layers"),
+        *read_list(path, config, "modules_to_not_convert"),
     ]
     weights = Arguments(
         strategy="tensor" if size is None else "block", dynamic=False, group_size=None, block=size
@@ -150,17 +158,19 @@ def make_fp8_finder(path: Path, config: Fields) -> FindScheme:
 
 
 def make_fbgemm_finder(path: Path, config: Fields) -> FindScheme:
-    """Read the config of fbgemm: rows have scales, tokens too, their amax capped."""
+    """Read the config of fbgemm: scales per output channel and per token, whose amax is limited."""
     bound = config.get("activation_scale_ub")
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < _MAX_BOUND:
-        raise refusal(path, f"activation_scale_ub is {bound!a:.40}", hint="it is a number above 0")
-    ignored = take_list(path, config, "modules_to_not_convert")
+        raise refusal(
+            path, f"activation_scale_ub is {bound!a:.40}", hint="it must be a number above 0"
+        )
+    ignored = read_list(path, config, "modules_to_not_convert")
     upper_bound = float(bound)
 
     def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, _is_below)
         return StoredScheme(
-            granularity=Granularity.CHANNEL, input=InputScaling.TOKEN, upper_bound=upper_bound
+            weights=Granularity.CHANNEL, inputs=InputScaling.TOKEN, upper_bound=upper_bound
         )
 
     return find
@@ -174,16 +184,15 @@ def refuse_ignored(
     Args:
         path: the config.
         module: the weight's linear.
-        ignored: what the config lists: paths, expressions after `re:`, others.
-        is_covered: tells of module and list entry whether the method takes these for a match too.
+        ignored: entries of the config's list: paths, or `re:` and an expression.
+        is_covered: takes the module and an entry, and tells whether the method matches them too.
 
     Raises:
         VerificationError: `module` is listed.
     """
     for pattern in ignored:
         if isinstance(pattern, str) and _is_named(path, module, pattern, is_covered):
-            fault = f"{module}: its weight is FP8, though the config leaves {pattern!a:.80} out"
-            raise contradiction(path, fault)
+            raise weight_contradiction(path, module, f"the config excludes {pattern!a:.80}")
 
 
 def _is_named(
@@ -195,18 +204,20 @@ def _is_named(
 
 
 def _is_below(module: str, pattern: str) -> bool:
-    """Tell whether the entry is a module that holds this one, as transformers takes it."""
+    """Tell whether the entry names a module that contains this one, as transformers matches it."""
     return bool(pattern) and module.startswith(f"{pattern}.")
 
 
-def _find_kind(path: Path, module: str, inputs: Arguments) -> InputScaling:
+def _read_scaling(path: Path, module: str, inputs: Arguments) -> InputScaling:
     if not inputs.dynamic:
         if inputs.strategy == "tensor":
             return InputScaling.STATIC
-        raise refusal(path, f"{module}: static inputs per {inputs.strategy!a:.40} are not read")
+        raise refusal(
+            path, f"{module}: static inputs per {inputs.strategy!a:.40} are not supported"
+        )
     if inputs.strategy in ("tensor", "token"):
         return InputScaling.TOKEN
     if inputs.strategy == "group" and inputs.group_size == GROUP_SIZE:
         return InputScaling.GROUP
     fault = f"{module}: dynamic inputs per {inputs.strategy!a:.40} of {inputs.group_size!a:.40}"
-    raise refusal(path, fault, hint="known are tensor, token, and groups of 128 channels")
+    raise refusal(path, fault, hint="supported are tensor, token, and groups of 128 channels")

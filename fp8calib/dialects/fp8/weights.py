@@ -1,4 +1,4 @@
-"""FP8 weights and their scales: how they are called, their shapes, and their product."""
+"""FP8 weights and their scales: names, shapes, and dequantization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
     "F8_E4M3FNUZ": E4M3FNUZ,
     "F8_E5M2": E5M2,
 }
-"""Safetensors' name of a dtype -> its format."""
+"""Name of a dtype in safetensors -> its format."""
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _INPUT_SCALES = ("input_scale", "activation_scale")
@@ -34,18 +34,18 @@ _FUSED_PROJECTIONS = (
 )
 """Projections of one module that engines load into one weight (vLLM 0.32.0 `models/*.py`)."""
 FUSED_NAME = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in parts}
-"""Projection -> what it is loaded into, for those that are loaded with others."""
+"""Projection -> the fused projection that engines load it into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Weight:
-    """An FP8 weight, and what its scales are called."""
+    """An FP8 weight and the names of its scales."""
 
     name: str
     module: str
-    """The linear's path; of stacked experts, the parameter's."""
+    """Path of the linear; for stacked experts, of the parameter."""
     shape: tuple[int, ...]
-    """[out, in], or [experts, ., .] for stacked experts."""
+    """[out, in]; for stacked experts [experts, ., .]."""
     scale_name: str
     input_scale_name: str | None
     granularity: Granularity
@@ -54,13 +54,13 @@ class Fp8Weight:
 
     @property
     def fused_group(self) -> tuple[str, str]:
-        """Name what the weight is loaded into: the parent module, and the fused projection."""
+        """Name the weight that engines load it into: parent module and fused projection."""
         parent, _, projection = self.module.rpartition(".")
         return parent, FUSED_NAME.get(projection, projection)
 
     @property
     def input_group(self) -> tuple[str, str]:
-        """Name what shares one static input scale: as `fused_group`, over all experts."""
+        """Name what shares one static input scale: the fused group of all experts of a layer."""
         parent, projection = self.fused_group
         outer, _, expert = parent.rpartition(".")
         is_expert = expert.isdecimal() and outer.rpartition(".")[2] == "experts"
@@ -69,7 +69,7 @@ class Fp8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The names of an FP8 weight's companions, in every tool's spelling."""
+    """The names that scales and zero points of an FP8 weight have, in every tool's spelling."""
 
     module: str
     scales: tuple[str, ...]
@@ -78,14 +78,14 @@ class Companions:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """List all names that belong to the weight."""
+        """List all of these names."""
         return (*self.scales, *self.input_scales, *self.zero_points)
 
 
 def name_companions(name: str) -> Companions:
-    """Name the tensors that may stand beside the FP8 weight `name`.
+    """Name the scales and zero points that the FP8 weight `name` may have.
 
-    A linear's are `X.weight_scale` beside `X.weight`. A stacked parameter `X` has `X_scale_inv`
+    A linear has `X.weight_scale` for `X.weight`. A stacked parameter `X` has `X_scale_inv`
     (transformers), `X_scale` (fbgemm) or `X_weight_scale` (ModelOpt).
     """
     is_linear = name.endswith(".weight")
@@ -101,24 +101,24 @@ def name_companions(name: str) -> Companions:
 
 
 def is_companion(name: str) -> bool:
-    """Tell whether a tensor is by its name a scale or a zero point, whatever stands beside it."""
+    """Tell from a tensor's name whether it is a scale or a zero point."""
     suffix = name.rpartition(".")[2]
     known = (*_SCALES, *_INPUT_SCALES, *_ZERO_POINTS, *_OUTPUT_SCALES)
     return suffix in known or parse_name(name) is not None
 
 
-def is_orphan(name: str) -> bool:
-    """Tell whether a tensor is by its name the scale of a weight or of its input."""
+def is_linear_scale(name: str) -> bool:
+    """Tell from a tensor's name whether it is the scale of a linear's weight or input."""
     return name.rpartition(".")[2] in (*_SCALES, *_INPUT_SCALES)
 
 
 def list_scale_shapes(
     shape: tuple[int, ...], block: tuple[int, int]
 ) -> dict[Granularity, tuple[tuple[int, ...], ...]]:
-    """List the shapes in which scales of a weight are stored.
+    """List the shapes that the scales of a weight are stored in.
 
     Args:
-        shape: [out, in], or of stacked experts [experts, ., .].
+        shape: [out, in]; for stacked experts [experts, ., .].
         block: rows and columns of a block.
     """
     blocks = count_blocks(shape, block)
@@ -137,9 +137,10 @@ def list_scale_shapes(
 
 
 def spread_scale(weight: Fp8Weight, scale: torch.Tensor) -> torch.Tensor:
-    """Bring a scale, fp32 as stored, to as many axes as the weight has.
+    """Reshape a stored fp32 scale to the axes of its weight.
 
-    Every axis but the last is whole or 1. The last is 1, the weight's, or the number of blocks.
+    The last axis has length 1, that of the weight, or the number of blocks; every other has length
+    1 or that of the weight.
     """
     if scale.numel() == 1:
         return scale.reshape((1,) * len(weight.shape))
@@ -153,10 +154,10 @@ def spread_scale(weight: Fp8Weight, scale: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, block_columns: int) -> torch.Tensor:
-    """Multiply codes by their scales, in fp32; torch converts every FP8 code to its exact value.
+    """Multiply codes by their scales in fp32; torch converts every FP8 code to its exact value.
 
     Args:
-        codes: any FP8 dtype, some or all rows of a weight.
+        codes: of any FP8 dtype; some or all rows of a weight.
         scale: from `spread_scale`, for these rows.
         block_columns: columns of a block.
     """
@@ -170,10 +171,10 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, block_columns: int) -> 
 
 
 def requantize(values: torch.Tensor, scale: float, fmt: Fp8Format) -> torch.Tensor:
-    """Round fp32 `values` in place to what `fmt` holds under `scale`.
+    """Round fp32 `values` in place to what `fmt` can represent with `scale`.
 
-    As vLLM 0.32.0 does at load (`w8a8_utils.py:requantize_with_max_scale`), but for its fp16
-    between the two scales, whose rounding is left out.
+    vLLM 0.32.0 does so at load (`w8a8_utils.py:requantize_with_max_scale`). Its values are fp16
+    between the two scales; that rounding is not repeated here.
     """
     return round_to_format_(values.div_(scale), fmt).mul_(scale)
 

@@ -113,7 +113,7 @@ def _name_dialect(
     if method != "fp8":
         return method
     is_own = any(
-        f"{module}.weight_scale_inv" in tensors and scheme.granularity is Granularity.TENSOR
+        f"{module}.weight_scale_inv" in tensors and scheme.weights is Granularity.TENSOR
         for module, scheme in schemes.items()
     )
     return "finegrained" if is_own else "autofp8"
@@ -226,6 +226,6 @@ def _describe(module: str, entry: TensorEntry, scheme: StoredScheme) -> Quantize
     return QuantizedLinear(
         module=shorten(module),
         shape=(rows, columns),
-        scheme=find_nearest(scheme.granularity, scheme.input).name,
-        block=scheme.block if scheme.granularity is Granularity.BLOCK else None,
+        scheme=find_nearest(scheme.weights, scheme.inputs).name,
+        block=scheme.block if scheme.weights is Granularity.BLOCK else None,
     )

@@ -74,7 +74,7 @@ def _explain_missing(
     names: Companions, scheme: StoredScheme, tensors: Mapping[str, TensorEntry]
 ) -> str:
     wanted = [names.scales]
-    if scheme.input is InputScaling.STATIC:
+    if scheme.inputs is InputScaling.STATIC:
         wanted.append(names.input_scales)
     lacking = (spellings for spellings in wanted if not any(name in tensors for name in spellings))
     first = next(lacking, None)
@@ -95,7 +95,7 @@ def _explain_misfit(
     shapes = list_scale_shapes(tensors[f"{names.module}.weight"].shape, scheme.block)
     fitting = [granularity for granularity, known in shapes.items() if shape in known]
     is_spread = ".experts." in names.module and Granularity.TENSOR in fitting
-    if not fitting or scheme.granularity in fitting or is_spread:
+    if not fitting or scheme.weights in fitting or is_spread:
         return ""
     what = f"{shorten(found[0])} has shape {list(shape)}, which is per {fitting[0]}"
-    return f"{what}, and the config says per {scheme.granularity}"
+    return f"{what}, and the config says per {scheme.weights}"

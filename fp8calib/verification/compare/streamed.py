@@ -45,7 +45,7 @@ from fp8calib.verification.compare.token_scores import Logits
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
 from fp8calib.verification.emulation.scale_range import ScaleRange
 from fp8calib.verification.emulation.stored_weights import CopiedParameter
-from fp8calib.verification.emulation.weights import Originals, WeightChange, changed_weights
+from fp8calib.verification.emulation.weights import ParameterReader, WeightChange, changed_weights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +66,9 @@ class _Lane:
 class StreamedComparison:
     """Runs batches layer by layer through all models; made by `open_streamed_comparison`."""
 
-    def __init__(self, streamed: StreamedModel, streaming: Streaming, originals: Originals) -> None:
+    def __init__(
+        self, streamed: StreamedModel, streaming: Streaming, originals: ParameterReader
+    ) -> None:
         self._streamed = streamed
         self._streaming = streaming
         self._originals = originals

@@ -18,7 +18,7 @@ from fp8calib.verification.compare.comparison import (
     find_weight_scales,
 )
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
-from fp8calib.verification.emulation.weights import Originals
+from fp8calib.verification.emulation.weights import ParameterReader
 
 _HIDDEN_SHARE = 6
 """Hidden states that wait for the head may take this part of the weights' memory: 1/6."""
@@ -31,7 +31,9 @@ class WholeComparison:
     wait; the group's size keeps these a small part of the memory the weights take.
     """
 
-    def __init__(self, model: LoadedModel, geometry: ModelGeometry, originals: Originals) -> None:
+    def __init__(
+        self, model: LoadedModel, geometry: ModelGeometry, originals: ParameterReader
+    ) -> None:
         self._model = model
         self._geometry = geometry
         self._originals = originals

@@ -19,12 +19,12 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verification.emulation.fake_quantize import (
-    Fake,
+    FakeQuantized,
     Quantizer,
     add_damage,
     measure_damage,
 )
-from fp8calib.verification.emulation.weights import Originals, WeightChange, changed_weights
+from fp8calib.verification.emulation.weights import ParameterReader, WeightChange, changed_weights
 
 FLUSH_STRIDE = 8
 """At q and inputs of linears, zeros are counted in one token of so many; at K and V in all."""
@@ -108,7 +108,7 @@ class EmulationHooks:
 
     def measure_heads(
         self, quantizer: Quantizer, x: torch.Tensor, *, flush_stride: int = 1
-    ) -> tuple[Fake, torch.Tensor]:
+    ) -> tuple[FakeQuantized, torch.Tensor]:
         """Quantize K, V or q [B, H, S, D], and sum up what that does to the tokens that count."""
         fake = quantizer.for_heads(x.shape[1]).fake(x)
         before, after = x, fake
@@ -198,7 +198,7 @@ def emulated(
     emulation: Emulation,
     hooks: EmulationHooks,
     *,
-    originals: Originals,
+    originals: ParameterReader,
 ) -> Iterator[EmulatedModel]:
     """Run `model` under `emulation` while the context is open.
 

@@ -21,7 +21,7 @@ _AT_THE_EDGE = 1 + 2.0**-20
 """The amax itself over its own scale, both rounded to fp32, may lie this much above fmt.max."""
 
 
-class Fake(NamedTuple):
+class FakeQuantized(NamedTuple):
     """A tensor before and after: `values` fp32 as quantized and dequantized."""
 
     values: torch.Tensor
@@ -31,9 +31,11 @@ class Fake(NamedTuple):
     amax: torch.Tensor | None = None
     """Largest magnitude of x, fp32, where it was needed."""
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Fake:
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> FakeQuantized:
         """Change both, for some of the elements."""
-        return Fake(change(self.values), None if self.scaled is None else change(self.scaled))
+        return FakeQuantized(
+            change(self.values), None if self.scaled is None else change(self.scaled)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class Quantizer:
         """Quantize and dequantize: the shape and dtype of `x`."""
         return self.fake(x).values.to(x.dtype)
 
-    def fake(self, x: torch.Tensor) -> Fake:
+    def fake(self, x: torch.Tensor) -> FakeQuantized:
         """Quantize and dequantize in fp32, and keep what saturation was applied to."""
         scale = self.scale_for(x)
         scaled = self.divide(x, scale)
@@ -94,7 +96,7 @@ class Quantizer:
             largest = scaled
         before = None if _is_within(largest, limit) else scaled.clone()
         values = round_to_format_(scaled, self.fmt, self.rounding, saturate=before is not None)
-        return Fake(values.mul_(scale), before, amax)
+        return FakeQuantized(values.mul_(scale), before, amax)
 
     def scale_for(self, x: torch.Tensor) -> torch.Tensor:
         """Give the scale of each element: fp32, broadcasts to `x`."""
@@ -146,7 +148,12 @@ class Damage(NamedTuple):
 
 
 def measure_damage(
-    x: torch.Tensor, fake: Fake, fmt: Fp8Format, *, saturates: bool = True, flush_stride: int = 1
+    x: torch.Tensor,
+    fake: FakeQuantized,
+    fmt: Fp8Format,
+    *,
+    saturates: bool = True,
+    flush_stride: int = 1,
 ) -> torch.Tensor:
     """Sum up what quantization did to `x`: fp64 [6], in the order of `Damage`.
 

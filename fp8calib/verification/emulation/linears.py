@@ -23,7 +23,11 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.coverage import is_of_decoder
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.scale_range import ScaleRange
-from fp8calib.verification.emulation.stored_weights import CopiedParameter, Stored, StoredReach
+from fp8calib.verification.emulation.stored_weights import (
+    ClipLimits,
+    CopiedParameter,
+    StoredWeights,
+)
 from fp8calib.verification.emulation.weights import (
     Requantized,
     WeightChange,
@@ -177,11 +181,11 @@ def emulate_checkpoint(
         _require_there(name, checkpoint, source)
     _refuse_embeddings(model, checkpoint, source)
     quantizer = Quantizer(fmt=checkpoint.fmt, scale=Granularity.TENSOR)
-    plain = Stored(
+    plain = StoredWeights(
         parameters=(),
         source=source,
         quantizer=quantizer,
-        reach=WeightSource(model, StoredReach(checkpoint)),
+        clip_limits=WeightSource(model, ClipLimits(checkpoint)),
         scales=dict(_stored_scales(stored, checkpoint, source)),
     )
     blocks = Quantizer(fmt=checkpoint.fmt, scale=Granularity.BLOCK, power_of_two=True)

@@ -1,4 +1,4 @@
-"""Weights as an FP8 checkpoint holds them, in the place of the unquantized ones."""
+"""Replace unquantized weights by those of an FP8 checkpoint."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verification.emulation.fake_quantize import Fake, Quantizer, measure_damage
+from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer, measure_damage
 from fp8calib.verification.emulation.scale_range import ScaleRange
-from fp8calib.verification.emulation.weights import Originals, WeightParameter, sum_damage
+from fp8calib.verification.emulation.weights import ParameterReader, WeightParameter, sum_damage
 
 _SLACK = 2.0**-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """Weights taken from an FP8 checkpoint, dequantized."""
+class StoredWeights:
+    """Weights read from an FP8 checkpoint, dequantized."""
 
     parameters: tuple[WeightParameter, ...]
-    source: Originals
+    source: ParameterReader
     quantizer: Quantizer
-    """Tells the format; scales are those of the checkpoint."""
-    reach: Originals
-    """The largest magnitude that each element of a weight could have in the checkpoint."""
+    """For its format; scales are those of the checkpoint."""
+    clip_limits: ParameterReader
+    """The largest magnitude that the checkpoint can store for each element of a weight."""
     scales: Mapping[str, ScaleRange]
-    """Those of the checkpoint, by parameter."""
+    """The checkpoint's scales, by parameter."""
     again: Quantizer | None = None
-    """How the engine quantizes them once more at load; None: it does not."""
+    """How the engine quantizes the weights again at load; None: it does not."""
 
     def apply(
         self, values: Mapping[str, torch.Tensor]
@@ -41,9 +41,12 @@ class Stored:
             target = values[parameter.name]
             pieces = target if parameter.num_experts else target.unsqueeze(0)
             damage = [
-                self._copy(piece, found.to(piece.device), reach, parameter.name)
-                for piece, found, reach in zip(
-                    pieces, _read(self.source, parameter), _read(self.reach, parameter), strict=True
+                self._copy(piece, found.to(piece.device), limits, parameter.name)
+                for piece, found, limits in zip(
+                    pieces,
+                    _read(self.source, parameter),
+                    _read(self.clip_limits, parameter),
+                    strict=True,
                 )
             ]
             yield parameter, sum_damage(damage)
@@ -52,44 +55,45 @@ class Stored:
         self,
         values: Mapping[str, torch.Tensor],  # noqa: ARG002 -- the protocol's
     ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
-        """Give those of the checkpoint."""
+        """Give the checkpoint's scales."""
         yield from ((parameter, self.scales[parameter.name]) for parameter in self.parameters)
 
     def _copy(
-        self, piece: torch.Tensor, found: torch.Tensor, reach: torch.Tensor, name: str
+        self, piece: torch.Tensor, found: torch.Tensor, limits: torch.Tensor, name: str
     ) -> torch.Tensor:
         _require_shape(name, piece, found)
         values = found.float() if self.again is None else self.again.fake(found).values
-        clipped = find_clipped(piece, found, reach.to(piece.device), self.quantizer.fmt)
-        damage = measure_damage(piece, Fake(values, clipped), self.quantizer.fmt)
+        clipped = find_clipped(piece, found, limits.to(piece.device), self.quantizer.fmt)
+        damage = measure_damage(piece, FakeQuantized(values, clipped), self.quantizer.fmt)
         piece.copy_(values)
         return damage
 
 
 def find_clipped(
-    exact: torch.Tensor, found: torch.Tensor, reach: torch.Tensor, fmt: Fp8Format
+    exact: torch.Tensor, found: torch.Tensor, limits: torch.Tensor, fmt: Fp8Format
 ) -> torch.Tensor | None:
-    """Find what an FP8 checkpoint has clipped: beyond its reach, and stored as its largest code.
+    """Find the elements that an FP8 checkpoint clipped: too large, and stored as its largest code.
 
     Args:
         exact: the unquantized weight, which may have been rounded to its dtype from a finer one.
-        found: what the checkpoint has for it; a shared scale may have moved it by half a step.
-        reach: the largest magnitude each element could have in the checkpoint.
+        found: the same weight in the checkpoint; a shared scale may have moved it by half a step.
+        limits: the largest magnitude that the checkpoint can store for each element.
         fmt: the format.
 
     Returns:
-        As `Fake.scaled`: beyond `fmt.max` where it clips, zero elsewhere; None where nothing does.
+        As `FakeQuantized.scaled`: beyond `fmt.max` where clipped, zero elsewhere; None where
+        nothing is clipped.
     """
     rounding = 1 + torch.finfo(exact.dtype).eps / 2
-    beyond = exact.abs().float() > reach * rounding
+    beyond = exact.abs().float() > limits * rounding
     if not bool(beyond.any()):
         return None
     at_the_end = 1 - 2.0 ** -(fmt.mantissa_bits + 1) - _SLACK
-    beyond &= found.abs() >= reach * at_the_end
+    beyond &= found.abs() >= limits * at_the_end
     return beyond.float() * (2 * fmt.max)
 
 
-def _read(source: Originals, parameter: WeightParameter) -> Iterator[torch.Tensor]:
+def _read(source: ParameterReader, parameter: WeightParameter) -> Iterator[torch.Tensor]:
     if parameter.num_experts:
         yield from source.read_experts(parameter.name)
     else:
@@ -98,7 +102,7 @@ def _read(source: Originals, parameter: WeightParameter) -> Iterator[torch.Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedParameter:
-    """A tensor that is not quantized, taken from an FP8 checkpoint that holds another one.
+    """An unquantized tensor of an FP8 checkpoint that differs from the original model's.
 
     Some tools fold factors into norms and embeddings before they quantize (SmoothQuant).
     """
@@ -109,7 +113,7 @@ class CopiedParameter:
     def apply(
         self, values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
-        """Copy it; nothing is measured, for nothing is quantized."""
+        """Copy the tensor; there is no damage to measure."""
         for parameter in self.parameters:
             found = self.source.read(parameter.name)
             _require_shape(parameter.name, values[parameter.name], found)
@@ -117,14 +121,14 @@ class CopiedParameter:
         return iter(())
 
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
-        """Read rows of it, for those who hold no more than some (of an embedding)."""
+        """Read some rows, for callers that hold only part of an embedding."""
         return self.source.read_rows(self.parameters[0].name, start, stop)
 
     def find_scales(
         self,
         values: Mapping[str, torch.Tensor],  # noqa: ARG002 -- the protocol's
     ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
-        """Give none: nothing is quantized."""
+        """Give nothing: the tensor is not quantized."""
         return iter(())
 
 
@@ -137,10 +141,10 @@ def _require_shape(name: str, own: torch.Tensor, found: torch.Tensor) -> None:
         )
 
 
-class StoredReach:
-    """Gives `Fp8Checkpoint.read_reach` where the checkpoint gives a weight.
+class ClipLimits:
+    """A tensor source that reads `Fp8Checkpoint.read_clip_limits` in place of weights.
 
-    What merges and renames the checkpoint's tensors for a model does the same to these.
+    So a `WeightSource` merges and renames the limits as it does the weights.
     """
 
     def __init__(self, checkpoint: Fp8Checkpoint) -> None:
@@ -149,9 +153,9 @@ class StoredReach:
         self._checkpoint = checkpoint
 
     def read(self, name: str) -> torch.Tensor:
-        """Give the reach of every element of an FP8 weight: fp32."""
-        return self._checkpoint.read_reach(name)
+        """Read the limit of every element of an FP8 weight: fp32."""
+        return self._checkpoint.read_clip_limits(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Give that of some rows of the leading dimension."""
-        return self._checkpoint.read_reach(name, start, stop)
+        """Read the limits of some rows."""
+        return self._checkpoint.read_clip_limits(name, start, stop)

@@ -1,4 +1,4 @@
-"""Weights as an engine would hold them in FP8: quantized here, or read from an FP8 checkpoint."""
+"""Replace a model's weights by what an engine would hold in FP8."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fp8calib.verification.emulation.fake_quantize import Quantizer, measure_dam
 from fp8calib.verification.emulation.scale_range import ScaleRange
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
-"""Modules that engines keep unquantized whatever the scheme: they choose experts."""
+"""Modules that choose experts; engines keep them unquantized in every scheme."""
 
 
-class Originals(Protocol):
-    """Where unquantized weights are read again."""
+class ParameterReader(Protocol):
+    """Reads the parameters of a model from a checkpoint."""
 
     def read(self, parameter: str) -> torch.Tensor:
         """Read one parameter as the model holds it."""
@@ -53,41 +53,41 @@ class WeightParameter:
 
 
 class WeightChange(Protocol):
-    """Weights that are replaced together."""
+    """A change to weights that are replaced together."""
 
     @property
     def parameters(self) -> tuple[WeightParameter, ...]:
-        """The parameters that are replaced."""
+        """The replaced parameters."""
 
     def apply(
         self, values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
-        """Replace `values` (by parameter name) in place; give what that did (`measure_damage`)."""
+        """Replace `values` (by parameter name) in place; give the damage (`measure_damage`)."""
 
     def find_scales(
         self, values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
-        """Give the scales that `apply` quantizes with, `values` being unquantized."""
+        """Give the scales that `apply` uses for the unquantized `values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requantized:
-    """Weights quantized as an engine's loader would do it, from the unquantized ones."""
+    """Weights that are quantized here, as an engine's loader would do it."""
 
     parameters: tuple[WeightParameter, ...]
-    """A fused group: with one scale per tensor, they share it."""
+    """A fused group; per-tensor scales are shared by the whole group."""
     quantizer: Quantizer
     through_float16: bool = False
-    """The engine dequantizes to fp16 at load and quantizes again with the same scale."""
+    """At load the engine dequantizes to fp16, and quantizes again with the same scale."""
     again: Quantizer | None = None
-    """How the engine quantizes at load what was quantized already; None: it does not."""
+    """How the engine quantizes the quantized weights again at load; None: it does not."""
 
     def apply(
         self, values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
         """Quantize in place, expert by expert."""
         slices = {p.name: p.slices(values[p.name]) for p in self.parameters}
-        # All scales first: what is quantized already must not have a say in its group's.
+        # All scales first: a group's scale must come from unquantized weights alone.
         groups = zip(*slices.values(), strict=True)
         quantizers = [self._for_group(group) for group in groups]
         for parameter in self.parameters:
@@ -100,8 +100,8 @@ class Requantized:
     def find_scales(
         self, values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[WeightParameter, ScaleRange]]:
-        """Compute them again; of experts the extremes of all."""
-        assert isinstance(self.quantizer.scale, Granularity)  # noqa: S101 -- of weights it always is
+        """Compute the scales again; for experts, the extremes of all."""
+        assert isinstance(self.quantizer.scale, Granularity)  # noqa: S101 -- a scheme's always is
         per = self.quantizer.scale
         groups = zip(*(p.slices(values[p.name]) for p in self.parameters), strict=True)
         found = [self._find_in_group(group, per) for group in groups]
@@ -139,10 +139,9 @@ def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def find_parameters(
     geometry: ModelGeometry, modules: Mapping[str, nn.Module], *, routers: bool = False
 ) -> list[tuple[WeightParameter, ...]]:
-    """List the weights an FP8 scheme covers, fused groups (q/k/v, gate/up) together.
+    """List the weights that an FP8 scheme quantizes, fused groups (q/k/v, gate/up) together.
 
-    Every linear and every expert of the decoder layers; what routes tokens to experts stays as it
-    is, unless `routers` asks for it.
+    These are all linears and experts of the decoder layers; routers only if `routers` is set.
     """
     groups: dict[tuple[str, ...], dict[str, WeightParameter]] = {}
     for _, linear in geometry.linears():
@@ -183,19 +182,19 @@ def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
 def changed_weights(
     model: nn.Module,
     changes: Sequence[WeightChange],
-    originals: Originals,
+    originals: ParameterReader,
     damage: dict[Site, torch.Tensor],
 ) -> Iterator[None]:
-    """Hold the changed weights in the model while the context is open.
+    """Apply `changes` to the model while the context is open.
 
     Args:
         model: the unquantized model, in memory.
         changes: what to replace.
-        originals: where the unquantized weights are read again in the end.
-        damage: is filled with what was done to each weight (`measure_damage`).
+        originals: reads the unquantized weights again at the end.
+        damage: receives the damage of each weight (`measure_damage`).
 
     Raises:
-        VerificationError: a weight is not in memory (offloaded), so it cannot be replaced.
+        VerificationError: a weight is offloaded, so it cannot be replaced.
     """
     values = {name: parameter.data for name, parameter in model.named_parameters()}
     touched: list[WeightParameter] = []
@@ -211,7 +210,7 @@ def changed_weights(
             _restore(values[parameter.name], parameter, originals)
 
 
-def _restore(value: torch.Tensor, parameter: WeightParameter, originals: Originals) -> None:
+def _restore(value: torch.Tensor, parameter: WeightParameter, originals: ParameterReader) -> None:
     if value.is_meta:
         return
     if not parameter.num_experts:
@@ -227,6 +226,6 @@ def _require_in_memory(
     for parameter in parameters:
         if values[parameter.name].is_meta:
             raise VerificationError(
-                f"{parameter.name} is offloaded, and cannot be replaced by its FP8 form",
-                hint="omit --device-map: what does not fit is then streamed layer by layer",
+                f"{parameter.name} is offloaded, so it cannot be replaced by FP8 values",
+                hint="without --device-map, a model that does not fit is streamed layer by layer",
             )
