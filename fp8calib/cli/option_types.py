@@ -42,11 +42,17 @@ Fp8DtypeOption = Annotated[
     str | None,
     typer.Option("--fp8-dtype", metavar="NAME", help="FP8 format: e4m3fn (default) or e4m3fnuz."),
 ]
+QueryScaleOption = Annotated[
+    bool, typer.Option("--query-scale", help="Also write q_scale into overlays.")
+]
 ForceOption = Annotated[
     bool,
     typer.Option(
         "--force", help="Overwrite earlier output; a folder with any other file is still refused."
     ),
+]
+UnquantizedModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="The unquantized model: folder or Hub id.")
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")

@@ -22,18 +22,20 @@ from fp8calib.cli.option_types import (
     JsonOption,
     MemoryOption,
     NoPackOption,
+    QueryScaleOption,
     RevisionOption,
     RuleOption,
     SamplesOption,
     SeqLenOption,
     TpOption,
     TrustOption,
+    UnquantizedModel,
     split_names,
 )
 
 
 def calibrate_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or Hub id.")],
+    model: UnquantizedModel,
     data: DataOption = None,
     recipe: Annotated[
         str,
@@ -60,9 +62,7 @@ def calibrate_command(
     rule: RuleOption = None,
     fallback: FallbackOption = None,
     fp8_dtype: Fp8DtypeOption = None,
-    query_scale: Annotated[
-        bool, typer.Option("--query-scale", help="Also write q_scale into overlays.")
-    ] = False,
+    query_scale: QueryScaleOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     device_map: DeviceMapOption = None,

@@ -231,11 +231,7 @@ def count_experts(stats: CalibrationStats, fallback: Fallback | None) -> dict[st
     """
     if stats.shard is not None:
         return None
-    counts = {
-        site.module.rpartition(".")[0]: found.expert_counts.tolist()
-        for site, found in sorted(stats.sites.items())
-        if found.expert_counts is not None and site.module.endswith(".up_proj")
-    }
+    counts = dict(sorted(_expert_tokens(stats).items()))
     if not counts:
         return None
     return {

@@ -78,7 +78,7 @@ def run_calibrate(settings: CalibrateSettings) -> None:
     quiet_libraries()
     process_rank = find_process_rank(os.environ)
     settings = replace(settings, device=choose_rank_device(settings, process_rank))
-    with open_process_group(process_rank) as group, _opened(settings) as job:
+    with open_process_group(process_rank) as group, _open_job(settings) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
         header = make_job_header(job)
@@ -125,7 +125,7 @@ def _show_finished(job: CalibrateJob, report: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _opened(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
+def _open_job(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
     recipe = settings.recipe
     check_formats(recipe.formats)
     _check_observed(recipe)

@@ -14,6 +14,7 @@ from fp8calib.cli.option_types import (
     FormatOption,
     Fp8DtypeOption,
     JsonOption,
+    QueryScaleOption,
     RuleOption,
     TpOption,
     split_names,
@@ -39,9 +40,7 @@ def export_command(
     rule: RuleOption = None,
     fallback: FallbackOption = None,
     fp8_dtype: Fp8DtypeOption = None,
-    query_scale: Annotated[
-        bool, typer.Option("--query-scale", help="Also write q_scale into overlays.")
-    ] = False,
+    query_scale: QueryScaleOption = False,
     with_weights: Annotated[
         bool,
         typer.Option(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fp8calib.cli.heavy_imports import heavy_imports
-from fp8calib.cli.option_types import ForceOption, JsonOption, RevisionOption
+from fp8calib.cli.option_types import ForceOption, JsonOption, RevisionOption, UnquantizedModel
 from fp8calib.fp8.schemes import SCHEMES, list_expressible
 
 
@@ -26,9 +26,7 @@ def _describe_dialects() -> Iterator[str]:
 
 
 def quantize_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="The unquantized model: folder or Hub id.")
-    ],
+    model: UnquantizedModel,
     scheme: Annotated[
         str,
         typer.Option(

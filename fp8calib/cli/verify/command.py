@@ -21,15 +21,14 @@ from fp8calib.cli.option_types import (
     SamplesOption,
     SeqLenOption,
     TrustOption,
+    UnquantizedModel,
 )
 from fp8calib.engines.registry import list_emulated
 from fp8calib.fp8.schemes import SCHEMES
 
 
 def verify_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="The unquantized model: folder or Hub id.")
-    ],
+    model: UnquantizedModel,
     scales: Annotated[
         list[str] | None,
         typer.Option(

@@ -5,44 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
-from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output_files import OutputFiles
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
-from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
+from fp8calib.cli.setup import plan_data, quiet_libraries
 from fp8calib.cli.verify.job import ResolvedOptions, TaskJob, VerifyJob, VerifySettings
 from fp8calib.cli.verify.memory import choose_verification_mode, open_reference
+from fp8calib.cli.verify.options import resolve_options
 from fp8calib.cli.verify.request import build_request
 from fp8calib.cli.verify.show import describe_verification_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
-from fp8calib.engines.registry import find_emulated
-from fp8calib.errors import UsageError, VerificationError
-from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.fp8.schemes import Scheme, find_scheme
+from fp8calib.errors import VerificationError
+from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import (
     ModelSource,
     build_skeleton,
-    choose_device,
     load_tokenizer,
     open_source,
 )
 from fp8calib.model.structure import find_structure
-from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.fingerprint import fingerprint_model
-from fp8calib.verification.candidates import OpenedCandidate, Target, find_candidate, open_candidate
-from fp8calib.verification.judge.gates import load_gate
+from fp8calib.verification.candidates import OpenedCandidate, Target, open_candidate
 from fp8calib.verification.report import SCALE_ONE, Verdict, VerifyReport
 from fp8calib.verification.tasks.lm_eval import run_tasks
-from fp8calib.verification.tasks.task_files import open_tasks, require_harness
+from fp8calib.verification.tasks.task_files import open_tasks
 from fp8calib.verification.verify import (
     ReferenceModel,
     VerificationRequest,
@@ -51,14 +45,13 @@ from fp8calib.verification.verify import (
 )
 
 _SMALLEST_SHARE = 0.01
-_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
 
 
 def run_verify(settings: VerifySettings) -> int:
     """Verify a model, print the outcome and return the exit code."""
     quiet_libraries()
-    options = _resolve_options(settings)
-    with _opened(settings, options) as job:
+    options = resolve_options(settings)
+    with _open_job(settings, options) as job:
         for text in (*job.plan.warnings, *job.warnings):
             warn(text)
         mode = choose_verification_mode(job)
@@ -85,93 +78,8 @@ def run_verify(settings: VerifySettings) -> int:
     return _exit_code(settings, verified.report)
 
 
-def _resolve_options(settings: VerifySettings) -> ResolvedOptions:
-    check_device_map(settings.device_map, settings.device)
-    _check_candidate_names(settings.scales)
-    _check_outputs(settings)
-    if settings.report is not None:
-        from fp8calib.verification.html.page import require_plotly  # noqa: PLC0415 -- pages are an extra
-
-        require_plotly()
-    _check_task_options(settings)
-    if settings.fp8_dtype not in FP8_FORMATS:
-        raise UsageError(
-            f"--fp8-dtype {settings.fp8_dtype}: unknown format",
-            hint=f"known: {', '.join(FP8_FORMATS)}",
-        )
-    engine, numerics = find_emulated(settings.engine)
-    return ResolvedOptions(
-        engine=engine,
-        numerics=numerics,
-        scheme=None if settings.scheme is None else find_scheme(settings.scheme),
-        rules=_parse_rules(settings.rules),
-        fmt=FP8_FORMATS[settings.fp8_dtype],
-        gate=None if settings.gate is None else load_gate(settings.gate),
-        device=choose_device(settings.device),
-    )
-
-
-def _parse_rules(names: tuple[str, ...]) -> tuple[Rule, ...]:
-    if not all(names):
-        raise UsageError("--rules: empty name", hint="give rules as NAME,NAME")
-    rules = tuple(map(parse_rule, names))
-    for rule in rules:
-        if rules.count(rule) > 1:
-            raise UsageError(f"--rules: {rule} is given twice", hint="name each rule once")
-    return rules
-
-
-def _check_task_options(settings: VerifySettings) -> None:
-    if not all(settings.tasks):
-        raise UsageError("--tasks: empty name", hint="give tasks as NAME,NAME")
-    if settings.tasks:
-        require_harness()
-    elif settings.limit is not None:
-        raise UsageError("--limit has no effect without --tasks", hint="add --tasks NAME")
-
-
-def _check_candidate_names(names: tuple[str, ...]) -> None:
-    for name in names:
-        if not name or not name.isprintable():
-            raise UsageError(f"--scales {name!r}: must be a path of printable characters")
-        if name in _RESERVED_NAMES:
-            raise UsageError(f"--scales {name}: this name is reserved", hint=f"write ./{name}")
-    places = [find_candidate(name).resolve() for name in names]
-    for place in places:
-        if places.count(place) > 1:
-            twice = " and ".join(n for n, p in zip(names, places, strict=True) if p == place)
-            raise UsageError(f"--scales {twice}: the same scales twice", hint="give them once")
-
-
-def _check_outputs(settings: VerifySettings) -> None:
-    """Refuse outputs that cannot be written or would replace an input, before hours of work.
-
-    Raises:
-        UsageError: naming the path.
-    """
-    outputs = [path for path in (settings.report, settings.dump) if path is not None]
-    for path in outputs:
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"{path}: no such folder: {path.parent}")
-        check_output_file(path)
-        for name in (settings.model, *settings.scales, *settings.data):
-            _refuse_input(path, Path(name))
-    if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
-        raise UsageError(f"--report and --dump are both {outputs[0]}")
-    OutputFiles(outputs).probe()
-
-
-def _refuse_input(path: Path, source: Path) -> None:
-    try:
-        is_inside = source.exists() and path.resolve().is_relative_to(source.resolve())
-    except (OSError, ValueError):
-        return
-    if is_inside and (path.exists() or source.is_file()):
-        raise UsageError(f"{path} would replace an input", hint="name another file")
-
-
 @contextmanager
-def _opened(settings: VerifySettings, options: ResolvedOptions) -> Iterator[VerifyJob]:
+def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[VerifyJob]:
     source = open_source(
         settings.model,
         revision=settings.revision,
