@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from fp8calib.errors import ExportError, UsageError
 
@@ -57,12 +56,7 @@ class OutputFolder:
         self._replaced = self._staging.with_name(f"{self._staging.name}.old")
         return self._staging
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         try:
             if isinstance(exc, OSError):
                 needed_bytes = measure_folder(self._staging)

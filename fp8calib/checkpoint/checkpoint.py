@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -107,46 +107,23 @@ class Checkpoint:
         return load_json_object(path)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into memory of its own.
-
-        Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read.
-        """
+        """Read a whole tensor into memory of its own; see `TensorFile.read`."""
         return self._file(name).read(name)
 
     def read_as_mapped(self, name: str) -> torch.Tensor:
-        """Read a whole tensor to an address aligned as in a mapped file (see `TensorFile`).
-
-        Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read.
-        """
+        """Read a whole tensor, aligned as in a mapped file; see `TensorFile.read_as_mapped`."""
         return self._file(name).read_as_mapped(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` (exclusive) of the leading dimension.
-
-        Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read.
-            IndexError: the tensor has no such rows.
-        """
+        """Read the rows `start` to `stop` of the leading dimension; see `TensorFile.read_rows`."""
         return self._file(name).read_rows(name, start, stop)
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
-        """Read consecutive rows and columns of one matrix of a 3-D tensor.
-
-        Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read.
-            IndexError: the tensor has no such rows or columns.
-        """
+        """Read a part of one matrix of a 3-D tensor; see `TensorFile.read_block`."""
         return self._file(name).read_block(name, index, rows, columns)
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the bytes `start` to `stop` (exclusive) of a tensor's data: uint8.
-
-        Raises:
-            ModelError: the checkpoint has no such tensor, or its file cannot be read.
-            IndexError: the tensor has no such bytes.
-        """
+        """Read the bytes `start` to `stop` of the data: uint8; see `TensorFile.read_bytes`."""
         return self._file(name).read_bytes(name, start, stop)
 
     def sample_bytes(self, name: str, size_bytes: int) -> bytes:
@@ -176,12 +153,7 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _file(self, name: str) -> TensorFile:

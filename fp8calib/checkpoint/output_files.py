@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
-from types import TracebackType
 
 from fp8calib.checkpoint.atomic import explain_os_error
 from fp8calib.errors import ExportError, UsageError
@@ -57,12 +56,7 @@ class OutputFiles:
             self._temporary[path] = folder / target.name
         return self._temporary
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Rename all files after success; remove what is temporary."""
         try:
             if kind is None:

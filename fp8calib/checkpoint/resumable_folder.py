@@ -12,7 +12,6 @@ import json
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 
 from fp8calib.checkpoint.atomic import OutputFolder, write_file_atomic
 from fp8calib.checkpoint.folder_lock import FolderLock
@@ -136,16 +135,11 @@ class ResumableFolder(OutputFolder):
             return parent / f"{name}.partial"
         return parent / f".{name}.tmp-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         try:
             if isinstance(exc, self._kept_after):
                 return
-            super().__exit__(exc_type, exc, traceback)
+            super().__exit__(kind, exc, trace)
         finally:
             self._unlock()
 

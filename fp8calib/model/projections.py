@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.model_geometry import Linear, Part
+from fp8calib.model.topology.layouts import gate_up_parts, rows_part
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.model.weight_stats import expert_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,33 +25,53 @@ class LinearWeight:
     values: torch.Tensor
     """[out, in], in the checkpoint's dtype; its rows are those that `linear.parts` describe."""
 
+    @property
+    def name(self) -> str:
+        """The name of the parameter, with the index of the expert."""
+        index = "" if self.expert is None else f"[{self.expert}]"
+        return f"{self.linear.weight_name}{index}"
+
 
 def read_linears(
-    model: PreTrainedModel, geometry: ModelGeometry, source: WeightSource
+    model: PreTrainedModel, linears: Sequence[Linear], source: WeightSource
 ) -> Iterator[LinearWeight]:
-    """Read the weights of all attention and MLP projections, each parameter once.
+    """Read the weights of linears, each parameter once; those of stacked experts one by one.
+
+    Only the modules of `model` are used; it may be without weights.
 
     Raises:
         ModelError: the checkpoint holds no tensor for one of them.
     """
     modules = dict(model.named_modules())
-    stacked: dict[str, list[Linear]] = defaultdict(list)
-    for _, linear in geometry.linears():
-        if linear.section == "other":
-            continue
-        if linear.num_experts:
-            stacked[linear.weight_name].append(linear)
-            continue
-        values = source.read(linear.weight_name)
-        if is_transposed(modules[linear.module]):
-            values = values.T
-        yield LinearWeight(linear=linear, expert=None, values=values)
-    for name, linears in stacked.items():
-        experts = modules[linears[0].module.rpartition(".")[0]]
-        parts = {part.name: part for part in expert_parts(experts, linears[0])}
-        for expert, stored in enumerate(source.read_experts(name)):
-            weight = stored.T if getattr(experts, "is_transposed", False) else stored
-            for linear in linears:
-                part = parts[linear.module.rpartition(".")[2]]
-                rows = weight[part.rows(range(part.count))] if len(parts) > 1 else weight
-                yield LinearWeight(linear=linear, expert=expert, values=rows)
+    stacks: dict[str, list[Linear]] = defaultdict(list)
+    for linear in linears:
+        stacks[linear.weight_name].append(linear)
+    for linear in linears:
+        stacked = stacks.pop(linear.weight_name, [])
+        if linear.num_experts and stacked:
+            experts = modules[linear.module.rpartition(".")[0]]
+            yield from _read_experts(experts, stacked, source)
+        elif not linear.num_experts:
+            values = source.read(linear.weight_name)
+            values = values.T if is_transposed(modules[linear.module]) else values
+            yield LinearWeight(linear=linear, expert=None, values=values)
+
+
+def _read_experts(
+    experts: nn.Module, linears: Sequence[Linear], source: WeightSource
+) -> Iterator[LinearWeight]:
+    parts = {part.name: part for part in _expert_parts(experts, linears[0])}
+    for expert, stored in enumerate(source.read_experts(linears[0].weight_name)):
+        weight = stored.T if getattr(experts, "is_transposed", False) else stored
+        for linear in linears:
+            part = parts[linear.module.rpartition(".")[2]]
+            rows = weight[part.rows(range(part.count))] if len(parts) > 1 else weight
+            yield LinearWeight(linear=linear, expert=expert, values=rows)
+
+
+def _expert_parts(experts: nn.Module, linear: Linear) -> tuple[Part, ...]:
+    """Describe the projections in one expert's part of the parameter of `linear`, [out, in]."""
+    if linear.weight_name.endswith("gate_up_proj"):
+        is_interleaved = not getattr(experts, "is_concatenated", True)
+        return gate_up_parts(2 * linear.out_features, interleaved=is_interleaved)
+    return (rows_part(linear.module.rpartition(".")[2], linear.out_features),)

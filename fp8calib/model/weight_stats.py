@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.errors import ModelError
 from fp8calib.fp8.amax import channel_amax, group_amax, row_amax
-from fp8calib.geometry.model_geometry import Linear, Part
+from fp8calib.geometry.model_geometry import Linear
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.topology.layouts import gate_up_parts, rows_part
-from fp8calib.model.topology.search import is_transposed
+from fp8calib.model.projections import read_linears
 from fp8calib.model.weight_source import TensorSource, WeightSource
 from fp8calib.stats.statistic import SiteStats
 
@@ -35,20 +34,22 @@ def observe_weights(
     Raises:
         ModelError: a weight holds NaN or inf; the message names tensor and index.
     """
-    modules = dict(model.named_modules())
-    done: set[str] = set()
-    for linear in linears:
-        parent = linear.module.rpartition(".")[0]
-        if linear.module in ignored or (linear.num_experts and parent in ignored):
+    observed = [
+        linear
+        for linear in linears
+        if linear.module not in ignored
+        and not (linear.num_experts and linear.module.rpartition(".")[0] in ignored)
+    ]
+    per_expert: dict[str, list[tuple[SiteStats, torch.Tensor]]] = defaultdict(list)
+    for weight in read_linears(model, observed, source):
+        linear, stats = weight.linear, _reduce(weight.values, weight.name)
+        site = Site(linear.module, Role.WEIGHT)
+        if weight.expert is None:
+            yield site, stats
             continue
-        if not linear.num_experts:
-            weight = source.read(linear.weight_name)
-            if is_transposed(modules[linear.module]):
-                weight = weight.T
-            yield Site(linear.module, Role.WEIGHT), _reduce(weight, linear.weight_name)
-        elif linear.weight_name not in done:
-            done.add(linear.weight_name)
-            yield from _observe_experts(modules[parent], parent, linear, source)
+        per_expert[linear.module].append((stats, _blocks(stats, linear)))
+        if weight.expert == linear.num_experts - 1:
+            yield site, _join(per_expert.pop(linear.module))
 
 
 def check_other_weights(checkpoint: TensorSource, names: Iterable[str]) -> None:
@@ -100,34 +101,11 @@ def _reduce(weight: torch.Tensor, name: str) -> SiteStats:
     return SiteStats(count=0, amax=amax_out, amax_in=channel_amax(weight))
 
 
-def _observe_experts(
-    experts: nn.Module, path: str, linear: Linear, source: WeightSource
-) -> Iterator[tuple[Site, SiteStats]]:
-    parts = expert_parts(experts, linear)
-    seen: dict[str, list[tuple[SiteStats, torch.Tensor]]] = {part.name: [] for part in parts}
-    for expert, stored in enumerate(source.read_experts(linear.weight_name)):
-        weight = stored.T if getattr(experts, "is_transposed", False) else stored
-        for part in parts:
-            rows = weight[part.rows(range(part.count))] if len(parts) > 1 else weight
-            stats = _reduce(rows, f"{linear.weight_name}[{expert}]")
-            seen[part.name].append((stats, _blocks(stats, part.name, linear.expert_block)))
-    for name, per_expert in seen.items():
-        yield Site(f"{path}.{name}", Role.WEIGHT), _join(per_expert)
-
-
-def expert_parts(experts: nn.Module, linear: Linear) -> tuple[Part, ...]:
-    """Describe the projections in one expert's part of the parameter of `linear`, [out, in]."""
-    if linear.weight_name.endswith("gate_up_proj"):
-        is_interleaved = not getattr(experts, "is_concatenated", True)
-        return gate_up_parts(2 * linear.out_features, interleaved=is_interleaved)
-    return (rows_part(linear.module.rpartition(".")[2], linear.out_features),)
-
-
-def _blocks(stats: SiteStats, name: str, block: int) -> torch.Tensor:
-    """Reduce the axis tensor parallelism cuts (down: inputs, else outputs) to blocks: [blocks]."""
-    cut = stats.amax_in if name == "down_proj" else stats.amax
+def _blocks(stats: SiteStats, linear: Linear) -> torch.Tensor:
+    """Reduce the axis that tensor parallelism cuts to blocks: [blocks]."""
+    cut = stats.amax_in if linear.shard == "row" else stats.amax
     assert cut is not None  # noqa: S101 -- a weight's stats always hold both axes
-    return group_amax(cut.unsqueeze(0), block)[0]
+    return group_amax(cut.unsqueeze(0), linear.expert_block)[0]
 
 
 def _join(per_expert: list[tuple[SiteStats, torch.Tensor]]) -> SiteStats:

@@ -10,7 +10,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.geometry.model_geometry import find_difference
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry, find_difference
 from fp8calib.model.load import LoadedModel, build_skeleton, open_source
 from fp8calib.model.projections import LinearWeight, read_linears
 from fp8calib.model.topology.find import find_geometry
@@ -47,7 +47,11 @@ class RankWeights:
         ]
 
     def _read(self, table: ScaleTable) -> Iterator[LinearWeight]:
-        return read_linears(self._model, table.geometry, self._source)
+        return read_linears(self._model, _projections(table.geometry), self._source)
+
+
+def _projections(geometry: ModelGeometry) -> list[Linear]:
+    return [linear for _, linear in geometry.linears() if linear.section != "other"]
 
 
 def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe) -> RankWeights:
@@ -82,8 +86,8 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
     adopted = {
         tp: adopt_scales(
             table,
-            read_linears(skeleton, geometry, weights),
-            read_linears(skeleton, geometry, scales),
+            read_linears(skeleton, _projections(geometry), weights),
+            read_linears(skeleton, _projections(geometry), scales),
         )
         for tp, table in tables.items()
     }
