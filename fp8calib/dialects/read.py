@@ -71,7 +71,7 @@ def read_scales(
         UsageError: there is no such path, or `source_fmt` is needed.
         VerificationError: there are no scales, or they are incomplete, invalid or of another model.
     """
-    files = _look_into(path, drops_bad_query=drops_bad_query)
+    files = replace(_look_into(path), drops_bad_query=drops_bad_query)
     dialect = _recognise(files)
     if dialect is None or dialect.read is None:
         raise _no_scales(files)
@@ -138,45 +138,39 @@ def _recognise(files: ScaleFiles) -> Dialect | None:
     return None
 
 
-def _look_into(path: Path, *, drops_bad_query: bool = False) -> ScaleFiles:
-    found = replace(_list_files(path), drops_bad_query=drops_bad_query)
-    if not found.spellings:
-        return found
-    return replace(found, quant_method=read_quant_method(found.folder))
-
-
-def _list_files(path: Path) -> ScaleFiles:
+def _look_into(path: Path) -> ScaleFiles:
     try:
         if not path.exists():
             raise UsageError(f"{path}: no such file or folder", hint="name a scales file")
         if path.is_dir():
-            return _list_folder(path)
+            return _look_into_folder(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise VerificationError(f"{path}: cannot be read: {reason}") from error
     if path.is_file() and path.suffix in _TENSOR_SUFFIXES:
-        return _sort_files(path, [path], [])
+        return _find_scales(path, path.parent, [path], [])
     if path.is_file() and path.suffix == ".json":
         document = load_object(path)
-        documents = (
-            {path: document} if any(keys[0] in document for keys in list_json_keys()) else {}
-        )
+        is_scales = any(keys[0] in document for keys in list_json_keys())
+        documents = {path: document} if is_scales else {}
         return ScaleFiles(place=path, tensor_names={}, documents=documents)
     hint = "scales are read from a checkpoint folder, or a .safetensors, .json or .npz file"
     raise refusal(path, "not a scales file", hint=hint)
 
 
-def _list_folder(folder: Path) -> ScaleFiles:
+def _look_into_folder(folder: Path) -> ScaleFiles:
     with reading_errors():
         refuse_external_links(folder)
     visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
     paths = [path for path in visible if path.is_file()]
     tensor_files = [path for path in paths if path.suffix in _TENSOR_SUFFIXES]
     json_files = [path for path in paths if path.suffix == ".json" and path.name != CONFIG_NAME]
-    return _sort_files(folder, tensor_files, json_files)
+    return _find_scales(folder, folder, tensor_files, json_files)
 
 
-def _sort_files(place: Path, tensor_files: list[Path], json_files: list[Path]) -> ScaleFiles:
+def _find_scales(
+    place: Path, folder: Path, tensor_files: list[Path], json_files: list[Path]
+) -> ScaleFiles:
     """Look for scales in the names; JSON files count only if no tensor is a scale."""
     tensor_names = {path: list_tensor_names(path) for path in tensor_files}
     names = [name for listed in tensor_names.values() for name in listed]
@@ -188,6 +182,7 @@ def _sort_files(place: Path, tensor_files: list[Path], json_files: list[Path]) -
         tensor_names=tensor_names,
         documents={} if has_tensors else dict(_load_documents(json_files)),
         spellings=spellings,
+        quant_method=read_quant_method(folder) if spellings else None,
     )
 
 

@@ -39,23 +39,17 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
         VerificationError: a config cannot be read, is of another model, or of another KV format.
     """
     path, side = folder / CONFIG_NAME, folder / MODELOPT_CONFIG_NAME
-    with reading_errors():
-        refuse_external_link(path)
-        refuse_external_link(side)
-    _check_algorithm(side, _load(side))
-    if not path.is_file():
+    _find_algorithm(side, _load(side) or {})
+    config = _load(path)
+    if config is None:
         return CheckpointConfig()
-    config = load_object(path)
     _check_model_type(path, config, geometry)
-    _check_algorithm(path, config)
-    quantization = _section(config, "quantization_config")
-    _check_scheme(path, quantization.get("kv_cache_scheme"))
-    dtype = config.get(_TGI_DTYPE_KEY)
+    fmt = _find_algorithm(path, config)
+    _check_scheme(path, _section(config, "quantization_config").get("kv_cache_scheme"))
+    if (dtype := config.get(_TGI_DTYPE_KEY)) is not None:
+        fmt = find_format(path, _TGI_DTYPE_KEY, dtype)
     tp = _section(config, "mapping").get("tp_size")
-    return CheckpointConfig(
-        fmt=_find_algorithm(config) if dtype is None else find_format(path, _TGI_DTYPE_KEY, dtype),
-        tp=tp if type(tp) is int else None,
-    )
+    return CheckpointConfig(fmt=fmt, tp=tp if type(tp) is int else None)
 
 
 def read_quant_method(folder: Path) -> str | None:
@@ -64,12 +58,10 @@ def read_quant_method(folder: Path) -> str | None:
     Raises:
         VerificationError: the config cannot be read.
     """
-    path = folder / CONFIG_NAME
-    with reading_errors():
-        refuse_external_link(path)
-    if not path.is_file():
+    config = _load(folder / CONFIG_NAME)
+    if config is None:
         return None
-    method = _section(load_object(path), "quantization_config").get("quant_method")
+    method = _section(config, "quantization_config").get("quant_method")
     return method if isinstance(method, str) else ""
 
 
@@ -83,8 +75,10 @@ def load_object(path: Path) -> dict[str, object]:
         return load_json_object(path, parse=parse_unique_keys)
 
 
-def _load(path: Path) -> dict[str, object]:
-    return load_object(path) if path.is_file() else {}
+def _load(path: Path) -> dict[str, object] | None:
+    with reading_errors():
+        refuse_external_link(path)
+    return load_object(path) if path.is_file() else None
 
 
 def _section(config: Mapping[str, object], key: str) -> Mapping[str, object]:
@@ -108,21 +102,15 @@ def _check_scheme(path: Path, scheme: object) -> None:
         raise refusal(path, fault, hint=_NOT_FP8)
 
 
-def _find_algorithm(config: Mapping[str, object]) -> Fp8Format | None:
-    """Read `kv_cache_quant_algo`: FP8 is e4m3fn, the only e4m3 of NVIDIA's tools."""
+def _find_algorithm(path: Path, config: Mapping[str, object]) -> Fp8Format | None:
+    """Read `kv_cache_quant_algo`; FP8, in any case, is e4m3fn, the only e4m3 of NVIDIA's tools.
+
+    The other formats of ModelOpt and TensorRT-LLM are refused: INT8 scales are amax / 127.
+    """
     sections = [_section(config, name) for name in _ALGORITHM_SECTIONS]
-    return E4M3FN if any(_is_fp8(section.get(_ALGORITHM_KEY)) for section in sections) else None
-
-
-def _is_fp8(algorithm: object) -> bool:
-    """Tell whether an algorithm is FP8, in upper or lower case, as engines read it."""
-    return isinstance(algorithm, str) and algorithm.upper() == "FP8"
-
-
-def _check_algorithm(path: Path, config: Mapping[str, object]) -> None:
-    """Refuse the other KV formats of ModelOpt and TensorRT-LLM: INT8 scales are amax / 127."""
-    for section in _ALGORITHM_SECTIONS:
-        algorithm = _section(config, section).get(_ALGORITHM_KEY)
-        if algorithm is not None and not _is_fp8(algorithm):
-            fault = f"kv_cache_quant_algo is {algorithm!a:.40}, not FP8"
+    named = [found for section in sections if (found := section.get(_ALGORITHM_KEY)) is not None]
+    for algorithm in named:
+        if not isinstance(algorithm, str) or algorithm.upper() != "FP8":
+            fault = f"{_ALGORITHM_KEY} is {algorithm!a:.40}, not FP8"
             raise refusal(path, fault, hint=_NOT_FP8)
+    return E4M3FN if named else None
