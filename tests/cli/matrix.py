@@ -1,4 +1,4 @@
-"""Every form of scales to every other one, done by the program; the README's tables of it."""
+"""Convert every dialect to every other one by the program, and make the README's tables."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ RUN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("ModelOpt, KV cache alone", "transformers"): (_TRANSFORMERS, '"modelopt-kv"'),
     ("Quark", "transformers"): (_TRANSFORMERS, '"quark-fp8-kv"'),
 }
-"""Forms that are loaded in the engine itself: the test under `tests`, and what stands in it."""
+"""Forms that the engine itself loads: the test under `tests`, and a text in it."""
 FOR_NO_ENGINE = ("TensorRT-LLM rank files", "AMMO `.npz`")
-"""Of an engine that is not asked here."""
+"""For an engine that `check` does not know."""
 
 Written = Mapping[str, Path]
-"""What the program wrote of the statistics, by form."""
+"""What the program wrote from the statistics, by form."""
 
 
 def _save_autofp8(folder: Path) -> Path:
@@ -106,7 +106,7 @@ def _save_ranks(folder: Path) -> Path:
 
 
 def _save_npz(folder: Path) -> Path:
-    """Give a rank file of AMMO, beside which nothing says the format."""
+    """Write a rank file of AMMO, with no FP8 format stated beside it."""
     folder.mkdir()
     arrays = {
         f"_np:layers:{layer}.{layer}.kv_cache_scaling_factor": np.array([0.5], dtype=np.float32)
@@ -127,26 +127,26 @@ READERS: Mapping[str, str | Callable[[Path], Path]] = {
     "TensorRT-LLM rank files": _save_ranks,
     "AMMO `.npz`": _save_npz,
 }
-"""What others write: a folder of `tests/foreign`, made by the tool itself, or who makes it."""
+"""What other tools write: a folder of `tests/foreign`, made by the tool, or a function."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of the scales of one form in another."""
+    """The scales of one form after conversion to another."""
 
     losses: tuple[str, ...]
     refusal: str
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Show it as the README does."""
+        """Describe it as the README does."""
         if self.refusal:
             return f"impossible: {self.refusal}"
         return f"lossy: {', '.join(self.losses)}" if self.losses else "works"
 
 
 def save_reader(name: str, folder: Path, written: Written) -> Path:
-    """Give a form to read, in `folder` unless it lies somewhere already."""
+    """Return the path of a form, writing it into `folder` if needed."""
     if name in written:
         return written[name]
     source = READERS[name]
@@ -154,7 +154,7 @@ def save_reader(name: str, folder: Path, written: Written) -> Path:
 
 
 def write_all(folder: Path, rows: Path) -> tuple[Path, Written]:
-    """Calibrate the model and write every form of it; give the statistics and the forms."""
+    """Calibrate the model in every format; return the paths of statistics and formats."""
     command = ("calibrate", MODEL, "--data", rows, "--seq-len", 32, "--dtype", "float32")
     formats = [part for name in WRITERS for part in ("--format", name)]
     succeed(*command, *formats, "--out", folder / "out")
@@ -164,7 +164,7 @@ def write_all(folder: Path, rows: Path) -> tuple[Path, Written]:
 
 
 def convert(name: str, source: Path, writer: str, out: Path) -> Cell:
-    """Convert by the program, read what it wrote, and tell what is different."""
+    """Convert by the program, read the result, and list what is lost."""
     before = _read(name, source)
     command: tuple[object, ...] = ("export", source, "--model", MODEL, "--out", out)
     if name != STATS:
@@ -181,7 +181,7 @@ def convert(name: str, source: Path, writer: str, out: Path) -> Cell:
 
 
 def judge(place: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Ask `check` what every engine does with a form as it is: the status, and what is to say."""
+    """Ask `check` what every engine does with a form: the status, and the reasons."""
     model = () if place.is_dir() else ("--model", MODEL)
     report = run("check", place, *model, "--json").json
     return {
@@ -199,7 +199,7 @@ def _sum_up(layers: list[dict[str, Any]], problems: list[str]) -> tuple[str, tup
 
 
 def _shorten(why: str) -> str:
-    """Leave out which layer and file it was, and what is used instead."""
+    """Remove the layer, the file and the fallback from a reason."""
     text = re.sub(r"^\S+ of \S+: ", "", why).removesuffix(": 1.0")
     return re.sub(r"model\.layers\.\d+\.", "", text).replace("|", "/")
 
@@ -240,7 +240,7 @@ def _differs(values: torch.Tensor) -> bool:
 
 
 def show_formats() -> str:
-    """Show what is written under the output folder."""
+    """Make the table of what is written under the output folder."""
     default = Recipe.model_fields["formats"].default
     rows = [
         [f"`{name}`{' (default)' if name in default else ''}", *_describe_output(dialect)]
@@ -259,13 +259,13 @@ def _describe_output(dialect: Dialect) -> tuple[str, str]:
 
 
 def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:
-    """Show what every reader and every writer lose together."""
+    """Make the table of conversions."""
     rows = [[_quote(name), *(str(cell) for cell in row.values())] for name, row in cells.items()]
     return _show_table(["from \\ to", *(f"`{name}`" for name in WRITERS)], rows)
 
 
 def show_engines(verdicts: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]]) -> str:
-    """Show what every engine does with every form, and the reasons and conditions below."""
+    """Make the table of engines, with reasons and conditions as footnotes."""
     numbers: dict[str, int] = {}
     rows = []
     for name, engines in verdicts.items():

@@ -1,6 +1,6 @@
-"""What the README says of forms and engines is what the program does.
+"""The README's tables of formats and engines show what the program does.
 
-FP8CALIB_WRITE_README=1 in the environment writes the tables anew.
+FP8CALIB_WRITE_README=1 in the environment writes the tables again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAID = {
     "ranks": "the scales of 2 ranks, which differ, became their largest",
     "k=v": "k and v of a layer share one scale here, the larger: ",
 }
-"""What the program says of each loss."""
+"""The program's note about each loss."""
 
 Cells = Mapping[str, Mapping[str, Cell]]
 
@@ -76,7 +76,7 @@ def _compare_readme(name: str, text: str) -> None:
     if os.environ.get("FP8CALIB_WRITE_README"):
         path.write_text(readme[:start] + text + readme[stop:])
         return
-    assert readme[start:stop] == text, "FP8CALIB_WRITE_README=1 writes it anew"
+    assert readme[start:stop] == text, "FP8CALIB_WRITE_README=1 writes it again"
 
 
 def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> None:

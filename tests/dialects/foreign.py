@@ -1,4 +1,4 @@
-"""What real tools wrote of tiny models (`scripts/regenerate-fixtures`), and what stands in it."""
+"""Files that real tools wrote for tiny models (`scripts/regenerate-fixtures`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NO_KV_SCALES: Mapping[str, str] = {
     "modelopt-fp8-float32": "llama",
     "llmcompressor-gpt2-kv": "gpt2",
 }
-"""By folder: the model. The last one's config says there are KV scales."""
+"""The model of each folder. The config of the last one claims KV scales."""
 
 
 @cache

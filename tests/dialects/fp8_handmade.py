@@ -1,4 +1,4 @@
-"""FP8 checkpoints made by hand: codes and scales are typed, configs are as the tools write them."""
+"""FP8 checkpoints made by hand: codes and scales are typed, configs are those of the tools."""
 
 from __future__ import annotations
 

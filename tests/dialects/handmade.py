@@ -24,7 +24,7 @@ Sites = dict[Site, SiteStats]
 MODEL, DATA = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 TEXT = torch.tensor([-5, 7])
 MEASURED = f'{{"model": "{MODEL}", "data": "{DATA}", "text": "+/////////8HAAAAAAAAAA=="}}'
-"""What a file of scales of these statistics says of them."""
+"""What a file of these statistics' scales records."""
 
 # amax / 448 of every KV head, layer by layer.
 KV_SCALES = {
@@ -265,7 +265,7 @@ def write_scales(
     linears: ScaleTable | None = None,
     provenance: Provenance | None = None,
 ) -> dict[str, str]:
-    """Let a dialect write a table; give what it left out of the source."""
+    """Write a table in a dialect; return the skipped entries of the source."""
     job = WriteJob(table=table, source=source, linears=linears, provenance=provenance)
     write = find_dialect(name).write
     assert write is not None

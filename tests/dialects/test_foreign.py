@@ -1,4 +1,4 @@
-"""Our readers take what llm-compressor, ModelOpt and Quark really write."""
+"""Read what llm-compressor, ModelOpt and Quark really write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with an FP8 checkpoint is said in one error that names the file and the tensor."""
+"""A fault in an FP8 checkpoint is one error that names the file and the tensor."""
 
 from __future__ import annotations
 

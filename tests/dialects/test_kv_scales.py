@@ -1,4 +1,4 @@
-"""The file that holds nothing but scale tensors."""
+"""The file with only scale tensors."""
 
 from __future__ import annotations
 

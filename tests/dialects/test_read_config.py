@@ -1,4 +1,4 @@
-"""What a config says against or about the scales beside it."""
+"""Facts and contradictions in the config beside scales."""
 
 from __future__ import annotations
 

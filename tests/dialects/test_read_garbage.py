@@ -1,4 +1,4 @@
-"""Whatever the bytes are, a reader gives scales or one error of ours."""
+"""For any bytes, a reader returns scales or raises one VerificationError."""
 
 from __future__ import annotations
 

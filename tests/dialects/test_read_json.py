@@ -1,4 +1,4 @@
-"""The JSON dialects, typed by hand as their readers and writers print them."""
+"""Read the JSON dialects, typed by hand as their tools print them."""
 
 from __future__ import annotations
 

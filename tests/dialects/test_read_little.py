@@ -1,4 +1,4 @@
-"""Of a checkpoint only headers and scales are read, whatever lies in its weights."""
+"""Readers read only the headers and scales of a checkpoint, never its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file makes its reader take of memory is bounded by the file's size, whatever it claims."""
+"""The memory that a reader uses is bounded by the size of the file, whatever the file claims."""
 
 from __future__ import annotations
 

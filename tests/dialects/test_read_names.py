@@ -176,7 +176,7 @@ def test_what_lies_beside_the_layers_must_be_one_of_them(extra: str) -> None:
 
 
 def test_draft_layers_behind_the_model_are_left_aside() -> None:
-    """As many as the config tells of: what comes after them is of another model."""
+    """The config gives the number of draft layers; names after them are of another model."""
     geometry = make_geometry([make_attention(0), make_attention(1)], num_draft_layers=2)
     known = "model.layers.0.self_attn.k_scale"
     drafts = ("model.layers.2.self_attn.k_scale", "model.layers.3.self_attn.k_proj.k_scale")

@@ -1,4 +1,4 @@
-"""Scales that travel as tensors, in checkpoints made by hand as each tool writes them."""
+"""Read scales stored as tensors, in checkpoints made by hand as each tool writes them."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_latent_attention_has_one_head_under_both_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("inner", "is_told"), [("{}_proj.", True), ("", False)])
 def test_scales_of_expanded_heads_are_told(tmp_path: Path, inner: str, is_told: bool) -> None:
-    """ModelOpt's own names say where it measured."""
+    """ModelOpt's own names imply where it measured."""
     names = [f"{inner.format(role)}{role}_scale" for role in "kv"]
     tensors = {PREFIX.format(0) + name: torch.tensor(0.5) for name in names}
     found = read_scales(_save(tmp_path / "a", tensors), latent_stats().geometry)

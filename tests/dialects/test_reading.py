@@ -1,4 +1,4 @@
-"""What is found in a file or folder, and that our own files read back to equal numbers."""
+"""Finding scales in a file or folder; our own files read back to equal numbers."""
 
 from __future__ import annotations
 

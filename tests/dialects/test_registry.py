@@ -1,4 +1,4 @@
-"""Writing several formats at once, and refusing what cannot be written."""
+"""Write several formats at once, and refuse what cannot be written."""
 
 from __future__ import annotations
 

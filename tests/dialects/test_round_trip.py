@@ -1,4 +1,4 @@
-"""What is written in any form reads back to the same scales, as far as the form can say them."""
+"""Scales written in any dialect read back equal, as far as the dialect can hold them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _spread(table: ScaleTable, site: Site) -> list[float]:
 
 
 def _expect(table: ScaleTable, name: str, fmt: Fp8Format, tp: int) -> dict[Site, list[float]]:
-    """Say by hand what a form keeps of a table: per head, or the largest of a rank, k and v one."""
+    """Compute by hand what a dialect keeps of a table: heads or ranks, k and v or one of both."""
     factor = {(E4M3FN, E4M3FNUZ): 2.0, (E4M3FNUZ, E4M3FN): 0.5}.get((table.fmt, fmt), 1.0)
     kept: dict[Site, list[float]] = {}
     for site in table.scales:
@@ -116,7 +116,7 @@ def _round_trip(table: ScaleTable, name: str) -> ScaleTable:
 @pytest.mark.parametrize("name", list_format_names())
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), table=tables(), fmt=st.sampled_from([E4M3FN, E4M3FNUZ]))
-def test_every_form_gives_back_what_it_can_say(
+def test_every_dialect_reads_back_what_it_can_hold(
     data: st.DataObject, table: ScaleTable, fmt: Fp8Format, name: str
 ) -> None:
     tp = data.draw(st.sampled_from([1, 2, 4, 8])) if name in RANKED else 1
@@ -131,7 +131,7 @@ def test_every_form_gives_back_what_it_can_say(
     assert back.geometry == table.geometry
 
 
-def test_a_form_loses_nothing_twice() -> None:
+def test_a_second_conversion_loses_nothing_more() -> None:
     values = {Role.K: (1.0, 2.0, 3.0, 4.0), Role.V: (0.5, 8.0, 0.25, 1.0)}
     found = {
         attention.site(role): Scale(values=torch.tensor([numbers]), source=ScaleSource.OBSERVED)

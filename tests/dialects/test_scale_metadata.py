@@ -1,4 +1,4 @@
-"""What files of scales say of themselves, and that readers believe it."""
+"""What files of scales record about themselves, and that readers use it."""
 
 from __future__ import annotations
 

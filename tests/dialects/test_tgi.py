@@ -1,4 +1,4 @@
-"""The overlay in the form of TGI's pull request."""
+"""The overlay of TGI's pull request."""
 
 from __future__ import annotations
 
