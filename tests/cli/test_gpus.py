@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
-from fp8calib.cli.calibrate import memory as calibrate_memory
-from fp8calib.cli.verify import memory as verify_memory
+from fp8calib.cli import memory_mode
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.scales.compute import scale_of
@@ -74,10 +73,7 @@ def gpus(count: int = 1) -> AbstractContextManager[None]:
 @contextmanager
 def streamed() -> Iterator[None]:
     """Let no model fit whole."""
-    with (
-        mock.patch.object(calibrate_memory, "plan_whole", return_value=None),
-        mock.patch.object(verify_memory, "plan_whole", return_value=None),
-    ):
+    with mock.patch.object(memory_mode, "plan_whole", return_value=None):
         yield
 
 

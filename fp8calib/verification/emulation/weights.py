@@ -227,5 +227,5 @@ def _require_in_memory(
         if values[parameter.name].is_meta:
             raise VerificationError(
                 f"{parameter.name} is offloaded, so it cannot be replaced by FP8 values",
-                hint="without --device-map, a model that does not fit is streamed layer by layer",
+                hint="omit --device-map: the model is then streamed layer by layer",
             )
