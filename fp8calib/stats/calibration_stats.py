@@ -1,7 +1,6 @@
-"""CalibrationStats: what was seen, and nothing that depends on how it was run.
+"""The statistics of a calibration, and the file that holds them.
 
-Only exact reductions are kept (maxima and integer counts), so merging parts in any order equals
-the whole, bit for bit.
+Nothing in them depends on how the calibration was run: batch size, processes, streaming, resuming.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.statistic import STATISTICS, SiteStats
 
 STATS_NAME = "stats.safetensors"
-"""What commands call the file in a folder of theirs."""
+"""The file's name in the folder of a run."""
 METADATA_KEY = "fp8calib"
 SHARD_KEY = "fp8calib.part"
-"""Stands only in files that hold a part of the statistics."""
+"""The metadata key of a shard; files of a whole run have none."""
 _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
 
 
 class Skipped(BaseModel):
-    """Something that was not observed, and why."""
+    """A site that was not observed, and why."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     site: str
@@ -40,7 +39,7 @@ class Skipped(BaseModel):
 
 
 class StatsHeader(BaseModel):
-    """What the numbers belong to. Without time, path, host, rank, shard or batch size."""
+    """The run the numbers belong to, without time, path, host, rank, shard or batch size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: Literal["fp8calib-stats"] = "fp8calib-stats"
@@ -62,15 +61,41 @@ class StatsHeader(BaseModel):
     versions: dict[str, str]
 
 
+class StatsShard(BaseModel):
+    """One shard of a run: its share of the data plan, and the sequences it has run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    index: int
+    """Which shard of the run, from 1."""
+    count: int
+    """The number of shards."""
+    batch_size: int
+    """Determines the micro-batches, together with the data plan."""
+    sequences: tuple[tuple[int, int], ...]
+    """The sequences that were run, as sorted half-open ranges of global indices."""
+    is_checkpoint: bool = False
+    """Saved by an unfinished run for `--resume`; statistics of weights may be missing."""
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences that were run."""
+        return sum(stop - first for first, stop in self.sequences)
+
+    def describe(self) -> str:
+        """Name the shard for messages."""
+        return f"shard {self.index} of {self.count}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationStats:
-    """The header, the sites, and hashes of the text (`data.text_hashes`: int64, sorted, unique)."""
+    """The statistics of all sites of one run, or of one shard of it."""
 
     header: StatsHeader
     sites: Mapping[Site, SiteStats]
     text_hashes: torch.Tensor
+    """Hashes of the calibration text (`fp8calib.data.text_hashes`): int64, sorted, unique."""
     shard: StatsShard | None = None
-    """What part of a run they are of; None for the whole. Header and hashes are the whole's."""
+    """None for the whole run. The header and the hashes are always those of the whole run."""
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -79,11 +104,21 @@ class CalibrationStats:
 
     @property
     def origin(self) -> CalibrationOrigin:
-        """The model and the text, as files of scales name them."""
+        """The model and the text, as scale files record them."""
         header = self.header
         return CalibrationOrigin(
             model=header.model_fingerprint, data=header.data_fingerprint, text=self.text_hashes
         )
+
+
+class _Envelope(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    header: StatsHeader
+    counts: dict[str, NonNegativeInt]
+    digest: str
+    """sha256 over the header, the counts and every tensor, so that damage is detected."""
+    aliases: dict[str, str]
+    """Tensors equal to another one in the file, such as the shared input of q, k and v."""
 
 
 def save_stats(stats: CalibrationStats, path: Path) -> None:
@@ -107,18 +142,8 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     save_tensors(path, tensors, metadata=metadata)
 
 
-class _Envelope(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    header: StatsHeader
-    counts: dict[str, NonNegativeInt]
-    digest: str
-    """sha256 over the header, the counts and every tensor: damage is found, not exported."""
-    aliases: dict[str, str]
-    """Tensors that equal another one of the file, such as the shared input of q, k and v."""
-
-
 def is_stats_file(path: Path) -> bool:
-    """Whether `path` is a safetensors file that says it holds calibration statistics."""
+    """Whether the metadata of a safetensors file marks it as calibration statistics."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     try:
@@ -128,11 +153,11 @@ def is_stats_file(path: Path) -> bool:
 
 
 def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
-    """Read a stats file, or the one in the folder that `path` is.
+    """Load a stats file, or the one in the folder `path`.
 
     Raises:
-        UsageError: there is no such file, or it holds a part and `takes_part` is false.
-        DataError: the file is damaged, or holds no statistics of this tool.
+        UsageError: there is no such file, or it holds a shard and `accepts_shard` is false.
+        DataError: the file is damaged, or not a stats file of this tool.
     """
     if path.is_dir():
         path = path / STATS_NAME
@@ -141,7 +166,7 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
     try:
         metadata = read_header(path).metadata
         if METADATA_KEY not in metadata:
-            hint = f"{_HINT}; `fp8calib extract-kv-scales` converts files of scales"
+            hint = f"{_HINT}; `fp8calib extract-kv-scales` converts scale files"
             raise DataError(f"{path} is not a stats file of this tool", hint=hint)
         envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
         shard_text = metadata.get(SHARD_KEY, "")
@@ -151,12 +176,12 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
         sites = _build_sites(envelope, tensors)
         text_hashes = tensors["text_hashes"].contiguous()
         if envelope.digest != _digest(envelope, tensors, shard_text):
-            raise ValueError("its contents are not those that were written")
+            raise ValueError("its digest does not match its contents")
     except ModelError as error:
         raise DataError(error.message, hint=_HINT) from error
     except ValidationError as error:
         raise DataError(
-            f"{path} is damaged, or the stats file of another version: {_explain(error)}",
+            f"{path} is damaged, or of another version of this tool: {_explain(error)}",
             hint=_HINT,
         ) from error
     except KeyError as error:
@@ -168,7 +193,7 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
     if shard is not None and not accepts_shard:
         raise UsageError(
             f"{path} holds only {shard.describe()} of the statistics",
-            hint="join all parts with `fp8calib merge`, and pass the file it writes",
+            hint="merge all shards with `fp8calib merge`, and pass the file it writes",
         )
     return CalibrationStats(
         header=envelope.header, sites=sites, text_hashes=text_hashes, shard=shard
@@ -215,37 +240,12 @@ def _build_site(text: str, count: int, found: Mapping[str, torch.Tensor]) -> Sit
     for name, tensor in found.items():
         if not STATISTICS[name].is_valid(tensor):
             what = "counts" if STATISTICS[name].is_count else "magnitudes"
-            raise ValueError(f"{text}/{name} holds values that are no {what}")
+            raise ValueError(f"{text}/{name} holds values that are not {what}")
     return SiteStats(count=count, tensors=found)
 
 
-class StatsShard(BaseModel):
-    """The sequences of a data plan that statistics come from, and what was meant to be run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    index: int
-    """Which part of the run, from 1."""
-    count: int
-    """How many parts the run was cut into."""
-    batch_size: int
-    """Decides, with the data plan, what micro-batches hold."""
-    sequences: tuple[tuple[int, int], ...]
-    """Those that were run: global indices of the first and of the one after the last, sorted."""
-    is_checkpoint: bool = False
-    """Kept by a run for the one that goes on after it; weights may be missing."""
-
-    @property
-    def num_sequences(self) -> int:
-        """How many sequences were run."""
-        return sum(stop - first for first, stop in self.sequences)
-
-    def describe(self) -> str:
-        """Say which part it is."""
-        return f"part {self.index} of {self.count}"
-
-
 def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort ranges of sequences and join those that touch.
+    """Sort half-open ranges of sequences and join adjacent ones.
 
     Raises:
         ValueError: two of them overlap.
@@ -253,7 +253,7 @@ def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     joined: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
         if joined and first < joined[-1][1]:
-            msg = f"sequence {first} is in two parts"
+            msg = f"sequence {first} is in two shards"
             raise ValueError(msg)
         if joined and first == joined[-1][1]:
             joined[-1] = (joined[-1][0], stop)

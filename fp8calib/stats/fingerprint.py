@@ -1,4 +1,4 @@
-"""Fingerprints: what a stats file belongs to, told without paths or times."""
+"""The fingerprint of a model and the versions of packages: identity without paths or times."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HISTORY_KEYS = frozenset({"_name_or_path", "transformers_version"})
 def fingerprint_model(config: Mapping[str, object], checkpoint: Checkpoint) -> str:
     """Hash the config and, of every tensor, name, dtype, shape and 4 KiB from its middle.
 
-    The same weights give the same fingerprint however they are sharded; any training step moves
-    the sampled bytes. Keys of the config that tell where a model came from do not count.
+    The same weights give the same fingerprint however they are sharded; any training step changes
+    the sampled bytes. Config keys that record where a model came from are left out.
 
     Returns:
         64 hexadecimal digits, 32 of the config and 32 of the weights.

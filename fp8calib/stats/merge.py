@@ -1,4 +1,4 @@
-"""Joining parts of a calibration to the whole: maxima and sums, exact in any order."""
+"""Merge the shards of a calibration: maxima and sums, exact in any order."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ from fp8calib.stats.calibration_stats import (
 )
 from fp8calib.stats.statistic import STATISTICS, SiteStats
 
-_ONE_RUN = "parts come from runs that differ in nothing but --shard"
+_ONE_RUN = "shards come from runs that differ in nothing but --shard"
 
 
 def merge_sites(parts: Iterable[Mapping[Site, SiteStats]]) -> dict[Site, SiteStats]:
-    """Join what was seen at each site in several parts of the data."""
+    """Join the statistics of each site over several parts of the data."""
     merged: dict[Site, SiteStats] = {}
     for part in parts:
         for site, found in part.items():
-            merged[site] = _merge(merged[site], found) if site in merged else found
+            merged[site] = _join(merged[site], found) if site in merged else found
     return merged
 
 
-def _merge(one: SiteStats, other: SiteStats) -> SiteStats:
+def _join(one: SiteStats, other: SiteStats) -> SiteStats:
     tensors = {**one.tensors, **other.tensors}
     for name in one.tensors.keys() & other.tensors.keys():
         tensors[name] = STATISTICS[name].join(one.tensors[name], other.tensors[name])
     return SiteStats(count=one.count + other.count, tensors=tensors)
 
 
-def merge_shards(parts: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
-    """Join all parts of one run, in any order, to what the run would have given in one.
+def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
+    """Merge all shards of one run, in any order, to the statistics of the unsharded run.
 
     Args:
-        parts: each with the name that messages call it by.
+        named: each shard's statistics with its name in messages.
 
     Raises:
-        UsageError: they are of different runs, one is there twice, or one is missing; the message
-            names it.
+        UsageError: the shards are of different runs, one is given twice, or one is missing; the
+            message names it.
     """
-    found = [(name, stats, _shard_of(name, stats)) for name, stats in parts]
+    found = [(name, stats, _shard_of(name, stats)) for name, stats in named]
     if not found:
-        raise UsageError("no parts to merge", hint="name the stats.safetensors of every part")
-    found.sort(key=lambda each: each[2].index)  # names of the data are those of the first part
-    first_name, first, first_part = found[0]
-    for name, stats, part in found[1:]:
-        _check_one_run(first_name, first.header, name, stats.header)
-        _check_one_cut(first_name, first_part, name, part)
-    _check_set([(name, part) for name, _, part in found])
-    _check_complete([(name, part) for name, _, part in found], first.header)
-    return replace(first, sites=merge_sites(stats.sites for _, stats in parts), shard=None)
+        raise UsageError("no shards to merge", hint="name the stats.safetensors of every shard")
+    found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
+    first_name, first, first_shard = found[0]
+    for name, stats, shard in found[1:]:
+        _check_same_run(first_name, first.header, name, stats.header)
+        _check_same_division(first_name, first_shard, name, shard)
+    _check_indices([(name, shard) for name, _, shard in found])
+    _check_sequences([(name, shard) for name, _, shard in found], first.header)
+    return replace(first, sites=merge_sites(stats.sites for _, stats in named), shard=None)
 
 
 def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
     if stats.shard is None:
         raise UsageError(
-            f"{name} is whole: there is nothing to merge it with",
-            hint="leave it out; parts are written by `fp8calib calibrate --shard I/N`",
+            f"{name} is not a shard: it holds the statistics of a whole run",
+            hint="leave it out; `fp8calib calibrate --shard I/N` writes shards",
         )
     if stats.shard.is_checkpoint:
         raise UsageError(
-            f"{name} was kept by a run that was interrupted: it is no finished part",
-            hint="end that run first: repeat its command with --resume",
+            f"{name} is the checkpoint of an interrupted run, not a finished shard",
+            hint="finish that run first: repeat its command with --resume",
         )
     return stats.shard
 
 
-def _check_one_run(name: str, header: StatsHeader, other_name: str, other: StatsHeader) -> None:
+def _check_same_run(name: str, header: StatsHeader, other_name: str, other: StatsHeader) -> None:
     difference = explain_other_run(header, other)
     if difference:
         raise UsageError(
@@ -81,72 +81,71 @@ def _check_one_run(name: str, header: StatsHeader, other_name: str, other: Stats
 
 
 def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
-    """Say in what two runs differ; empty where they are one.
+    """Explain how two runs differ; empty where they are the same.
 
-    What was skipped does not count, nor what the files are called that the same data come from.
+    What was skipped and the file names of equal data do not count.
     """
     return "; ".join(_differences(header, other))
 
 
 def _differences(header: StatsHeader, other: StatsHeader) -> Iterator[str]:
     if header.model_fingerprint != other.model_fingerprint:
-        how = explain_difference(header.model_fingerprint, other.model_fingerprint)
-        yield f"other model ({how.replace('here', 'and')})"
+        models = header.model_fingerprint, other.model_fingerprint
+        yield f"different model ({explain_difference(*models, between=', and ')})"
     elif header.geometry != other.geometry:
-        yield "the model's geometry was found otherwise"
+        yield "different geometry of the same model"
     if header.data_fingerprint != other.data_fingerprint:
-        yield f"other data ({_spell_data(header)}, and {_spell_data(other)})"
+        yield f"different data ({_describe_data(header)}, and {_describe_data(other)})"
     if (header.recipe_name, header.recipe_hash) != (other.recipe_name, other.recipe_hash):
-        yield f"other recipe ({_spell_recipe(header)}, and {_spell_recipe(other)})"
+        yield f"different recipe ({_describe_recipe(header)}, and {_describe_recipe(other)})"
     if header.compute_dtype != other.compute_dtype:
-        yield f"other dtype ({header.compute_dtype}, and {other.compute_dtype})"
+        yield f"different dtype ({header.compute_dtype}, and {other.compute_dtype})"
     for name in sorted({*header.versions, *other.versions}):
         versions = [each.versions.get(name, "none") for each in (header, other)]
         if versions[0] != versions[1]:
-            yield f"other version of {name} ({versions[0]}, and {versions[1]})"
+            yield f"different version of {name} ({versions[0]}, and {versions[1]})"
     for name in ("histogram_sequences", "input_histogram_tokens"):
         if getattr(header, name) != getattr(other, name):
-            yield f"other {name} ({getattr(header, name)}, and {getattr(other, name)})"
+            yield f"different {name} ({getattr(header, name)}, and {getattr(other, name)})"
 
 
-def _spell_data(header: StatsHeader) -> str:
+def _describe_data(header: StatsHeader) -> str:
     return (
         f"{header.num_tokens} tokens in {header.num_sequences} sequences of "
         f"{', '.join(header.data_sources)}, {header.data_fingerprint[:8]}"
     )
 
 
-def _spell_recipe(header: StatsHeader) -> str:
+def _describe_recipe(header: StatsHeader) -> str:
     return f"{header.recipe_name} {header.recipe_hash[:8]}"
 
 
-def _check_one_cut(name: str, part: StatsShard, other_name: str, other: StatsShard) -> None:
-    if part.count != other.count:
+def _check_same_division(name: str, shard: StatsShard, other_name: str, other: StatsShard) -> None:
+    if shard.count != other.count:
         raise UsageError(
-            f"{name} is {part.describe()}, {other_name} is {other.describe()}: not of one set",
-            hint=_ONE_RUN,
+            f"{name} is {shard.describe()}, but {other_name} is {other.describe()}", hint=_ONE_RUN
         )
-    if part.batch_size != other.batch_size:
+    if shard.batch_size != other.batch_size:
         raise UsageError(
-            f"{name} was run with --batch-size {part.batch_size}, {other_name} with "
-            f"{other.batch_size}: their micro-batches are not those of one run",
+            f"{name} was run with --batch-size {shard.batch_size}, but {other_name} with "
+            f"{other.batch_size}: the shards depend on it",
             hint=_ONE_RUN,
         )
 
 
-def _check_set(parts: Sequence[tuple[str, StatsShard]]) -> None:
+def _check_indices(named: Sequence[tuple[str, StatsShard]]) -> None:
     by_index: dict[int, str] = {}
-    for name, part in parts:
-        if part.index in by_index:
+    for name, shard in named:
+        if shard.index in by_index:
             raise UsageError(
-                f"{by_index[part.index]} and {name} are both {part.describe()}",
-                hint="name every part once",
+                f"{by_index[shard.index]} and {name} are both {shard.describe()}",
+                hint="name every shard once",
             )
-        by_index[part.index] = name
-    count = parts[0][1].count
+        by_index[shard.index] = name
+    count = named[0][1].count
     missing = [str(index) for index in range(1, count + 1) if index not in by_index]
     if missing:
-        what = f"part {missing[0]}" if len(missing) == 1 else f"parts {', '.join(missing)}"
+        what = f"shard {missing[0]}" if len(missing) == 1 else f"shards {', '.join(missing)}"
         verb = "is" if len(missing) == 1 else "are"
         raise UsageError(
             f"{what} of {count} {verb} missing",
@@ -154,12 +153,11 @@ def _check_set(parts: Sequence[tuple[str, StatsShard]]) -> None:
         )
 
 
-def _check_complete(parts: Sequence[tuple[str, StatsShard]], header: StatsHeader) -> None:
-    """Refuse a checkpoint of an interrupted run, which says what part it is of all the same."""
-    joined = join_ranges([each for _, part in parts for each in part.sequences])
+def _check_sequences(named: Sequence[tuple[str, StatsShard]], header: StatsHeader) -> None:
+    joined = join_ranges([each for _, shard in named for each in shard.sequences])
     if joined != ((0, header.num_sequences),):
-        names = ", ".join(name for name, _ in parts)
+        names = ", ".join(name for name, _ in named)
         raise UsageError(
             f"{names}: together they do not hold all {header.num_sequences} sequences",
-            hint="name what finished runs wrote, no checkpoints of interrupted ones",
+            hint="name the files of finished runs, not the checkpoints of interrupted ones",
         )

@@ -1,11 +1,11 @@
-"""Ranges of token positions inside a sequence, by which magnitudes are kept."""
+"""The ranges of token positions in a sequence that have an amax of their own."""
 
 from __future__ import annotations
 
 FIRST_RANGE = 512
-"""Positions in the first range; every other is as long as all before it."""
+"""The length of the first range; every other range is as long as all before it together."""
 NUM_RANGES = 12
-"""The last one has no end: it holds all positions from 2**19 on."""
+"""The last range has no end: it holds all positions from 2**19 on."""
 
 
 def range_starts() -> list[int]:
@@ -14,6 +14,6 @@ def range_starts() -> list[int]:
 
 
 def split_positions(length: int) -> list[tuple[int, int]]:
-    """Cut a sequence at the ranges: first position and the one after the last, of each."""
+    """Split a sequence into the ranges it reaches, as half-open intervals."""
     starts = [start for start in range_starts() if start < length]
     return list(zip(starts, [*starts[1:], length], strict=True))

@@ -186,8 +186,8 @@ def test_the_other_fingerprint_is_said_and_not_refused(llama: Path, tmp_path: Pa
     quantize(llama / "model", tmp_path / "int4", inputs=inputs, packed=False)
     said = export(llama, tmp_path / "int4", tmp_path / "rfc")["warnings"]
     assert "so its int4 weights are assumed to come from it" in said[0]
-    assert "other config.json" in said[0]
-    assert "other weights" in said[0]
+    assert "different config.json" in said[0]
+    assert "different weights" in said[0]
     assert "its settings for inputs are ignored" in said[1]
 
 

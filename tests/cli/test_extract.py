@@ -616,12 +616,12 @@ def test_what_was_written_for_one_model_is_not_taken_for_another(
     written = tmp_path / "first" / FILES.get(name, "")
     zoo.save("llama", tmp_path / "other", seed=1)
     text = refused(8, written, "--model", tmp_path / "other")
-    assert f"{written}: these scales are of another model: other weights (" in text
+    assert f"{written}: these scales are of another model: different weights (" in text
     with Checkpoint.open(model) as checkpoint:
         own = fingerprint_model(checkpoint.load_config(), checkpoint)
     with Checkpoint.open(tmp_path / "other") as checkpoint:
         other = fingerprint_model(checkpoint.load_config(), checkpoint)
-    assert f"other weights ({own[32:40]}, here {other[32:40]})" in text
+    assert f"different weights ({own[32:40]}, here {other[32:40]})" in text
     extract(written, into=tmp_path / "again")
 
 

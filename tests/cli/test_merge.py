@@ -38,7 +38,7 @@ def test_merged_shards_are_the_file_of_one_run(shards: Path, tmp_path: Path) -> 
         "sites": 34,
     }
     text = succeed("merge", *names, "--out", tmp_path / "all.safetensors").out
-    assert text.startswith("2 parts, 96 tokens in 6 sequences, written to ")
+    assert text.startswith("2 shards, 96 tokens in 6 sequences, written to ")
     exported = ("export", tmp_path / "all.safetensors", "--format", "kv-scales")
     succeed(*exported, "--out", tmp_path / "exported")
 
@@ -59,7 +59,7 @@ def test_a_shard_says_what_is_next_and_that_formats_wait(
     command = ("calibrate", model, "--data", data, *SIZE, "--out", tmp_path / "out")
     outcome = succeed(*command, "--shard", "1/3", "--format", "rfc")
     assert "warning: --format has no effect on a shard" in outcome.err
-    assert "fp8calib merge PARTS... --out stats.safetensors" in outcome.out
+    assert "fp8calib merge SHARDS... --out stats.safetensors" in outcome.out
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_a_shard_is_not_taken_for_the_whole(
     part = shards / "1" / "stats.safetensors"
     words = [words[0], part, *words[1:]] if words[0] == "export" else [*words, part]
     text = fail(2, *words)
-    assert "holds only part 1 of 2 of the statistics" in text
+    assert "holds only shard 1 of 2 of the statistics" in text
     assert "fp8calib merge" in text
 
 
 def test_show_says_that_a_shard_is_one(shards: Path) -> None:
-    assert "only part 1 of 2 (3 sequences)" in succeed("show", shards / "1").out
+    assert "only shard 1 of 2 (3 sequences)" in succeed("show", shards / "1").out
     assert succeed("show", shards / "1", "--json").json["part"]["sequences"] == [[0, 3]]
     assert succeed("show", shards / "whole", "--json").json["part"] is None
 
@@ -92,14 +92,14 @@ def test_sets_that_are_none_are_refused(
     shards: Path, model: Path, data: Path, tmp_path: Path
 ) -> None:
     out = ("--out", tmp_path / "all.safetensors")
-    assert "part 2 of 2 is missing" in fail(2, "merge", shards / "1", *out)
-    assert "are both part 1 of 2" in fail(2, "merge", shards / "1", shards / "1", *out)
-    assert "is whole" in fail(2, "merge", shards / "whole", shards / "1", *out)
+    assert "shard 2 of 2 is missing" in fail(2, "merge", shards / "1", *out)
+    assert "are both shard 1 of 2" in fail(2, "merge", shards / "1", shards / "1", *out)
+    assert "is not a shard" in fail(2, "merge", shards / "whole", shards / "1", *out)
     assert "no stats file" in fail(2, "merge", tmp_path / "nothing", *out)
     command = ("calibrate", model, "--data", data, *QUICK, "--samples", 5, "--shard", "2/2")
     succeed(*command, "--out", tmp_path / "other")
     text = fail(2, "merge", shards / "1", tmp_path / "other", *out)
-    assert "different runs: other data (96 tokens in 6 sequences of calib.jsonl" in text
+    assert "different runs: different data (96 tokens in 6 sequences of calib.jsonl" in text
     assert not (tmp_path / "all.safetensors").exists()
 
 

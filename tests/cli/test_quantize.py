@@ -128,7 +128,7 @@ def test_what_statistics_gave_names_its_model_and_text(
     assert "of this text was used for calibration" in outcome.err
     zoo.save("llama", tmp_path / "other", seed=3)
     message = fail(8, "verify", tmp_path / "other", *quick, "--scales", tmp_path / "out")
-    assert "of another model: other weights (" in message
+    assert "of another model: different weights (" in message
 
 
 def test_what_took_nothing_from_statistics_names_none(model: Path, tmp_path: Path) -> None:

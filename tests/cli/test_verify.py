@@ -416,7 +416,7 @@ def test_what_was_measured_on_another_model_is_refused(
     message = fail(8, *arguments)
     assert f"{files / name}: " in message
     assert "of another model" in message
-    assert "other weights (" in message
+    assert "different weights (" in message
 
 
 def test_another_config_is_another_model(
@@ -427,7 +427,7 @@ def test_another_config_is_another_model(
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     scales = ("--scales", files / "kv_scales.safetensors")
     message = fail(8, "verify", tmp_path / "model", "--data", held_out, *QUICK, *scales)
-    assert "another model: other config.json (" in message
+    assert "another model: different config.json (" in message
 
 
 def test_the_name_of_a_model_and_the_version_of_a_library_make_no_other_one(

@@ -132,7 +132,7 @@ def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path)
         with pytest.raises(VerificationError) as caught:
             check_origin("x", table.origin, MODEL[:32] + "f" * 32)
         assert caught.value.message == (
-            "x: these scales are of another model: other weights (01234567, here ffffffff)"
+            "x: these scales are of another model: different weights (01234567, here ffffffff)"
         )
         assert "calibrate this one" in caught.value.hint
 

@@ -254,7 +254,7 @@ def test_layers_of_other_batches_are_not_resumed_from(
         assert [path.name for path in kept.iterdir()] == ["checkpoint-layers-0-00000"]
         share = keep_in(kept, subject)
         assert as_bytes(subject.calibrate(share, batch_size=3), tmp_path) == whole
-        with pytest.raises(UsageError, match="other data"):
+        with pytest.raises(UsageError, match="different data"):
             keep_in(kept, subject, seed=5)
     (next(kept.iterdir()) / "state-000003.pt").write_bytes(b"torn")
     told: list[str] = []
@@ -274,7 +274,7 @@ def test_a_shard_resumes_too(tmp_path: Path) -> None:
         whole = as_bytes(subject.calibrate(WorkShare(shard=shard)), tmp_path)
         kept = tmp_path / "kept"
         assert end_and_go_on(subject, kept, [Stopping(9, kill)], shard=shard) == whole
-        with pytest.raises(UsageError, match="part 2 of 2, and part 1 of 2"):
+        with pytest.raises(UsageError, match="shard 2 of 2, and shard 1 of 2"):
             keep_in(kept, subject, shard=Share(index=1, count=2))
         with pytest.raises(UsageError, match="--batch-size 2, and 3"):
             keep_in(kept, subject, shard=shard, batch_size=3)
@@ -304,14 +304,17 @@ def test_the_checkpoint_of_another_run_is_refused_and_the_difference_named(
     with opened(tmp_path / "model") as subject:
         subject.calibrate(keep_in(kept, subject))
         for words, changes in {
-            "other data": {"seed": 5},
-            "other recipe": {"recipe": Recipe(name="test", observe=Observe(query=False))},
-            "other version of torch": {"versions": {"torch": "1"}},
-            "other dtype": {"compute_dtype": "float16"},
+            "different data": {"seed": 5},
+            "different recipe": {"recipe": Recipe(name="test", observe=Observe(query=False))},
+            "different version of torch": {"versions": {"torch": "1"}},
+            "different dtype": {"compute_dtype": "float16"},
         }.items():
             with pytest.raises(UsageError, match=words):
                 keep_in(kept, subject, **changes)  # type: ignore[arg-type]
-    with opened(tmp_path / "other") as subject, pytest.raises(UsageError, match="other weights"):
+    with (
+        opened(tmp_path / "other") as subject,
+        pytest.raises(UsageError, match="different weights"),
+    ):
         keep_in(kept, subject)
 
 

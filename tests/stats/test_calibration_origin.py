@@ -101,12 +101,12 @@ def test_the_sketch_estimates_what_all_hashes_would_say() -> None:
 @pytest.mark.parametrize(
     ("here", "expected"),
     [
-        ("01" * 16 + "23" * 16, "other weights (01010101, here 23232323)"),
-        ("23" * 16 + "01" * 16, "other config.json (01010101, here 23232323)"),
+        ("01" * 16 + "23" * 16, "different weights (01010101, here 23232323)"),
+        ("23" * 16 + "01" * 16, "different config.json (01010101, here 23232323)"),
         (
             "23" * 32,
-            "other config.json (01010101, here 23232323) and "
-            "other weights (01010101, here 23232323)",
+            "different config.json (01010101, here 23232323) and "
+            "different weights (01010101, here 23232323)",
         ),
     ],
 )

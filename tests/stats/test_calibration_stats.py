@@ -136,17 +136,20 @@ PROGRESS, HISTOGRAM = f"{K}/progress", f"{K}/histogram"
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> None:
     damage(path, lambda tensors, _: tensors[PROGRESS].__setitem__(1, value))
-    with pytest.raises(DataError, match="progress holds values that are no magnitudes"):
+    with pytest.raises(DataError, match="progress holds values that are not magnitudes"):
         load_stats(path)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda t, _: t.update({PROGRESS: t[PROGRESS].double()}), "no magnitudes"),
-        (lambda t, _: t.update({PROGRESS: torch.ones(4, dtype=torch.int64)}), "no magnitudes"),
-        (lambda t, _: t[HISTOGRAM].__setitem__(0, -1), "histogram holds values that are no counts"),
-        (lambda t, _: t.update({HISTOGRAM: torch.ones(3)}), "no counts"),
+        (lambda t, _: t.update({PROGRESS: t[PROGRESS].double()}), "not magnitudes"),
+        (lambda t, _: t.update({PROGRESS: torch.ones(4, dtype=torch.int64)}), "not magnitudes"),
+        (
+            lambda t, _: t[HISTOGRAM].__setitem__(0, -1),
+            "histogram holds values that are not counts",
+        ),
+        (lambda t, _: t.update({HISTOGRAM: torch.ones(3)}), "not counts"),
         (lambda t, _: t.pop(f"{UP}/amax"), "amax' is missing"),
         (lambda t, _: t.pop("text_hashes"), "'text_hashes' is missing"),
         (lambda t, _: t.update({f"{K}/nonsense": torch.ones(1)}), "unknown tensor"),

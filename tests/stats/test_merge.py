@@ -111,7 +111,7 @@ def test_a_part_comes_back_from_its_file_and_nobody_takes_it_for_the_whole(tmp_p
     _, part = make_parts()[1]
     save_stats(part, tmp_path / "part.safetensors")
     assert load_stats(tmp_path / "part.safetensors", accepts_shard=True).shard == part.shard
-    with pytest.raises(UsageError, match=r"holds only part 2 of 2") as refused:
+    with pytest.raises(UsageError, match=r"holds only shard 2 of 2") as refused:
         load_stats(tmp_path / "part.safetensors")
     assert "fp8calib merge" in refused.value.hint
 
@@ -124,14 +124,14 @@ def test_data_are_the_same_whatever_their_files_are_called() -> None:
 
 
 CHANGED_HEADERS = {
-    "other config.json": {"model_fingerprint": "b" * 32 + "a" * 32},
-    "other data (8 tokens": {"data_fingerprint": "dd"},
-    "other recipe (kv cc": {"recipe_hash": "ee"},
-    "other recipe (kv": {"recipe_name": "mine"},
-    "other dtype (float32, and bfloat16)": {"compute_dtype": "bfloat16"},
-    "other version of torch (2, and 3)": {"versions": {"torch": "3"}},
-    "other version of fp8calib (none, and 1)": {"versions": {"torch": "2", "fp8calib": "1"}},
-    "other histogram_sequences (8, and 4)": {"histogram_sequences": 4},
+    "different config.json": {"model_fingerprint": "b" * 32 + "a" * 32},
+    "different data (8 tokens": {"data_fingerprint": "dd"},
+    "different recipe (kv cc": {"recipe_hash": "ee"},
+    "different recipe (kv": {"recipe_name": "mine"},
+    "different dtype (float32, and bfloat16)": {"compute_dtype": "bfloat16"},
+    "different version of torch (2, and 3)": {"versions": {"torch": "3"}},
+    "different version of fp8calib (none, and 1)": {"versions": {"torch": "2", "fp8calib": "1"}},
+    "different histogram_sequences (8, and 4)": {"histogram_sequences": 4},
 }
 
 
@@ -149,24 +149,24 @@ def test_parts_of_two_runs_are_refused_and_the_difference_named(words: str) -> N
 
 def test_a_part_that_is_there_twice_is_refused() -> None:
     first, second = make_parts()
-    with pytest.raises(UsageError, match="part1 and again are both part 1 of 2"):
+    with pytest.raises(UsageError, match="part1 and again are both shard 1 of 2"):
         merge_shards([first, second, ("again", first[1])])
 
 
 def test_a_missing_part_is_named() -> None:
     parts = make_parts(4)
-    with pytest.raises(UsageError, match="parts 2, 4 of 4 are missing"):
+    with pytest.raises(UsageError, match="shards 2, 4 of 4 are missing"):
         merge_shards([parts[0], parts[2]])
-    with pytest.raises(UsageError, match="part 1 of 2 is missing") as refused:
+    with pytest.raises(UsageError, match="shard 1 of 2 is missing") as refused:
         merge_shards(make_parts()[1:])
     assert "--shard 1/2" in refused.value.hint
 
 
 def test_parts_of_another_cut_are_refused() -> None:
     first, second = make_parts()
-    with pytest.raises(UsageError, match="part1 is part 1 of 2, other is part 2 of 3"):
+    with pytest.raises(UsageError, match="part1 is shard 1 of 2, but other is shard 2 of 3"):
         merge_shards([first, ("other", with_part(second[1], count=3))])
-    with pytest.raises(UsageError, match="--batch-size 1, other with 4"):
+    with pytest.raises(UsageError, match="--batch-size 1, but other with 4"):
         merge_shards([first, ("other", with_part(second[1], batch_size=4))])
 
 
@@ -174,16 +174,16 @@ def test_a_checkpoint_of_an_interrupted_run_is_no_part() -> None:
     first, second = make_parts()
     with pytest.raises(UsageError, match="do not hold all 2 sequences"):
         merge_shards([first, ("unfinished", with_part(second[1], sequences=()))])
-    with pytest.raises(UsageError, match="kept was kept by a run that was interrupted"):
+    with pytest.raises(UsageError, match="kept is the checkpoint of an interrupted run"):
         merge_shards([first, ("kept", with_part(second[1], is_checkpoint=True))])
 
 
 def test_the_whole_is_no_part() -> None:
-    with pytest.raises(UsageError, match="stats is whole"):
+    with pytest.raises(UsageError, match="stats is not a shard"):
         merge_shards([("stats", make_stats())])
 
 
 def test_ranges_are_joined_where_they_touch() -> None:
     assert join_ranges([(4, 6), (0, 2), (2, 3)]) == ((0, 3), (4, 6))
-    with pytest.raises(ValueError, match="sequence 1 is in two parts"):
+    with pytest.raises(ValueError, match="sequence 1 is in two shards"):
         join_ranges([(0, 2), (1, 3)])

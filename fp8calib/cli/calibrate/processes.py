@@ -113,6 +113,6 @@ def describe_next(job: CalibrateJob) -> str | None:
     if shard is None:
         return None
     return (
-        f"part {shard.index} of {shard.count} has no scales. When all {shard.count} parts exist: "
-        f"fp8calib merge PARTS... --out {STATS_NAME}, then fp8calib export {STATS_NAME}"
+        f"shard {shard.index} of {shard.count} has no scales. When all {shard.count} shards exist: "
+        f"fp8calib merge SHARDS... --out {STATS_NAME}, then fp8calib export {STATS_NAME}"
     )

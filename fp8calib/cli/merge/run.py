@@ -37,7 +37,7 @@ def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
         )
     else:
         print_text(
-            f"{len(files)} parts, {header.num_tokens:,} tokens in {header.num_sequences} sequences"
+            f"{len(files)} shards, {header.num_tokens:,} tokens in {header.num_sequences} sequences"
             f", written to {out}\nwrite scales: fp8calib export {out} --format NAME --out DIR"
         )
 

@@ -93,10 +93,10 @@ def _print_header(stats: CalibrationStats, reach: PositionSaturation | None) -> 
         f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
     )
     print_text(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
-    if (part := stats.shard) is not None:
+    if (shard := stats.shard) is not None:
         print_text(
-            f"only {part.describe()} ({part.num_sequences} sequences): scales need the "
-            "statistics of all parts, which `fp8calib merge` joins"
+            f"only {shard.describe()} ({shard.num_sequences} sequences): scales need the "
+            "statistics of all shards, which `fp8calib merge` joins"
         )
     if (saturation := compute_saturation(stats)) is not None:
         print_text(saturation.describe())
