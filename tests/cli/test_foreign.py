@@ -89,7 +89,7 @@ def test_scales_per_head_stay_what_they_are_or_become_their_largest(
 
 def test_a_q_scale_that_was_never_set_is_left_out_and_that_is_said(tmp_path: Path) -> None:
     report = _extract("llmcompressor-attention-head", tmp_path / "out")
-    assert [note for note in report["notes"] if note.startswith("q_scale is left out, for ")]
+    assert [note for note in report["notes"] if note.startswith("q_scale is left out: ")]
     assert {"q"} & report["layers"][0].keys() == set()
     model, name = FOLDER / "llama", FOLDER / "llmcompressor-attention-head"
     assert "q_scale" in fail(8, "verify", model, "--scales", name, "--samples", 1)

@@ -150,7 +150,7 @@ def test_the_layer_is_the_one_number_in_the_name(tmp_path: Path, suffix: str) ->
         f"a.{'1' * 5000}.kv_cache_scaling_factor",
     ):
         path = _save(tmp_path / f"rank0.{suffix}", {0: 1}, name)
-        assert _refusal(path).endswith(f"{name[:200]}: the name does not tell the layer")
+        assert _refusal(path).endswith(f"{name[:200]}: the name does not contain one layer number")
 
 
 def test_two_scales_for_a_layer_are_refused(tmp_path: Path) -> None:

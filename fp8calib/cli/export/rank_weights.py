@@ -58,8 +58,8 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
     """Open the weights, and compute their scales for the recipe's degrees.
 
     Raises:
-        ModelError: the model cannot be built, whose modules tell which weights are fused or
-            transposed; or an int4 checkpoint is damaged.
+        ModelError: the model, whose modules show which weights are fused or transposed, cannot
+            be built; or an int4 checkpoint is damaged.
         ExportError: a scale cannot be computed, or the int4 weights are of another model.
     """
     quiet_libraries()

@@ -67,7 +67,7 @@ def run_extract(settings: ExtractSettings) -> None:
     """Read the scales, write them in the one form that was asked for, and show the outcome.
 
     Raises:
-        UsageError: an option makes no sense, or the source does not tell its FP8 format.
+        UsageError: an option is not valid, or the FP8 format of the source is not stated.
         ModelError: the unquantized model cannot be read.
         ExportError: the form cannot hold the scales, or cannot be written.
         VerificationError: the source's scales are not complete, not valid, or of another model.
@@ -158,7 +158,7 @@ def _extract(
 
 
 def _choose_tp(settings: ExtractSettings, table: ScaleTable) -> int:
-    """Keep the ranks that were found, where the form has ranks and they fit the model."""
+    """Keep the ranks that were found, if the format has ranks and they fit the model."""
     if settings.tp is not None:
         return settings.tp
     is_kept = find_dialect(settings.format_name).per_tp and fits_heads(table.geometry, table.tp)

@@ -122,8 +122,8 @@ def _find_layer(path: Path, name: str) -> int:
     if len(parts) != 1 or len(parts[0]) > 9:
         raise refusal(
             path,
-            f"{shorten(name)}: the name does not tell the layer",
-            hint="exactly one part of the name is a number",
+            f"{shorten(name)}: the name does not contain one layer number",
+            hint="exactly one part of the name must be a number",
         )
     return int(parts[0])
 
