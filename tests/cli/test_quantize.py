@@ -276,7 +276,7 @@ def test_calibrate_leaves_what_it_does_not_measure_and_says_so(tmp_path: Path) -
     rows.write_text("".join(json.dumps({"input_ids": [*range(3, 40)]}) + "\n" for _ in range(4)))
     command = ("calibrate", tmp_path / "model", "--data", rows, *CALIBRATE, "--format", "rfc")
     report = succeed(*command, "--out", tmp_path / "out", "--json").json
-    told = [text for text in report["warnings"] if "inputs are measured" in text]
+    told = [text for text in report["warnings"] if "inputs are not observed" in text]
     names = {text.split(": ")[1] for text in told}
     assert {"model.altup_projections", "model.per_layer_model_projection"} <= names
     options = [option for name in names for option in ("--ignore", name)]

@@ -91,7 +91,7 @@ def test_the_missing_harness_is_named_with_its_extra(
 
 
 def test_a_limit_without_tasks_is_refused(model: Path) -> None:
-    assert "--limit is for tasks" in fail(2, "verify", model, "--limit", 3)
+    assert "--limit has no effect without --tasks" in fail(2, "verify", model, "--limit", 3)
 
 
 @needs_harness

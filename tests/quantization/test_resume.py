@@ -159,7 +159,7 @@ def test_a_strange_folder_of_that_name_is_not_touched(tmp_path: Path, source: Pa
     partial.mkdir()
     (partial / "precious.txt").write_text("mine")
     for resume in (False, True):
-        with pytest.raises(UsageError, match="no interrupted run"):
+        with pytest.raises(UsageError, match="was not made by an interrupted run"):
             run(source, tmp_path / "out", "w8a16", resume=resume)
     assert [path.name for path in partial.iterdir()] == ["precious.txt"]
 
