@@ -1,8 +1,9 @@
-"""Scales of inputs, K and V from statistics, by the checkpoint's own names.
+"""Compute scales of inputs, K and V from statistics, by the checkpoint's own names.
 
-Statistics name modules of the live model; a checkpoint may call them otherwise, and stores experts
-one by one where the model stacks them. No model is built to find out: the statistics carry, for
-most linears, the name of the tensor they were read from, and the rest of a layer lies beside them.
+Statistics name modules of the loaded model; a checkpoint may use other names, and may have one
+tensor per expert where the model stacks them. No model is built to translate the names: for most
+linears the statistics name the tensor that the weight was read from, and the other tensors of a
+layer have the same prefix.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Mixtral's names of what every other family spells out."""
+"""Mixtral's names of projections -> those of all other families."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """Scales from statistics, and what a user should know of them."""
+    """Scales from statistics, and notes on them for the user."""
 
     scales: CalibratedScales
     notes: tuple[str, ...]
@@ -83,10 +84,10 @@ def find_kv_scales(
     dialect: CheckpointDialect,
     choice: Choice = PLAIN_CHOICE,
 ) -> Calibrated:
-    """Make the scales of K and V, where the statistics hold them: else there are none.
+    """Compute the scales of K and V; none where the statistics do not have them.
 
     Raises:
-        ExportError: no token came by a site.
+        ExportError: no token reached a site.
     """
     pairs = [attention for _, attention in stats.geometry.attentions()]
     if not any(pair.site(Role.K) in stats.sites for pair in pairs):
@@ -100,7 +101,7 @@ def find_kv_scales(
             names = dialect.name_kv(pair, role, has_projections)
             named |= dict.fromkeys(names, value)
     return Calibrated(
-        scales=CalibratedScales(inputs={}, kv=named), notes=tuple(_describe_origins(table))
+        scales=CalibratedScales(inputs={}, kv=named), notes=tuple(_explain_substitutes(table))
     )
 
 
@@ -111,10 +112,10 @@ def find_scales(
     selection: Selection,
     choice: Choice = PLAIN_CHOICE,
 ) -> Calibrated:
-    """Make all scales that a checkpoint takes from statistics: of K and V, and static inputs.
+    """Compute all scales that a checkpoint takes from statistics: of K and V, and of static inputs.
 
     Raises:
-        ExportError: the statistics hold nothing for a site.
+        ExportError: the statistics have no data for a site.
     """
     kv = find_kv_scales(stats, checkpoint, settings.dialect, choice)
     inputs = _NONE_FOUND
@@ -135,18 +136,18 @@ def find_input_scales(
     shares_scales: bool,
     choice: Choice = PLAIN_CHOICE,
 ) -> Calibrated:
-    """Make a static scale for the input of every linear that is quantized.
+    """Compute a static scale for the input of every quantized linear.
 
     Args:
         stats: of the same model.
         quantized: the weights.
-        shares_scales: all experts of a layer get one scale per projection, as engines use it,
-            gate and up the same; otherwise each its own. Linears that read one tensor (q, k, v)
-            have one scale in any case.
+        shares_scales: use one scale per fused projection for all experts of a layer, as engines
+            do; otherwise each expert has its own. Linears that read one tensor (q, k, v) always
+            share a scale.
         choice: how statistics become scales.
 
     Raises:
-        ExportError: the statistics hold nothing for a linear.
+        ExportError: the statistics have no data for a linear.
     """
     inputs = _Inputs(stats, quantized, choice)
     found = {matrix.module: inputs.find(matrix) for matrix in quantized}
@@ -157,16 +158,17 @@ def find_input_scales(
             largest[group] = torch.maximum(largest[group], found[module])
         found = {module: largest[group] for module, group in groups.items()}
     return Calibrated(
-        scales=CalibratedScales(inputs=found, kv={}), notes=tuple(_describe_origins(inputs.table))
+        scales=CalibratedScales(inputs=found, kv={}),
+        notes=tuple(_explain_substitutes(inputs.table)),
     )
 
 
 def list_unmeasured(stats: CalibrationStats, quantized: Collection[Matrix]) -> list[str]:
-    """List the modules, outermost first, whose linears lie outside the decoder layers.
+    """Name the linears outside the decoder layers by the outermost modules that hold only such.
 
-    Calibration measures the inputs of those inside alone.
+    Calibration measures inputs in decoder layers alone.
     """
-    layers = {place for layer in stats.geometry.layers for place in _find_places(layer)}
+    layers = {prefix for layer in stats.geometry.layers for prefix in _find_prefixes(layer)}
     measured = {linear.checkpoint_name for _, linear in stats.geometry.linears()}
     outside = {
         matrix.module
@@ -184,7 +186,7 @@ def list_unmeasured(stats: CalibrationStats, quantized: Collection[Matrix]) -> l
 
 
 class _Inputs:
-    """The scales of inputs, found by the names of weights in the checkpoint."""
+    """Finds the scales of inputs by the names of weights in the checkpoint."""
 
     def __init__(
         self, stats: CalibrationStats, quantized: Collection[Matrix], choice: Choice
@@ -201,9 +203,9 @@ class _Inputs:
             if linear.checkpoint_name is not None
         }
         self._experts = {
-            (place, linear.module.rpartition(".")[2]): linear
+            (prefix, linear.module.rpartition(".")[2]): linear
             for layer in stats.geometry.layers
-            for place in _find_places(layer)
+            for prefix in _find_prefixes(layer)
             for linear in layer.linears
             if linear.num_experts
         }
@@ -217,11 +219,11 @@ class _Inputs:
         if found is not None:
             return self._of_expert(*found)
         raise ExportError(
-            f"the stats hold no input of {matrix.module}", hint=self._explain_missing(matrix)
+            f"the stats have no input of {matrix.module}", hint=self._explain_missing(matrix)
         )
 
     def _find_expert(self, matrix: Matrix) -> tuple[Linear, int] | None:
-        """Find the experts and the number of the one that a matrix belongs to."""
+        """Find the stacked experts and the number of the expert that a matrix belongs to."""
         found = split_expert(matrix.module)
         if found is None:
             return None
@@ -230,12 +232,12 @@ class _Inputs:
         return (experts, number) if experts and number < experts.num_experts else None
 
     def _explain_missing(self, matrix: Matrix) -> str:
-        """Say what to use instead, with the options that leave out all that is not measured."""
+        """Explain what to do instead, with the options that exclude all unmeasured linears."""
         names = list_unmeasured(self._stats, self._quantized)
         if any(name in names for name in list_paths(matrix.module)):
             return (
-                "calibrate with --recipe w8a8-static; what lies outside the layers it measures "
-                f"stays unquantized with {spell_options(names)}"
+                "calibrate with --recipe w8a8-static, and exclude the linears outside the layers "
+                f"that it measures: {spell_options(names)}"
             )
         missing = (
             (split_expert(each.module) or (each.module,))[0]
@@ -258,29 +260,31 @@ class _Inputs:
     def _of_other(self, site: Site) -> torch.Tensor:
         if site not in self._stats.sites:
             raise ExportError(
-                f"the stats hold nothing for {site}",
+                f"the stats have no data for {site}",
                 hint="calibrate with --recipe w8a8-static, or leave it unquantized with --ignore",
             )
         seen = self._stats.sites[site]
         amax = seen.amax.max()
-        reach = find_clip_range(self._rule, amax=float(amax), histogram=seen.histogram, fmt=E4M3FN)
-        return scale_of(reach.apply(amax), E4M3FN) if float(amax) > 0 else torch.tensor(1.0)
+        clip_range = find_clip_range(
+            self._rule, amax=float(amax), histogram=seen.histogram, fmt=E4M3FN
+        )
+        return scale_of(clip_range.apply(amax), E4M3FN) if float(amax) > 0 else torch.tensor(1.0)
 
     def _of_expert(self, linear: Linear, expert: int) -> torch.Tensor:
         site = Site(linear.logical(linear.parts[0], expert), Role.INPUT)
         return self.table.scales[site].values[0]
 
 
-def _find_places(layer: Layer) -> Iterator[str]:
-    """Name the layer as the checkpoint does: what its linears' tensors begin with."""
-    places: set[str] = set()
+def _find_prefixes(layer: Layer) -> Iterator[str]:
+    """Name the layer as the checkpoint does: the prefix of its linears' tensors."""
+    prefixes: set[str] = set()
     for linear in layer.linears:
         name = (linear.checkpoint_name or "").removesuffix(".weight")
         inner = linear.module.removeprefix(f"{layer.module}.")
         if name.endswith(f".{inner}"):
-            places.add(name.removesuffix(f".{inner}"))
-    return iter(places or {layer.module})
+            prefixes.add(name.removesuffix(f".{inner}"))
+    return iter(prefixes or {layer.module})
 
 
-def _describe_origins(table: ScaleTable) -> Iterable[str]:
+def _explain_substitutes(table: ScaleTable) -> Iterable[str]:
     return (f"{site}: {WHY_NOT_OBSERVED[scale.source]}" for site, scale in table.not_observed())

@@ -1,4 +1,4 @@
-"""How an FP8 checkpoint is spelled: names and shapes of its scales, and its quantization config."""
+"""The dialects of FP8 checkpoints: names and shapes of scales, and the quantization config."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CheckpointDialect:
     make_extra_files: _MakeConfig = lambda *_: {}
     """Make the JSON files beside config.json, by name."""
     name_kv: Callable[[Attention, Role, bool], tuple[str, ...]]
-    """From attention, K or V, and whether the checkpoint has a k_proj to the names of its scale."""
+    """Name the scale of K or V, given whether the checkpoint has a tensor for k_proj."""
 
     @property
     def schemes(self) -> list[str]:
@@ -152,7 +152,7 @@ def _make_autofp8_config(
         "ignored_layers": names,
     }
     if scheme.weights is Granularity.BLOCK:
-        # transformers reads the second name of the list, and takes ends; vLLM reads either
+        # transformers reads modules_to_not_convert, and matches ends of paths; vLLM reads both
         config |= {
             "weight_block_size": list(scheme.block),
             "modules_to_not_convert": [*names, *_list_ends(unquantized)],
@@ -200,13 +200,14 @@ def _make_modelopt_files(
 def _list_unquantized(
     unquantized: Sequence[UnquantizedMatrix], *, by_tree: bool = False
 ) -> list[str]:
-    """Name the linears an engine must not look for scales of; the head even where it is tied.
+    """Name the linears that have no scales, and the output head even where it is tied.
 
     Args:
         unquantized: all matrices that are not quantized.
-        by_tree: name towers and projectors by an expression for all that is in them, and what is
-            in the layers of a part by one for the end of its path. These hold wherever an engine
-            hangs them, and have no quantifier behind a bracket, which `check` would not try.
+        by_tree: use one expression for all linears of a tower or projector, and match linears in
+            numbered layers by the end of their paths too. These match under any prefix that an
+            engine gives the paths. They have no quantifier after a bracket, because `check` does
+            not evaluate such expressions.
     """
     names = [HEAD]
     for item in unquantized:
@@ -220,12 +221,12 @@ def _list_unquantized(
 
 
 def _express_end(end: str) -> str:
-    """Write an expression for the modules whose path ends so, and all that is in them."""
+    """Make an expression for the modules whose path ends with `end`, and those inside them."""
     return f"re:(.*[.]|){re.escape(end)}([.].*|)$"
 
 
 def _list_ends(unquantized: Sequence[UnquantizedMatrix]) -> list[str]:
-    """Name the same by the ends of their paths, where engines may begin these otherwise."""
+    """List the ends of their paths, for engines that give them another prefix."""
     return list(dict.fromkeys(end for item in unquantized for end in item.ends))
 
 

@@ -1,4 +1,4 @@
-"""What `quantize` will write: every file and every byte's place, from headers and config alone."""
+"""Plan what `quantize` writes: every file and its layout, from headers and config alone."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
     CopiedTensor,
-    Cut,
     OutputTensor,
     ShardLayout,
+    SlicedMatrix,
     WeightScale,
     lay_out,
 )
@@ -34,16 +34,16 @@ from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model
 
 _OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
-"""What says of the source's weights what is no longer so."""
+"""Files of the source that describe how its weights were quantized, which no longer holds."""
 _TAG_KEY = "fp8calib.quantize"
 _SHOWN = 5
 _VERSION = 1
-"""Of what the same plan makes of the same source; a resumed run must not mix two."""
+"""Version of the bytes that a plan makes of a source; a resumed run must not mix two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """What is asked for."""
+    """The options of a quantization."""
 
     scheme: Scheme
     dialect: CheckpointDialect
@@ -54,14 +54,14 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibratedScales:
-    """Scales that come from calibration: fp32 []."""
+    """Scales that come from calibration, each fp32 []."""
 
     inputs: Mapping[str, torch.Tensor]
-    """By the linear's path in the checkpoint."""
+    """By the path of the linear in the checkpoint."""
     kv: Mapping[str, torch.Tensor]
-    """By the tensor's name."""
+    """By the name of the tensor."""
     origin: CalibrationOrigin | None = None
-    """The model and the text they come from; None where nobody knows, or there are none."""
+    """The model and the text they come from; None where unknown, or where there are no scales."""
 
 
 NO_SCALES = CalibratedScales(inputs={}, kv={})
@@ -69,7 +69,7 @@ NO_SCALES = CalibratedScales(inputs={}, kv={})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizePlan:
-    """Everything that is decided before a weight is read."""
+    """All decisions that are made before a weight is read."""
 
     settings: PlanSettings
     selection: Selection
@@ -77,18 +77,18 @@ class QuantizePlan:
     config: Mapping[str, object]
     """The config.json to write."""
     json_files: Mapping[str, Mapping[str, object]]
-    """By name, beside config.json: the index, and what the form has."""
+    """Other JSON files by name: the index, and those of the checkpoint dialect."""
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
-    """Entries of the source, tensors too, that are left out, with the reason."""
+    """Files and tensors of the source that are not copied, with the reason."""
     has_kv: bool
-    """There are scales of K and V."""
+    """Whether there are scales of K and V."""
     tag: str
-    """Names the source and everything that was asked: equal tags, equal bytes."""
+    """Hash of the source and all options: equal tags mean equal bytes."""
 
     @property
     def size_bytes(self) -> int:
-        """Tell the bytes all files will take together."""
+        """Sum the bytes of all files."""
         sides = sum(path.stat().st_size for path in self.side_files.values())
         documents = (self.config, *self.json_files.values())
         texts = sum(len(write_json(document)) for document in documents)
@@ -96,13 +96,13 @@ class QuantizePlan:
 
     @property
     def names(self) -> frozenset[str]:
-        """Name everything at the top of the output folder."""
+        """Name all entries of the output folder."""
         sides = (name.split("/")[0] for name in self.side_files)
         shards = (shard.name for shard in self.shards)
         return frozenset({CONFIG_NAME, *self.json_files, *shards, *sides})
 
     def group(self, matrix: Matrix) -> str:
-        """Name what shares one per-tensor scale with a weight."""
+        """Name the group of weights that share one per-tensor scale with this one."""
         return matrix.fused_group if self.settings.shares_scales else matrix.module
 
 
@@ -117,9 +117,9 @@ def make_plan(
 
     Args:
         checkpoint: an unquantized checkpoint (`check_unquantized`).
-        settings: what is asked for.
-        selection: what is quantized (`select`, with the settings' patterns).
-        scales: of inputs and of the KV cache; the inputs of every linear for a static scheme.
+        settings: the options.
+        selection: from `select`, with the patterns of the settings.
+        scales: of inputs and of the KV cache; a static scheme needs the inputs of every linear.
 
     Raises:
         ModelError: two files hold the same tensor.
@@ -151,16 +151,16 @@ def make_plan(
 
 
 def write_json(document: Mapping[str, object]) -> bytes:
-    """Write a JSON file's bytes."""
+    """Encode a JSON file."""
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def _list_unlisted(checkpoint: Checkpoint) -> dict[str, str]:
-    """List tensors that engines would find in the source's files, which read these whole."""
+    """List tensors in the source's files that its index does not name; engines read whole files."""
     names = [f"{item.name} in {item.file_name}" for item in checkpoint.unlisted]
     if len(names) > _SHOWN:
         names[_SHOWN:] = [f"{len(names) - _SHOWN} more tensors"]
-    return dict.fromkeys(names, "the index does not name it")
+    return dict.fromkeys(names, "the index does not list it")
 
 
 def _make_tag(
@@ -205,7 +205,10 @@ def _lay_out_shards(
         elif name in unquantized_experts:
             by_file[file] += [
                 OutputTensor(
-                    name=matrix.tensor, dtype=matrix.dtype, shape=matrix.shape, content=Cut(matrix)
+                    name=matrix.tensor,
+                    dtype=matrix.dtype,
+                    shape=matrix.shape,
+                    content=SlicedMatrix(matrix),
                 )
                 for matrix in unquantized_experts[name]
             ]

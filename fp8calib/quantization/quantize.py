@@ -1,7 +1,6 @@
-"""The verb: from an unquantized checkpoint to an FP8 one, shard by shard.
+"""Write an FP8 checkpoint from an unquantized one, shard by shard.
 
-The weights pass through buffers of a megabyte; neither the model's size nor a shard's, nor a
-tensor's, decides about memory.
+Weights pass through buffers of a megabyte: memory depends on the size of no model, shard or tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAX_THREADS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a run has done."""
+    """What a run wrote."""
 
     files: tuple[str, ...]
     all_zero: tuple[AllZeroWeight, ...]
@@ -56,15 +55,15 @@ def quantize(
     Args:
         checkpoint: the source the plan was made for.
         plan: what to write.
-        out: the folder; it is there whole or not at all, an interrupted run leaves `OUT.partial`.
+        out: the folder, which appears only when it is complete; until then it is `OUT.partial`.
         device: where to compute.
-        progress: hears of the bytes written.
-        resume: go on where an interrupted run of the same plan stopped.
-        force: replace what this command writes.
-        inputs: other files that are read, which the output may not replace.
+        progress: is told of the bytes written.
+        resume: continue an interrupted run of the same plan.
+        force: replace an existing output.
+        inputs: other files that are read, which the output must not replace.
 
     Raises:
-        UsageError: the folder is in use, or the interrupted run was another one.
+        UsageError: the folder is in use, or the interrupted run had another plan.
         ModelError: a weight cannot be read, or holds NaN or infinity.
         ExportError: the disk cannot hold the output.
     """
@@ -106,14 +105,14 @@ def list_files(folder: Path) -> tuple[str, ...]:
 
 
 def is_finished(out: Path, plan: QuantizePlan) -> bool:
-    """Tell whether `out` is what the plan would write."""
+    """Tell whether `out` is already what the plan would write."""
     if not all((out / name).exists() for name in plan.names):
         return False
     return all(_is_shard(out / shard.name, shard) for shard in plan.shards)
 
 
 def _is_shard(path: Path, shard: ShardLayout) -> bool:
-    """Tell whether a file is a finished shard, by its length and first bytes."""
+    """Tell from its length and first bytes whether a file is a finished shard."""
     if not path.is_file() or path.stat().st_size != shard.size_bytes:
         return False
     with path.open("rb") as file:
@@ -121,7 +120,7 @@ def _is_shard(path: Path, shard: ShardLayout) -> bool:
 
 
 class _Journal:
-    """Which shards are finished, and what was dead in them: noted in the partial folder."""
+    """Records in the partial folder which shards are finished, and their all-zero weights."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -148,7 +147,7 @@ class _Journal:
 
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Give a pool with a thread for each core, in which torch starts none of its own."""
+    """Open a pool with a thread per core, in which torch starts no threads of its own."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -159,7 +158,7 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def _write_side_files(folder: Path, plan: QuantizePlan) -> None:
-    """Write all but the shards, and remove what an interrupted run left half done."""
+    """Write all files but the shards, and remove unfinished ones of an interrupted run."""
     for path in folder.iterdir():
         if path.name not in {*plan.names, PROGRESS_NAME}:
             path.unlink()

@@ -1,4 +1,4 @@
-"""Where every tensor of an output file will lie, known before the first weight is read."""
+"""Lay out an output file: where the data of each tensor begin, before any weight is read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fp8calib.quantization.selection.select import Matrix
 
 @dataclass(frozen=True, slots=True)
 class CopiedTensor:
-    """A tensor of the source as it is."""
+    """A tensor that is copied from the source."""
 
     tensor: str
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A matrix of a stack as it is, [out, in]."""
+class SlicedMatrix:
+    """An unquantized matrix that is cut out of a stack, [out, in]."""
 
     matrix: Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """The codes of a quantized weight."""
+    """The FP8 codes of a quantized weight."""
 
     matrix: Matrix
 
@@ -42,12 +42,12 @@ class WeightScale:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number known beforehand, fp32: a scale of an input, of K or of V."""
+    """A known number, fp32: a scale of an input, of K or of V."""
 
     value: torch.Tensor
 
 
-Content = CopiedTensor | Cut | Codes | WeightScale | Constant
+Content = CopiedTensor | SlicedMatrix | Codes | WeightScale | Constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,14 @@ class OutputTensor:
 
     name: str
     dtype: str
-    """As safetensors spells it."""
+    """In the spelling of safetensors."""
     shape: tuple[int, ...]
     content: Content | None = None
-    """None where whoever writes the file has it at hand."""
+    """None where the writer does not need it."""
 
     @property
     def size_bytes(self) -> int:
-        """Tell the bytes it takes."""
+        """Count the bytes of its data."""
         size = ITEM_SIZE_BYTES[self.dtype]
         for extent in self.shape:
             size *= extent
@@ -72,7 +72,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
-    """An output file: its first bytes, and where the data of its tensors begin."""
+    """An output file: its header, and where the data of its tensors begin."""
 
     name: str
     head: bytes
@@ -80,7 +80,7 @@ class ShardLayout:
     tensors: tuple[OutputTensor, ...]
     """In the order of their data."""
     starts: Mapping[str, int]
-    """By a tensor's name, counted from the file's first byte."""
+    """Offset in the file, by the tensor's name."""
 
     @property
     def data_bytes(self) -> int:
@@ -89,19 +89,19 @@ class ShardLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Tell the length of the file."""
+        """Count the bytes of the file."""
         return len(self.head) + self.data_bytes
 
 
 def lay_out(
     name: str, tensors: Collection[OutputTensor], *, metadata: Mapping[str, str]
 ) -> ShardLayout:
-    """Lay tensors out one after another, those of wider numbers first, so that all are aligned.
+    """Lay out tensors one after another, those with wider numbers first, so that all are aligned.
 
     Args:
         name: of the file.
-        tensors: in the order they are to have among equally wide ones.
-        metadata: what the header says beside `format`.
+        tensors: in their order among equally wide ones.
+        metadata: of the header, beside `format`.
     """
     ordered = sorted(tensors, key=lambda tensor: -ITEM_SIZE_BYTES[tensor.dtype])
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}

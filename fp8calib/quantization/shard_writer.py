@@ -1,4 +1,4 @@
-"""One output file, written in place by several threads while the source is read once or twice."""
+"""Write one output file in place by several threads, reading the source once or twice."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
     CopiedTensor,
-    Cut,
     OutputTensor,
     ShardLayout,
+    SlicedMatrix,
     WeightScale,
 )
 from fp8calib.quantization.weight_reader import (
@@ -37,19 +37,19 @@ from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 from fp8calib.scales.compute import scale_of
 
 _TASKS_AHEAD = 64
-"""Blocks that may wait for a thread; none is in memory before its turn."""
+"""Chunks that may wait for a thread; a chunk is read only when a thread takes it."""
 
 
 class WriteProgress(Protocol):
-    """Whoever wants to know how far the work is."""
+    """Receives the progress of writing."""
 
     def advance(self, steps: int) -> None:
-        """Hear of bytes of the output that are written."""
+        """Add bytes of the output that are written."""
 
 
 @dataclass(slots=True)
 class _Started:
-    """A tensor whose blocks are on their way."""
+    """A tensor whose chunks are being read and written."""
 
     tasks: Sequence[Future[Any]]
     finish: Callable[[list[Any]], None]
@@ -77,7 +77,7 @@ class ShardWriter:
         self._all_zero: list[AllZeroWeight] = []
 
     def write(self, path: Path, progress: WriteProgress) -> list[AllZeroWeight]:
-        """Write the file, and list the weights of which something is all zeros.
+        """Write the file, and list the weights that are all zeros, whole or in part.
 
         Raises:
             ModelError: a weight cannot be read, or holds NaN or infinity.
@@ -96,7 +96,7 @@ class ShardWriter:
             for item in started:
                 _finish(item, progress)
         finally:
-            _abandon(started)
+            _cancel(started)
             os.close(self._file)
         return self._all_zero
 
@@ -107,8 +107,8 @@ class ShardWriter:
                 self._put_scale(tensor, content.value)
             elif isinstance(content, CopiedTensor):
                 yield self._start_copy(tensor, content.tensor)
-            elif isinstance(content, Cut):
-                yield self._start_cut(tensor, content.matrix)
+            elif isinstance(content, SlicedMatrix):
+                yield self._start_slice(tensor, content.matrix)
             elif isinstance(content, Codes):
                 yield self._start_codes(tensor, content.matrix)
 
@@ -125,7 +125,7 @@ class ShardWriter:
         ]
         return _Started(tasks, lambda _: None, tensor.size_bytes)
 
-    def _start_cut(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
+    def _start_slice(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         def copy(rows: range) -> None:
             values = self._reader.read(matrix, rows).to(TORCH_DTYPES[tensor.dtype])
             self._put_rows(tensor, rows, values)
@@ -183,7 +183,7 @@ class ShardWriter:
         self._put(self._shard.starts[tensor.name], scale.to(torch.float32).numpy().tobytes())
 
     def _put(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes at a place of the file, all of them."""
+        """Write all bytes at an offset of the file."""
         view = memoryview(data).cast("B")
         while view:
             written = os.pwrite(self._file, view, offset)
@@ -199,8 +199,8 @@ def _finish(started: _Started, progress: WriteProgress) -> None:
     progress.advance(started.size_bytes)
 
 
-def _abandon(started: Iterable[_Started]) -> None:
-    """Let no thread write any more: the file is about to be closed."""
+def _cancel(started: Iterable[_Started]) -> None:
+    """Cancel and wait for all chunks: the file is about to be closed."""
     tasks = [task for item in started for task in item.tasks]
     for task in tasks:
         task.cancel()

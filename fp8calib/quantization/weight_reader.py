@@ -1,4 +1,4 @@
-"""Weights read in blocks of rows by several threads: a block stays in a core's cache."""
+"""Read weights in chunks of rows by several threads: a chunk fits in a core's cache."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 class WeightReader:
-    """Reads weights of a checkpoint, and knows the amax of those it has measured.
+    """Reads weights of a checkpoint, and remembers the amax of those it has measured.
 
     Args:
-        checkpoint: where the weights are.
-        pool: whose threads read.
-        device: where blocks are computed on.
+        checkpoint: holds the weights.
+        pool: runs the reading.
+        device: receives what is read.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class WeightReader:
         return _read_rows(self.checkpoint, matrix, rows).to(self._device)
 
     def measure(self, matrices: Sequence[Matrix]) -> list[float]:
-        """Give the amax of whole weights; each is read once, however often it is asked for.
+        """Give the amax of whole weights; each is read only once.
 
         Raises:
-            ModelError: a weight holds NaN or infinity; the message names tensor and index.
+            ModelError: a weight holds NaN or infinity; the message names the tensor and the index.
         """
         unknown = [matrix for matrix in matrices if matrix.module not in self._amax]
         started: list[list[Future[float]]] = [
@@ -64,14 +64,16 @@ class WeightReader:
 
 
 def _read_rows(checkpoint: Checkpoint, matrix: Matrix, rows: range) -> torch.Tensor:
-    place = matrix.place
-    if place is None:
+    position = matrix.position
+    if position is None:
         return checkpoint.read_rows(matrix.tensor, rows.start, rows.stop)
-    outputs = range(place.first + rows.start, place.first + rows.stop)
+    outputs = range(position.first + rows.start, position.first + rows.stop)
     inputs = range(matrix.shape[1])
-    if place.is_transposed:
-        return checkpoint.read_block(place.tensor, place.expert, inputs, outputs).T.contiguous()
-    return checkpoint.read_block(place.tensor, place.expert, outputs, inputs)
+    if position.is_transposed:
+        return checkpoint.read_block(
+            position.tensor, position.expert, inputs, outputs
+        ).T.contiguous()
+    return checkpoint.read_block(position.tensor, position.expert, outputs, inputs)
 
 
 def split_rows(matrix: Matrix, block_rows: int = BLOCK[0]) -> list[range]:
@@ -81,7 +83,7 @@ def split_rows(matrix: Matrix, block_rows: int = BLOCK[0]) -> list[range]:
     """
     rows, columns = matrix.shape
     step = CHUNK_BYTES // (columns * _BYTES[matrix.dtype])
-    if matrix.place is not None and matrix.place.is_transposed:
+    if matrix.position is not None and matrix.position.is_transposed:
         step = max(step, _TRANSPOSED_ROWS)
     step = max(1, step // block_rows) * block_rows
     return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -110,9 +112,9 @@ def require_finite(amax: torch.Tensor, matrix: Matrix, rows: range, values: torc
 
 
 def _find_index(matrix: Matrix, row: int, column: int) -> list[int]:
-    """Tell where an element of a weight lies in the tensor it is read from."""
-    place = matrix.place
-    if place is None:
+    """Give the index of a weight's element in the tensor it is read from."""
+    position = matrix.position
+    if position is None:
         return [row, column]
-    inner = [place.first + row, column]
-    return [place.expert, *(reversed(inner) if place.is_transposed else inner)]
+    inner = [position.first + row, column]
+    return [position.expert, *(reversed(inner) if position.is_transposed else inner)]

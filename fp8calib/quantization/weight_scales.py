@@ -1,4 +1,4 @@
-"""The scales of weights from their magnitudes, and what stands in where a magnitude is zero."""
+"""Compute the scales of weights from their magnitudes, and substitutes for zero magnitudes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from fp8calib.scales.compute import scale_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllZeroWeight:
-    """A weight of which something was all zeros."""
+    """A weight that is all zeros, whole or in some rows or blocks."""
 
     tensor: str
     count: int
-    """How many of its scales cover nothing but zeros."""
+    """How many of its scales cover only zeros."""
     total: int
 
 
 class WeightScales:
-    """Turns magnitudes into scales, and keeps account of those that were zero.
+    """Computes scales from magnitudes.
 
-    A part of zeros takes the largest scale of its weight. A weight of zeros takes the group's
-    scale, else the largest of the same projection of the other experts, else of its layer, else 1.
+    A row or block of zeros takes the largest scale of its weight. A weight of zeros takes the scale
+    of its group, else the largest of the same projection in other experts, else the largest of its
+    layer, else 1.
     """
 
     def __init__(self, plan: QuantizePlan, reader: WeightReader) -> None:
@@ -49,10 +50,10 @@ class WeightScales:
         return self._groups[self._plan.group(matrix)]
 
     def of_group(self, matrix: Matrix) -> tuple[torch.Tensor, AllZeroWeight | None]:
-        """Compute the one scale of a weight and of what it shares it with: fp32 []."""
+        """Compute the scale that a weight shares with its group: fp32 []."""
         amax = torch.tensor(self._reader.measure(self.group_of(matrix)))
         own = torch.tensor(self._reader.measure([matrix]))
-        all_zero = _describe(matrix, own)
+        all_zero = _count_zeros(matrix, own)
         if float(amax.max()) > 0:
             return scale_of(amax.max(), E4M3FN), all_zero
         return self._substitute(matrix), all_zero
@@ -61,7 +62,7 @@ class WeightScales:
         self, matrix: Matrix, amax: torch.Tensor
     ) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
-        all_zero = _describe(matrix, amax)
+        all_zero = _count_zeros(matrix, amax)
         scales = scale_of(amax, E4M3FN)
         if all_zero is None:
             return scales, None
@@ -78,6 +79,6 @@ class WeightScales:
         return torch.tensor(1.0)
 
 
-def _describe(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:
+def _count_zeros(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:
     count = int((amax == 0).sum())
     return AllZeroWeight(tensor=matrix.tensor, count=count, total=amax.numel()) if count else None

@@ -226,17 +226,17 @@ def test_a_weight_of_another_shape_than_its_config_says_is_refused(
     [
         (
             make_section({**WEIGHTS, "strategy": "channel"}),
-            "4-bit int weights, a scale for each channel",
+            "4-bit int weights, a scale per channel",
         ),
         (
             make_section({**WEIGHTS, "strategy": "group", "group_size": 128}),
-            "4-bit int weights, a scale for each group of 128",
+            "4-bit int weights, a scale per group of 128",
         ),
         (
             make_section({**WEIGHTS, "symmetric": False}),
-            "4-bit int weights, a scale for each tensor, zero points",
+            "4-bit int weights, a scale per tensor, zero points",
         ),
-        (make_section({**WEIGHTS, "num_bits": 3}), "3-bit int weights, a scale for each tensor"),
+        (make_section({**WEIGHTS, "num_bits": 3}), "3-bit int weights, a scale per tensor"),
         (make_section({**WEIGHTS, "type": "float"}), "4-bit float weights"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 64},
@@ -244,7 +244,7 @@ def test_a_weight_of_another_shape_than_its_config_says_is_refused(
         ),
         (
             {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True},
-            "'awq' (4-bit int weights, a scale for each channel, zero points)",
+            "'awq' (4-bit int weights, a scale per channel, zero points)",
         ),
     ],
 )
@@ -255,17 +255,15 @@ def test_other_integers_are_refused_by_name(
     write_section(tmp_path / "int4", section)
     text = refuse(4, llama, tmp_path / "int4", tmp_path / "rfc")
     assert named in text
-    assert (
-        "takes symmetric int4 weights of compressed-tensors with one scale for each tensor" in text
-    )
+    assert "reads symmetric int4 weights of compressed-tensors with one scale per tensor" in text
 
 
 def test_quantize_says_who_takes_int4(llama: Path, tmp_path: Path) -> None:
     quantize(llama / "model", tmp_path / "int4")
     command = ("quantize", tmp_path / "int4", "--scheme", "fp8-dynamic", "--out", tmp_path / "fp8")
     text = fail(4, *command)
-    assert "4-bit int weights, a scale for each tensor" in text
-    assert "`export --format rfc --with-weights` takes" in text
+    assert "4-bit int weights, a scale per tensor" in text
+    assert "`export --format rfc --with-weights` reads" in text
 
 
 def test_overlays_of_int4_weights_are_refused(llama: Path, tmp_path: Path) -> None:

@@ -238,13 +238,13 @@ def stack(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("model_type", "name", "shape", "why"),
     [
-        ("nobody-knows", "gate_up_proj", (4, 64, 200), "how they lie in it is not known"),
+        ("nobody-knows", "gate_up_proj", (4, 64, 200), "in an unknown layout"),
         ("qwen3_5_moe_text", "gate_up_proj", (4, 200, 64), "has [experts, out, in] with"),
         ("llama4_text", "gate_up_proj", (4, 64, 200), "has [experts, in, out] with"),
         ("qwen3_vl_moe_text", "gate_up_proj", (4, 64, 96), "with the hidden size 200"),
-        ("qwen3_vl_moe_text", "gate_up_proj", (4, 200, 200), "how they lie in it is not known"),
-        ("qwen3_5_moe_text", "gate_up_proj", (4, 63, 200), "how they lie in it is not known"),
-        ("qwen3_5_moe_text", "w13_weight", (4, 64, 200), "how they lie in it is not known"),
+        ("qwen3_vl_moe_text", "gate_up_proj", (4, 200, 200), "in an unknown layout"),
+        ("qwen3_5_moe_text", "gate_up_proj", (4, 63, 200), "in an unknown layout"),
+        ("qwen3_5_moe_text", "w13_weight", (4, 64, 200), "in an unknown layout"),
     ],
 )
 def test_a_stack_that_is_not_what_the_type_has_is_refused_by_name(

@@ -273,7 +273,7 @@ def test_tensors_that_the_index_does_not_name_are_told(tmp_path: Path) -> None:
     found = run(source, tmp_path / "out", "w8a16")
     assert "model.norm.weight" not in found.tensors()
     assert found.plan.skipped == {
-        f"model.norm.weight in {file}": "the index does not name it",
+        f"model.norm.weight in {file}": "the index does not list it",
     }
 
 

@@ -58,7 +58,7 @@ def test_a_part_with_two_scales_is_refused() -> None:
     spread = torch.tensor([0.5, 0.5, 0.25, 0.125]).unsqueeze(1).expand(4, 3)
     with pytest.raises(ExportError) as raised:
         adopt_scales(make_table(), one(torch.ones(4, 3)), one(spread))
-    assert "m.0.mlp.up.weight is joined of weights with several int4 scales" in str(raised.value)
+    assert "m.0.mlp.up.weight is joined from weights with several int4 scales" in str(raised.value)
     assert "(0.125 to 0.25)" in str(raised.value)
 
 
@@ -76,7 +76,7 @@ def test_what_is_not_quantized_is_measured_rank_by_rank() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(value: float) -> None:
-    with pytest.raises(ExportError, match=r"mlp\.gate\.weight holds NaN or infinity"):
+    with pytest.raises(ExportError, match=r"mlp\.gate\.weight contains NaN or infinity"):
         adopt_scales(make_table(), one(torch.full((4, 3), value)), one(torch.zeros(4, 3)))
 
 

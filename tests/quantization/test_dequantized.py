@@ -112,5 +112,5 @@ def test_what_is_not_fp8_cannot_be_dequantized(tmp_path: Path) -> None:
     other.mkdir()
     (other / "config.json").write_text(json.dumps(CONFIG))
     save_file({f"{UP}.weight": torch.ones(2, 2)}, other / "model.safetensors")
-    with pytest.raises(ModelError, match="holds no FP8 weights"):
+    with pytest.raises(ModelError, match="has no FP8 weights"):
         DequantizedCheckpoint.open(other)

@@ -145,7 +145,7 @@ SHAPE, SCALE, WORDS = (f"{UP}.weight_{end}" for end in ("shape", "scale", "packe
         ({SCALE: torch.tensor([float("inf")])}, "weight_scale: inf is not a scale"),
         ({f"{UP}.weight_zero_point": torch.zeros(1)}, f"there is {UP}.weight_zero_point"),
         ({f"{UP}.weight_g_idx": torch.zeros(1)}, f"there is {UP}.weight_g_idx"),
-        ({f"{UP}.weight": torch.zeros(5, 13)}, f"{UP}.weight is there twice"),
+        ({f"{UP}.weight": torch.zeros(5, 13)}, f"{UP}.weight is stored twice"),
         ({"x.weight_scale": torch.ones(1)}, "there is x.weight_scale, but no int4 weight"),
         ({"x.weight": torch.ones(2, 2, dtype=torch.int8)}, "x.weight is stored in I8"),
     ],
@@ -164,10 +164,10 @@ def test_integers_of_more_bits_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        (make_section(form="marlin-24"), "its int4 weights are stored as 'marlin-24'"),
-        (make_section(form=["marlin-24"]), "its int4 weights are stored as ['marlin-24']"),
+        (make_section(form="marlin-24"), "its int4 weights have the format 'marlin-24'"),
+        (make_section(form=["marlin-24"]), "its int4 weights have the format ['marlin-24']"),
         (make_section(transform_config={"config_groups": {"u": {}}}), "transform_config rotates"),
-        (make_section(form="int-quantized"), "speaks of int4 weights, and there are none"),
+        (make_section(form="int-quantized"), "describes int4 weights, but there are none"),
     ],
 )
 def test_other_forms_are_refused_by_name(tmp_path: Path, section: Any, named: str) -> None:
@@ -175,4 +175,4 @@ def test_other_forms_are_refused_by_name(tmp_path: Path, section: Any, named: st
 
 
 def test_a_config_without_such_weights_is_refused(tmp_path: Path) -> None:
-    assert "speaks of int4 weights, and there are none" in refuse(tmp_path / "m", {})
+    assert "describes int4 weights, but there are none" in refuse(tmp_path / "m", {})

@@ -268,7 +268,7 @@ def test_what_is_quantized_already_is_refused_by_name(
     save(tmp_path, {f"{LAYER}.fc.weight": MATRIX, **tensors}, **config)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
         check_unquantized(checkpoint)
-    assert "quantized already" in raised.value.message
+    assert "already quantized" in raised.value.message
     assert named in raised.value.message
 
 
@@ -285,22 +285,22 @@ INT4 = {"num_bits": 4, "type": "int"}
                     "group_0": {"weights": {**INT4, "strategy": "group", "group_size": 128}}
                 },
             },
-            "'compressed-tensors' (4-bit int weights, a scale for each group of 128)",
+            "'compressed-tensors' (4-bit int weights, a scale per group of 128)",
         ),
         (
             {
                 "quant_method": "compressed-tensors",
                 "config_groups": {"a": {"weights": {**INT4, "strategy": "tensor"}}},
             },
-            "'compressed-tensors' (4-bit int weights, a scale for each tensor)",
+            "'compressed-tensors' (4-bit int weights, a scale per tensor)",
         ),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 64},
-            "'gptq' (4-bit int weights, a scale for each group of 64)",
+            "'gptq' (4-bit int weights, a scale per group of 64)",
         ),
         (
             {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True},
-            "'awq' (4-bit int weights, a scale for each channel, zero points)",
+            "'awq' (4-bit int weights, a scale per channel, zero points)",
         ),
         (
             {"quant_method": "gptq", "bits": 8, "sym": False},
@@ -330,7 +330,7 @@ def test_numbers_smaller_than_a_byte_are_quantized_already(
     (tmp_path / "model.safetensors").write_bytes(raw)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ModelError) as raised:
         check_unquantized(checkpoint)
-    assert f"quantized already: {LAYER}.fc.weight is stored in {dtype}" in raised.value.message
+    assert f"already quantized: {LAYER}.fc.weight is stored in {dtype}" in raised.value.message
 
 
 def test_groups_of_which_a_part_is_left_are_known(tmp_path: Path) -> None:

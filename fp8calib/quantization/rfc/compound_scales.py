@@ -1,11 +1,11 @@
-"""The RFC's compound scale: that of an int4 weight times that of FP8, which is 1.
+"""The RFC's compound scale: the scale of an int4 weight times an FP8 scale, which is 1.
 
-An int4 weight is computed with as FP8: its integers become FP8 codes under an FP8 scale, and what
-the JSON says of the layer multiplies codes to real numbers at once, `scale_int4 * scale_fp8`. With
-a scale of 1 (any other power of two would do) each integer from -8 to 7 is an FP8 number, for it
-has three significant bits where e4m3fn and e4m3fnuz keep four: the FP8 weight is the int4 weight,
-number for number, and the product is `scale_int4` without a rounding. `amax / fmt.max`, the rule of
-other weights, would put most integers between two codes (3 x 56 = 168 lies between 160 and 176).
+For FP8 arithmetic the integers of an int4 weight become FP8 codes with an FP8 scale; the layer's
+scale in the JSON, `scale_int4 * scale_fp8`, converts codes to real numbers in one step. With an FP8
+scale of 1 (any power of two would do) each integer from -8 to 7 is an FP8 number: it has three
+significant bits, and e4m3fn and e4m3fnuz keep four. So the FP8 weight equals the int4 weight, and
+the product is `scale_int4` without rounding. `amax / fmt.max`, the rule of other weights, would put
+most integers between two codes (3 x 56 = 168 is between 160 and 176).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ FP8_SCALE = 1.0
 def adopt_scales(
     table: ScaleTable, weights: Iterable[LinearWeight], spread: Iterable[LinearWeight]
 ) -> ScaleTable:
-    """Give every weight the compound scale of its int4 source in the place of the table's own.
+    """Replace the scale of every weight by the compound scale of its int4 source.
 
-    What the source has not quantized takes its amax, as weights do, and where it is all zeros on a
-    rank the scale that the table has for it.
+    An unquantized weight of the source gets a scale from its amax; where it is all zeros on a rank,
+    it keeps the scale of the table.
 
     Args:
         table: scales of all projections.
-        weights: all that the table speaks of, in real numbers.
-        spread: the int4 scale of every element of these weights, in the same order, 0 where it is
-            not quantized (`int4_source.ScaleSpread`).
+        weights: all weights of the table, in real numbers.
+        spread: the int4 scale of every element of these weights, in the same order; 0 where the
+            weight is not quantized (`ScaleSpread`).
 
     Raises:
-        ExportError: a weight is of another shape than the table's model has, joined of parts with
-            several scales, or not finite.
+        ExportError: a weight has another shape than in the table's model, is joined from parts with
+            several scales, or is not finite.
     """
     scales = dict(table.scales)
     for weight, shared in zip(weights, spread, strict=True):
@@ -70,27 +70,27 @@ def _check_shape(weight: LinearWeight) -> None:
 
 
 def _find_scale(site: Site, part: Part, spread: torch.Tensor) -> torch.Tensor:
-    """Find the int4 scale that all of a projection shares: fp32 [], 0 where it has none."""
+    """Find the int4 scale of a projection: fp32 [], 0 where it is not quantized."""
     is_one_number = not any(spread.stride())
     own = spread[:1] if is_one_number else spread[part.rows(range(part.count))]
     low, high = torch.aminmax(own)
     if not torch.equal(low, high):
         raise ExportError(
-            f"{site} is joined of weights with several int4 scales ({float(low):.6g} to "
-            f"{float(high):.6g}), and the RFC has one for it",
+            f"{site} is joined from weights with several int4 scales ({float(low):.6g} to "
+            f"{float(high):.6g}), but the RFC has one scale for it",
             hint="name the unquantized model",
         )
     return high
 
 
 def _measure(table: ScaleTable, site: Site, part: Part, weight: LinearWeight) -> Scale:
-    """Make the scales of a projection that is not quantized from its own magnitudes."""
+    """Compute the scales of an unquantized projection from its magnitudes."""
     linear, kept = weight.linear, table.scales[site]
     amax = torch.stack(
         [_find_amax(linear, part, weight.values, table.tp, rank) for rank in range(table.tp)]
     )
     if not bool(amax.isfinite().all()):
-        raise ExportError(f"{site} holds NaN or infinity", hint="download the checkpoint again")
+        raise ExportError(f"{site} contains NaN or infinity", hint="download the checkpoint again")
     is_there = amax > 0
     return Scale(
         values=torch.where(is_there, scale_of(amax, table.fmt), kept.values),

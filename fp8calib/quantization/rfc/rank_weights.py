@@ -1,7 +1,7 @@
-"""The RFC's `quantized_weights`: one file for each rank, cut as tensor parallelism cuts it.
+"""Write the RFC's `quantized_weights`: one file per rank, split by tensor parallelism.
 
-A rank's file holds, for every projection of attention and MLP (fused ones apart, experts one by
-one), `X.weight` in FP8 and the rank's own scales, `X.weight_scale` and `X.input_scale`.
+A rank's file has, for every projection of attention and MLP (fused ones split, experts one by one),
+`X.weight` in FP8 and the rank's own scales, `X.weight_scale` and `X.input_scale`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def write_rank_weights(
 
     Args:
         table: scales of inputs and weights.
-        weights: all that the table speaks of, in any order; each is held once, and cut.
-        folder: is there.
+        weights: all weights of the table, in any order; each is in memory once.
+        folder: must exist.
 
     Returns:
         The names of the files.
 
     Raises:
-        ExportError: a file cannot be written, or the disk holds no more.
+        ExportError: a file cannot be written, or the disk is full.
     """
     names = tuple(name_rank_files(table.tp).values())
     layouts = [_lay_out_rank(table, rank, name) for rank, name in enumerate(names)]
@@ -115,7 +115,7 @@ def _put_weight(
 
 
 def _encode(rows: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Quantize: uint8 codes."""
+    """Quantize rows: uint8 codes."""
     if fmt is E4M3FN and rows.dtype in ENCODABLE_DTYPES:
         return encode_rows(rows, scale).view(torch.uint8)
     return encode(rows.to(torch.float32) / scale, fmt)

@@ -1,4 +1,4 @@
-"""The matrices inside a tensor of stacked experts, told by model type, hidden size and shape."""
+"""Find the matrices in a tensor of stacked experts, by model type, hidden size and shape."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _STACK_AXES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackPosition:
-    """Where a matrix lies in a tensor of the source, [experts, ., .]."""
+    """The position of a matrix in a tensor of the source, [experts, ., .]."""
 
     tensor: str
     expert: int
     first: int
-    """The first of its outputs there."""
+    """The index of its first output."""
     is_transposed: bool
-    """The tensor is [experts, in, out]."""
+    """Whether the tensor is [experts, in, out]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMatrix:
-    """A projection of one expert."""
+    """The weight of one projection of one expert."""
 
     module: str
-    """Its path where experts have a tensor each."""
+    """Its path where every expert has its own tensor."""
     shape: tuple[int, int]
     """[out, in]."""
-    place: StackPosition
+    position: StackPosition
 
 
 class ExpertStacks:
-    """What a checkpoint's stacks hold, by its config.json and the shapes of its tensors."""
+    """The expert stacks of a checkpoint, described by config.json and the shapes of tensors."""
 
     def __init__(self, config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
@@ -52,23 +52,23 @@ class ExpertStacks:
         )
 
     def explain_unknown(self) -> str:
-        """Say why a stack cannot be taken apart."""
+        """Explain why a stack cannot be split."""
         if self._unserved is not None:
-            return f"which have no FP8 form that engines load: {self._unserved}"
+            return f"which engines cannot load in FP8: {self._unserved}"
         if self._layout is None:
-            return "and how they lie in it is not known"
+            return "in an unknown layout"
         return (
-            f"and how they lie in it is not known: {self._type} has {self._layout.order} with the "
+            f"in an unknown layout: {self._type} has {self._layout.order} with the "
             f"hidden size {self._hidden_size}"
         )
 
     def split(self, name: str) -> tuple[ExpertMatrix, ...]:
-        """List the matrices of a stack, expert by expert; none when it is not known."""
+        """List the matrices of a stack, expert by expert; none when its layout is unknown."""
         stack = find_stack(self._layout, name) if self._layout else None
         if stack is None or self._layout is None:
             return ()
         turns = self._list_turns(self._layout, stack, name)
-        if len(turns) > 1:  # square: what stands beside it tells
+        if len(turns) > 1:  # a square matrix fits both ways
             turns = self._list_turns_beside(self._layout, stack, name)
         if len(turns) != 1:
             return ()
@@ -76,16 +76,16 @@ class ExpertStacks:
         return tuple(_list_matrices(stack, name, shape, is_transposed=turns[0]))
 
     def _list_turns(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
-        """Tell which ways round a stack fits: whether it is transposed."""
+        """List the orientations that fit a stack's shape: whether it is transposed."""
         shape = self._shapes.get(name, ())
         turns = _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ()
         return [turn for turn in turns if self._fits(stack, shape, is_transposed=turn)]
 
     def _list_turns_beside(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
-        """Tell the same of a square stack by the experts' other stack.
+        """List the orientations of a square stack that fit the other stack of the same experts.
 
         Where that one is transposed, transformers (whose Transpose looks at each shape alone) and
-        vLLM turn the square one differently, and nobody knows.
+        vLLM read the square one differently, so its orientation is unknown.
         """
         base = name.removesuffix(stack.ending)
         others = [other for other in layout.stacks if other.projections != stack.projections]
@@ -121,7 +121,7 @@ def _list_matrices(
             yield ExpertMatrix(
                 module=f"{base}.{expert}.{projection}",
                 shape=(rows, inputs),
-                place=StackPosition(
+                position=StackPosition(
                     tensor=name, expert=expert, first=number * rows, is_transposed=is_transposed
                 ),
             )

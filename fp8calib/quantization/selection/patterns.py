@@ -1,4 +1,4 @@
-"""Which matrices stay as they are: by default, and by the user's patterns."""
+"""Which linears stay unquantized: by default, and by the user's patterns."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _PARTS = (
     # (`models/deepseek_mtp.py`, `ernie_mtp.py`, `deepseek_v2.py`).
     (_KEPT, r"eh_proj|mtp_linear_proj|weights_proj"),
 )
-"""Why a module is left, and the parts of a path that say so."""
+"""Why a module stays unquantized, and the parts of a path that mark it."""
 _OUTER_PARTS = (
     ("an output head", r"output"),
     (_PROJECTOR, r"mlp1"),
 )
-"""The same before the first number of a path: inside layers these names mean something else."""
+"""The same, but only before the first number of a path: in layers these names differ in meaning."""
 _INDEXER_KEY = ".indexer.wk"
 """The end of a path; engines join it with `weights_proj`, and vLLM 0.32.0 fails on a scale that is
 one for all its rows (`models/deepseek_v2.py`, `_try_load_fp8_indexer_wk`)."""
@@ -46,20 +46,20 @@ one for all its rows (`models/deepseek_v2.py`, `_try_load_fp8_indexer_wk`)."""
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a module is left unquantized by default."""
+    """Why a module stays unquantized."""
 
     why: str
     tree: str = ""
-    """The part of the path that names the whole tower or projector it is in."""
+    """The part of the path that names the tower or projector that holds the module."""
 
 
 def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Reason | None:
-    """Say why a linear is left unquantized by default; None when it is not.
+    """Explain why a linear stays unquantized by default; None when it is quantized.
 
     Args:
         module: its path in the checkpoint.
-        rows: of its weight; outside the numbered layers, a row per word is an embedding or a head.
-        vocab_sizes: all that the config names.
+        rows: of its weight; outside numbered layers, a row per word means an embedding or a head.
+        vocab_sizes: all vocabulary sizes in the config.
     """
     parts = module.split(".")
     outer = list(takewhile(lambda part: not part.isdecimal(), parts))
@@ -76,18 +76,18 @@ def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Rea
 
 
 def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[str, str]:
-    """Find the linears that patterns name, themselves or by a module that holds them.
+    """Find the linears that patterns match, by their own path or that of a module around them.
 
     Args:
-        patterns: a path, a glob, or `re:` and an expression for a whole path. All spell a module,
-            or a tensor (`X.weight`).
+        patterns: each a path, a glob, or `re:` and an expression for a whole path, of a module or
+            of a tensor (`X.weight`).
         modules: paths of the linears in the checkpoint.
 
     Returns:
-        The pattern by the linear that it names.
+        The matching pattern, by linear.
 
     Raises:
-        UsageError: a pattern names no module, or is no regular expression.
+        UsageError: a pattern matches no module, or is not a regular expression.
     """
     matched: dict[str, str] = {}
     paths = {path for module in modules for path in list_paths(module)}
@@ -109,18 +109,18 @@ def match_patterns(patterns: Collection[str], modules: Collection[str]) -> dict[
 
 
 def _pick_example(modules: Collection[str]) -> str:
-    """Give a linear that is quantized by default, or any where all are left."""
+    """Pick a linear that is quantized by default, or any where none is."""
     quantized = (m for m in modules if find_default(m, rows=0, vocab_sizes=()) is None)
     return next(quantized, next(iter(modules), ""))
 
 
 def span_layers(path: str) -> str:
-    """Give the pattern for a path in all layers."""
+    """Replace the numbers in a path by `*`: a pattern for all layers."""
     return _NUMBER.sub(".*.", path)
 
 
 def spell_options(patterns: Iterable[str]) -> str:
-    """Spell patterns as options, for a shell."""
+    """Spell patterns as command-line options, quoted for a shell."""
     return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)
 
 

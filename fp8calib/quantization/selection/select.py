@@ -1,4 +1,4 @@
-"""What of a checkpoint is quantized, told by config.json and headers: no model class, no weight."""
+"""Select the linears of a checkpoint to quantize, from config.json and headers alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONV1D_TYPES = frozenset(
 )
 """Model types whose linears are transformers' Conv1D, [in, out] on disk."""
 _SMALLEST_MATRIX = 16
-"""What has a shorter side in its last two axes is a kernel of a convolution."""
+"""A tensor with a shorter side in its last two axes is a convolution kernel."""
 _EXPERTS = re.compile(r"(.+\.experts)\..+")
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 HEAD = "lm_head"
@@ -40,20 +40,21 @@ _HEADS: Mapping[str, str] = {
     "biogpt": "output_projection",
     "gpt_neox_japanese": "embed_out",
 }
-"""Model types whose output head has another name, which no tensor tells where it is tied."""
+"""Model types whose output head has another name; where it is tied, no tensor has that name."""
 _RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}
-"""What transformers 5.23 calls linears that are left by default (`conversion_mapping.py`)."""
+"""Names in transformers 5.23 of linears that stay unquantized by default
+(`conversion_mapping.py`)."""
 _MAMBA_SIGNS = ("x_proj", "dt_proj")
 _MAMBA = Reason("a projection of a first-generation Mamba mixer, which engines keep unquantized")
-"""vLLM 0.32.0 makes these without a quantization config (`layers/mamba/mamba_mixer.py`)."""
+"""vLLM 0.32.0 builds these without a quantization config (`layers/mamba/mamba_mixer.py`)."""
 _TEXT_PART = "language_model."
 _ENCODER = "encoder."
 _ENCODER_TOWER = Reason(TOWER, tree="encoder")
-"""Beside a language model an encoder hears or sees (granite_speech)."""
+"""The encoder of sound or images beside a language model (granite_speech)."""
 _PARTIAL_CONFIGS = frozenset(
     {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
 )
-"""Where one stands, a text model is a part of the whole, and engines hang it elsewhere."""
+"""A config with one of these has a text model as a part, and engines give it another prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +65,19 @@ class Matrix:
     """The linear's path in the checkpoint."""
     shape: tuple[int, int]
     dtype: str
-    """As safetensors spells it."""
-    place: StackPosition | None = None
-    """Where it lies among others; None where a tensor of the source is its alone."""
+    """In the spelling of safetensors."""
+    position: StackPosition | None = None
+    """Its position in a stack; None where it is a whole tensor of the source."""
 
     @property
     def tensor(self) -> str:
-        """Name the tensor that is written for it."""
+        """Name the tensor it is written to."""
         return self.module + _SUFFIX
 
     @property
     def source(self) -> str:
         """Name the tensor it is read from."""
-        return self.tensor if self.place is None else self.place.tensor
+        return self.tensor if self.position is None else self.position.tensor
 
     @property
     def layer(self) -> str:
@@ -86,7 +87,7 @@ class Matrix:
 
     @property
     def fused_group(self) -> str:
-        """Name what engines load it into, together with others."""
+        """Name the fused projection that engines load it into."""
         return name_fused_group(self.module)
 
 
@@ -97,14 +98,14 @@ class UnquantizedMatrix:
     module: str
     why: str
     is_linear: bool
-    """An engine may take it for a linear, so the config has to name it."""
+    """Whether engines may see a linear in it, so that the config must exclude it."""
     tree: str = ""
-    """The part of its path that names the tower or projector it is in."""
+    """The part of its path that names the tower or projector that holds it."""
     experts: tuple[str, ...] = ()
-    """What engines call the linears inside, where it is a stack of experts."""
+    """For a stack of experts, the names of its linears in engines."""
     ends: tuple[str, ...] = ()
-    """How the paths of its linears end, or of a module that holds them: from the numbered layers
-    on, where engines may begin them otherwise and nothing that is quantized ends so."""
+    """Ends of the paths of its linears, or of modules around them, that begin at a numbered layer.
+    They match under any prefix that an engine uses, and no quantized linear ends so."""
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -114,16 +115,16 @@ class UnquantizedMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is quantized, in the order of the source's data, and which matrices are not."""
+    """Which matrices are quantized, in the order of the source's data, and which are not."""
 
     quantized: tuple[Matrix, ...]
     unquantized: tuple[UnquantizedMatrix, ...]
     unquantized_experts: tuple[Matrix, ...] = ()
-    """Experts that are not quantized, but get a tensor each, as those of other layers do: vLLM
-    0.32.0 looks for all of a model's in stacks or for none (`models/llama4.py`)."""
+    """Unquantized experts that are written with a tensor each, as those of other layers are: vLLM
+    0.32.0 expects all experts of a model in stacks, or none (`models/llama4.py`)."""
 
     def list_unquantized(self) -> list[str]:
-        """List the paths of what is not quantized, stacked experts one by one too."""
+        """List the paths of unquantized matrices, including every stacked expert."""
         return [module for item in self.unquantized for module in (item.module, *item.experts)]
 
 
@@ -139,7 +140,7 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
 
     Raises:
         UsageError: a pattern names no linear.
-        ModelError: nothing is left to quantize, or a weight's layout is not known.
+        ModelError: there is nothing to quantize, or the layout of a weight is unknown.
     """
     config = checkpoint.load_config()
     stacks = ExpertStacks(config, {n: entry.shape for n, entry in checkpoint.tensors.items()})
@@ -189,7 +190,7 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
         if head != HEAD
     )
     _require_linears(checkpoint, config, quantized)
-    has_experts = any(matrix.place is not None for matrix in quantized)
+    has_experts = any(matrix.position is not None for matrix in quantized)
     return Selection(
         quantized=tuple(quantized),
         unquantized=tuple(_find_ends(config, unquantized, quantized)),
@@ -198,7 +199,7 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
 
 
 def _list_tied_heads(checkpoint: Checkpoint, config: Mapping[str, object]) -> list[str]:
-    """Name the output head that shares the embedding's tensor, and so has none of its own."""
+    """Name the output heads that share the tensor of the embedding."""
     heads = dict.fromkeys((HEAD, _HEADS.get(str(config.get("model_type")), HEAD)))
     is_tied = config.get("tie_word_embeddings", True)
     return [head for head in heads if is_tied and f"{head}{_SUFFIX}" not in checkpoint]
@@ -209,7 +210,7 @@ def _find_ends(
     unquantized: Collection[UnquantizedMatrix],
     quantized: Collection[Matrix],
 ) -> Iterator[UnquantizedMatrix]:
-    """Add how paths end, where the text model is a part of the whole or has other names there."""
+    """Add the ends of paths, where engines may use another prefix or other names."""
     old, new = _RENAMED.get(str(config.get("model_type")), ("", ""))
     if not old and _PARTIAL_CONFIGS.isdisjoint(config):
         yield from unquantized
@@ -223,11 +224,11 @@ def _find_ends(
 
 
 def _list_ends(module: str, *, only_outermost: bool = False) -> Iterator[str]:
-    """Give the ends of a path that begin with a numbered layer, of an expert all experts' first."""
+    """List the ends of a path that begin at a numbered layer; for experts, that of all first."""
     parts = module.split(".")
-    places = [place for place, part in enumerate(parts) if place and part.isdecimal()]
-    for place in places[: 1 if only_outermost else None]:
-        end = ".".join(parts[place - 1 :])
+    places = [position for position, part in enumerate(parts) if position and part.isdecimal()]
+    for position in places[: 1 if only_outermost else None]:
+        end = ".".join(parts[position - 1 :])
         found = split_expert(end)
         if found is not None:
             yield found[0]
@@ -236,7 +237,7 @@ def _list_ends(module: str, *, only_outermost: bool = False) -> Iterator[str]:
 
 def _make_expert_matrices(inside: Collection[ExpertMatrix], dtype: str) -> Iterator[Matrix]:
     return (
-        Matrix(module=item.module, shape=item.shape, dtype=dtype, place=item.place)
+        Matrix(module=item.module, shape=item.shape, dtype=dtype, position=item.position)
         for item in inside
     )
 
@@ -268,7 +269,7 @@ def _find_reason(
 
 
 def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
-    """Find the modules that have the projections of a Mamba mixer of the first generation."""
+    """Find the modules with the projections of a first-generation Mamba mixer."""
     found = (
         {
             name.removesuffix(f".{sign}{_SUFFIX}")
@@ -283,10 +284,10 @@ def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
 def _find_reason_of_experts(
     name: str, inside: Collection[ExpertMatrix], ignored: Mapping[str, str]
 ) -> Reason | None:
-    """Say why a stack is left whose experts the user's patterns name.
+    """Find the pattern for which a stack of experts stays unquantized; None when there is none.
 
     Raises:
-        UsageError: they name a part of them.
+        UsageError: patterns match a part of its experts.
     """
     named = [ignored[item.module] for item in inside if item.module in ignored]
     if not named:
@@ -300,7 +301,7 @@ def _find_reason_of_experts(
 
 
 def _is_stacked(name: str, entry: TensorEntry) -> bool:
-    """Tell whether a tensor holds several matrices: experts, most of all."""
+    """Tell whether a tensor holds several matrices, such as experts."""
     if name.endswith("bias") or _is_linear(name, entry):
         return False
     is_expert = any("expert" in part for part in name.split("."))
@@ -329,7 +330,7 @@ def _require_linears(
             example = next(iter(quantized))
             raise ModelError(
                 f"{checkpoint.folder}: {model_type} keeps its weights [in, out] (Conv1D), as in "
-                f"{example.tensor} {list(example.shape)}; engines have no FP8 form for these",
+                f"{example.tensor} {list(example.shape)}; engines cannot load these in FP8",
                 hint="its KV cache can be quantized: `fp8calib calibrate`",
             )
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are quantized already, and how: told by config.json and headers."""
+"""Recognise quantized checkpoints from config.json and headers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fp8calib.errors import ModelError
 
 _FP8_BITS = 8
 _WHOLE_ROW = -1
-"""A group size of GPTQ and AWQ: all of an output channel."""
+"""The group size of GPTQ and AWQ for a whole output channel."""
 
 
 def check_unquantized(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is quantized already.
+    """Refuse a checkpoint that is already quantized.
 
     Raises:
-        ModelError: naming what says so, and how many bits its weights have where that is told.
+        ModelError: names the config or tensor that shows it, and the bits of weights if known.
     """
     for key, section in find_quantization_configs(checkpoint.load_config()):
-        raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe(section)}")
+        raise _quantized(checkpoint, f"{CONFIG_NAME} has a {key} of {_describe_method(section)}")
     for name, entry in checkpoint.tensors.items():
         if entry.dtype.startswith("F8_") or entry.dtype in PACKED_BITS:
             raise _quantized(checkpoint, f"{name} is stored in {entry.dtype}")
@@ -32,23 +32,25 @@ def check_unquantized(checkpoint: Checkpoint) -> None:
 
 def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
     return ModelError(
-        f"{checkpoint.folder}: the model is quantized already: {what}",
+        f"{checkpoint.folder}: the model is already quantized: {what}",
         hint="name the unquantized model it was made from; `quantize --dequantize` reads FP8 "
-        "weights back, and `export --format rfc --with-weights` takes symmetric int4 weights of "
-        "compressed-tensors with one scale for each tensor: no others (groups, channels, zero "
-        "points, FP4)",
+        "weights, and `export --format rfc --with-weights` reads symmetric int4 weights of "
+        "compressed-tensors with one scale per tensor; groups, channels, zero points and FP4 are "
+        "not supported",
     )
 
 
-def _describe(section: Mapping[str, object]) -> str:
-    """Name the method, and what is told of the weights: bits, kind, and what shares a scale."""
+def _describe_method(section: Mapping[str, object]) -> str:
+    """Name the method, and what the config says about weights: bits, type, granularity."""
     method = section.get("quant_method", "unknown")
-    facts = dict.fromkeys(fact for weights in _find_weights(section) for fact in _tell(weights))
+    facts = dict.fromkeys(
+        fact for weights in _find_weights(section) for fact in _describe_weights(weights)
+    )
     return f"{method!a:.40}" + (f" ({', '.join(facts)})" if facts else "")
 
 
 def _find_weights(section: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """Find what describes weights: the section itself (GPTQ, AWQ), or its groups."""
+    """List the descriptions of weights: the section itself (GPTQ, AWQ), or its groups."""
     groups = section.get("config_groups")
     if not isinstance(groups, Mapping):
         yield section
@@ -59,7 +61,7 @@ def _find_weights(section: Mapping[str, object]) -> Iterator[Mapping[str, object
             yield weights
 
 
-def _tell(weights: Mapping[str, object]) -> Iterator[str]:
+def _describe_weights(weights: Mapping[str, object]) -> Iterator[str]:
     bits = weights.get("num_bits", weights.get("bits"))
     kind = weights.get("type", "int")
     if isinstance(bits, int) and (bits, kind) != (_FP8_BITS, "float"):
@@ -67,9 +69,9 @@ def _tell(weights: Mapping[str, object]) -> Iterator[str]:
     size = weights.get("group_size")
     strategy = weights.get("strategy", "channel" if size == _WHOLE_ROW else None)
     if isinstance(size, int) and size > 0:
-        yield f"a scale for each group of {size}"
+        yield f"a scale per group of {size}"
     elif isinstance(strategy, str):
-        yield f"a scale for each {strategy!s:.20}"
+        yield f"a scale per {strategy!s:.20}"
     is_symmetric = weights.get("symmetric", weights.get("sym")) is not False
     if not is_symmetric or weights.get("zero_point") is True:
         yield "zero points"

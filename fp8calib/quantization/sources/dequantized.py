@@ -1,4 +1,4 @@
-"""An FP8 checkpoint that reads as if it were unquantized: to be quantized in another way."""
+"""Read an FP8 checkpoint as an unquantized one, to quantize it in another way."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 class DequantizedCheckpoint(Checkpoint):
     """An FP8 checkpoint whose weights are read as codes times scales.
 
-    `tensors` says the dtype that config.json names for every FP8 weight, which `read_span` rounds
-    to; `read_rows` gives them in fp32, so that another quantization rounds but once. Scales, those
-    of K and V too, are left out.
+    In `tensors` every FP8 weight has the dtype that config.json names, and `read_span` rounds to
+    it; `read_rows` gives fp32, so that another quantization rounds only once. There are no scales,
+    not even of K and V.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class DequantizedCheckpoint(Checkpoint):
         super().__init__(folder, files=files, index=index)
         if not any(entry.dtype.startswith("F8_") for entry in self.tensors.values()):
             raise ModelError(
-                f"--dequantize: {folder} holds no FP8 weights",
-                hint="an unquantized model needs no --dequantize; other codes are not read back",
+                f"--dequantize: {folder} has no FP8 weights",
+                hint="an unquantized model needs no --dequantize; other formats are not supported",
             )
         try:
             self._fp8 = Fp8Checkpoint.open(folder, fuse=False)
         except VerificationError as error:
             raise ModelError(
                 f"--dequantize: {error.message}",
-                hint=error.hint or "only FP8 checkpoints are dequantized",
+                hint=error.hint or "only FP8 checkpoints can be dequantized",
             ) from error
         self._dtype = _find_dtype(self._fp8.load_config())
         self.tensors = MappingProxyType(
-            {name: self._describe(name, entry) for name, entry in self._fp8.tensors.items()}
+            {name: self._make_entry(name, entry) for name, entry in self._fp8.tensors.items()}
         )
 
     def load_config(self) -> dict[str, object]:
@@ -54,7 +54,7 @@ class DequantizedCheckpoint(Checkpoint):
         return without_quantization(super().load_config())
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows of the leading dimension, an FP8 weight's in fp32."""
+        """Read rows of the first axis; those of an FP8 weight in fp32."""
         if name not in self._fp8.quantized:
             return super().read_rows(name, start, stop)
         try:
@@ -63,14 +63,14 @@ class DequantizedCheckpoint(Checkpoint):
             raise ModelError(error.message, hint=error.hint) from error
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
-        """Read a part of one matrix of a 3-D tensor, an FP8 weight's in fp32."""
+        """Read a part of one matrix of a 3-D tensor; of an FP8 weight in fp32."""
         if name not in self._fp8.quantized:
             return super().read_block(name, index, rows, columns)
         matrix = self.read_rows(name, index, index + 1)[0]
         return matrix[rows.start : rows.stop, columns.start : columns.stop]
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read bytes of a tensor's data, an FP8 weight's as they are in the config's dtype."""
+        """Read bytes of a tensor's data; those of an FP8 weight in the config's dtype."""
         if name not in self._fp8.quantized:
             return super().read_bytes(name, start, stop)
         entry = self.tensors[name]
@@ -81,11 +81,11 @@ class DequantizedCheckpoint(Checkpoint):
         return data[start - first * row_bytes : stop - first * row_bytes]
 
     def close(self) -> None:
-        """Give all descriptors back."""
+        """Close all files."""
         super().close()
         self._fp8.close()
 
-    def _describe(self, name: str, entry: TensorEntry) -> TensorEntry:
+    def _make_entry(self, name: str, entry: TensorEntry) -> TensorEntry:
         if name not in self._fp8.quantized:
             return entry
         size_bytes = entry.size_bytes * ITEM_SIZE_BYTES[self._dtype]

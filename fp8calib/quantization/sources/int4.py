@@ -1,9 +1,9 @@
-"""Int4 checkpoints whose weights have one scale for each tensor, read as numbers and scales.
+"""Read int4 checkpoints of compressed-tensors that have one scale per weight.
 
-compressed-tensors stores such a weight as `X.weight_packed` (eight integers in an int32, the first
-in the lowest bits, each plus 8) with `X.weight_shape`, or as int8 `X.weight`; beside it is
-`X.weight_scale`. What else there is in int4 is refused by name: a layer with more than one scale
-has no place in a form that gives it one.
+Such a weight is stored as `X.weight_packed` (eight integers in an int32, the first in the lowest
+bits, each plus 8) with `X.weight_shape`, or as int8 `X.weight`; its scale is `X.weight_scale`.
+Other int4 weights are errors that name them: the RFC, for which they are read, has one scale per
+weight.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _PACKED = ".weight_packed"
 _SHAPE = ".weight_shape"
 _SCALE = ".weight_scale"
 _FORMATS = {"pack-quantized": _PACKED, "int-quantized": ".weight"}
-"""What a format calls the integers."""
+"""Format -> suffix of the tensor with the integers."""
 _BITS = 4
 _OFFSET = 8
 _PER_WORD = 8
 _LARGEST_SCALE = torch.finfo(torch.float32).max / _OFFSET
-_HINT = "name the unquantized model, or int4 weights with one scale for each tensor"
+_HINT = "name the unquantized model, or int4 weights with one scale per tensor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Int4Weight:
-    """Where the integers of a weight [out, in] stand, and the scale that they share."""
+    """The tensor with the integers of a weight [out, in], and their scale."""
 
     stored: str
     shape: tuple[int, int]
@@ -45,7 +45,7 @@ class _Int4Weight:
 
 
 def is_int4_source(checkpoint: Checkpoint) -> bool:
-    """Tell whether config.json speaks of symmetric int4 weights with one scale for each tensor."""
+    """Tell whether config.json describes symmetric int4 weights with one scale per tensor."""
     sections = [section for _, section in find_quantization_configs(checkpoint.load_config())]
     return bool(sections) and all(_is_int4(section) for section in sections)
 
@@ -54,13 +54,12 @@ class Int4Source:
     """The tensors of an int4 checkpoint, its quantized weights in fp32: integers times scale.
 
     Attributes:
-        folder: where the checkpoint lies.
-        tensors: weights by the names they had before they were quantized, and what is not
-            quantized; no scales.
-        quantizes_inputs: the checkpoint says how inputs are quantized, too.
+        folder: of the checkpoint.
+        tensors: quantized weights by their original names, and unquantized tensors; no scales.
+        quantizes_inputs: whether the config describes how inputs are quantized too.
 
     Raises:
-        ModelError: config.json and tensors do not agree, or a weight is stored in another way.
+        ModelError: config.json contradicts the tensors, or a weight has another format.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -73,22 +72,22 @@ class Int4Source:
         stored = [name for name in checkpoint.tensors if self._holds_integers(name, suffixes)]
         self._weights = {f"{_module(name)}.weight": self._read_weight(name) for name in stored}
         if not self._weights:
-            raise self._refusal(f"{CONFIG_NAME} speaks of int4 weights, and there are none")
-        entries = {name: _describe(weight) for name, weight in self._weights.items()}
+            raise self._refusal(f"{CONFIG_NAME} describes int4 weights, but there are none")
+        entries = {name: _make_entry(weight) for name, weight in self._weights.items()}
         others = {n: e for n, e in checkpoint.tensors.items() if self._is_plain(n, e)}
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(others | entries)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor whole, an int4 weight in fp32.
+        """Read one tensor; an int4 weight in fp32.
 
         Raises:
-            ModelError: there is none, or an integer has more than four bits.
+            ModelError: there is no such tensor, or an integer has more than four bits.
         """
         weight = self._weights.get(name)
         return self._checkpoint.read(name) if weight is None else self._read(weight, None)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read the rows `start` to `stop` (exclusive) of the leading dimension, as `read` does."""
+        """Read the rows `start` to `stop` (exclusive) of the first axis, as `read` does."""
         weight = self._weights.get(name)
         if weight is None:
             return self._checkpoint.read_rows(name, start, stop)
@@ -100,15 +99,15 @@ class Int4Source:
         return torch.zeros(()) if weight is None else weight.scale
 
     def _read_section(self, section: Mapping[str, object]) -> set[str]:
-        """Check how integers are stored, and give the ends of their names."""
+        """Check how integers are stored, and list the suffixes of their names."""
         if section.get("transform_config"):
-            raise self._refusal("transform_config rotates what its weights multiply")
+            raise self._refusal("transform_config rotates the inputs of its weights")
         suffixes = set()
         for group in _list_groups(section):
-            form = group.get("format") or section.get("format")
-            if not isinstance(form, str) or form not in _FORMATS:
-                raise self._refusal(f"its int4 weights are stored as {form!a:.40}")
-            suffixes.add(_FORMATS[form])
+            fmt = group.get("format") or section.get("format")
+            if not isinstance(fmt, str) or fmt not in _FORMATS:
+                raise self._refusal(f"its int4 weights have the format {fmt!a:.40}")
+            suffixes.add(_FORMATS[fmt])
             self.quantizes_inputs |= group.get("input_activations") is not None
         return suffixes
 
@@ -149,19 +148,19 @@ class Int4Source:
         return scale
 
     def _is_plain(self, name: str, entry: TensorEntry) -> bool:
-        """Tell what is no part of an int4 weight; what is neither is refused."""
+        """Tell whether a tensor is unquantized; refuse one that is neither that nor int4."""
         module, _, suffix = name.rpartition(".")
         if suffix in {"weight_zero_point", "weight_g_idx"}:
             raise self._refusal(f"there is {shorten(name)}")
         if suffix in {"weight_packed", "weight_shape", "weight_scale"}:
             if f"{module}.weight" not in self._weights:
-                raise self._refusal(f"there is {shorten(name)}, but no int4 weight")
+                raise self._refusal(f"there is {shorten(name)}, but no int4 weight for it")
             return False
         if is_companion(name):
             return False
         if name in self._weights:
             if self._weights[name].stored != name:
-                raise self._refusal(f"{shorten(name)} is there twice, packed and plain")
+                raise self._refusal(f"{shorten(name)} is stored twice, packed and plain")
             return False
         if suffix == "weight" and entry.dtype not in {"BF16", "F16", "F32"}:
             raise self._refusal(f"{shorten(name)} is stored in {entry.dtype}")
@@ -181,9 +180,9 @@ class Int4Source:
 
 
 class ScaleSpread:
-    """The scales of an int4 checkpoint, each in the shape of its weight: views of one number.
+    """A tensor source with the scales of an int4 checkpoint, each expanded to its weight's shape.
 
-    They take the way of the weights through whatever joins, cuts or turns these.
+    So a `WeightSource` merges, splits and transposes the scales as it does the weights.
     """
 
     def __init__(self, source: Int4Source) -> None:
@@ -192,7 +191,7 @@ class ScaleSpread:
         self._source = source
 
     def read(self, name: str) -> torch.Tensor:
-        """Give the scale of every element of a weight: fp32, 0 where it is not quantized."""
+        """Give the scale of every element of a weight: fp32, 0 if the weight is not quantized."""
         return self._source.scale(name).expand(self.tensors[name].shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -201,11 +200,11 @@ class ScaleSpread:
 
 
 def unpack(words: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """Take apart int32 words of eight int4 numbers, the first in the lowest bits, each plus 8.
+    """Unpack int32 words of eight int4 numbers, the first in the lowest bits, each plus 8.
 
     Args:
         words: int32 [R, ceil(num_columns / 8)].
-        num_columns: how many numbers a row has; the rest of its last word is padding.
+        num_columns: numbers per row; the rest of the last word is padding.
 
     Returns:
         int8 [R, num_columns], from -8 to 7.
@@ -215,8 +214,8 @@ def unpack(words: torch.Tensor, num_columns: int) -> torch.Tensor:
     return pairs.view(torch.int8).reshape(len(words), -1)[:, :num_columns] - _OFFSET
 
 
-def _describe(weight: _Int4Weight) -> TensorEntry:
-    """Describe what is read, which lies nowhere as it is."""
+def _make_entry(weight: _Int4Weight) -> TensorEntry:
+    """Describe the tensor that is read; the file does not contain it as such."""
     return TensorEntry("F32", weight.shape, 0, 4 * weight.shape[0] * weight.shape[1])
 
 
@@ -231,14 +230,14 @@ def _is_int4(section: Mapping[str, object]) -> bool:
 
 
 def _list_groups(section: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """List the groups that quantize weights."""
+    """List the config groups that quantize weights."""
     groups = section.get("config_groups")
     items = groups.values() if isinstance(groups, Mapping) else ()
     return [item for item in items if isinstance(item, Mapping) and item.get("weights")]
 
 
 def _is_int4_per_tensor(weights: object) -> bool:
-    """Read a group's weights; a key that is missing has compressed-tensors' default."""
+    """Check a group's weights; missing keys have compressed-tensors' defaults."""
     if not isinstance(weights, Mapping):
         return False
     kind, num_bits = weights.get("type", "int"), weights.get("num_bits", 8)
