@@ -26,11 +26,11 @@ INTERRUPTED = 130
 _HINTS = {
     "usage": "see --help",
     "recipe": "`fp8calib recipes kv` explains every key",
-    "model": "compare the folder with where it came from, or download it again",
+    "model": "compare the folder with its source, or download it again",
     "data": "check the file, or pass other data",
     "calibration": "this model cannot be calibrated with this data",
     "export": "choose another --format or --out",
-    "verification": "look at the file the message names",
+    "verification": "check the file that the message names",
 }
 """The hints of errors that have none of their own."""
 _STAGES = {

@@ -556,7 +556,7 @@ def test_shards_of_weights_need_not_be_there(extract: Extract, tmp_path: Path) -
             for name in ("float8_e4m3fn", "e5m2", "fp8", "")
         ),
         (["--fp8-dtype", "e5m2"], 2, "--fp8-dtype e5m2: unknown"),
-        (["--tp", "2"], 2, "kv-overlay is the same for any number of ranks"),
+        (["--tp", "2"], 2, "kv-overlay does not depend on the number of ranks"),
         (["--format", "vllm-json", "--tp", "3"], 2, "--tp 3 does not divide the 4 attention heads"),
         (["--format", "vllm-json", "--tp", "0"], 2, "--tp 0"),
         (["--model", "no-such-folder-or-model"], 4, "no-such-folder-or-model"),

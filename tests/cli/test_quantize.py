@@ -70,7 +70,7 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     out = tmp_path / "out"
     text = succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", out).out
     assert "14 linears quantized (fp8-dynamic, compressed-tensors)" in text
-    assert "left as it is (an embedding): model.embed_tokens" in text
+    assert "not quantized (an embedding): model.embed_tokens" in text
     assert "KV cache: 256 bytes per token now, 64 with FP8" in text
     assert f"written to {out}: " in text
     assert f"serve with vLLM:\n    vllm serve {out}\n" in text

@@ -64,13 +64,13 @@ class Extracted:
 
 
 def run_extract(settings: ExtractSettings) -> None:
-    """Read the scales, write them in the one form that was asked for, and show the outcome.
+    """Read the scales, write them in the requested format and print the outcome.
 
     Raises:
-        UsageError: an option is not valid, or the FP8 format of the source is not stated.
+        UsageError: an option is invalid, or the source does not state its FP8 format.
         ModelError: the unquantized model cannot be read.
-        ExportError: the form cannot hold the scales, or cannot be written.
-        VerificationError: the source's scales are not complete, not valid, or of another model.
+        ExportError: the format cannot hold the scales, or cannot be written.
+        VerificationError: the source's scales are incomplete, invalid, or of another model.
     """
     _check_options(settings)
     quiet_libraries()
@@ -92,12 +92,12 @@ def _check_options(settings: ExtractSettings) -> None:
     named = {"--source-dtype": settings.source_dtype, "--fp8-dtype": settings.fp8_dtype}
     for option, name in named.items():
         if name is not None and name not in KV_FORMATS:
-            raise UsageError(f"{option} {name}: unknown", hint=f"it is {' or '.join(KV_FORMATS)}")
+            raise UsageError(f"{option} {name}: unknown", hint=f"use {' or '.join(KV_FORMATS)}")
     if settings.tp is not None and not dialect.per_tp:
         others = " or ".join(each.name for each in list_written() if each.per_tp)
         raise UsageError(
-            f"--tp {settings.tp}: {dialect.name} is the same for any number of ranks",
-            hint=f"leave --tp out, or choose --format {others}",
+            f"--tp {settings.tp}: {dialect.name} does not depend on the number of ranks",
+            hint=f"leave out --tp, or choose --format {others}",
         )
 
 
@@ -158,7 +158,7 @@ def _extract(
 
 
 def _choose_tp(settings: ExtractSettings, table: ScaleTable) -> int:
-    """Keep the ranks that were found, if the format has ranks and they fit the model."""
+    """Choose the ranks: those of --tp, or those found if the format and the model allow them."""
     if settings.tp is not None:
         return settings.tp
     is_kept = find_dialect(settings.format_name).per_tp and fits_heads(table.geometry, table.tp)
@@ -186,7 +186,7 @@ def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
         yield f"--format {kept} keeps a scale for each head"
 
 
-def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
+def _build_report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
     table, name = extracted.table, settings.format_name
     dialect = find_dialect(name)
     before, after = kv_bytes_per_token(table.geometry)
@@ -213,7 +213,7 @@ def _report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
 def _describe_layer(
     table: ScaleTable, index: int, attention: Attention, *, joins_kv: bool
 ) -> dict[str, Any]:
-    """Give the scales of a layer as they were written: one number, or one per rank or head."""
+    """List the scales of a layer as written: one number, or one per rank or head."""
     if joins_kv:
         joint = [table.kv(attention, rank) for rank in range(table.tp)]
         pair = dict.fromkeys(("k", "v"), joint)
@@ -229,17 +229,17 @@ def _describe_layer(
 
 
 def _show(settings: ExtractSettings, extracted: Extracted) -> None:
-    report = _report(settings, extracted)
+    report = _build_report(settings, extracted)
     for note in extracted.notes:
         warn(note)
     if settings.as_json:
         print_json(report)
         return
-    for text in _describe(report):
+    for text in _describe_extraction(report):
         print_text(text)
 
 
-def _describe(report: Mapping[str, Any]) -> Iterable[str]:
+def _describe_extraction(report: Mapping[str, Any]) -> Iterable[str]:
     layers = len(report["layers"])
     before, after = report["kv_bytes_per_token"].values()
     yield f"{report['dialect']} scales of {layers} layers, {report['fp8_dtype']}"

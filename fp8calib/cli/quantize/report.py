@@ -76,31 +76,31 @@ def show_quantization_report(report: Mapping[str, Any], *, as_json: bool) -> Non
     if as_json:
         print_json(report)
         return
-    for text in _describe(report):
+    for text in _describe_checkpoint(report):
         print_text(text)
 
 
-def _describe(report: Mapping[str, Any]) -> Iterator[str]:
+def _describe_checkpoint(report: Mapping[str, Any]) -> Iterator[str]:
     before, after = (format_size(size) for size in report["bytes"].values())
     yield (
         f"{len(report['quantized'])} linears quantized ({report['scheme']}, {report['format']}), "
         f"weights {before} -> {after}, {report['duration_s']:.1f} s"
     )
-    yield from _describe_left(report["left"])
+    yield from _describe_unquantized(report["left"])
     if report["kv_bytes_per_token"]:
         plain, quantized = report["kv_bytes_per_token"].values()
-        scales = "with the scales here" if report["has_kv_scales"] else "no scales here: 1.0"
+        scales = "with its scales" if report["has_kv_scales"] else "without scales: 1.0"
         yield f"KV cache: {plain:,} bytes per token now, {quantized:,} with FP8 ({scales})"
     yield f"written to {report['out']}: {_list_files(report['files'])}"
     yield from describe_serving(report)
 
 
-def _describe_left(left: list[dict[str, str]]) -> Iterator[str]:
+def _describe_unquantized(left: list[dict[str, str]]) -> Iterator[str]:
     """Describe what stays unquantized for each reason, with a few names."""
     for why, count in Counter(item["why"] for item in left).items():
         names = [item["module"] for item in left if item["why"] == why][:_SHOWN]
         more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
-        yield f"  left as it is ({why}): {', '.join(names)}{more}"
+        yield f"  not quantized ({why}): {', '.join(names)}{more}"
 
 
 def _list_files(files: list[str]) -> str:
