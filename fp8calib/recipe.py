@@ -21,8 +21,8 @@ from pydantic import (
 from fp8calib.errors import RecipeError, UsageError
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.module_paths import matches_pattern
-from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
+from fp8calib.scales.scale_table import Fallback
 
 DEFAULT_RECIPE = "kv"
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.

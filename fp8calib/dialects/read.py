@@ -25,7 +25,7 @@ from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import METADATA_KEY
 

@@ -17,14 +17,9 @@ from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
-from fp8calib.scales.compute import (
-    Fallback,
-    ScaleSource,
-    ScaleTable,
-    compute_kv_scales,
-    compute_linear_scales,
-)
+from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.scales.rules import AMAX, Rule
+from fp8calib.scales.scale_table import Fallback, ScaleSource, ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 WHY_NOT_OBSERVED = {

@@ -34,7 +34,7 @@ from fp8calib.quantization.weight_reader import (
     split_rows,
 )
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
-from fp8calib.scales.compute import scale_of
+from fp8calib.scales.scale_table import scale_of
 
 _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""

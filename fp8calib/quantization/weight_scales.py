@@ -13,7 +13,7 @@ from fp8calib.geometry.module_paths import span_experts
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.selection.select import Matrix
 from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.scales.compute import scale_of
+from fp8calib.scales.scale_table import scale_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,13 @@
-"""ScaleTable: what the statistics mean. `x ~= q * scale`, `scale = amax / fmt.max`, fp32.
+"""Compute scales from statistics: `scale = amax / fmt.max`, fp32.
 
-A rule (`fp8calib.rules`) may put another magnitude in the place of the amax of an activation.
-
-The convention is that of every server (multiply to dequantize); torch's float8 training code names
-the reciprocal. A scale is always finite and positive, and never made up in silence: a tensor that
-was all zeros, or an expert that no token reached, takes a fallback and is listed.
+A rule (`fp8calib.scales.rules`) may replace the amax of an activation by another magnitude. Like
+every server, and unlike torch's float8 training code, this package multiplies by the scale to
+dequantize. Where the amax is zero or no token reached a site, the scale is a listed fallback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -28,77 +24,16 @@ from fp8calib.geometry.tensor_parallel import (
     rank_range,
 )
 from fp8calib.scales.rules import AMAX, ClipRange, Rule, find_clip_range
-from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.scales.scale_table import (
+    Fallback,
+    Scale,
+    ScaleSource,
+    ScaleTable,
+    fill_missing,
+    scale_of,
+)
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.statistic import SiteStats
-
-SMALLEST_SCALE = 2.0**-126
-"""The smallest normal fp32, so that 1 / scale is finite."""
-
-
-class Fallback(StrEnum):
-    """What a site gets whose amax is zero, or that nothing was seen at."""
-
-    LAYER_MAX = "layer-max"
-    """The largest scale of the same role in the layer; 1.0 where there is none."""
-    ONE = "one"
-    """1.0."""
-    REFUSE = "refuse"
-    """An error that names the sites."""
-
-
-class ScaleSource(StrEnum):
-    """Where a scale comes from."""
-
-    OBSERVED = "observed"
-    SHARED = "shared"
-    """Another layer's: this layer reads that layer's cache."""
-    ALL_ZERO = "all-zero"
-    """The fallback: the amax was zero."""
-    UNSEEN = "unseen"
-    """The fallback: no token came by."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """The scales of one site: fp32 [tp], or [tp, heads] per head."""
-
-    values: torch.Tensor
-    source: ScaleSource
-    is_substitute: bool = False
-    """Nothing of it was computed from what was seen at the site."""
-
-    def per_rank(self) -> list[float]:
-        """Give one number per rank (per-tensor scales only)."""
-        return [float(value) for value in self.values]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleTable:
-    """Scales of one model, in one format, for one tensor-parallel degree."""
-
-    geometry: ModelGeometry
-    fmt: Fp8Format
-    tp: int
-    per_head: bool
-    scales: Mapping[Site, Scale]
-    kept_amax: Mapping[Site, str] = field(default_factory=dict)
-    """Why the rule that was asked for could not be followed at a site, whose amax stands."""
-    origin: CalibrationOrigin | None = None
-    """None where nobody wrote it down."""
-
-    def kv(self, attention: Attention, rank: int = 0) -> float:
-        """Give the one scale that covers k and v of a layer on `rank`: the larger of the two.
-
-        A side of zeros fits any scale, so its substitute does not count beside a real one.
-        """
-        pair = [self.scales[attention.site(role)] for role in (Role.K, Role.V)]
-        real = [scale for scale in pair if not scale.is_substitute]
-        return max(float(scale.values[rank].max()) for scale in real or pair)
-
-    def not_observed(self) -> list[tuple[Site, Scale]]:
-        """List the sites whose scale was not computed from what was seen there."""
-        return [item for item in self.scales.items() if item[1].source is not ScaleSource.OBSERVED]
 
 
 def compute_kv_scales(
@@ -113,13 +48,13 @@ def compute_kv_scales(
 ) -> ScaleTable:
     """Compute scales of K and V (and of q when asked) for every layer that reads a KV cache.
 
-    With `tp` ranks a per-tensor scale covers the heads of its rank; a per-head scale belongs to its
-    head, whatever the rank, so per-head tables have one rank. Latent attention stores latent and
-    rotary part in one cache under one scale, so both get the larger, and a rule sees both as one.
+    With `tp` ranks a per-tensor scale covers the heads of its rank. A per-head scale is independent
+    of the rank, so per-head tables have one rank. Latent attention stores latent and rotary part in
+    one cache under one scale: both get the larger one, and a rule sees both as one tensor.
 
-    A fallback of None takes `layer-max` for tensors of zeros, and refuses sites that no token came
-    by. Where `rule` needs a histogram that is not there (q never has one), the amax stands, and the
-    table says so.
+    A fallback of None is `layer-max` for tensors of zeros, and refuses sites that no token reached.
+    Where `rule` needs a missing histogram (q never has one), the amax is used, and the table lists
+    the site in `kept_amax`.
 
     Raises:
         UsageError: `tp` does not fit the heads.
@@ -134,12 +69,12 @@ def compute_kv_scales(
         for role in roles:
             site, owner = attention.site(role), attention if role is Role.Q else producer
             seen = _find(stats, owner.site(role), fallback)
-            reach = _find_reach(rule, _in_one_cache(stats, owner, role, fallback), fmt)
-            scale = _kv_scale(attention, role, seen, reach, fmt, tp=tp, per_head=per_head)
+            clip_range = _clip_range(rule, _in_one_cache(stats, owner, role, fallback), fmt)
+            scale = _kv_scale(attention, role, seen, clip_range, fmt, tp=tp, per_head=per_head)
             if owner is not attention:
                 scale = Scale(values=scale.values, source=ScaleSource.SHARED)
-            elif reach.kept_amax:
-                kept_amax[site] = reach.kept_amax
+            elif clip_range.kept_amax:
+                kept_amax[site] = clip_range.kept_amax
             scales[site] = scale
         if attention.kind == "latent":
             _share_latent(scales, attention)
@@ -149,7 +84,7 @@ def compute_kv_scales(
         fmt=fmt,
         tp=tp,
         per_head=per_head,
-        scales=_fill(scales, pools, fallback),
+        scales=fill_missing(scales, pools, fallback),
         kept_amax=kept_amax,
         origin=stats.origin,
     )
@@ -165,9 +100,9 @@ def compute_linear_scales(
 ) -> ScaleTable:
     """Compute per-tensor input and weight scales of every attention and MLP projection.
 
-    Fused weights are told apart (`q_proj` of a `qkv_proj`), experts one by one. Column-parallel
-    weights take the rows of the rank, row-parallel weights and inputs its channels. `rule` concerns
-    inputs; weights always take their amax.
+    The projections in a fused weight have separate scales (`q_proj` of a `qkv_proj`), and so have
+    the experts. A scale covers the rank's rows of a column-parallel weight, and the rank's channels
+    of a row-parallel weight and its input. `rule` applies to inputs; weights always use their amax.
 
     Raises:
         ExportError: the stats lack a site, or `fallback` is `refuse` and a site needs it.
@@ -183,10 +118,10 @@ def compute_linear_scales(
         for part, role in product(linear.parts, rules):
             site = Site(linear.module, role)
             seen = _find(stats, site, fallback)
-            reach = _find_reach(rules[role], [seen], fmt)
-            if reach.kept_amax:
-                kept_amax[site] = reach.kept_amax
-            by_expert = _linear_scales(seen, reach, linear, part, role, fmt, tp)
+            clip_range = _clip_range(rules[role], [seen], fmt)
+            if clip_range.kept_amax:
+                kept_amax[site] = clip_range.kept_amax
+            by_expert = _linear_scales(seen, clip_range, linear, part, role, fmt, tp)
             found = {
                 Site(linear.logical(part, expert), role): scale
                 for expert, scale in by_expert.items()
@@ -201,17 +136,10 @@ def compute_linear_scales(
         fmt=fmt,
         tp=tp,
         per_head=False,
-        scales=_fill(scales, pools, fallback),
+        scales=fill_missing(scales, pools, fallback),
         kept_amax=kept_amax,
         origin=stats.origin,
     )
-
-
-def scale_of(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """Turn magnitudes into scales: amax / fmt.max in fp32, at least 2**-126."""
-    # By a tensor of its device: by a number, CUDA would multiply with the reciprocal, 1 ulp off.
-    most = amax.new_full((), fmt.max, dtype=torch.float32)
-    return (amax.to(torch.float32) / most).clamp(min=SMALLEST_SCALE)
 
 
 def _producer(geometry: ModelGeometry, attention: Attention) -> Attention:
@@ -219,7 +147,7 @@ def _producer(geometry: ModelGeometry, attention: Attention) -> Attention:
         return attention
     producer = geometry.layers[attention.producer].attention
     if producer is None:
-        raise ExportError(f"{attention.module} reads the K/V of a layer that caches none")
+        raise ExportError(f"{attention.module} reads the K/V of a layer that stores none")
     return producer
 
 
@@ -227,28 +155,26 @@ def _find(stats: CalibrationStats, site: Site, fallback: Fallback | None) -> Sit
     if site not in stats.sites:
         reasons = [skipped.why for skipped in stats.header.skipped if skipped.site == str(site)]
         raise ExportError(
-            f"the stats hold nothing for {site}" + "".join(f": {why}" for why in reasons),
+            f"the statistics do not contain {site}" + "".join(f": {why}" for why in reasons),
             hint="" if reasons else "calibrate with a recipe that observes it",
         )
     found = stats.sites[site]
     if found.count == 0 and site.role is not Role.WEIGHT and fallback is None:
-        raise ExportError(
-            f"no token was seen at {site}", hint="name what it should get with --fallback"
-        )
+        raise ExportError(f"no token reached {site}", hint="choose its scale with --fallback")
     return found
 
 
 def _in_one_cache(
     stats: CalibrationStats, owner: Attention, role: Role, fallback: Fallback | None
 ) -> list[SiteStats]:
-    """Find all that shares a cache with `role`: of latent attention k and v do."""
+    """Find the statistics that share a cache with `role`: k and v of latent attention do."""
     is_joint = owner.kind == "latent" and role is not Role.Q
     roles = (Role.K, Role.V) if is_joint else (role,)
     return [_find(stats, owner.site(each), fallback) for each in roles]
 
 
-def _find_reach(rule: Rule, seen: Sequence[SiteStats], fmt: Fp8Format) -> ClipRange:
-    """Find what `rule` makes of sites that share a scale."""
+def _clip_range(rule: Rule, seen: Sequence[SiteStats], fmt: Fp8Format) -> ClipRange:
+    """Find the clip range of sites that share a scale."""
     amax = max(float(site.amax.max()) for site in seen)
     histograms = [site.histogram for site in seen if site.histogram is not None]
     is_complete = len(histograms) == len(seen)
@@ -260,13 +186,13 @@ def _kv_scale(
     attention: Attention,
     role: Role,
     seen: SiteStats,
-    reach: ClipRange,
+    clip_range: ClipRange,
     fmt: Fp8Format,
     *,
     tp: int,
     per_head: bool,
 ) -> Scale:
-    amax = reach.apply(seen.amax / attention.query_divisor if role is Role.Q else seen.amax)
+    amax = clip_range.apply(seen.amax / attention.query_divisor if role is Role.Q else seen.amax)
     unseen = seen.count == 0
     if per_head:
         values = _scales_or_nan(amax, fmt).unsqueeze(0)
@@ -290,7 +216,7 @@ def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:
 
 def _linear_scales(
     seen: SiteStats,
-    reach: ClipRange,
+    clip_range: ClipRange,
     linear: Linear,
     part: Part,
     role: Role,
@@ -298,9 +224,9 @@ def _linear_scales(
     tp: int,
 ) -> dict[int | None, Scale]:
     if linear.num_experts:
-        return _expert_scales(seen, reach, linear, fmt, tp)
+        return _expert_scales(seen, clip_range, linear, fmt, tp)
     amax = torch.stack([_rank_amax(seen, linear, part, role, tp, rank) for rank in range(tp)])
-    values = _scales_or_nan(reach.apply(amax), fmt)
+    values = _scales_or_nan(clip_range.apply(amax), fmt)
     return {None: Scale(values=values, source=_source(values, unseen=False))}
 
 
@@ -317,7 +243,7 @@ def _rank_amax(
 
 
 def _expert_scales(
-    seen: SiteStats, reach: ClipRange, linear: Linear, fmt: Fp8Format, tp: int
+    seen: SiteStats, clip_range: ClipRange, linear: Linear, fmt: Fp8Format, tp: int
 ) -> dict[int | None, Scale]:
     assert seen.experts is not None  # noqa: S101 -- an expert projection's stats always hold it
     blocks = seen.experts
@@ -326,7 +252,7 @@ def _expert_scales(
     else:
         ranges = [owned_blocks(linear, tp, rank) for rank in range(tp)]
         amax = torch.stack([blocks[:, own.start : own.stop].amax(1) for own in ranges], dim=1)
-    values = _scales_or_nan(reach.apply(amax), fmt)
+    values = _scales_or_nan(clip_range.apply(amax), fmt)
     counts = seen.expert_counts
     return {
         expert: Scale(
@@ -345,39 +271,3 @@ def _source(values: torch.Tensor, *, unseen: bool) -> ScaleSource:
     if unseen:
         return ScaleSource.UNSEEN
     return ScaleSource.ALL_ZERO if bool(values.isnan().any()) else ScaleSource.OBSERVED
-
-
-def _fill(
-    scales: Mapping[Site, Scale],
-    pools: Mapping[Site, list[list[Scale]]],
-    fallback: Fallback | None,
-) -> dict[Site, Scale]:
-    dead = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
-    if dead and fallback is Fallback.REFUSE:
-        listed = ", ".join(map(str, dead[:5])) + (f" and {len(dead) - 5} more" if dead[5:] else "")
-        raise ExportError(
-            f"no scale can be computed for {len(dead)} sites ({listed}): their amax is zero",
-            hint="--fallback layer-max takes the largest scale of the same role in the layer",
-        )
-    return {
-        site: Scale(
-            values=_filled(scale, pools[site], fallback),
-            source=scale.source,
-            is_substitute=bool(scale.values.isnan().all()),
-        )
-        for site, scale in scales.items()
-    }
-
-
-def _filled(scale: Scale, pools: Iterable[list[Scale]], fallback: Fallback | None) -> torch.Tensor:
-    """Fill what could not be computed from the first pool that knows a scale: siblings first."""
-    if not bool(scale.values.isnan().any()):
-        return scale.values
-    substitute = 1.0
-    for pool in pools if fallback is not Fallback.ONE else ():
-        known = torch.cat([torch.zeros(0), *(other.values.flatten() for other in pool)])
-        known = known[~known.isnan()]
-        if len(known):
-            substitute = float(known.max())
-            break
-    return scale.values.nan_to_num(substitute)

@@ -1,7 +1,7 @@
-"""From the scales a file had to the scales another form has: formats, ranks, heads.
+"""Convert a scale table to another FP8 format, tensor-parallel degree or granularity.
 
-What is lost is said in notes; a scale never becomes smaller than what it has to cover, except where
-the notes say so.
+The notes name what is lost. A scale never becomes smaller than what it has to cover, unless the
+notes say so.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import check_heads, rank_range
-from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable
+from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable
 
-_NOT_PER_HEAD = "there is one scale for all heads, and every head gets it: nothing is gained"
+_NOT_PER_HEAD = "every head gets the one scale of its layer: scales per head gain nothing here"
 
 
 def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: bool) -> ScaleTable:
-    """Say the same scales for another format, other ranks, or per head.
+    """Convert a table to another format, to other ranks, or to scales per head.
 
-    Heads go by the ranks that hold them: of finer scales a rank takes the largest of its heads, of
-    coarser ones all its heads take theirs. Where the ranks of the table do not fit the model's
-    heads, every rank takes the largest of all.
+    A rank gets the largest scale of its heads; a head gets the scale of its rank. If the ranks of
+    the table do not divide the model's heads, all get the largest scale.
 
-    A code of e4m3fnuz is half of what it is in e4m3fn, so scales are doubled or halved, which
-    leaves every dequantized value what it was.
+    A code of e4m3fnuz has half the value it has in e4m3fn. Scales are doubled or halved, so that
+    dequantized values stay the same.
 
     Raises:
         UsageError: `tp` does not fit the heads.
-        ExportError: a scale cannot be said in the other format.
+        ExportError: a scale is too large for the other format.
     """
     check_heads(table.geometry, tp)
     factor = 2.0 ** (fmt.bias - table.fmt.bias)
@@ -46,8 +45,8 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
     scales = {}
     for site, scale in table.scales.items():
         heads = _count_heads(attentions[site], site.role)
-        values = _fit(table, scale.values, heads, tp, per_head=per_head)
-        scales[site] = replace(scale, values=_convert(values, factor, site))
+        values = _convert_ranks(table, scale.values, heads, tp, per_head=per_head)
+        scales[site] = replace(scale, values=_convert_format(values, factor, site))
     return ScaleTable(
         geometry=table.geometry,
         fmt=fmt,
@@ -59,7 +58,7 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
 
 
 def fits_heads(geometry: ModelGeometry, tp: int) -> bool:
-    """Tell whether the model's heads can lie on `tp` ranks."""
+    """Whether `tp` ranks can share the model's heads."""
     try:
         check_heads(geometry, tp)
     except UsageError:
@@ -68,7 +67,7 @@ def fits_heads(geometry: ModelGeometry, tp: int) -> bool:
 
 
 def explain_fit(table: ScaleTable, fitted: ScaleTable) -> tuple[str, ...]:
-    """Say what `fit_table` did, and what of it is a loss."""
+    """Explain what `convert_table` changed, and what was lost."""
     return (
         *_explain_ranks(table, fitted),
         *_explain_heads(table, fitted),
@@ -77,17 +76,17 @@ def explain_fit(table: ScaleTable, fitted: ScaleTable) -> tuple[str, ...]:
 
 
 def explain_joint(table: ScaleTable) -> tuple[str, ...]:
-    """Say what is lost by a form that has one scale a layer for k and v, and none for q."""
+    """Explain what is lost in a dialect with one scale a layer for k and v, and none for q."""
     attentions = [attention for _, attention in table.geometry.attentions()]
     unequal = [attention for attention in attentions if not _has_equal_pair(table, attention)]
     notes = []
     if unequal:
         notes.append(
-            "k and v of a layer share one scale here, the larger: it is more than one of the two "
-            f"needs in {len(unequal)} of {len(attentions)} layers"
+            "k and v of a layer share one scale here, the larger of the two: in "
+            f"{len(unequal)} of {len(attentions)} layers they differ"
         )
     if any(site.role is Role.Q for site in table.scales):
-        notes.append("q_scale is left out: this form has no place for it")
+        notes.append("q_scale is left out: this dialect cannot store it")
     return tuple(notes)
 
 
@@ -95,10 +94,10 @@ def _count_heads(attention: Attention, role: Role) -> int:
     return attention.num_heads if role is Role.Q else attention.num_kv_heads
 
 
-def _fit(
+def _convert_ranks(
     table: ScaleTable, values: torch.Tensor, heads: int, tp: int, *, per_head: bool
 ) -> torch.Tensor:
-    """Bring [tp] or [1, heads] of the table to [tp] or [1, heads] of the target."""
+    """Convert [tp] or [1, heads] of the table to [tp] or [1, heads] of the target."""
     if (table.per_head, table.tp) == (per_head, 1 if per_head else tp):
         return values
     by_head = _spread_to_heads(table, values, heads)
@@ -109,7 +108,7 @@ def _fit(
 
 
 def _spread_to_heads(table: ScaleTable, values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Give every head the scale that was used for it; of ranks that share a head, the largest."""
+    """Give each head the scale of its rank; a head that ranks share gets their largest."""
     if table.per_head:
         return values[0]
     if not fits_heads(table.geometry, table.tp):
@@ -122,14 +121,14 @@ def _spread_to_heads(table: ScaleTable, values: torch.Tensor, heads: int) -> tor
     return by_head
 
 
-def _convert(values: torch.Tensor, factor: float, site: Site) -> torch.Tensor:
+def _convert_format(values: torch.Tensor, factor: float, site: Site) -> torch.Tensor:
     if factor == 1:
         return values
     converted = (values * factor).clamp(min=SMALLEST_SCALE)
     if not bool(converted.isfinite().all()):
         raise ExportError(
             f"{site}: {float(values.max()):g} cannot be doubled for e4m3fnuz in fp32",
-            hint="no value of a model is that large; calibrate anew",
+            hint="no value of a model is that large: calibrate again",
         )
     return converted
 
@@ -142,11 +141,11 @@ def _explain_ranks(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
     if not fits_heads(table.geometry, table.tp):
         yield f"{source}, do not fit the model's heads: the largest is used everywhere"
     elif fitted.per_head:
-        yield f"{source}, became those of the heads each rank holds"
+        yield f"{source}, became the scales of the heads on each rank"
     elif fitted.tp == 1:
-        yield f"{source}, became their largest"
+        yield f"{source}, became one: the largest"
     else:
-        yield f"{source}, became those of {fitted.tp}: each has the largest its heads had"
+        yield f"{source}, became {fitted.tp}: each is the largest of the rank's heads"
 
 
 def _explain_heads(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
@@ -154,24 +153,24 @@ def _explain_heads(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
         yield _NOT_PER_HEAD
     if table.per_head and not fitted.per_head:
         whose = "a layer's heads" if fitted.tp == 1 else "the heads on its rank"
-        yield f"scales per head became one, the largest of {whose}"
+        yield f"scales per head became one: the largest of {whose}"
     if table.tp == 1 and not table.per_head and fitted.tp > 1:
-        yield f"there is one scale for all heads, and each of {fitted.tp} ranks gets it"
+        yield f"each of {fitted.tp} ranks gets the one scale of its layer"
 
 
 def _explain_format(source: Fp8Format, target: Fp8Format) -> Iterator[str]:
     if source is target:
         return
     what = "doubled" if target.bias > source.bias else "halved"
-    # what the other format's largest code stands for, of what the source's does
-    reach = target.max * 2.0 ** (target.bias - source.bias) / source.max
+    # The largest value that is left, relative to the largest one in the source format.
+    covered = target.max * 2.0 ** (target.bias - source.bias) / source.max
     yield (
-        f"the scales for {source.name} are {what} for {target.name}, so that every code keeps "
-        "the value it stood for"
+        f"the scales for {source.name} are {what} for {target.name}, so that "
+        "dequantized values stay the same"
     )
-    if reach < 1:
-        percent = math.ceil((1 - reach) * 1000) / 10
-        yield f"values in the uppermost {percent:g} % of {source.name}'s range clip"
+    if covered < 1:
+        percent = math.ceil((1 - covered) * 1000) / 10
+        yield f"values in the top {percent:g} % of the range of {source.name} clip"
 
 
 def _has_equal_ranks(table: ScaleTable) -> bool:

@@ -1,8 +1,8 @@
-"""Rules: which magnitude the largest FP8 value stands for, where that is not the amax.
+"""Rules that choose the magnitude that the largest FP8 value represents, instead of the amax.
 
-A rule is applied long after the run, to what the stats file keeps. It concerns what passes through
-the model: K, V, the inputs of linears, and q as far as a rule can do without a histogram. Weights
-are known exactly, and always take their amax.
+A rule is applied to the stats file, not during the run. It applies to activations: K, V, the inputs
+of linears, and q if the rule needs no histogram. Weights are known exactly and always use their
+amax.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class RuleKind(StrEnum):
     AMAX = "amax"
     """The amax itself."""
     PERCENTILE = "percentile"
-    """The magnitude below which so many percent of the histogram's values lie."""
+    """The magnitude below which the given percentage of the histogram's values lies."""
     MSE = "mse"
-    """The magnitude that makes the expected squared error over the histogram smallest."""
+    """The magnitude with the smallest expected squared error over the histogram."""
     HEADROOM = "headroom"
-    """So many times the amax."""
+    """The amax times the given factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule and its number: percent of a percentile, factor of a headroom; 0 without meaning."""
+    """A rule and its number: the percentage or the factor; 0 for rules without a number."""
 
     kind: RuleKind
     number: float = 0.0
@@ -65,7 +65,7 @@ def parse_rule(text: str) -> Rule:
     """Read `amax`, `percentile:99.9`, `mse` or `headroom:1.5`.
 
     Raises:
-        UsageError: naming what is wrong and the rules that are known.
+        UsageError: the rule is unknown or its number is invalid; the message lists all rules.
     """
     name, colon, number = text.partition(":")
     if name not in {str(kind) for kind in RuleKind}:
@@ -97,16 +97,16 @@ def _refusal(message: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipRange:
-    """What a rule makes of every amax of one site: of its tensor, its heads, its channels."""
+    """How a rule changes each amax of one site: of the tensor, its heads or its channels."""
 
     limit: float = inf
-    """No magnitude beyond this is covered."""
+    """Magnitudes beyond this are clipped."""
     factor: float = 1.0
     kept_amax: str = ""
-    """Why the rule could not be followed, so that the amax stands; empty where it was."""
+    """Why the rule could not be applied and the amax is used; empty if it was applied."""
 
     def apply(self, amax: torch.Tensor) -> torch.Tensor:
-        """Give the magnitudes that fmt.max stands for: of the shape and dtype of `amax`."""
+        """Give the magnitudes that fmt.max represents, in the shape and dtype of `amax`."""
         largest = torch.finfo(amax.dtype).max
         return (amax.clamp(max=self.limit) * self.factor).clamp(max=largest)
 
@@ -114,18 +114,18 @@ class ClipRange:
 def find_clip_range(
     rule: Rule, *, amax: float, histogram: torch.Tensor | None, fmt: Fp8Format
 ) -> ClipRange:
-    """Find what `rule` makes of a site whose largest magnitude is `amax`.
+    """Find the clip range of a site whose largest magnitude is `amax`.
 
-    A limit that comes from a histogram is one for the whole site: heads and ranks whose own amax
-    lies below it keep theirs. Histograms are sampled; of what they miss, the amax alone is known
-    and counts as one value. `percentile:100` is the amax exactly.
+    A limit from a histogram applies to the whole site: heads and ranks with a smaller amax keep
+    theirs. Histograms are sampled: of the values they miss only the amax is known, and it counts as
+    one value. `percentile:100` is the amax exactly.
     """
     if rule.kind is RuleKind.HEADROOM:
         return ClipRange(factor=rule.number)
     if rule.kind is RuleKind.AMAX or rule == Rule(RuleKind.PERCENTILE, 100) or not amax > 0:
         return ClipRange()
     if histogram is None or not int(histogram.sum()):
-        return ClipRange(kept_amax=f"no histogram, which {rule} needs: amax is used")
+        return ClipRange(kept_amax=f"{rule} needs a histogram, which is missing: amax is used")
     spread = spread_counts(histogram, amax=amax)
     if rule.kind is RuleKind.MSE:
         limit = _least_error(spread, amax, fmt)
@@ -133,14 +133,14 @@ def find_clip_range(
         limit = spread.quantile(rule.number / 100)
     if not limit:
         kind_of_values = f"values that are zero or under 2**{LOWEST_OCTAVE}"
-        return ClipRange(kept_amax=f"{rule} meets nothing but {kind_of_values}: amax is used")
+        return ClipRange(kept_amax=f"{rule} finds only {kind_of_values}: amax is used")
     return ClipRange(limit=min(limit, amax))
 
 
 def _least_error(spread: Spread, amax: float, fmt: Fp8Format) -> float:
-    """Find the magnitude up to `amax` that gives the least squared error; of equals the largest.
+    """Find the magnitude up to `amax` with the least squared error; the largest of equal ones.
 
-    0.0 where all that was counted are zeros, which any magnitude suits.
+    0.0 if only zeros were counted, for which every magnitude is right.
     """
     if not spread.counts.any():
         return 0.0

@@ -20,8 +20,9 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.scales.compute import ScaleTable, compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.scales.rules import AMAX, Rule
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.verification.emulation.coverage import find_checkpoint_gaps, find_scheme_gaps

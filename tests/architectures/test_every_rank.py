@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import ScaleTable, compute_kv_scales, compute_linear_scales
+from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.truth import brute_force

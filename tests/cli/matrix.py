@@ -20,7 +20,8 @@ from fp8calib.engines.registry import ENGINES, list_defaults
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.recipe import Recipe
-from fp8calib.scales.compute import ScaleTable, compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import load_stats
 from tests.cli.program import run, succeed
 from tests.dialects.foreign import FOLDER, find_geometry

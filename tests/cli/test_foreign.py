@@ -84,7 +84,7 @@ def test_scales_per_head_stay_what_they_are_or_become_their_largest(
     shard = tmp_path / "heads" / "model-00002-of-00002.safetensors"
     assert [_load_pairs(shard, "llama", layer) for layer in range(2)] == load_kv_scales(name)
     report = _extract(name, tmp_path / "one")
-    assert "scales per head became one, the largest of a layer's heads" in report["notes"]
+    assert "scales per head became one: the largest of a layer's heads" in report["notes"]
 
 
 def test_a_q_scale_that_was_never_set_is_left_out_and_that_is_said(tmp_path: Path) -> None:

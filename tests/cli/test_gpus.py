@@ -20,7 +20,7 @@ from transformers.integrations import accelerate as placing
 from fp8calib.cli import memory_mode
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.shard_writer import ShardWriter
-from fp8calib.scales.compute import scale_of
+from fp8calib.scales.scale_table import scale_of
 from tests import zoo
 from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.cli.test_ranks import finish, make_rows, start_ranks

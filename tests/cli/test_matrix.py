@@ -34,9 +34,9 @@ from tests.dialects.foreign import find_geometry
 
 ROOT = Path(__file__).parents[2]
 SAID = {
-    "heads": "scales per head became one, the largest of a layer's heads",
-    "ranks": "the scales of 2 ranks, which differ, became their largest",
-    "k=v": "k and v of a layer share one scale here, the larger: ",
+    "heads": "scales per head became one: the largest of a layer's heads",
+    "ranks": "the scales of 2 ranks, which differ, became one: the largest",
+    "k=v": "k and v of a layer share one scale here, the larger of the two: ",
 }
 """The program's note about each loss."""
 

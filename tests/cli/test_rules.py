@@ -98,9 +98,10 @@ def test_calibrate_and_export_follow_a_rule_alike(
     assert {path: direct[path] for path in again} == again
     assert report["rule"] == rule
     assert (tmp_path / "c" / "stats.safetensors").read_bytes() == stats.read_bytes()
-    notes = [text for text in report["warnings"] if "no histogram" in text]
-    assert notes == [text for text in exported["warnings"] if "no histogram" in text]
-    kept = f"model.layers.0.self_attn.q and 1 more: no histogram, which {rule} needs: amax is used"
+    notes = [text for text in report["warnings"] if "needs a histogram" in text]
+    assert notes == [text for text in exported["warnings"] if "needs a histogram" in text]
+    why = f"{rule} needs a histogram, which is missing: amax is used"
+    kept = f"model.layers.0.self_attn.q and 1 more: {why}"
     assert notes == ([] if rule.startswith("headroom") else [kept])
 
 

@@ -14,7 +14,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import ScaleSource
+from fp8calib.scales.scale_table import ScaleSource
 from tests.dialects.handmade import hybrid_stats, make_attention, make_geometry, shared_stats
 
 TWO_LAYERS = make_geometry([make_attention(0), make_attention(1)])

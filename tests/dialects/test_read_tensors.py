@@ -15,7 +15,7 @@ from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import ScaleSource
+from fp8calib.scales.scale_table import ScaleSource
 from tests.dialects.handmade import latent_stats, make_attention, make_geometry, shared_stats
 
 Tensors = Mapping[str, torch.Tensor]

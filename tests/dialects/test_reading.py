@@ -15,12 +15,8 @@ from fp8calib.dialects.read import has_kv_scales, read_scales
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import (
-    ScaleSource,
-    ScaleTable,
-    compute_kv_scales,
-    compute_linear_scales,
-)
+from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
+from fp8calib.scales.scale_table import ScaleSource, ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.dialects.handmade import (
     hybrid_stats,

@@ -22,8 +22,8 @@ from fp8calib.dialects.write import (
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import Fallback
 from fp8calib.scales.rules import AMAX, Rule, parse_rule
+from fp8calib.scales.scale_table import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.statistic import SiteStats
 from tests.dialects.handmade import (
@@ -230,7 +230,7 @@ def test_a_layer_no_token_reached_is_refused_unless_a_fallback_is_named(out: Pat
     unseen = SiteStats(count=0, amax=torch.zeros(2))
     stats = dataclasses.replace(stats, sites={**stats.sites, site: unseen})
 
-    with pytest.raises(ExportError, match=r"no token was seen at model\.layers\.0\.self_attn\.k"):
+    with pytest.raises(ExportError, match=r"no token reached model\.layers\.0\.self_attn\.k"):
         _write(stats, out, ("kv-scales",))
     written = _write(stats, out, ("kv-scales",), fallback=Fallback.ONE)
     assert load_file(out / "kv_scales.safetensors")[f"{site}_scale"].item() == 1.0
@@ -288,7 +288,7 @@ def test_a_degree_that_cannot_be_is_refused_whatever_is_written(tp: int) -> None
 
 def test_one_note_says_where_a_rule_could_not_be_followed(out: Path) -> None:
     written = _write(plain_stats(), out, ("kv-scales",), query=True, rule=parse_rule("mse"))
-    why = "no histogram, which mse needs: amax is used"
+    why = "mse needs a histogram, which is missing: amax is used"
     assert written.notes == (Note("model.layers.0.self_attn.k and 5 more", why),)
 
 

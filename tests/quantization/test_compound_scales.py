@@ -13,7 +13,7 @@ from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.projections import LinearWeight
 from fp8calib.quantization.rfc.compound_scales import adopt_scales
-from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 
 GATE, UP = (
     Part(name=n, count=2, unit=1, first=f, per_group=2) for n, f in (("gate", 0), ("up", 2))

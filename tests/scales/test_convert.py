@@ -11,8 +11,8 @@ from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, fits_heads
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from tests.dialects.handmade import make_attention, make_geometry
 
 FOUR_HEADS = make_geometry([make_attention(0, num_heads=8, num_kv_heads=4)])
@@ -71,7 +71,7 @@ def test_a_rank_takes_the_largest_of_its_heads(tp: int, expected: list[float]) -
     assert _values(fitted) == expected
     assert _values(fitted, Role.V) == [2 * number for number in expected]
     whose = "a layer's heads" if tp == 1 else "the heads on its rank"
-    assert explain_fit(table, fitted) == (f"scales per head became one, the largest of {whose}",)
+    assert explain_fit(table, fitted) == (f"scales per head became one: the largest of {whose}",)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,8 @@ def test_every_code_keeps_its_value_in_the_other_format(
 def test_what_a_change_of_format_costs_is_said() -> None:
     fnuz = _table(_pair(0.25), fmt=E4M3FNUZ)
     assert explain_fit(fnuz, convert_table(fnuz, fmt=E4M3FN, per_head=False)) == (
-        "the scales for e4m3fnuz are halved for e4m3fn, so that every code keeps the value it "
-        "stood for",
-        "values in the uppermost 6.7 % of e4m3fnuz's range clip",
+        "the scales for e4m3fnuz are halved for e4m3fn, so that dequantized values stay the same",
+        "values in the top 6.7 % of the range of e4m3fnuz clip",
     )
     plain = _table(_pair(0.25))
     (note,) = explain_fit(plain, convert_table(plain, fmt=E4M3FNUZ, per_head=False))
@@ -186,32 +185,32 @@ def test_scales_at_the_ends_of_fp32_stay_scales() -> None:
 @pytest.mark.parametrize(
     ("found", "tp", "per_head", "note"),
     [
-        ((1.0, 2.0), 1, False, "the scales of 2 ranks, which differ, became their largest"),
-        ((2.0, 2.0), 1, False, "the scales of 2 ranks, which are equal, became their largest"),
+        ((1.0, 2.0), 1, False, "the scales of 2 ranks, which differ, became one: the largest"),
+        ((2.0, 2.0), 1, False, "the scales of 2 ranks, which are equal, became one: the largest"),
         (
             (1.0, 2.0),
             1,
             True,
-            "the scales of 2 ranks, which differ, became those of the heads each rank holds",
+            "the scales of 2 ranks, which differ, became the scales of the heads on each rank",
         ),
         (
             (1.0, 2.0),
             4,
             False,
-            "the scales of 2 ranks, which differ, became those of 4: each has the largest its "
-            "heads had",
+            "the scales of 2 ranks, which differ, became 4: each is the largest of the rank's "
+            "heads",
         ),
         (
             (1.0,),
             1,
             True,
-            "there is one scale for all heads, and every head gets it: nothing is gained",
+            "every head gets the one scale of its layer: scales per head gain nothing here",
         ),
         (
             (1.0,),
             2,
             False,
-            "there is one scale for all heads, and each of 2 ranks gets it",
+            "each of 2 ranks gets the one scale of its layer",
         ),
     ],
 )
@@ -244,8 +243,8 @@ def test_what_one_scale_for_k_and_v_loses_is_said() -> None:
     per_head = _table({Role.K: (1, 2, 3, 4), Role.V: (4, 3, 2, 1)}, per_head=True)
     assert explain_joint(per_head) == ()
     unequal, query = explain_joint(_table({**_pair(1.0), Role.Q: (1.0,)}))
-    assert unequal.endswith("it is more than one of the two needs in 1 of 1 layers")
-    assert query == "q_scale is left out: this form has no place for it"
+    assert unequal.endswith("in 1 of 1 layers they differ")
+    assert query == "q_scale is left out: this dialect cannot store it"
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ BIN_WIDTH = 2 ** (1 / 8)
 
 def find_limit(text: str, histogram: torch.Tensor, amax: float, fmt: Fp8Format = E4M3FN) -> float:
     """Follow a rule and require that it could be followed."""
-    reach = find_clip_range(parse_rule(text), amax=amax, histogram=histogram, fmt=fmt)
-    assert reach.kept_amax == ""
-    assert reach.factor == 1
-    return min(reach.limit, amax)
+    clip_range = find_clip_range(parse_rule(text), amax=amax, histogram=histogram, fmt=fmt)
+    assert clip_range.kept_amax == ""
+    assert clip_range.factor == 1
+    return min(clip_range.limit, amax)
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -106,14 +106,14 @@ def test_every_rule_is_among_those_that_are_named() -> None:
 def test_amax_leaves_every_magnitude_as_it_is() -> None:
     amax = torch.tensor([0.0, 1e-45, 1e-7, 1 / 3, 448.0, 3.4028234663852886e38])
     for rule in (AMAX, parse_rule("percentile:100"), parse_rule("headroom:1")):
-        reach = find_clip_range(rule, amax=3.4e38, histogram=None, fmt=E4M3FN)
-        assert reach == ClipRange()
-        assert torch.equal(reach.apply(amax), amax)
+        clip_range = find_clip_range(rule, amax=3.4e38, histogram=None, fmt=E4M3FN)
+        assert clip_range == ClipRange()
+        assert torch.equal(clip_range.apply(amax), amax)
 
 
 def test_headroom_multiplies_and_stays_finite() -> None:
-    reach = find_clip_range(parse_rule("headroom:1.5"), amax=4.0, histogram=None, fmt=E4M3FN)
-    found = reach.apply(torch.tensor([[0.0, 2.0], [4.0, 3e38]]))
+    clip_range = find_clip_range(parse_rule("headroom:1.5"), amax=4.0, histogram=None, fmt=E4M3FN)
+    found = clip_range.apply(torch.tensor([[0.0, 2.0], [4.0, 3e38]]))
     assert found.tolist() == [[0.0, 3.0], [6.0, torch.finfo(torch.float32).max]]
     assert found.dtype is torch.float32
 
@@ -136,13 +136,13 @@ def test_headroom_multiplies_and_stays_finite() -> None:
 def test_a_percentile_is_computed_by_hand(percent: float, limit: float | None) -> None:
     histogram = make_histogram({0: 20, UNIT_BIN: 40, UNIT_BIN + 8: 40})
     rule = Rule(RuleKind.PERCENTILE, percent)
-    reach = find_clip_range(rule, amax=2.125, histogram=histogram, fmt=E4M3FN)
+    clip_range = find_clip_range(rule, amax=2.125, histogram=histogram, fmt=E4M3FN)
     if limit is None:
-        assert reach.limit == math.inf
-        assert reach.kept_amax.startswith("percentile:20 meets nothing but values that are zero")
+        assert clip_range.limit == math.inf
+        assert clip_range.kept_amax.startswith("percentile:20 finds only values that are zero")
     else:
-        assert min(reach.limit, 2.125) == pytest.approx(limit, rel=1e-12)
-        assert not reach.kept_amax
+        assert min(clip_range.limit, 2.125) == pytest.approx(limit, rel=1e-12)
+        assert not clip_range.kept_amax
 
 
 @pytest.mark.parametrize("name", ["normal", "laplace", "tails", "outliers", "zeros"])
@@ -218,16 +218,18 @@ def test_the_limit_follows_the_values_by_octaves(text: str) -> None:
 @pytest.mark.parametrize("text", ["mse", "percentile:99.9"])
 def test_a_site_without_a_histogram_keeps_its_amax_and_says_so(text: str) -> None:
     for histogram in (None, make_histogram({})):
-        reach = find_clip_range(parse_rule(text), amax=3.0, histogram=histogram, fmt=E4M3FN)
-        assert reach == ClipRange(kept_amax=f"no histogram, which {text} needs: amax is used")
+        clip_range = find_clip_range(parse_rule(text), amax=3.0, histogram=histogram, fmt=E4M3FN)
+        assert clip_range == ClipRange(
+            kept_amax=f"{text} needs a histogram, which is missing: amax is used"
+        )
 
 
 @pytest.mark.parametrize("text", ["mse", "percentile:99.9"])
 def test_a_site_of_sampled_zeros_keeps_its_amax_and_says_so(text: str) -> None:
     histogram = make_histogram({0: 10})
-    reach = find_clip_range(parse_rule(text), amax=3.0, histogram=histogram, fmt=E4M3FN)
-    assert reach.limit == math.inf
-    assert reach.kept_amax.startswith(f"{text} meets nothing but values that are zero")
+    clip_range = find_clip_range(parse_rule(text), amax=3.0, histogram=histogram, fmt=E4M3FN)
+    assert clip_range.limit == math.inf
+    assert clip_range.kept_amax.startswith(f"{text} finds only values that are zero")
 
 
 @pytest.mark.parametrize("text", ["mse", "percentile:99.9"])

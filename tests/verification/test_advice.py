@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.candidates import build_kv_candidate, build_unscaled
 from fp8calib.verification.damage_rows import PER_HEAD, SCALED, UNSCALED
 from fp8calib.verification.emulation.kv import emulate_kv

@@ -17,7 +17,7 @@ from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.damage_rows import index_layers, list_layers
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks

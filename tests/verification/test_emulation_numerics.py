@@ -18,7 +18,7 @@ from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2
 from fp8calib.fp8.schemes import SCHEMES, Granularity
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table

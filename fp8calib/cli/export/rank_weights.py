@@ -19,7 +19,8 @@ from fp8calib.quantization.rfc.compound_scales import adopt_scales
 from fp8calib.quantization.rfc.rank_weights import write_rank_weights
 from fp8calib.quantization.sources.int4 import Int4Source, ScaleSpread, is_int4_source
 from fp8calib.recipe import Recipe
-from fp8calib.scales.compute import ScaleTable, compute_linear_scales
+from fp8calib.scales.compute import compute_linear_scales
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model

@@ -11,7 +11,7 @@ from fp8calib.cli.console import print_json, print_table, print_text
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import scale_of
+from fp8calib.scales.scale_table import scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.positions import range_starts
 from fp8calib.stats.saturation import (

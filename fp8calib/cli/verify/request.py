@@ -10,7 +10,8 @@ from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import UsageError, VerificationError
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
-from fp8calib.scales.compute import ScaleTable, compute_kv_scales
+from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram import lower_edge
 from fp8calib.verification.candidates import (

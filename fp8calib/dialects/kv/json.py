@@ -14,7 +14,7 @@ from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, WriteJo
 
 if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
-    from fp8calib.scales.compute import ScaleTable
+    from fp8calib.scales.scale_table import ScaleTable
 
 KV_CACHE_KEYS = ("kv_cache", "scaling_factor")
 NO_CACHE_SCALE = 1.0

@@ -17,7 +17,7 @@ from fp8calib.dialects.kv.tensors import make_scale_tensors
 from fp8calib.fp8.formats import E4M3FN
 
 if TYPE_CHECKING:
-    from fp8calib.scales.compute import ScaleTable
+    from fp8calib.scales.scale_table import ScaleTable
 
 Strategy = Literal["tensor", "attn_head"]
 

@@ -11,7 +11,7 @@ from fp8calib.geometry.sites import Role, Site
 
 if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import Layer, ModelGeometry, Section
-    from fp8calib.scales.compute import ScaleTable
+    from fp8calib.scales.scale_table import ScaleTable
 
 _RANK = "rank"
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-    from fp8calib.scales.compute import ScaleTable
+    from fp8calib.scales.scale_table import ScaleTable
 
 
 def name_scales(attention: Attention, role: Role) -> tuple[str, ...]:

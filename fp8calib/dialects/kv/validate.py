@@ -13,7 +13,7 @@ from fp8calib.dialects.refusals import cut_list, name_layers, refusal
 from fp8calib.errors import VerificationError
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
-from fp8calib.scales.compute import SMALLEST_SCALE
+from fp8calib.scales.scale_table import SMALLEST_SCALE
 
 _SMALLEST_KEPT_BY_FP16 = 2.0**-20
 """16 times the smallest fp16 number."""

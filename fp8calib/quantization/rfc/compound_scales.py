@@ -21,7 +21,7 @@ from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.projections import LinearWeight
-from fp8calib.scales.compute import Scale, ScaleSource, ScaleTable, scale_of
+from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable, scale_of
 
 FP8_SCALE = 1.0
 

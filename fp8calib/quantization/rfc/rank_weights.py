@@ -22,7 +22,7 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.projections import LinearWeight
 from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
-from fp8calib.scales.compute import ScaleTable
+from fp8calib.scales.scale_table import ScaleTable
 
 _DTYPES = {"e4m3fn": "F8_E4M3", "e4m3fnuz": "F8_E4M3FNUZ", "e5m2": "F8_E5M2"}
 

@@ -20,7 +20,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME, find_quantization_conf
 from fp8calib.dialects.fp8.weights import is_companion
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.encode import ENCODABLE_DTYPES
-from fp8calib.scales.compute import SMALLEST_SCALE
+from fp8calib.scales.scale_table import SMALLEST_SCALE
 
 _PACKED = ".weight_packed"
 _SHAPE = ".weight_shape"

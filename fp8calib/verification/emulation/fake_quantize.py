@@ -15,7 +15,7 @@ from fp8calib.fp8.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import Fp8Format, Rounding
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity
-from fp8calib.scales.compute import SMALLEST_SCALE, scale_of
+from fp8calib.scales.scale_table import SMALLEST_SCALE, scale_of
 
 _AT_THE_EDGE = 1 + 2.0**-20
 """The amax itself over its own scale, both rounded to fp32, may lie this much above fmt.max."""

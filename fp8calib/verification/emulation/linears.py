@@ -18,7 +18,8 @@ from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.scales.compute import SMALLEST_SCALE, ScaleTable, compute_linear_scales, scale_of
+from fp8calib.scales.compute import compute_linear_scales
+from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable, scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.coverage import is_of_decoder
 from fp8calib.verification.emulation.fake_quantize import Quantizer

@@ -17,7 +17,7 @@ from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.scales.compute import scale_of
+from fp8calib.scales.scale_table import scale_of
 from fp8calib.verification.emulation.fake_quantize import Quantizer, measure_damage
 from fp8calib.verification.emulation.scale_range import ScaleRange
 

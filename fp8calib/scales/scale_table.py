@@ -1,0 +1,131 @@
+"""ScaleTable: the scales of one model. `x ~= q * scale` in fp32, finite and positive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from fp8calib.errors import ExportError
+from fp8calib.fp8.formats import Fp8Format
+from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.stats.calibration_origin import CalibrationOrigin
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal fp32, so that 1 / scale is finite."""
+
+
+def scale_of(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """Turn magnitudes into scales: amax / fmt.max in fp32, at least 2**-126."""
+    # By a tensor of its device: by a number, CUDA would multiply with the reciprocal, 1 ulp off.
+    most = amax.new_full((), fmt.max, dtype=torch.float32)
+    return (amax.to(torch.float32) / most).clamp(min=SMALLEST_SCALE)
+
+
+class Fallback(StrEnum):
+    """What a site gets as its scale if its amax is zero or no token reached it."""
+
+    LAYER_MAX = "layer-max"
+    """The largest scale of the same role in the layer, or 1.0 if there is none."""
+    ONE = "one"
+    """1.0."""
+    REFUSE = "refuse"
+    """No scale: an error names the sites."""
+
+
+class ScaleSource(StrEnum):
+    """Where a scale comes from."""
+
+    OBSERVED = "observed"
+    SHARED = "shared"
+    """Another layer, whose cache this layer reads."""
+    ALL_ZERO = "all-zero"
+    """The fallback, because the amax was zero."""
+    UNSEEN = "unseen"
+    """The fallback, because no token reached the site."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The scales of one site: fp32 [tp], or [tp, heads] per head."""
+
+    values: torch.Tensor
+    source: ScaleSource
+    is_substitute: bool = False
+    """No value was computed from the site's own statistics."""
+
+    def per_rank(self) -> list[float]:
+        """Give one number per rank (per-tensor scales only)."""
+        return [float(value) for value in self.values]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleTable:
+    """Scales of one model, in one format, for one tensor-parallel degree."""
+
+    geometry: ModelGeometry
+    fmt: Fp8Format
+    tp: int
+    per_head: bool
+    scales: Mapping[Site, Scale]
+    kept_amax: Mapping[Site, str] = field(default_factory=dict)
+    """Sites where the rule could not be applied and the amax was used, with the reason."""
+    origin: CalibrationOrigin | None = None
+    """None if it was not recorded."""
+
+    def kv(self, attention: Attention, rank: int = 0) -> float:
+        """Give the one scale that covers k and v of a layer on `rank`: the larger of the two.
+
+        A substitute does not count beside a real scale: zeros fit any scale.
+        """
+        pair = [self.scales[attention.site(role)] for role in (Role.K, Role.V)]
+        real = [scale for scale in pair if not scale.is_substitute]
+        return max(float(scale.values[rank].max()) for scale in real or pair)
+
+    def not_observed(self) -> list[tuple[Site, Scale]]:
+        """List the sites whose scale was not computed from their own statistics."""
+        return [item for item in self.scales.items() if item[1].source is not ScaleSource.OBSERVED]
+
+
+def fill_missing(
+    scales: Mapping[Site, Scale],
+    pools: Mapping[Site, list[list[Scale]]],
+    fallback: Fallback | None,
+) -> dict[Site, Scale]:
+    """Replace NaN scales, from the first of a site's pools that has a scale.
+
+    Raises:
+        ExportError: `fallback` is `REFUSE` and a scale is missing.
+    """
+    missing = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
+    if missing and fallback is Fallback.REFUSE:
+        more = f" and {len(missing) - 5} more" if missing[5:] else ""
+        listed = ", ".join(map(str, missing[:5])) + more
+        raise ExportError(
+            f"no scale can be computed for {len(missing)} sites ({listed}): their amax is zero",
+            hint="--fallback layer-max takes the largest scale of the same role in the layer",
+        )
+    return {
+        site: Scale(
+            values=_filled(scale, pools[site], fallback),
+            source=scale.source,
+            is_substitute=bool(scale.values.isnan().all()),
+        )
+        for site, scale in scales.items()
+    }
+
+
+def _filled(scale: Scale, pools: Iterable[list[Scale]], fallback: Fallback | None) -> torch.Tensor:
+    if not bool(scale.values.isnan().any()):
+        return scale.values
+    substitute = 1.0
+    for pool in pools if fallback is not Fallback.ONE else ():
+        known = torch.cat([torch.zeros(0), *(other.values.flatten() for other in pool)])
+        known = known[~known.isnan()]
+        if len(known):
+            substitute = float(known.max())
+            break
+    return scale.values.nan_to_num(substitute)
