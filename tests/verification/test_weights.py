@@ -275,7 +275,7 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
     change = StoredWeights(
         parameters=(parameter,),
         source=Source(),
-        quantizer=Quantizer(fmt=E4M3FN, scale=Granularity.TENSOR),
+        fmt=E4M3FN,
         clip_limits=Source(),
         scales={},
     )

@@ -1,4 +1,4 @@
-"""How one tensor is quantized and what that does to it: tensors in, tensors out, no model in sight.
+"""Fake-quantize one tensor and measure the damage: tensors in, tensors out.
 
 Shapes: B batch, H heads, S sequence, D head size, C channels, O outputs, I inputs.
 """
@@ -18,21 +18,22 @@ from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity
 from fp8calib.scales.scale_table import SMALLEST_SCALE, scale_of
 
 _AT_THE_EDGE = 1 + 2.0**-20
-"""The amax itself over its own scale, both rounded to fp32, may lie this much above fmt.max."""
+"""amax / scale, both rounded to fp32, may exceed fmt.max by this factor."""
 
 
 class FakeQuantized(NamedTuple):
-    """A tensor before and after: `values` fp32 as quantized and dequantized."""
+    """A fake-quantized tensor, and what is needed to measure its damage."""
 
     values: torch.Tensor
+    """Quantized and dequantized, fp32."""
     scaled: torch.Tensor | None
-    """x / scale before saturation, fp32, the shape of `values`; None: it is known that nothing is
-    beyond the format's largest value."""
+    """x / scale before saturation, fp32, the shape of `values`; None where nothing exceeds the
+    largest value of the format."""
     amax: torch.Tensor | None = None
-    """Largest magnitude of x, fp32, where it was needed."""
+    """Largest magnitude of x, fp32; None where it was not computed."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> FakeQuantized:
-        """Change both, for some of the elements."""
+        """Apply `change`, which selects elements, to both tensors."""
         return FakeQuantized(
             change(self.values), None if self.scaled is None else change(self.scaled)
         )
@@ -40,37 +41,37 @@ class FakeQuantized(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantizer:
-    """The way of one tensor through the 8-bit format and back."""
+    """How an engine quantizes and dequantizes one tensor."""
 
     fmt: Fp8Format
     scale: torch.Tensor | Granularity
-    """fp32 that broadcasts to the tensor, or what shares a dynamic scale."""
+    """Static: fp32 that broadcasts to the tensor. Dynamic: what shares a scale."""
     block: tuple[int, int] = BLOCK
     """Rows and columns that share a dynamic scale, where the granularity is `BLOCK`."""
     rounding: Rounding = Rounding.NEAREST_EVEN
     smallest_scale: float = SMALLEST_SCALE
     """Lower bound of dynamic scales."""
     largest_amax: float | None = None
-    """Dynamic scales never cover more than this magnitude (fbgemm's upper bound)."""
+    """Largest magnitude that a dynamic scale covers (fbgemm's upper bound)."""
     by_reciprocal: bool = False
-    """Multiply by 1 / scale (fp32) where the plain rule divides."""
+    """Multiply by 1 / scale (fp32) instead of dividing."""
     in_model_dtype: bool = False
-    """Divide in the tensor's own dtype, the scale rounded to it first and the quotient after."""
+    """Divide in the tensor's own dtype, with the scale rounded to it."""
     power_of_two: bool = False
-    """Dynamic scales are rounded up to powers of two."""
+    """Round dynamic scales up to powers of two."""
     saturates: bool = True
-    """Where not, the engine makes NaN or infinity of what is too large; here it saturates all the
-    same, and whoever reports must say so."""
+    """Whether the engine saturates; if not, it turns too large values into NaN or infinity. The
+    emulation always saturates, so a report has to say so."""
 
     def for_heads(self, num_heads: int) -> Quantizer:
-        """Repeat per-head scales where a model repeats its KV heads before it caches them."""
+        """Repeat per-head scales where a model repeats its KV heads before caching them."""
         scale = self.scale
         if not isinstance(scale, torch.Tensor) or not scale.ndim or len(scale) == num_heads:
             return self
         return replace(self, scale=scale.repeat_interleave(num_heads // len(scale), 0))
 
     def is_same(self, other: Quantizer) -> bool:
-        """Whether the other one does the same to every tensor."""
+        """Tell whether both quantize every tensor alike."""
         if self is other:
             return True
         a, b = self.scale, other.scale
@@ -80,16 +81,16 @@ class Quantizer:
         return a is b and self == other
 
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize and dequantize: the shape and dtype of `x`."""
+        """Quantize and dequantize; the result has the shape and dtype of `x`."""
         return self.fake(x).values.to(x.dtype)
 
     def fake(self, x: torch.Tensor) -> FakeQuantized:
-        """Quantize and dequantize in fp32, and keep what saturation was applied to."""
+        """Quantize and dequantize in fp32, and keep what measuring the damage needs."""
         scale = self.scale_for(x)
         scaled = self.divide(x, scale)
         limit = self.fmt.max * _AT_THE_EDGE
         amax = None
-        if scale.numel() == 1 and x.numel():  # the largest magnitude stays the largest
+        if scale.numel() == 1 and x.numel():  # one scale keeps the order of magnitudes
             amax = tensor_amax(x.detach())
             largest = self.divide(amax.to(x.dtype), scale)
         else:
@@ -109,7 +110,7 @@ class Quantizer:
         return torch.exp2(scale.log2().ceil()) if self.power_of_two else scale
 
     def divide(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Give x / scale as the engine computes it: a new fp32 tensor."""
+        """Compute x / scale as the engine does: a new fp32 tensor."""
         if self.in_model_dtype:
             return (x / scale.to(x.dtype)).float()
         if self.by_reciprocal:
@@ -140,9 +141,9 @@ class Damage(NamedTuple):
     noise: torch.Tensor
     """Of (quantized x - x) squared."""
     clipped: torch.Tensor
-    """How many were beyond the format's largest value."""
+    """How many exceeded the largest value of the format."""
     flushed: torch.Tensor
-    """How many became zero that were none."""
+    """How many nonzero elements became zero."""
     num_elements: torch.Tensor
     amax: torch.Tensor
 
@@ -158,12 +159,12 @@ def measure_damage(
     """Sum up what quantization did to `x`: fp64 [6], in the order of `Damage`.
 
     Args:
-        x: the tensor, its tokens along the last axis but one.
-        fake: what became of it.
+        x: the tensor, with tokens along the last axis but one.
+        fake: the result of `Quantizer.fake`.
         fmt: the format.
-        saturates: where the engine does not, only what would round beyond the largest value clips.
-        flush_stride: every how many tokens zeros are counted, and taken for so many as well; that
-            count takes longer than all else together.
+        saturates: False counts only values that would round beyond the largest one as clipped.
+        flush_stride: count zeros in every so many tokens and extrapolate; counting zeros takes
+            longer than everything else.
     """
     limit = fmt.max * _AT_THE_EDGE if saturates else fmt.overflow
     exact = x.float()
@@ -179,7 +180,7 @@ def measure_damage(
 
 
 def _sum_squares(x: torch.Tensor) -> torch.Tensor:
-    """Sum x squared: fp64 0-dim. Of a contiguous tensor the dot product takes half as long."""
+    """Sum x squared: fp64 0-dim. For a contiguous tensor the dot product takes half the time."""
     if x.is_contiguous():
         flat = x.view(-1)
         total: torch.Tensor = torch.dot(flat, flat)
@@ -189,20 +190,15 @@ def _sum_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _count_flushed(exact: torch.Tensor, values: torch.Tensor, stride: int) -> torch.Tensor:
-    chosen, became = (
-        (exact, values)
-        if stride == 1
-        else (
-            exact[..., ::stride, :],
-            values[..., ::stride, :],
-        )
-    )
+    chosen, became = exact, values
+    if stride > 1:
+        chosen, became = exact[..., ::stride, :], values[..., ::stride, :]
     flushed = (chosen.count_nonzero() - became.count_nonzero()).double()
     return flushed * (exact.numel() / max(chosen.numel(), 1))
 
 
 def _is_within(x: torch.Tensor, limit: float) -> bool:
-    """Whether no magnitude is above `limit`; on a GPU nobody waits for the answer: False."""
+    """Tell whether no magnitude exceeds `limit`; False on a GPU, where asking would synchronize."""
     return x.device.type == "cpu" and (not x.numel() or tensor_amax(x).item() <= limit)
 
 
@@ -213,7 +209,7 @@ def _count_beyond(x: torch.Tensor | None, limit: float, device: torch.device) ->
 
 
 def add_damage(total: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    """Add sums of `measure_damage`; the last of them is a maximum."""
+    """Add two results of `measure_damage`, whose last element is a maximum."""
     if total is None:
         return new
     new = new.to(total.device)

@@ -1,4 +1,4 @@
-"""From a scheme, or an FP8 checkpoint, to what an engine does with weights and inputs."""
+"""Emulate what an engine does with the weights and inputs of a scheme or an FP8 checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fp8calib.verification.emulation.weights import (
 )
 
 Linears = tuple[dict[Site, Quantizer], tuple[WeightChange, ...]]
-"""Quantizers of inputs by site, and what happens to weights."""
+"""Quantizers of inputs by site, and changes to weights."""
 
 
 def emulate_scheme(
@@ -53,16 +53,16 @@ def emulate_scheme(
 
     Raises:
         VerificationError: the scheme has static input scales, and there are no stats.
-        ExportError: the stats hold nothing for an input.
+        ExportError: the stats have no data for an input.
     """
     groups = find_parameters(geometry, modules)
     quantizer = Quantizer(fmt=fmt, scale=scheme.weights, block=scheme.block)
-    is_again = scheme.weights is Granularity.BLOCK and numerics.group_scales_power_of_two
+    requantizes = scheme.weights is Granularity.BLOCK and numerics.group_scales_power_of_two
     change = Requantized(
         parameters=(),
         quantizer=quantizer,
         through_float16=numerics.weights_through_float16 and scheme.weights is Granularity.TENSOR,
-        again=replace(quantizer, power_of_two=True) if is_again else None,
+        again=replace(quantizer, power_of_two=True) if requantizes else None,
     )
     changes = tuple(replace(change, parameters=group) for group in groups)
     covered = {site.module for group in groups for p in group for site in p.sites}
@@ -82,7 +82,7 @@ def _dynamic_quantizer(
     *,
     largest_amax: float | None = None,
 ) -> Quantizer:
-    """Quantize by group, or by token: also where an engine ignores static scales."""
+    """Quantize inputs by group, else by token, as engines do that ignore static scales."""
     is_group = inputs is InputScaling.GROUP
     smallest = numerics.smallest_group_scale if is_group else numerics.smallest_dynamic_scale
     return Quantizer(
@@ -118,11 +118,11 @@ def _static_inputs(
 def _static_scale(
     linear: Linear, table: ScaleTable, stats: CalibrationStats, fmt: Fp8Format
 ) -> torch.Tensor:
-    """Give the one scale of a linear's input; of experts, the largest: engines keep one."""
+    """Give the scale of a linear's input; experts share the largest in engines."""
     if linear.section == "other":
         site = Site(linear.module, Role.INPUT)
         if site not in stats.sites:
-            raise VerificationError(f"the stats hold nothing for {site}")
+            raise VerificationError(f"the stats have no data for {site}")
         return scale_of(stats.sites[site].amax.max(), fmt)
     sites = (
         Site(linear.logical(part, expert), Role.INPUT)
@@ -149,22 +149,22 @@ def emulate_checkpoint(
     *,
     is_changed: Callable[[str], bool],
 ) -> Linears:
-    """Emulate a whole FP8 checkpoint: its weights, and its inputs as its config has them.
+    """Emulate an FP8 checkpoint: its weights, and its inputs as its config describes them.
 
     Args:
         checkpoint: the FP8 checkpoint.
-        source: the same, by the model's parameters.
+        source: the same checkpoint, read by the model's parameters.
         geometry: of the unquantized model.
         model: the unquantized model.
         numerics: how the engine computes.
-        is_changed: tells of a tensor's name whether it differs from the unquantized model's.
+        is_changed: whether the tensor of this name differs from the unquantized model's.
 
-    What it quantizes elsewhere in the text decoder keeps its inputs as they are, and what is
-    quantized beside the decoder is left out (`fp8calib.verify.uncovered` names both).
+    Inputs of other FP8 weights in the text decoder stay unquantized, and FP8 weights outside the
+    decoder are not emulated (`coverage` reports both).
 
     Raises:
-        VerificationError: it quantizes no linear of the model, quantizes one in part, lacks one, or
-            quantizes the output head or an embedding.
+        VerificationError: the checkpoint quantizes no linear of the model, quantizes one in part,
+            lacks one, or quantizes the output head or an embedding.
     """
     stored = [
         parameter
@@ -179,13 +179,12 @@ def emulate_checkpoint(
         )
     others = _list_others(model, stored)
     for name in sorted(others):
-        _require_there(name, checkpoint, source)
+        _require_tensors(name, checkpoint, source)
     _refuse_embeddings(model, checkpoint, source)
-    quantizer = Quantizer(fmt=checkpoint.fmt, scale=Granularity.TENSOR)
     plain = StoredWeights(
         parameters=(),
         source=source,
-        quantizer=quantizer,
+        fmt=checkpoint.fmt,
         clip_limits=WeightSource(model, ClipLimits(checkpoint)),
         scales=dict(_stored_scales(stored, checkpoint, source)),
     )
@@ -214,7 +213,7 @@ def _stored_scales(
 
 
 def _list_others(model: LoadedModel, stored: list[WeightParameter]) -> set[str]:
-    """List the parameters that are not stored in FP8 and that text passes through."""
+    """List the unquantized parameters of the text decoder."""
     names = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
     return {name for name in names if is_of_decoder(name, model)}
 
@@ -226,9 +225,9 @@ def _refuse_embeddings(model: LoadedModel, checkpoint: Fp8Checkpoint, source: We
     quantized = sorted(source.tensor_names(own) & checkpoint.quantized)
     if quantized:
         raise VerificationError(
-            f"{checkpoint.folder}: {quantized[0]} is stored in FP8, an embedding or the output "
-            "head, which cannot be emulated here",
-            hint="quantize with lm_head and embeddings left out, as every tool does by default",
+            f"{checkpoint.folder}: {quantized[0]} is an embedding or the output head, "
+            "which are not emulated in FP8",
+            hint="exclude lm_head and embeddings from quantization, as every tool does by default",
         )
 
 
@@ -243,25 +242,25 @@ def _copied(
 
 
 def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource) -> bool:
-    names = _require_there(parameter.name, checkpoint, source)
+    names = _require_tensors(parameter.name, checkpoint, source)
     quantized = names & checkpoint.quantized
     if quantized and quantized != names:
         missing = sorted(names - quantized)
         raise VerificationError(
-            f"{checkpoint.folder}: {parameter.name} is stored in FP8 in part: {missing[0]} is not"
+            f"{checkpoint.folder}: {parameter.name} is FP8 in part: {missing[0]} is not"
         )
     return bool(quantized)
 
 
-def _require_there(
+def _require_tensors(
     parameter: str, checkpoint: Fp8Checkpoint, source: WeightSource
 ) -> frozenset[str]:
     names = source.tensor_names([parameter])
     if not names:
-        strangers = ", ".join(source.unused[:3]) or "nothing else"
+        strangers = ", ".join(source.unused[:3]) or "none"
         raise VerificationError(
             f"{checkpoint.folder}: there is no weight for {parameter}",
-            hint=f"what belongs to no part of the model there: {strangers}",
+            hint=f"tensors there that the model does not have: {strangers}",
         )
     return names
 
@@ -269,7 +268,7 @@ def _require_there(
 def _has_groups(
     parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource
 ) -> bool:
-    """Whether its inputs have a scale per 128 channels, and the weight one per block."""
+    """Tell whether the inputs of a weight are scaled per group, and the weight per block."""
     names = source.tensor_names([parameter.name])
     return any(checkpoint.activation(name).kind is InputScaling.GROUP for name in names)
 
@@ -304,7 +303,7 @@ def _input_quantizer(
     if kind is InputScaling.NONE:
         return None
     if kind is InputScaling.STATIC and not numerics.static_inputs_ignored:
-        # Experts share one input scale in engines: the largest.
+        # In engines experts share one input scale, the largest.
         largest = max(activation.scale or 0.0 for activation in found)
         return _static_quantizer(largest, checkpoint.fmt, numerics)
     bounds = [a.upper_bound for a in found if a.upper_bound is not None]

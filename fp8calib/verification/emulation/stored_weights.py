@@ -24,8 +24,7 @@ class StoredWeights:
 
     parameters: tuple[WeightParameter, ...]
     source: ParameterReader
-    quantizer: Quantizer
-    """For its format; scales are those of the checkpoint."""
+    fmt: Fp8Format
     clip_limits: ParameterReader
     """The largest magnitude that the checkpoint can store for each element of a weight."""
     scales: Mapping[str, ScaleRange]
@@ -63,8 +62,8 @@ class StoredWeights:
     ) -> torch.Tensor:
         _require_shape(name, piece, found)
         values = found.float() if self.again is None else self.again.fake(found).values
-        clipped = find_clipped(piece, found, limits.to(piece.device), self.quantizer.fmt)
-        damage = measure_damage(piece, FakeQuantized(values, clipped), self.quantizer.fmt)
+        clipped = find_clipped(piece, found, limits.to(piece.device), self.fmt)
+        damage = measure_damage(piece, FakeQuantized(values, clipped), self.fmt)
         piece.copy_(values)
         return damage
 
