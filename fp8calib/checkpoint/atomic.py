@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from fp8calib.errors import ExportError, UsageError
@@ -18,6 +19,7 @@ _TOKEN_DIGITS = 8
 _MAX_NAME_BYTES = 200  # file systems allow 255; the rest is for the temporary suffix
 
 
+@dataclass
 class OutputFolder:
     """A context manager that gives a temporary folder, and renames it to `path` on success.
 
@@ -28,25 +30,19 @@ class OutputFolder:
 
     An `OSError` in the `with` block becomes an `ExportError`; other exceptions are unchanged. After
     any exception, the temporary folder and the parent folders made for it are removed.
+    The fields are the arguments of `check_output`.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        owned: frozenset[str],
-        force: bool = False,
-        inputs: Collection[Path] = (),
-    ) -> None:
-        self.path = path
-        self._owned = owned
-        self._force = force
-        self._inputs = tuple(inputs)
-        self._made_parents: list[Path] = []
+    path: Path
+    _: KW_ONLY
+    owned: frozenset[str]
+    force: bool = False
+    inputs: Collection[Path] = ()
 
     def __enter__(self) -> Path:
         self._check()
         self._target = self.path.resolve()
+        self._made_parents: list[Path] = []
         try:
             _make_folders(self._target.parent, self._made_parents)
             self._staging = self._make_staging(_choose_staging_parent(self._target))
@@ -78,7 +74,7 @@ class OutputFolder:
         return staging
 
     def _check(self) -> None:
-        check_output(self.path, self._owned, self._force, inputs=self._inputs)
+        check_output(self.path, self.owned, self.force, inputs=self.inputs)
 
     def _commit(self) -> None:
         self._check()  # again: hours may have passed
@@ -105,11 +101,9 @@ def check_output(
 ) -> None:
     """Refuse an output folder that `OutputFolder` would refuse; write nothing.
 
-    Args:
-        path: the folder to be written; it and its parents need not exist.
-        owned: the names of all entries that the command writes.
-        force: replace owned entries that exist.
-        inputs: the paths that the command reads; the output may neither replace nor contain them.
+    The folder and its parents need not exist. `owned` are the names of all entries that the command
+    writes; `force` allows replacing them. The output may neither replace nor contain the paths in
+    `inputs`, which the command reads.
 
     Raises:
         UsageError: the folder is not empty, or cannot be created or written.
@@ -122,7 +116,9 @@ def check_output(
                 raise UsageError(message, hint="name another folder")
         if target.exists():
             _check_entries(path, owned, force)
-        _check_writable(target, path)
+        _refuse_unwritable(_choose_staging_parent(target), path)
+        if target.is_dir():
+            _refuse_unwritable(target, path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
 
@@ -136,8 +132,7 @@ def check_output_file(path: Path) -> None:
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path}: exists, and is not a regular file", hint="name another file")
-        parent = path.resolve().parent
-        _refuse_unwritable(_find_existing(parent), path)
+        _refuse_unwritable(_find_existing(path.resolve().parent), path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output file: {error}") from error
 
@@ -221,12 +216,6 @@ def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
     if not force:
         message = f"{path}: the folder is not empty"
         raise UsageError(message, hint="use --force to replace its files, or another folder")
-
-
-def _check_writable(target: Path, path: Path) -> None:
-    _refuse_unwritable(_choose_staging_parent(target), path)
-    if target.is_dir():
-        _refuse_unwritable(target, path)
 
 
 def _refuse_unwritable(folder: Path, path: Path) -> None:

@@ -38,7 +38,6 @@ class Checkpoint:
         weight_files: their paths.
         tensors: the tensors, in the order of the files and of the data in each file.
         unlisted: tensors of these files that the index does not name.
-        unlisted_files: other `*.safetensors` files of the folder, which are not read.
     """
 
     def __init__(
@@ -63,8 +62,6 @@ class Checkpoint:
             for name in file.tensors
             if self._files.get(name) is not file
         )
-        others = set(folder.glob("*.safetensors")) - set(self.weight_files)
-        self.unlisted_files = tuple(sorted(others))
 
     @classmethod
     def open(cls, folder: Path, *, require_config: bool = False) -> Self:

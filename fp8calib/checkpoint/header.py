@@ -13,28 +13,14 @@ from fp8calib.checkpoint.json_files import parse_strict
 from fp8calib.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the cap of the reference implementation
+_DTYPES_BY_SIZE = {
+    1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0",
+    2: "U16 I16 F16 BF16",
+    4: "U32 I32 F32",
+    8: "U64 I64 F64 C64",
+}
 ITEM_SIZE_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "BOOL": 1,
-        "U8": 1,
-        "I8": 1,
-        "F8_E4M3": 1,
-        "F8_E5M2": 1,
-        "F8_E4M3FNUZ": 1,
-        "F8_E5M2FNUZ": 1,
-        "F8_E8M0": 1,
-        "U16": 2,
-        "I16": 2,
-        "F16": 2,
-        "BF16": 2,
-        "U32": 4,
-        "I32": 4,
-        "F32": 4,
-        "U64": 8,
-        "I64": 8,
-        "F64": 8,
-        "C64": 8,
-    }
+    {dtype: size for size, dtypes in _DTYPES_BY_SIZE.items() for dtype in dtypes.split()}
 )
 PACKED_BITS: Mapping[str, int] = MappingProxyType({"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6})
 """Formats smaller than a byte; a tensor fills whole bytes. Their values are never read."""

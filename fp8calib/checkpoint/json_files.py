@@ -14,11 +14,7 @@ _MAX_COUNT_DIGITS = 19
 
 
 def load_json(path: Path, *, parse: Callable[[str], object] = json.loads) -> object:
-    """Load a JSON file.
-
-    Args:
-        path: the file.
-        parse: `json.loads` (the last of equal keys wins, NaN is a number) or a stricter parser.
+    """Load a JSON file; with `json.loads` the last of equal keys wins, and NaN is a number.
 
     Raises:
         ValueError: it is not UTF-8, not JSON, nested too deeply, or larger than 100 MB.
@@ -66,9 +62,7 @@ def parse_unique_keys(text: str) -> object:
 def parse_strict(text: str, *, counts_only: bool = False) -> object:
     """Parse JSON that repeats no key and holds neither NaN nor infinities.
 
-    Args:
-        text: the JSON.
-        counts_only: refuse negative and huge integers too.
+    `counts_only` refuses negative and huge integers too.
 
     Raises:
         ValueError: with one line that says what is wrong.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -12,68 +12,59 @@ from fp8calib.checkpoint.atomic import explain_os_error
 from fp8calib.errors import ExportError, UsageError
 
 
-class OutputFiles:
-    """A context manager that gives a temporary path for each file, and renames all on success.
+@contextmanager
+def output_files(paths: Collection[Path]) -> Iterator[Mapping[Path, Path]]:
+    """Give a temporary path for each file, and rename all of them on success.
 
     After an exception, the temporary files are removed and no file is renamed.
+
+    Raises:
+        ExportError: a folder cannot be written.
     """
+    with _temporary_paths(paths) as temporary:
+        yield temporary
+        for path, place in temporary.items():
+            with _explained(path):
+                os.replace(place, path.resolve())  # noqa: PTH105 -- both are paths of files
 
-    def __init__(self, paths: Collection[Path]) -> None:
-        self._paths = tuple(paths)
-        self._temporary: dict[Path, Path] = {}
 
-    def probe(self) -> None:
-        """Create every file, empty, and remove it again, to fail now rather than hours later.
+def probe_output_files(paths: Collection[Path]) -> None:
+    """Create every file, empty, and remove it again, to fail now rather than hours later.
 
-        Raises:
-            UsageError: a folder cannot be written, or a file name is not allowed.
-        """
-        try:
-            for path, temporary in self.__enter__().items():
-                try:
-                    temporary.touch()
-                except OSError as error:
-                    raise explain_os_error(error, path) from error
-        except ExportError as error:
-            raise UsageError(error.message, hint="name another file") from error
-        finally:
-            self._remove()
-            self._temporary.clear()
+    Raises:
+        UsageError: a folder cannot be written, or a file name is not allowed.
+    """
+    try:
+        with _temporary_paths(paths) as temporary:
+            for path, place in temporary.items():
+                with _explained(path):
+                    place.touch()
+    except ExportError as error:
+        raise UsageError(error.message, hint="name another file") from error
 
-    def __enter__(self) -> Mapping[Path, Path]:
-        """Create a temporary folder beside each path.
 
-        Raises:
-            ExportError: a folder cannot be written.
-        """
-        for path in self._paths:
+@contextmanager
+def _temporary_paths(paths: Collection[Path]) -> Iterator[Mapping[Path, Path]]:
+    """Give a path in a temporary folder beside each file; remove what is left there."""
+    temporary: dict[Path, Path] = {}
+    try:
+        for path in paths:
             target = path.resolve()
-            try:
-                folder = Path(mkdtemp(prefix=f".{target.name[:64]}.tmp-", dir=target.parent))
-            except OSError as error:
-                self._remove()
-                raise explain_os_error(error, path) from error
-            self._temporary[path] = folder / target.name
-        return self._temporary
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Rename all files after success; remove what is temporary."""
-        try:
-            if kind is None:
-                self._move()
-        finally:
-            self._remove()
-
-    def _move(self) -> None:
-        for path, temporary in self._temporary.items():
-            try:
-                os.replace(temporary, path.resolve())  # noqa: PTH105 -- both are paths of files
-            except OSError as error:
-                raise explain_os_error(error, path) from error
-
-    def _remove(self) -> None:
-        for temporary in self._temporary.values():
+            with _explained(path):
+                folder = mkdtemp(prefix=f".{target.name[:64]}.tmp-", dir=target.parent)
+            temporary[path] = Path(folder) / target.name
+        yield temporary
+    finally:
+        for place in temporary.values():
             with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                place.unlink(missing_ok=True)
             with suppress(OSError):
-                temporary.parent.rmdir()
+                place.parent.rmdir()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise explain_os_error(error, path) from error

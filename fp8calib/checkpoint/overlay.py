@@ -87,7 +87,6 @@ def write_overlay(
     *,
     scales: Mapping[str, torch.Tensor],
     config_updates: Mapping[str, object],
-    remove_config: Collection[str] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> Mapping[str, str]:
     """Write a checkpoint of the weights of `source`, extra tensors and a changed config.
@@ -96,13 +95,8 @@ def write_overlay(
     The folder may exist if it is empty. A failure leaves an incomplete overlay: write it inside an
     `OutputFolder`.
 
-    Args:
-        source: the checkpoint whose weights are used unchanged.
-        destination: the folder of the overlay.
-        scales: the extra tensors by name; none may be in the source.
-        config_updates: top-level keys of config.json with their new values.
-        remove_config: top-level keys of config.json to drop.
-        metadata: entries of the header of the file of extra tensors, besides `format`.
+    `config_updates` holds top-level keys of config.json with their new values, `metadata` entries
+    for the header of the file of extra tensors.
 
     Returns:
         The entries of the source that were not copied, each with the reason.
@@ -125,9 +119,7 @@ def write_overlay(
     described = {"format": "pt", **(metadata or {})}
     save_tensors(destination / plan.scales_name, scales, metadata=described)
     _write_json(destination / INDEX_NAME, _make_index(source, plan, scales))
-    changed = {**config, **config_updates}
-    kept = {key: value for key, value in changed.items() if key not in remove_config}
-    _write_json(destination / CONFIG_NAME, kept)
+    _write_json(destination / CONFIG_NAME, {**config, **config_updates})
     return plan.skipped
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import OutputFolder, write_file_atomic
@@ -22,49 +23,27 @@ PROGRESS_NAME = "fp8calib-partial.json"
 that the run itself records. It is removed when the output is complete."""
 
 
+@dataclass
 class ResumableFolder(OutputFolder):
     """An `OutputFolder` whose temporary folder survives an interruption.
-
-    `tag` identifies what is being written: only a run with the same tag may continue.
 
     If the temporary folder must be inside `path` (a mount point, the working directory), it is
     named like other temporary folders, which later runs do not count as contents.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        owned: frozenset[str],
-        tag: str,
-        resume: bool,
-        force: bool = False,
-        inputs: Collection[Path] = (),
-        check_resumed: Callable[[Path], object] | None = None,
-        kept_after: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
-    ) -> None:
-        """Prepare the folder; nothing is written before the `with` block.
-
-        Args:
-            path: see `OutputFolder`.
-            owned: see `OutputFolder`.
-            tag: identifies what is being written.
-            resume: continue from the temporary folder of an interrupted run.
-            force: see `OutputFolder`.
-            inputs: see `OutputFolder`.
-            check_resumed: checks the temporary folder before the run continues; if it raises, the
-                folder is unchanged.
-            kept_after: the exceptions after which the temporary folder is kept.
-        """
-        super().__init__(path, owned=owned, force=force, inputs=inputs)
-        self._check_resumed = check_resumed
-        self._kept_after = kept_after
-        self._tag = tag
-        self._resume = resume
-        self._lock: FolderLock | None = None
-        self._is_complete = False
-        self.discarded = False
-        """Whether the progress of an interrupted run was removed, to start again."""
+    _: KW_ONLY
+    tag: str
+    """Identifies what is being written: only a run with the same tag may continue."""
+    resume: bool
+    """Continue from the temporary folder of an interrupted run."""
+    check_resumed: Callable[[Path], object] | None = None
+    """Check the temporary folder before the run continues; if it raises, nothing is changed."""
+    kept_after: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
+    """The exceptions after which the temporary folder is kept."""
+    discarded: bool = field(default=False, init=False)
+    """Whether the progress of an interrupted run was removed, to start again."""
+    _lock: FolderLock | None = field(default=None, init=False)
+    _is_complete: bool = field(default=False, init=False)
 
     def share(self) -> None:
         """Let other processes of this run lock the temporary folder too."""
@@ -84,14 +63,14 @@ class ResumableFolder(OutputFolder):
             if staging.exists():
                 self._lock_folder(staging)
                 self._check_old(staging)
-                if not self._resume:
+                if not self.resume:
                     self.discarded = any(path.name != PROGRESS_NAME for path in staging.iterdir())
                     shutil.rmtree(staging)
             staging.mkdir(exist_ok=True)
             self._lock_folder(staging)
             progress = staging / PROGRESS_NAME
             if not progress.exists() or _read_tag(progress) is None:
-                write_file_atomic(progress, json.dumps({"tag": self._tag}).encode())
+                write_file_atomic(progress, json.dumps({"tag": self.tag}).encode())
         except (FileNotFoundError, ExportError) as error:
             if staging.exists():
                 raise
@@ -121,13 +100,13 @@ class ResumableFolder(OutputFolder):
                 f"{staging}: the folder is not empty, and was not made by an interrupted run",
                 hint="move it away, or name another output folder",
             )
-        if self._resume and progress.is_file() and _read_tag(progress) not in (None, self._tag):
+        if self.resume and progress.is_file() and _read_tag(progress) not in (None, self.tag):
             raise UsageError(
                 f"{staging}: the interrupted run had another model or other options",
                 hint="omit --resume to start again, or use the options of that run",
             )
-        if self._resume and self._check_resumed is not None:
-            self._check_resumed(staging)
+        if self.resume and self.check_resumed is not None:
+            self.check_resumed(staging)
 
     def _name_staging(self, parent: Path) -> Path:
         name = self._target.name
@@ -137,7 +116,7 @@ class ResumableFolder(OutputFolder):
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         try:
-            if isinstance(exc, self._kept_after):
+            if isinstance(exc, self.kept_after):
                 return
             super().__exit__(kind, exc, trace)
         finally:

@@ -85,7 +85,10 @@ def test_what_the_index_does_not_name_is_unlisted_and_not_read(tmp_path: Path) -
             UnlistedTensor("one.safetensors", "b"),
             UnlistedTensor("two.safetensors", "a"),
         }
-        assert [path.name for path in checkpoint.unlisted_files] == ["consolidated.safetensors"]
+        assert [path.name for path in checkpoint.weight_files] == [
+            "one.safetensors",
+            "two.safetensors",
+        ]
         assert checkpoint.read("a").tolist() == [0.0] * 4
 
 

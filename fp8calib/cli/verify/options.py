@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
-from fp8calib.checkpoint.output_files import OutputFiles
+from fp8calib.checkpoint.output_files import probe_output_files
 from fp8calib.cli.setup import check_device_map
 from fp8calib.cli.verify.job import ResolvedOptions, VerifySettings
 from fp8calib.engines.registry import find_emulated
@@ -103,7 +103,7 @@ def _check_outputs(settings: VerifySettings) -> None:
             _refuse_input(path, Path(name))
     if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
         raise UsageError(f"--report and --dump are both {outputs[0]}")
-    OutputFiles(outputs).probe()
+    probe_output_files(outputs)
 
 
 def _refuse_input(path: Path, source: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.output_files import OutputFiles
+from fp8calib.checkpoint.output_files import output_files
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.memory_mode import MemoryMode
@@ -225,7 +225,7 @@ def _add_tasks(
 def _write(settings: VerifySettings, verified: VerificationResult) -> None:
     """Write both output files, or neither."""
     paths = [path for path in (settings.dump, settings.report) if path is not None]
-    with OutputFiles(paths) as places:
+    with output_files(paths) as places:
         if settings.dump is not None:
             logprobs = dict(verified.logprobs)
             save_tensors(places[settings.dump], logprobs, metadata={"format": "pt"})
