@@ -24,7 +24,6 @@ from fp8calib.geometry.module_paths import matches_pattern
 from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
 from fp8calib.scales.scale_table import Fallback
 
-DEFAULT_RECIPE = "kv"
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
 _IN_PACKAGE = Path(__file__).parent / "recipes"
 _IN_CLONE = Path(__file__).parents[1] / "recipes"

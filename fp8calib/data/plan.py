@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -123,15 +124,21 @@ def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Bat
     """
     if batch_size < 1:
         raise UsageError(f"--batch-size {batch_size}: must be 1 or more", hint="use 1")
-    first, num_sequences = 0, len(plan.sequences)
-    while first < num_sequences:
-        stop = first + 1
-        while stop < min(first + batch_size, num_sequences) and _may_join(
-            plan, first, stop, groups
-        ):
-            stop += 1
-        yield _make_batch(plan, first, stop, groups)
-        first = stop
+    sequences = plan.sequences
+
+    def find_group(index: int) -> tuple[int, int]:
+        return groups * index // len(sequences), len(sequences[index]) if plan.packed else 0
+
+    for (group, _), found in groupby(range(len(sequences)), find_group):
+        indices = list(found)
+        for start in range(0, len(indices), batch_size):
+            chosen = [sequences[index] for index in indices[start : start + batch_size]]
+            yield Batch(
+                first=indices[start],
+                input_ids=torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True),
+                lengths=tuple(map(len, chosen)),
+                quarter=group,
+            )
 
 
 def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
@@ -139,29 +146,14 @@ def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
 
     The result equals the batch that `batches` would have cut there.
     """
+    if stop - start == len(batch.lengths):
+        return batch
     lengths = batch.lengths[start:stop]
     return replace(
         batch,
         first=batch.first + start,
         input_ids=batch.input_ids[start:stop, : max(lengths)],
         lengths=lengths,
-    )
-
-
-def _may_join(plan: DataPlan, first: int, index: int, groups: int) -> bool:
-    num_sequences = len(plan.sequences)
-    if groups * first // num_sequences != groups * index // num_sequences:
-        return False
-    return not plan.packed or len(plan.sequences[first]) == len(plan.sequences[index])
-
-
-def _make_batch(plan: DataPlan, first: int, stop: int, groups: int) -> Batch:
-    sequences = plan.sequences[first:stop]
-    return Batch(
-        first=first,
-        input_ids=torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True),
-        lengths=tuple(map(len, sequences)),
-        quarter=groups * first // len(plan.sequences),
     )
 
 

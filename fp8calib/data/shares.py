@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 from fp8calib.data.plan import Batch, DataPlan, batches, cut_batch
@@ -69,27 +70,16 @@ def sequence_ranges(batches: Iterable[Batch]) -> list[tuple[int, int]]:
 def drop_finished(batches: Iterable[Batch], done: Collection[tuple[int, int]]) -> list[Batch]:
     """Remove finished sequences from batches; a batch without any is unchanged.
 
-    Args:
-        batches: neighbouring sequences each.
-        done: ranges of global indices, the stop exclusive.
+    `done` are ranges of global indices, the stop exclusive.
     """
     return [rest for batch in batches for rest in _drop_finished_of(batch, done)]
 
 
 def _drop_finished_of(batch: Batch, done: Collection[tuple[int, int]]) -> Iterator[Batch]:
-    num_sequences = len(batch.lengths)
-    is_done = [
-        any(first <= batch.first + row < stop for first, stop in done)
-        for row in range(num_sequences)
-    ]
-    if not any(is_done):
-        yield batch
-        return
-    row = 0
-    while row < num_sequences:
-        stop = row
-        while stop < num_sequences and not is_done[stop]:
-            stop += 1
-        if stop > row:
-            yield cut_batch(batch, row, stop)
-        row = stop + 1
+    def is_done(row: int) -> bool:
+        return any(first <= batch.first + row < stop for first, stop in done)
+
+    for finished, group in groupby(range(len(batch.lengths)), is_done):
+        rows = list(group)
+        if not finished:
+            yield cut_batch(batch, rows[0], rows[-1] + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,20 +68,14 @@ def parse_spec(text: str) -> DataSpec:
         DataError: the file or folder does not exist, or the folder holds no data file.
 
     """
-    if _is_data_path(text):
-        return _resolve(text)
     body, separator, weight = text.rpartition("@")
-    if not separator or not _is_number(weight):
-        return _resolve(text)
-    return _resolve(body, weight=weight, spec=text)
-
-
-def _resolve(body: str, *, weight: str | None = None, spec: str | None = None) -> DataSpec:
+    if _is_data_path(text) or not separator or not _is_number(weight):
+        body, weight = text, ""
     if not body.strip():
-        raise UsageError(f"--data {spec or body!r}: the spec is empty", hint=_SPEC_HINT)
-    value = None if weight is None else _parse_weight(weight, spec or body)
+        raise UsageError(f"--data {text!r}: the spec is empty", hint=_SPEC_HINT)
+    value = _parse_weight(weight, text) if weight else None
     source, label = _parse_source(body)
-    return DataSpec(source, label if weight is None else f"{label}@{weight}", value)
+    return DataSpec(source, f"{label}@{weight}" if weight else label, value)
 
 
 def _parse_source(body: str) -> tuple[Source, str]:
@@ -160,25 +155,13 @@ def _is_number(text: str) -> bool:
 
 
 def _is_data_path(text: str) -> bool:
-    path = Path(text)
-    if not text:  # Path("") is the current folder
-        return False
-    return _is_dir(path) or (_is_file(path) and _has_accepted_suffix(path))
+    return _is_dir(text) or (_is_file(text) and _has_accepted_suffix(Path(text)))
 
 
 def _has_accepted_suffix(path: Path) -> bool:
     return path.suffix.lower() in ACCEPTED_SUFFIXES
 
 
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # the name is too long, or a parent folder may not be read
-        return False
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False
+# Unlike the methods of Path, these are false if a name is too long or a folder may not be read.
+_is_dir = os.path.isdir
+_is_file = os.path.isfile
