@@ -58,20 +58,12 @@ def choose_memory_mode(
 ) -> MemoryMode:
     """Hold the model whole where it fits, else plan to stream it.
 
-    Args:
-        subject: the model without weights, and what runs through it.
-        limits: the memory there is.
-        source: where the model is built from again, in the dtype it computes in.
-        dtype: that dtype.
-        device: where it computes.
-        scratch: the folder for hidden states that do not fit into memory.
-        probe: called once, and only when the model is streamed.
-        cannot_stream: raised where the model does not fit whole; None where it may be streamed.
-        total_bytes: bytes that are read at least, the layers included.
-        further_walks: for each further pass over the layers, its share of the first pass's work.
+    `probe` is called only for a model that is streamed. Hidden states that do not fit into memory
+    are written to `scratch`. At least `total_bytes` are read, and each further pass over the layers
+    has a share of the first pass's work, `further_walks`.
 
     Raises:
-        UsageError: the model fits in neither way, or `cannot_stream`.
+        UsageError: the model fits in neither way, or it does not fit whole: `cannot_stream`.
     """
     if (whole := plan_whole(subject, limits, scratch)) is not None:
         return MemoryMode(plan=whole, model=subject.model, weights=subject.weights)

@@ -9,9 +9,7 @@ from typing import Any
 def describe_serving(report: Mapping[str, Any], format_name: str = "") -> Iterator[str]:
     """Give the lines for the `serving` and `limitations` of a report.
 
-    Args:
-        report: what `--json` prints.
-        format_name: the format of all items, where an item does not name its own.
+    `format_name` is the format of items that do not name their own.
     """
     for item in report["serving"]:
         name = item.get("format", format_name)

@@ -93,11 +93,8 @@ class Candidate:
 def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandidate:
     """Read the candidate at the path `name`, and check that it belongs to the model.
 
-    Args:
-        name: a stats file, or the folder calibrate wrote it to; scales in any dialect; an FP8
-            checkpoint.
-        target: the model.
-        numerics: the arithmetic of the engine that reads FP8 weights.
+    It is a stats file, or the output folder of a calibration; scales of any dialect; or an FP8
+    checkpoint, whose weights are read as the engine of `numerics` reads them.
 
     Raises:
         UsageError: the path does not exist.
@@ -183,11 +180,7 @@ def _check_weights(folder: Path, target: Target) -> None:
 def build_kv_candidate(name: str, table: ScaleTable, numerics: Numerics, how: str) -> Candidate:
     """Build a candidate that quantizes the KV cache with the scales of `table`.
 
-    Args:
-        name: what it is called in the report.
-        table: its scales.
-        numerics: the engine's arithmetic.
-        how: the dialect of the scales, or the rule that computed them.
+    `how` is the dialect of the scales, or the rule that computed them.
     """
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""

@@ -103,13 +103,7 @@ def verify(
 ) -> VerificationResult:
     """Compare the model with every candidate of `request` on the text of `plan`.
 
-    Args:
-        reference: the unquantized model.
-        request: the candidates, and the settings of the report.
-        plan: the text.
-        batch_size: sequences of one batch.
-        progress: receives the number of tokens of every forward pass.
-        comparison: runs the models; None: a comparison with the model in memory whole.
+    `comparison` runs the models; None takes one that holds the model in memory whole.
 
     Raises:
         CalibrationError: a forward pass failed.

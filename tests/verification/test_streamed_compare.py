@@ -18,11 +18,11 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel, build_skeleton, load_model, open_source
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Observe, Recipe
-from fp8calib.run.streaming.model import Streaming
+from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.compare.comparison import ComparisonResult
-from fp8calib.verification.compare.streamed import open_streamed_comparison
+from fp8calib.verification.compare.streamed import StreamedComparison
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
@@ -105,9 +105,8 @@ def compare(
             dtype=dtype, device="cpu", hidden_ram_bytes=ram_bytes, scratch=folder.parent
         )
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
-        with open_streamed_comparison(
-            model, geometry, weights, checkpoint, tokens, streaming
-        ) as comparison_:
+        with open_streamed(model, geometry, weights, checkpoint, tokens, streaming) as opened:
+            comparison_ = StreamedComparison(opened, streaming, weights)
             found = comparison_.run(todo, emulations, reference_hooks=looking, advance=_ignore)
         return found, looking
 

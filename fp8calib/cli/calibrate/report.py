@@ -57,13 +57,7 @@ def build_calibration_report(
 ) -> dict[str, Any]:
     """Build the report of a finished run: the content of report.json.
 
-    Args:
-        job: what was asked for.
-        stats: what was measured.
-        measured: what the run cost.
-        folder: where the files are now; `job.out` is where they will be.
-        files: their names.
-        notes: what to know about them.
+    `folder` is where the files are now; `job.out` is where they will be.
     """
     served = list(_replay_engines(job, stats, folder))
     geometry = stats.geometry

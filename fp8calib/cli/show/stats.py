@@ -21,25 +21,9 @@ from fp8calib.stats.saturation import (
 )
 from fp8calib.stats.statistic import SiteStats
 
-_KV_COLUMNS = (
-    "layer",
-    "mixer",
-    "k amax",
-    "k scale",
-    "v amax",
-    "v scale",
-    "q amax",
-    "q scale",
-    "tokens",
-)
-_LINEAR_COLUMNS = (
-    "linear",
-    "input amax",
-    "input scale",
-    "weight amax",
-    "weight scale",
-    "tokens",
-)
+_AMAX_SCALE = ("k amax", "k scale", "v amax", "v scale", "q amax", "q scale")
+_KV_COLUMNS = ("layer", "mixer", *_AMAX_SCALE, "tokens")
+_LINEAR_COLUMNS = ("linear", "input amax", "input scale", "weight amax", "weight scale", "tokens")
 
 
 def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +21,10 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload
 from fp8calib.run.planning.limits import find_limits, refuse_device_map
 from fp8calib.run.planning.plan import PlanInputs
-from fp8calib.run.streaming.model import Streaming
+from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe
 from fp8calib.verification.compare.comparison import Comparison
-from fp8calib.verification.compare.streamed import StreamedComparison, open_streamed_comparison
+from fp8calib.verification.compare.streamed import StreamedComparison
 from fp8calib.verification.compare.token_scores import scoring_bytes
 from fp8calib.verification.sensitivity import choose_batches, split_rounds
 from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
@@ -91,13 +91,14 @@ def _make_reference(job: VerifyJob, model: LoadedModel, weights: WeightSource) -
     )
 
 
+@contextmanager
 def _open_comparison(
     job: VerifyJob, model: LoadedModel, weights: WeightSource, streaming: Streaming
-) -> AbstractContextManager[StreamedComparison]:
+) -> Iterator[StreamedComparison]:
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *job.plan.sequences])
-    return open_streamed_comparison(
-        model, job.target.geometry, weights, job.checkpoint, tokens, streaming
-    )
+    geometry = job.target.geometry
+    with open_streamed(model, geometry, weights, job.checkpoint, tokens, streaming) as streamed:
+        yield StreamedComparison(streamed, streaming, weights)
 
 
 def _describe_run(

@@ -62,11 +62,7 @@ class Comparison(Protocol):
     ) -> ComparisonResult:
         """Score every candidate on every batch.
 
-        Args:
-            batches: what to run.
-            emulations: the candidates by name.
-            reference_hooks: measures tensors of the unquantized model without changing them.
-            advance: called with the number of tokens of every forward pass.
+        `reference_hooks` measure tensors of the unquantized model without changing them.
 
         Raises:
             VerificationError: a model gives NaN or inf; the message names it and the sample.

@@ -13,13 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError, VerificationError
-from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
-from fp8calib.model.load import LoadedModel
-from fp8calib.model.weight_source import WeightSource
 from fp8calib.observe.hooks import HookedCache, own_attentions
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.run.forward.lm_head import open_lm_head
@@ -32,7 +28,6 @@ from fp8calib.run.streaming.model import (
     Streaming,
     load_state,
     open_hidden_states,
-    open_streamed,
 )
 from fp8calib.run.streaming.probe import FirstLayer, Probe, probe_layer
 from fp8calib.verification.compare.comparison import (
@@ -64,7 +59,7 @@ class _Lane:
 
 
 class StreamedComparison:
-    """Runs batches layer by layer through all models; made by `open_streamed_comparison`."""
+    """Runs batches through all models, layer by layer."""
 
     def __init__(
         self, streamed: StreamedModel, streaming: Streaming, originals: ParameterReader
@@ -294,29 +289,3 @@ def _read_rows(embedding: EmbeddingRows, change: WeightChange) -> torch.Tensor:
             f"{change.parameters[0].name} has another shape in the FP8 checkpoint: {error}",
             hint="name the model that the checkpoint was made from",
         ) from error
-
-
-@contextmanager
-def open_streamed_comparison(
-    model: LoadedModel,
-    geometry: ModelGeometry,
-    weights: WeightSource,
-    checkpoint: Checkpoint,
-    tokens: torch.Tensor,
-    streaming: Streaming,
-) -> Iterator[StreamedComparison]:
-    """Make a model that was built without weights ready to be compared with its emulations.
-
-    Args:
-        model: built without weights, in the dtype it will compute in.
-        geometry: its geometry.
-        weights: its parameters.
-        checkpoint: where they are read.
-        tokens: ids of the text, in any order.
-        streaming: how.
-
-    Raises:
-        ModelError: a weight is missing or has another shape, or the model cannot be streamed.
-    """
-    with open_streamed(model, geometry, weights, checkpoint, tokens, streaming) as streamed:
-        yield StreamedComparison(streamed, streaming, weights)

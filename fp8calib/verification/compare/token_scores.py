@@ -51,12 +51,7 @@ def score_batch(
 ) -> list[TokenScores]:
     """Score a batch: the reference first, then each candidate.
 
-    Args:
-        batch: the tokens.
-        reference: hidden states of the reference: [B, S, C].
-        candidates: those of the candidates.
-        logits: computes logits from hidden states.
-        vocab_size: elements of a row of logits.
+    Hidden states are [B, S, C]; `logits` computes logits from them.
     """
     index, targets = _predicting_tokens(batch)
     block = _tokens_at_once(reference.device, vocab_size, reference.element_size())
@@ -98,11 +93,7 @@ def _tokens_at_once(device: torch.device, vocab_size: int, itemsize: int) -> int
 def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_tokens: int) -> int:
     """Compute the most memory that logits take: blocks, a product's workspace, reductions.
 
-    Args:
-        device: where they are computed.
-        vocab_size: elements of a row of logits.
-        itemsize: bytes of one of them.
-        num_tokens: of the largest batch.
+    `itemsize` is that of a logit; `num_tokens` are those of the largest batch.
     """
     rows = min(_tokens_at_once(device, vocab_size, itemsize), num_tokens)
     block = rows * vocab_size * itemsize

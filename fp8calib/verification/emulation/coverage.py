@@ -18,11 +18,7 @@ def find_scheme_gaps(
 ) -> Iterator[str]:
     """Note the linears of the text decoder that the emulation of a scheme does not quantize.
 
-    Args:
-        name: the candidate's name.
-        geometry: the model's geometry.
-        unobserved: paths of modules in decoder layers that multiply by their weights themselves.
-        model: the model, with or without weights.
+    `unobserved`: paths of modules in decoder layers that multiply by their weights themselves.
     """
     path, decoder = find_text_decoder(model)
     known = {linear.module for _, linear in geometry.linears()}
@@ -41,12 +37,7 @@ def find_checkpoint_gaps(
 ) -> Iterator[str]:
     """Note what a checkpoint quantizes outside the linears of the decoder layers.
 
-    Args:
-        name: the candidate's name.
-        changes: what the emulation replaces.
-        checkpoint: the FP8 checkpoint.
-        source: the same checkpoint, by the model's parameter names.
-        model: the unquantized model, with or without weights.
+    `source` reads the checkpoint by the model's parameter names.
     """
     linears = {p.name for change in changes for p in change.parameters if p.sites}
     others = {parameter for parameter, _ in model.named_parameters()} - linears

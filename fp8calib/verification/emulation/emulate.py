@@ -202,12 +202,8 @@ def emulated(
 ) -> Iterator[EmulatedModel]:
     """Run `model` under `emulation` while the context is open.
 
-    Args:
-        model: the unquantized model.
-        geometry: its geometry.
-        emulation: what to quantize.
-        hooks: of the same emulation; they keep their measurements across contexts.
-        originals: where the unquantized weights are read from when the context closes.
+    The hooks, made for the same emulation, keep their measurements across contexts. When the
+    context closes, changed weights are read again from `originals`.
     """
     with (
         changed_weights(model, emulation.weights, originals, hooks.damage),

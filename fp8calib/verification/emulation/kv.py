@@ -32,10 +32,7 @@ def emulate_kv(
 ) -> dict[Site, Quantizer]:
     """Give the quantizers of K, V and, where the engine quantizes it, q.
 
-    Args:
-        table: the scales.
-        numerics: the engine's arithmetic.
-        dialect: the dialect of the scales, for engines that treat one differently.
+    `dialect` is that of the scales: some engines treat one differently.
 
     Raises:
         VerificationError: the engine cannot use such scales.

@@ -109,13 +109,8 @@ def downgrade_if_misleading(
     lost most of its information, or a mean divergence above log(`fail_above`), at least log(1.05):
     on text that the model writes itself, the divergence is the logarithm of the ratio.
 
-    Args:
-        verdict: from `judge`.
-        why: its reason.
-        candidate: its name.
-        kld_mean: mean KL divergence, in nats.
-        rows: the sites of all candidates.
-        gate: the gate; its own threshold on the divergence replaces the one here.
+    The gate's own threshold on the divergence, if any, replaces this one. `rows` are the sites of
+    all candidates; `kld_mean` is in nats.
     """
     if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         return verdict, why

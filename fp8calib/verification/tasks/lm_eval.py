@@ -70,13 +70,7 @@ def run_tasks(
 ) -> TaskOutcome:
     """Run `tasks` on the unquantized model and under each candidate's emulation.
 
-    Args:
-        reference: the unquantized model.
-        candidates: the emulations to run it under.
-        tasks: the tasks.
-        tokenizer: the model's; it is changed to put its BOS, if it has one, before every text.
-        batch_size: texts of one batch.
-        progress: receives the number of finished texts.
+    The tokenizer is changed to put its BOS, if it has one, before every text.
 
     Raises:
         VerificationError: the harness cannot run a task on this model.
