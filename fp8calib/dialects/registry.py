@@ -10,13 +10,13 @@ from fp8calib.dialects.kv.json import VLLM_JSON
 from fp8calib.dialects.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD
 from fp8calib.dialects.kv.rfc import RFC
 from fp8calib.dialects.kv.tensors import KV_SCALES
-from fp8calib.dialects.kv.tgi import TGI
+from fp8calib.dialects.kv.tgi import TGI_CHECKPOINT
 from fp8calib.errors import UsageError
 
 _dialects: dict[str, Dialect] = {}
 
 
-def register(dialect: Dialect) -> None:
+def register_dialect(dialect: Dialect) -> None:
     """Add a dialect; the last one registered is the first asked whether it recognises files.
 
     Raises:
@@ -83,7 +83,7 @@ def list_json_keys() -> frozenset[tuple[str, ...]]:
 for _dialect in (
     KV_OVERLAY,
     KV_OVERLAY_HEAD,
-    TGI,
+    TGI_CHECKPOINT,
     KV_SCALES,
     VLLM_JSON,
     RFC,
@@ -93,4 +93,4 @@ for _dialect in (
     MODELOPT,
     TRTLLM,
 ):
-    register(_dialect)
+    register_dialect(_dialect)

@@ -10,7 +10,7 @@ from pathlib import Path
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.dialects.dialect import Dialect, WriteJob
-from fp8calib.dialects.kv.overlay import STRICT_TYPES, UNLISTED_NAME
+from fp8calib.dialects.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
 from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import ExportError, UsageError
@@ -115,7 +115,7 @@ def list_owned(
     """Name the entries of an output folder that *is* the overlay, or holds the one file."""
     if not find_dialect(format_name).needs_model:
         return list_outputs([format_name], [tp])
-    unlisted = {UNLISTED_NAME} if geometry.model_type in STRICT_TYPES else frozenset[str]()
+    unlisted = {UNLISTED_NAME} if geometry.model_type in VLLM_STRICT_TYPES else frozenset[str]()
     return plan_overlay(source).names | unlisted
 
 

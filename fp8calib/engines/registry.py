@@ -23,7 +23,7 @@ ENGINES: dict[str, Engine] = {}
 """By key."""
 
 
-def register(engine: Engine) -> None:
+def register_engine(engine: Engine) -> None:
     """Make an engine known under its key.
 
     Raises:
@@ -35,7 +35,7 @@ def register(engine: Engine) -> None:
 
 
 for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, TGI, TRANSFORMERS, VLLM_BEFORE_0_7):
-    register(_engine)
+    register_engine(_engine)
 
 
 def list_emulated() -> list[str]:

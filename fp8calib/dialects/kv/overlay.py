@@ -26,7 +26,7 @@ SCALAR_SHAPE = (1,)
 (`core_model_loading.py:set_param_for_module`: mismatched sizes). llm-compressor stores it too."""
 UNLISTED_NAME = "kv_scales.safetensors"
 """A file not in the index, for TGI, which reads every file; vLLM reads only indexed files."""
-STRICT_TYPES = ("gpt2",)
+VLLM_STRICT_TYPES = ("gpt2",)
 """Model types for which vLLM does not ignore a scale that it has no parameter for: an indexed
 `attn.k_scale` beside `attn.attn.k_scale` is a ValueError (vLLM 0.32.0 `models/gpt2.py`, whose inner
 model has no `quant_config`; gptj and gpt_bigcode load both)."""
@@ -48,7 +48,7 @@ def _write(job: WriteJob, folder: Path) -> None:
 
 
 def _list_refused_by_vllm(table: ScaleTable, names: Iterable[str]) -> list[str]:
-    if table.geometry.model_type not in STRICT_TYPES:
+    if table.geometry.model_type not in VLLM_STRICT_TYPES:
         return []
     return [name for name in names if not name.rpartition(".")[0].endswith(".attn.attn")]
 

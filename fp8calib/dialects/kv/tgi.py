@@ -29,7 +29,7 @@ def _recognise(files: ScaleFiles) -> bool:
     return bool(files.spellings)
 
 
-TGI = Dialect(
+TGI_CHECKPOINT = Dialect(
     name="tgi",
     description="an overlay with `kv_scale` and `kv_cache_torch_dtype`, the format of TGI's pull "
     "request 2028",
