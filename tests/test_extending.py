@@ -209,7 +209,7 @@ def test_a_registered_dialect_refuses_what_is_no_scale(tmp_path: Path) -> None:
 def test_a_name_is_registered_once() -> None:
     (acme,) = (dialect for dialect in registry.list_read() if dialect.name == "acme")
     with pytest.raises(ValueError, match="a dialect called acme is registered already"):
-        registry.register(acme)
+        registry.register_dialect(acme)
 
 
 @pytest.fixture

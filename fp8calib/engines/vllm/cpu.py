@@ -10,7 +10,7 @@ from dataclasses import replace
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
 from fp8calib.engines.vllm.engine import VLLM
 from fp8calib.engines.vllm.numerics import (
-    COMPRESSED_TENSORS_FOLDER,
+    CT_FOLDER,
     E5M2_SOURCE,
     FUSED_SOURCE,
     LATENT_SOURCE,
@@ -41,7 +41,7 @@ _NUMERICS = Numerics(
         "kv_by_reciprocal": "vllm-project/vllm 0a2c686 csrc/cpu/cpu_attn.cpp "
         "cpu_attn_reshape_and_cache (k_inv, v_inv); values through the installed kernel",
         "kv_scales_e5m2": E5M2_SOURCE,
-        "kv_heads_share_largest": f"{COMPRESSED_TENSORS_FOLDER}/compressed_tensors.py "
+        "kv_heads_share_largest": f"{CT_FOLDER}/compressed_tensors.py "
         "CompressedTensorsKVCacheMethod.process_weights_after_loading (_k_scale_float); "
         "v1/attention/backends/cpu_attn.py forward",
         "kv_scales_latents": LATENT_SOURCE,

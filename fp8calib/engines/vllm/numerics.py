@@ -5,8 +5,8 @@ from __future__ import annotations
 from fp8calib.engines.numerics import SMALLEST_GROUP_SCALE, SMALLEST_TOKEN_SCALE, Numerics
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
-COMPRESSED_TENSORS_FOLDER = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
-FUSED_SOURCE = f"{COMPRESSED_TENSORS_FOLDER}/schemes/compressed_tensors_w8a8_fp8.py process_weights_after_loading"
+CT_FOLDER = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
+FUSED_SOURCE = f"{CT_FOLDER}/schemes/compressed_tensors_w8a8_fp8.py process_weights_after_loading"
 REQUANTIZE_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/quantization/utils/w8a8_utils.py requantize_with_max_scale"
 )
@@ -14,7 +14,7 @@ E5M2_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/attention/attention.py _init_kv_cache_quant: a ValueError"
 )
 LATENT_SOURCE = (
-    f"{COMPRESSED_TENSORS_FOLDER}/compressed_tensors.py get_quant_method: Attention, not MLAAttention; "
+    f"{CT_FOLDER}/compressed_tensors.py get_quant_method: Attention, not MLAAttention; "
     "read back from a loaded model"
 )
 SKIP_FLAG = "--kv-cache-dtype-skip-layers"
