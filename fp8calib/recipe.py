@@ -49,8 +49,7 @@ class Observe(_Section):
     @model_validator(mode="after")
     def _observes_something(self) -> Self:
         if not (self.kv or self.query or self.inputs or self.weights):
-            msg = "nothing is observed: enable one of kv, query, inputs, weights"
-            raise ValueError(msg)
+            raise ValueError("nothing is observed: enable one of kv, query, inputs, weights")
         return self
 
     @property
@@ -134,16 +133,16 @@ class Recipe(_Section):
     @classmethod
     def _is_scheme(cls, name: str | None) -> str | None:
         if name is not None and name not in SCHEMES:
-            msg = f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}"
-            raise ValueError(msg)
+            raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
         return name
 
     @model_validator(mode="after")
     def _observes_static_inputs(self) -> Self:
         is_static = self.quantize is not None and SCHEMES[self.quantize].has_static_inputs
         if is_static and not self.observe.inputs:
-            msg = f"quantize: {self.quantize} needs observe.inputs, for its input scales"
-            raise ValueError(msg)
+            raise ValueError(
+                f"quantize: {self.quantize} needs observe.inputs, for its input scales"
+            )
         return self
 
     @property
@@ -203,7 +202,7 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
     if not isinstance(document, dict):
         raise RecipeError(f"{where} is not a mapping of keys", hint="see `fp8calib recipes kv`")
     try:
-        recipe = Recipe.model_validate(document)
+        return Recipe.model_validate(document)
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {explain_value(item)}"
@@ -212,7 +211,6 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         raise RecipeError(
             f"{where}: " + "; ".join(lines), hint="`fp8calib recipes kv` explains every key"
         ) from error
-    return recipe
 
 
 def _locate(error: yaml.YAMLError) -> str:

@@ -17,7 +17,6 @@ from fp8calib.errors import DataError, first_line
 BuiltinPart = Literal["calibrate", "verify"]
 """Which part of the built-in text is read; other sources have no parts."""
 
-_UTF8_HINT = "save the file as UTF-8"
 _PARQUET_ROWS_AT_ONCE = 64
 
 
@@ -214,7 +213,8 @@ def _decode(raw: bytes, where: str) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start}", hint=_UTF8_HINT) from error
+        message = f"{where}: not UTF-8 at byte {error.start}"
+        raise DataError(message, hint="save the file as UTF-8") from error
 
 
 def _parse_json(text: str, where: str) -> object:

@@ -45,13 +45,9 @@ def tokenize_rows(
 
     """
     for row in rows:
-        if row.input_ids is not None:
-            _check_given_ids(row.input_ids, vocab_size, row.origin)
-            yield row.input_ids
-        else:
-            ids = _tokenize(row, tokenizer)
-            _check_tokenizer_ids(ids, vocab_size, row.origin)
-            yield ids
+        ids = _tokenize(row, tokenizer) if row.input_ids is None else row.input_ids
+        _check_ids(ids, row, vocab_size)
+        yield ids
 
 
 def pack_rows(rows: Iterable[Sequence[int]], *, samples: int, seq_len: int) -> PackedRows:
@@ -145,28 +141,21 @@ def _adds_bos(tokenizer: Any) -> bool:
     return list(tokenizer("a", verbose=False)["input_ids"])[:1] == [tokenizer.bos_token_id]
 
 
-def _check_given_ids(ids: Sequence[int], vocab_size: int, origin: str) -> None:
-    bad = _find_outside(ids, vocab_size)
-    if bad is not None:
+def _check_ids(ids: Sequence[int], row: Row, vocab_size: int) -> None:
+    bad = next((index for index, token in enumerate(ids) if not 0 <= token < vocab_size), None)
+    if bad is None:
+        return
+    if row.input_ids is None:
         raise DataError(
-            f"{origin}: input_ids holds {ids[bad]} at position {bad}, "
-            f"but the model's vocabulary is 0 to {vocab_size - 1}",
-            hint="tokenize the data with this model's tokenizer, or give rows with `text`",
-        )
-
-
-def _check_tokenizer_ids(ids: Sequence[int], vocab_size: int, origin: str) -> None:
-    bad = _find_outside(ids, vocab_size)
-    if bad is not None:
-        raise DataError(
-            f"{origin}: the tokenizer gives token {ids[bad]}, "
+            f"{row.origin}: the tokenizer gives token {ids[bad]}, "
             f"but the model's embedding holds 0 to {vocab_size - 1}",
             hint="the tokenizer belongs to another model: use the one published with this model",
         )
-
-
-def _find_outside(ids: Sequence[int], vocab_size: int) -> int | None:
-    return next((index for index, token in enumerate(ids) if not 0 <= token < vocab_size), None)
+    raise DataError(
+        f"{row.origin}: input_ids holds {ids[bad]} at position {bad}, "
+        f"but the model's vocabulary is 0 to {vocab_size - 1}",
+        hint="tokenize the data with this model's tokenizer, or give rows with `text`",
+    )
 
 
 def _cut(stream: array[int], *, samples: int, seq_len: int) -> tuple[torch.Tensor, ...]:

@@ -110,17 +110,9 @@ class WriteJob:
         config_updates: Mapping[str, object],
         fmt: Fp8Format | None,
     ) -> None:
-        """Write the model with extra tensors and a changed config.
+        """Write the model with extra tensors and a changed config: see `write_overlay`.
 
-        Args:
-            folder: the checkpoint's folder, empty or not yet existing.
-            tensors: the scales by name.
-            config_updates: top-level keys of config.json with their new values.
-            fmt: the FP8 format to record in the scales' file; None if the config implies it.
-
-        Raises:
-            ModelError: the model's config.json is missing or broken.
-            ExportError: the model has such tensors already, or the folder cannot be written.
+        `fmt` is recorded in the scales' file; it is None if the config implies it.
         """
         from fp8calib.checkpoint.overlay import write_overlay  # noqa: PLC0415 -- imports torch
 

@@ -67,10 +67,8 @@ def find_recorded_format(file: TensorFile) -> Fp8Format | None:
     Raises:
         VerificationError: it is not a format of KV scales.
     """
-    metadata: Mapping[str, str] = file.header.metadata
-    if DTYPE_KEY not in metadata:
-        return None
-    return find_format(file.path, DTYPE_KEY, metadata[DTYPE_KEY])
+    dtype = file.header.metadata.get(DTYPE_KEY)
+    return None if dtype is None else find_format(file.path, DTYPE_KEY, dtype)
 
 
 def find_measurement(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin | None:

@@ -58,14 +58,10 @@ def read_scales(
 ) -> FoundScales:
     """Read the KV scales of a checkpoint folder or of one file, in any dialect.
 
-    Args:
-        path: a folder (checkpoint, rank files, or one JSON), or a `.safetensors`, `.json` or
-            `.npz` file.
-        geometry: the model the scales are for.
-        source_fmt: the FP8 format of scales that do not name theirs; the values do not change.
-        needs_dtype: refuse scales whose format neither the file, nor its dialect, nor `source_fmt`
-            determines; otherwise they are for e4m3fn.
-        drops_bad_query: if a `q_scale` is not valid, leave out q and note it.
+    The folder holds a checkpoint, rank files, or one JSON file; a file is a `.safetensors`, `.json`
+    or `.npz`. `source_fmt` is the FP8 format of scales that do not name theirs; their values do not
+    change. Scales whose format nothing determines are for e4m3fn, or refused if `needs_dtype`. If a
+    `q_scale` is not valid, `drops_bad_query` leaves out q and notes it.
 
     Raises:
         UsageError: there is no such path, or `source_fmt` is needed.
@@ -105,10 +101,7 @@ def read_scales(
 def check_origin(name: str, origin: CalibrationOrigin | None, fingerprint: str) -> None:
     """Refuse scales that record another model; most tools record none.
 
-    Args:
-        name: the path that the user named.
-        origin: what the scales record; None if nothing.
-        fingerprint: of the unquantized model that the scales are to be used for.
+    `fingerprint` is that of the unquantized model that the scales are to be used for.
 
     Raises:
         VerificationError: naming the difference.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -153,18 +154,10 @@ def write_formats(
 ) -> WrittenFormats:
     """Write the scales of statistics in every format, with a file per degree where formats differ.
 
-    Args:
-        stats: the statistics.
-        formats: names of dialects.
-        out: an existing folder with none of the entries that `list_outputs` names.
-        fmt: the FP8 format the scales are for.
-        tps: tensor-parallel degrees of the engines.
-        source: the model, for overlays.
-        query: write `q_scale` in the dialects that have it.
-        fallback: the scale of sites without observations.
-        rule: the magnitude of an activation that the largest FP8 value represents.
-        quantized: for each degree, the scales of the rank weights that the caller writes beside
-            these files; `rfc` contains them and names the weights' files.
+    The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
+    `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
+    rank weights that the caller writes beside these files; `rfc` contains them and names the
+    weights' files.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
@@ -191,7 +184,8 @@ def write_formats(
             written.append(out / dialect.path(tp))
             notes += _write(dialect, job, written[-1])
         if dialect.has_linears:
-            notes += _note_unobserved_weights(dialect, stats)
+            weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
+            notes += (Note(item.site, f"not in {dialect.name}: {item.why}") for item in weights)
     files = (file for target in written for file in _list_files(target))
     return WrittenFormats(
         files=tuple(sorted(file.relative_to(out).as_posix() for file in files)),
@@ -207,17 +201,11 @@ def write_table(
     source: Checkpoint,
     provenance: Provenance | None = None,
 ) -> tuple[Note, ...]:
-    """Write a table of KV scales.
+    """Write a table of KV scales, for the ranks or heads that the dialect has.
 
-    Args:
-        table: scales for the ranks or heads that the dialect has.
-        format_name: the dialect.
-        target: the file, or an overlay's folder, empty or not yet existing.
-        source: the model, for overlays.
-        provenance: the quantized model that the scales were read from.
-
-    Returns:
-        What a user should know: layers without own scales, skipped files.
+    The target is a file, or an overlay's folder, empty or not yet existing. `provenance` is the
+    quantized model that the scales were read from. What a user should know is returned: layers
+    without own scales, skipped files.
 
     Raises:
         UsageError: the format is not known.
@@ -239,7 +227,8 @@ def _write(dialect: Dialect, job: WriteJob, target: Path) -> list[Note]:
 
 def _list_notes(dialect: Dialect, job: WriteJob) -> Iterator[Note]:
     for table in filter(None, (job.linears, job.table)):
-        yield from _note_unobserved(table)
+        for site, scale in table.not_observed():
+            yield Note(str(site), WHY_NOT_OBSERVED[scale.source])
         yield from _note_kept_amax(table)
     for name, why in job.skipped.items():
         yield Note(name, f"left out of {dialect.name}: {why}")
@@ -251,10 +240,6 @@ def _list_notes(dialect: Dialect, job: WriteJob) -> Iterator[Note]:
         yield Note(dialect.name, _KV_ALONE)
 
 
-def _note_unobserved(table: ScaleTable) -> Iterator[Note]:
-    return (Note(str(site), WHY_NOT_OBSERVED[scale.source]) for site, scale in table.not_observed())
-
-
 def _note_kept_amax(table: ScaleTable) -> Iterator[Note]:
     """Note, once per reason, the sites at which the rule could not be applied."""
     for why in dict.fromkeys(table.kept_amax.values()):
@@ -262,14 +247,9 @@ def _note_kept_amax(table: ScaleTable) -> Iterator[Note]:
         yield Note(f"{first} and {len(others)} more" if others else first, why)
 
 
-def _note_unobserved_weights(dialect: Dialect, stats: CalibrationStats) -> Iterator[Note]:
-    weights = (item for item in stats.header.skipped if item.site.endswith(".weight"))
-    return (Note(item.site, f"not in {dialect.name}: {item.why}") for item in weights)
-
-
 def _check_attentions(geometry: ModelGeometry, source: Checkpoint) -> None:
     parents = {name.rpartition(".")[0] for name in source.tensors}
-    modules = {parent for name in parents for parent in _list_prefixes(name)}
+    modules = {path for name in parents for path in accumulate(name.split("."), "{}.{}".format)}
     for layer, attention in geometry.attentions():
         if attention.checkpoint_module not in modules:
             raise ExportError(
@@ -277,11 +257,6 @@ def _check_attentions(geometry: ModelGeometry, source: Checkpoint) -> None:
                 f"{layer.index} of the calibrated model has its attention",
                 hint="pass the model that was calibrated",
             )
-
-
-def _list_prefixes(name: str) -> list[str]:
-    pieces = name.split(".")
-    return [".".join(pieces[:end]) for end in range(1, len(pieces) + 1)]
 
 
 def _list_files(target: Path) -> list[Path]:

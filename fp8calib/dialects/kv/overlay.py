@@ -9,6 +9,7 @@ any group, transformers fails on MoE models; without `ignore`, TGI looks for a t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -84,13 +85,10 @@ KV_OVERLAY = Dialect(
 )
 """Read as `compressed-tensors`, like `KV_OVERLAY_HEAD`."""
 
-KV_OVERLAY_HEAD = Dialect(
+KV_OVERLAY_HEAD = replace(
+    KV_OVERLAY,
     name="kv-overlay-head",
     description="the same with one scale per KV head (`attn_head`)",
     path_pattern="kv-overlay-head",
-    write=_write,
-    needs_model=True,
-    replaces_quantization=True,
     per_head=True,
-    has_query=True,
 )

@@ -7,7 +7,6 @@ import re
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -34,10 +33,8 @@ _LAYER = re.compile(r"\d+", re.ASCII)
 def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry) -> ParsedScales:
     """Read the scales of rank files; each file holds every layer.
 
-    Args:
-        found: the folder or file that the user named.
-        files: its files with scales; a single file needs no rank in its name.
-        geometry: the model the scales are for.
+    `found` is what the user named, and `files` those of its files that have scales. A single file
+    needs no rank in its name.
 
     Raises:
         VerificationError: a rank or layer is missing or occurs twice, or a number is not a scale.
@@ -187,15 +184,11 @@ def _read_member(path: Path, name: str) -> tuple[tuple[int, ...], np.dtype[np.ge
         if info.file_size > _MAX_MEMBER_BYTES:
             raise ValueError(f"{info.file_size} bytes are too many for one number")
         with archive.open(info) as member:
-            return _read_array(member)
-
-
-def _read_array(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[np.generic], bytes]:
-    version = npy.read_magic(member)
-    if version not in _READ_HEADER:
-        raise ValueError(f"version {version} of the .npy format")
-    shape, _, dtype = _READ_HEADER[version](member)
-    return shape, dtype, member.read(min(dtype.itemsize, _MAX_MEMBER_BYTES))
+            version = npy.read_magic(member)
+            if version not in _READ_HEADER:
+                raise ValueError(f"version {version} of the .npy format")
+            shape, _, dtype = _READ_HEADER[version](member)
+            return shape, dtype, member.read(min(dtype.itemsize, _MAX_MEMBER_BYTES))
 
 
 def _quote_error(error: Exception) -> str:

@@ -31,11 +31,8 @@ def read_json(
 ) -> ParsedScales:
     """Read the KV scales of a JSON file; its sections about weights are ignored.
 
-    Args:
-        files: the one JSON file of scales.
-        geometry: the model the scales are for.
-        rank_prefix: what precedes the number in the key of a rank.
-        requires_model_type: whether engines refuse a file without `model_type`.
+    `rank_prefix` precedes the number in the key of a rank; `requires_model_type` means that engines
+    refuse a file without `model_type`.
 
     Raises:
         VerificationError: the file does not follow the schema exactly, or is of another model.

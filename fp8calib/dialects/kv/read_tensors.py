@@ -88,9 +88,8 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         origin=find_measurement(place, [item.file for _, item in scales]),
         has_weights=has_fp8_weights(files),
         files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
-        notes=(
-            *_make_notes(owners.ignored, {item.name.spelling for _, item in scales}),
-            *_explain_bad_queries(bad_queries),
+        notes=tuple(
+            _list_notes(owners.ignored, {item.name.spelling for _, item in scales}, bad_queries)
         ),
     )
 
@@ -172,14 +171,6 @@ def _find_bad_queries(scales: Sequence[_Stored]) -> list[_Stored]:
     return [item for item in queries if not (item.values.isfinite() & (item.values > 0)).all()]
 
 
-def _explain_bad_queries(bad: Sequence[_Stored]) -> Iterator[str]:
-    if bad:
-        yield (
-            f"q_scale is left out: {bad[0]} is not a scale (llm-compressor leaves it unset when it "
-            "quantizes attention)"
-        )
-
-
 def _merge(place: Path, scales: Sequence[tuple[Attention, _Stored]]) -> dict[Site, torch.Tensor]:
     """Merge the spellings of each scale; `kv_scale` is used if a layer has no other."""
     merged: dict[Site, _Stored] = {}
@@ -254,8 +245,15 @@ def _is_per_head(place: Path, values: Mapping[Site, torch.Tensor]) -> bool:
     return bool(per_head)
 
 
-def _make_notes(ignored: Sequence[str], spellings: Collection[Spelling]) -> tuple[str, ...]:
-    notes = (ONE_FILLS_BOTH,) if Spelling.SINGLE in spellings else ()
-    if not ignored:
-        return notes
-    return (*notes, f"{len(ignored)} scales outside the decoder are ignored ({cut_list(ignored)})")
+def _list_notes(
+    ignored: Sequence[str], spellings: Collection[Spelling], bad_queries: Sequence[_Stored]
+) -> Iterator[str]:
+    if Spelling.SINGLE in spellings:
+        yield ONE_FILLS_BOTH
+    if ignored:
+        yield f"{len(ignored)} scales outside the decoder are ignored ({cut_list(ignored)})"
+    if bad_queries:
+        yield (
+            f"q_scale is left out: {bad_queries[0]} is not a scale (llm-compressor leaves it unset "
+            "when it quantizes attention)"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,15 +88,21 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
     Raises:
         VerificationError: no name fits the model, several paths do, or a name has no layer.
     """
-    modules = _spell_modules(geometry)
-    root = _choose_root(path, geometry, names)
+    places = {
+        _split(module): attention
+        for _, attention in geometry.attentions()
+        for module in (attention.module, attention.checkpoint_module)
+    }
+    modules = {(index, rest): attention for (_, index, rest), attention in places.items()}
+    roots = _choose_roots(path, geometry, frozenset(root for root, _, _ in places), names)
     found: dict[ScaleName, Attention] = {}
     ignored: list[str] = []
     extra: list[str] = []
     for name in names:
-        place = _split(name.path)
-        attention = modules.get(place[1:]) or modules.get(_without_inner(place)[1:])
-        if place[0] not in root or is_of_draft_layer(geometry, name.path):
+        root, index, rest = _split(name.path)
+        # vLLM's attention layer is inside the module: `self_attn.attn` is `self_attn`.
+        attention = modules.get((index, rest)) or modules.get((index, rest.removesuffix(".attn")))
+        if root not in roots or is_of_draft_layer(geometry, name.path):
             ignored.append(name.full)
         elif attention is None:
             extra.append(name.full)
@@ -117,42 +123,16 @@ def is_of_draft_layer(geometry: ModelGeometry, path: str) -> bool:
     return 0 < len(index) < _MOST_DIGITS and int(index) in drafts
 
 
-_Place = tuple[str, str, str]
-"""Path of the layers, index, path within the layer."""
-
-
-def _split(path: str) -> _Place:
+def _split(path: str) -> tuple[str, str, str]:
+    """Split a path into that of the layers, the layer's index, and the path within the layer."""
     match = _LAYER.fullmatch(path)
     return (match["root"] or "", match["index"], match["rest"]) if match else ("", "", path)
 
 
-def _without_inner(place: _Place) -> _Place:
-    """Drop vLLM's attention layer inside the module: `self_attn.attn` is `self_attn`."""
-    root, index, rest = place
-    return root, index, rest.removesuffix(".attn")
-
-
-def _spell_modules(geometry: ModelGeometry) -> dict[tuple[str, str], Attention]:
-    return {
-        _split(module)[1:]: attention
-        for _, attention in geometry.attentions()
-        for module in _spellings(attention)
-    }
-
-
-def _spellings(attention: Attention) -> Iterator[str]:
-    yield attention.module
-    yield attention.checkpoint_module
-
-
-def _choose_root(
-    path: Path, geometry: ModelGeometry, names: Collection[ScaleName]
+def _choose_roots(
+    path: Path, geometry: ModelGeometry, known: frozenset[str], names: Collection[ScaleName]
 ) -> frozenset[str]:
-    known = frozenset(
-        _split(module)[0]
-        for _, attention in geometry.attentions()
-        for module in _spellings(attention)
-    )
+    """Choose the paths of layers under which the names are those of this model."""
     roots = dict.fromkeys(_split(name.path)[0] for name in names)
     fitting = _find_fitting(known, roots)
     if not fitting:

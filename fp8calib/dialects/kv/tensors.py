@@ -34,9 +34,8 @@ def make_scale_tensors(
 ) -> dict[str, torch.Tensor]:
     """Make the scale tensors of every layer that reads a KV cache, and of q if the table has it.
 
-    Args:
-        table: scales for one rank.
-        scalar_shape: the shape of a per-tensor scale; per-head scales are [heads, 1, 1].
+    A per-tensor scale, which is that of the first rank, has the shape `scalar_shape`; per-head
+    scales are [heads, 1, 1].
     """
     shape = (-1, 1, 1) if table.per_head else scalar_shape
     tensors: dict[str, torch.Tensor] = {}

@@ -31,11 +31,7 @@ def check_model_type(path: Path, model_type: object, geometry: ModelGeometry) ->
 def check_scales(path: Path, where: str, values: torch.Tensor, *, stored: str = "") -> None:
     """Refuse scales that are not finite, positive and normal numbers of fp32.
 
-    Args:
-        path: the file that holds them.
-        where: the tensor, or the layer and rank.
-        values: floats of any shape.
-        stored: the dtype in the file, as safetensors spells it.
+    `stored` is the dtype in the file, as safetensors spells it.
     """
     bad = values[~(values.isfinite() & (values >= SMALLEST_SCALE))]
     if not bad.numel():
@@ -54,14 +50,7 @@ def check_scales(path: Path, where: str, values: torch.Tensor, *, stored: str = 
 
 
 def check_precision(path: Path, where: str, values: torch.Tensor, *, stored: str) -> None:
-    """Refuse scales so small that their error in fp16 is above 3 percent.
-
-    Args:
-        path: the file that holds them.
-        where: the tensor.
-        values: of any shape.
-        stored: the dtype in the file, as safetensors spells it.
-    """
+    """Refuse scales stored in fp16 and so small that their error is above 3 percent."""
     smallest = float(values.min())
     if stored == "F16" and 0 < smallest < _SMALLEST_KEPT_BY_FP16:
         fault = f"{where}: {smallest:.4g} is too small for a scale in fp16"
@@ -86,10 +75,7 @@ def join_ranks(
 ) -> dict[Site, torch.Tensor]:
     """Join one scale per rank and layer into [tp] for k and v of every layer.
 
-    Args:
-        path: the file or folder, for messages.
-        geometry: the model the scales are for.
-        ranks: rank -> layer index -> fp32 0-dim; layers without a KV cache are left out.
+    `ranks` maps rank -> layer index -> fp32 0-dim; layers without a KV cache are left out.
     """
     _check_ranks(path, ranks)
     _check_layers(path, geometry, ranks[0])
@@ -109,9 +95,11 @@ def fill_shared(
     shared: set[Site] = set()
     differing: list[int] = []
     for layer, attention in geometry.attentions():
-        producer = find_producer(geometry, attention)
-        for role in KV_ROLES if producer is not None else ():
-            assert producer is not None  # noqa: S101 -- for mypy; the line above says so
+        index = attention.producer
+        producer = None if index is None else geometry.layers[index].attention
+        if producer is None:
+            continue
+        for role in KV_ROLES:
             theirs = values[producer.site(role)]
             if torch.equal(values.setdefault(attention.site(role), theirs), theirs):
                 shared.add(attention.site(role))
@@ -123,13 +111,6 @@ def fill_shared(
     )
     notes = (*reading.notes, note) if differing else reading.notes
     return replace(reading, values=values, notes=notes), frozenset(shared)
-
-
-def find_producer(geometry: ModelGeometry, attention: Attention) -> Attention | None:
-    """Find the attention whose cache another one reads; None if it has its own."""
-    if attention.producer is None:
-        return None
-    return geometry.layers[attention.producer].attention
 
 
 def _check_ranks(path: Path, ranks: Mapping[int, Collection[int]]) -> None:
