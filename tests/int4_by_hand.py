@@ -1,4 +1,4 @@
-"""Int4 checkpoints made by hand, as compressed-tensors stores them, with numpy and loops alone."""
+"""Int4 checkpoints as compressed-tensors stores them, made with numpy and loops."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "tensor", "symmetric": True
 
 @dataclass(frozen=True)
 class Int4:
-    """A weight: integers from -8 to 7 and what one of them is worth."""
+    """A weight: integers from -8 to 7, and their scale."""
 
     integers: np.ndarray
     scale: np.float32
 
 
 def pack(integers: np.ndarray) -> torch.Tensor:
-    """Put eight numbers of a row into each int32: number i, plus 8, is worth 16 to the power i."""
+    """Pack eight numbers of a row into each int32: the sum of (number i + 8) * 16 ** i."""
     words = []
     for row in integers.tolist():
         eights = [row[start : start + 8] for start in range(0, len(row), 8)]
@@ -36,14 +36,14 @@ def pack(integers: np.ndarray) -> torch.Tensor:
 
 
 def round_to_int4(weight: torch.Tensor) -> Int4:
-    """Round a weight, its amax at 7.5; the scale is a bfloat16 number."""
+    """Round a weight so that its amax is 7.5 steps; the scale is a bfloat16 number."""
     values = weight.float().numpy()
     scale = torch.tensor(np.abs(values).max() / 7.5).bfloat16().float().numpy()
     return Int4(np.clip(np.round(values / scale), -8, 7).astype(np.int64), np.float32(scale))
 
 
 def store(name: str, weight: Int4, *, packed: bool) -> Tensors:
-    """Spell the tensors of the weight `name`."""
+    """Return the tensors that store the weight `name`."""
     module = name.removesuffix(".weight")
     scale = {f"{module}.weight_scale": torch.tensor([weight.scale]).bfloat16()}
     if not packed:
@@ -66,12 +66,12 @@ def make_section(weights: Any = WEIGHTS, *, form: Any = "pack-quantized", **more
 def quantize(
     model: Path, out: Path, *, ignore: str = "^$", packed: bool = True, inputs: Any = None
 ) -> dict[str, Int4]:
-    """Write an int4 copy of a model, whose matrices in layers are quantized.
+    """Write a copy of a model in which the matrices of the layers are int4.
 
     Args:
         model: one file of weights.
         out: the folder to make.
-        ignore: a pattern of names that stay as they are.
+        ignore: a pattern of names that are not quantized.
         packed: eight in an int32, or each in an int8.
         inputs: what the config says of inputs.
     """
@@ -92,6 +92,6 @@ def quantize(
 
 
 def write_section(folder: Path, section: Any) -> None:
-    """Have the config say how the model is quantized."""
+    """Add the quantization_config to the config."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))

@@ -68,13 +68,13 @@ def flip_bytes(random: Random, raw: bytes) -> bytes:
 
 
 def cut(random: Random, raw: bytes) -> bytes:
-    """Keep the beginning, or the end, or lose a piece of the middle."""
+    """Keep only the beginning or the end, or remove a piece of the middle."""
     first, last = sorted(random.randrange(len(raw) + 1) for _ in range(2))
     return random.choice((raw[:first], raw[first:], raw[:first] + raw[last:]))
 
 
 def repeat(random: Random, raw: bytes) -> bytes:
-    """Let a piece stand twice, or everything."""
+    """Repeat a piece, or everything."""
     first, last = sorted(random.randrange(len(raw) + 1) for _ in range(2))
     return random.choice((raw[:last] + raw[first:], raw + raw))
 
@@ -97,7 +97,7 @@ def mutate_json(random: Random, raw: bytes) -> bytes:
 
 
 def _change(random: Random, node: object) -> object:
-    """Walk down to some place and change it there."""
+    """Choose a place in the document and change it."""
     if not isinstance(node, dict | list) or not node or random.random() < 0.1:
         return random.choice(_VALUES)
     keys = list(node) if isinstance(node, dict) else list(range(len(node)))
@@ -116,7 +116,7 @@ def _change(random: Random, node: object) -> object:
 
 
 def _rename(random: Random, key: str) -> str:
-    """Give another key, or a tensor name with a part changed."""
+    """Return another key, or a tensor name with one part changed."""
     parts = key.split(".")
     if len(parts) < 2 or random.random() < 0.2:
         return random.choice((*_KEYS, "x" * 200_000, key + "\n\x1b[31m", key + "\ud800"))
@@ -134,7 +134,7 @@ def _double_a_key(random: Random, text: str) -> str:
 
 
 def mutate_header(random: Random, raw: bytes) -> bytes:
-    """Change the header of a safetensors file, and sometimes what it says of its length."""
+    """Change the header of a safetensors file, and sometimes its stated length."""
     length = int.from_bytes(raw[:8], "little")
     header, data = raw[8 : 8 + length], raw[8 + length :]
     if random.random() < 0.8:
@@ -155,19 +155,19 @@ _MUTATIONS: dict[str, Sequence[Mutate]] = {
 
 
 def break_file(random: Random, path: Path) -> None:
-    """Write a file anew with something wrong in it; it may be a hard link to a good one."""
+    """Rewrite a file with a fault in it; a valid file hard-linked to it is unchanged."""
     raw = random.choice(_MUTATIONS[path.suffix])(random, path.read_bytes())
     path.unlink()
     path.write_bytes(raw)
 
 
 def break_folder(random: Random, folder: Path, *, outside: Path) -> None:
-    """Break one of the files, or what the folder is made of.
+    """Break one of the files, or delete, rename, copy or link one.
 
     Args:
-        random: decides.
-        folder: is changed.
-        outside: a folder of good files that nobody named.
+        random: the source of randomness.
+        folder: the folder to change.
+        outside: a folder of valid files, as target of links.
     """
     files = sorted(path for path in folder.iterdir() if path.suffix in _MUTATIONS)
     path = random.choice(files)

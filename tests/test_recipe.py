@@ -168,7 +168,7 @@ def test_a_recipe_is_named_like_its_file_at_the_top_of_the_clone() -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy of what a build reads, with one recipe that exists nowhere else."""
+    """Copy the files that a build reads, and add a recipe that exists nowhere else."""
     root = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         # A file that is not written yet is not what is tested here.

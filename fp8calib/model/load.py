@@ -115,13 +115,14 @@ def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError, ValueError) as error:
+        why = _explain_load_error(error)
         raise ModelError(
-            f"{model} is not a local folder; fetching it from the hub failed: {_explain(error)}",
+            f"{model} is not a local folder; fetching it from the hub failed: {why}",
             hint="check the name and the network, or pass a local folder",
         ) from error
 
 
-def _explain(error: BaseException) -> str:
+def _explain_load_error(error: BaseException) -> str:
     """Explain an error of transformers or of the hub in one line."""
     if isinstance(error, KeyError):
         return f"{error} is missing or unknown"
@@ -147,7 +148,7 @@ def _load_config(
     except Exception as error:
         raise ModelError(
             f"{folder}/config.json: transformers {transformers.__version__} cannot use it: "
-            f"{_explain(error)}"
+            f"{_explain_load_error(error)}"
         ) from error
 
 
@@ -231,7 +232,7 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
     except Exception as error:
         carries_code = "trust_remote_code" in str(error)
         raise ModelError(
-            f"{source.folder}: the tokenizer cannot be loaded: {_explain(error)}",
+            f"{source.folder}: the tokenizer cannot be loaded: {_explain_load_error(error)}",
             hint="pass --trust-remote-code if you trust that code" if carries_code else "",
         ) from error
     if len(tokenizer) > vocab_size:
@@ -276,7 +277,7 @@ def load_model(
                 hint="omit --device-map: the model is then streamed layer by layer",
             ) from error
         raise ModelError(
-            f"{source.folder}: transformers cannot load the model: {_explain(error)}"
+            f"{source.folder}: transformers cannot load the model: {_explain_load_error(error)}"
         ) from error
     _check_loading(source.folder, info)
     loaded: PreTrainedModel = model.eval()
@@ -339,7 +340,7 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
     except Exception as error:
         raise ModelError(
             f"{source.folder}: transformers cannot build {source.config.model_type}: "
-            f"{_explain(error)}"
+            f"{_explain_load_error(error)}"
         ) from error
     built: PreTrainedModel = model.eval()
     return built

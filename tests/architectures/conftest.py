@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Run on one thread: models this small spend seven times longer on waking the others."""
+    """Run on one thread: with several, models this small take seven times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

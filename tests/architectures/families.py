@@ -1,4 +1,4 @@
-"""Tiny random models of further families: what each needs beside the common tiny sizes."""
+"""Tiny random models of further families, by what each needs besides the common sizes."""
 
 from __future__ import annotations
 

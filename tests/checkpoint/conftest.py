@@ -21,7 +21,7 @@ def golden_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a disk of one megabyte, where the machine allows it."""
+    """Mount a disk of one megabyte, if the machine allows it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

@@ -7,13 +7,13 @@ import struct
 
 
 def pack(header: object, data: bytes = b"") -> bytes:
-    """Put a safetensors file together: eight bytes of length, JSON, data."""
+    """Assemble a safetensors file: eight bytes of length, JSON, data."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw)) + raw + data
 
 
 def describe(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, object]:
-    """Spell one tensor of a header."""
+    """Describe one tensor of a header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 

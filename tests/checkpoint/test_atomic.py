@@ -1,4 +1,4 @@
-"""Folders and files that appear whole or not at all, whatever fails."""
+"""Atomic folders and files: complete or absent, whatever fails."""
 
 from __future__ import annotations
 

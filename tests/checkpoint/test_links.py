@@ -1,4 +1,4 @@
-"""A folder's links are followed within it and into the Hugging Face cache, and nowhere else."""
+"""Links are followed within a folder and into the Hugging Face cache, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several files that appear together or not at all."""
+"""Several output files: all or none appear."""
 
 from __future__ import annotations
 

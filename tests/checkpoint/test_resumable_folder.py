@@ -137,7 +137,7 @@ def finish_and_die(path: Path, moment: str) -> None:
     "moment", ["pathlib.Path.rename", "fp8calib.checkpoint.resumable_folder.remove_progress_file"]
 )
 def test_a_run_killed_at_its_very_end_can_be_gone_on_with(tmp_path: Path, moment: str) -> None:
-    """Before the folder has its name, or before it has lost its mark."""
+    """Killed before the folder is renamed, or before its progress file is removed."""
     out = tmp_path / "out"
     with folder_of(tmp_path / "warm") as staging:  # what is imported late, is now
         (staging / "file").touch()

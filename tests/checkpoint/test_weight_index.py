@@ -1,4 +1,4 @@
-"""What the folder holds, and what a user is told when it holds no weights."""
+"""The weight files and index of a folder, and the errors for a folder without weights."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ALL_FORMATS = ("kv-overlay", "kv-overlay-head", "tgi", "kv-scales", "vllm-json",
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny matrices on many threads wait for each other; nobody wants the savers' bars either."""
+    """Run on one thread, as models this small are slower on many, and hide progress bars."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _offline() -> Iterator[None]:
-    """Refuse at once what asks the hub, whatever network the machine has."""
+    """Make requests to the hub fail at once, even if the machine has a network."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")  # for libraries that are imported later
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -58,14 +58,14 @@ def save_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a llama of two layers, 4 heads and 2 KV heads, 48 MLP channels; tokenizer included."""
+    """Write a llama with two layers, 4 heads, 2 KV heads and 48 MLP channels, and a tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     zoo.save("llama", folder)
     save_tokenizer(folder)
@@ -74,7 +74,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give 60 rows of 40 tokens each, BOS included."""
+    """Write 60 rows of 40 tokens each, including BOS."""
     rows = [{"text": " ".join(f"w{i * j % 90}" for j in range(1, 40))} for i in range(60)]
     return write_rows(tmp_path_factory.mktemp("data") / "calib.jsonl", rows)
 
@@ -83,7 +83,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibrated(
     model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Outcome]:
-    """Give an output folder with every format for 1 and 2 ranks, and what the program said."""
+    """Calibrate once: the output folder with every format for 1 and 2 ranks, and the outcome."""
     out = tmp_path_factory.mktemp("calibrated") / "out"
     formats = [part for name in ALL_FORMATS for part in ("--format", name)]
     command = ("calibrate", model, "--data", data, *QUICK, *formats, "--tp", 1, "--tp", 2)
@@ -92,7 +92,7 @@ def calibrated(
 
 @pytest.fixture
 def refused(tmp_path: Path, data: Path) -> Callable[..., str]:
-    """Calibrate, require the exit code, and that the folder around the output did not change."""
+    """Calibrate, require an exit code, and that the parent of the output folder is unchanged."""
 
     def calibrate(code: int, model: object, *options: object, rows: Path | None = None) -> str:
         before = snapshot(tmp_path)

@@ -69,7 +69,7 @@ Written = Mapping[str, Path]
 
 
 def _save_autofp8(folder: Path) -> Path:
-    """Give AutoFP8's form with a k and a v that differ, as AutoFP8 had it and Quark has not."""
+    """Write AutoFP8's format with different scales for k and v."""
     scales = {
         f"{ATTENTION.format(i)}.{role}_scale": torch.tensor(value * (i + 1))
         for i in range(2)
@@ -79,7 +79,7 @@ def _save_autofp8(folder: Path) -> Path:
 
 
 def _save_old_autofp8(folder: Path) -> Path:
-    """Give the older AutoFP8 form, as no tool writes it any more."""
+    """Write the older AutoFP8 format, which no tool writes any more."""
     singles = {f"{ATTENTION.format(i)}.kv_scale": torch.tensor(0.25 * (i + 1)) for i in range(2)}
     return _save_autofp8_of(singles, folder)
 
@@ -93,7 +93,7 @@ def _save_autofp8_of(scales: dict[str, torch.Tensor], folder: Path) -> Path:
 
 
 def _save_ranks(folder: Path) -> Path:
-    """Give two rank files of TensorRT-LLM, which differ, and its config."""
+    """Write two different rank files of TensorRT-LLM, and its config."""
     folder.mkdir()
     for rank in range(2):
         tensors = {
@@ -216,7 +216,7 @@ def _read(name: str, place: Path) -> ScaleTable:
 
 
 def _find_losses(before: ScaleTable, after: ScaleTable) -> Iterator[str]:
-    """Compare head by head what each form dequantizes with, which may only have become larger."""
+    """Compare the scales of both formats head by head; they may only become larger."""
     pairs = [(a.site(Role.K), a.site(Role.V)) for _, a in before.geometry.attentions()]
     sites = [site for pair in pairs for site in pair]
     own, new = ({site: _by_head(table, site) for site in sites} for table in (before, after))
@@ -231,7 +231,7 @@ def _find_losses(before: ScaleTable, after: ScaleTable) -> Iterator[str]:
 
 
 def _by_head(table: ScaleTable, site: Site) -> torch.Tensor:
-    """Give the scale of each KV head, of which every rank holds as many."""
+    """Return the scale of each KV head; every rank holds equally many."""
     values = table.scales[site].values
     return values[0] if table.per_head else values.repeat_interleave(NUM_KV_HEADS // table.tp)
 

@@ -1,4 +1,4 @@
-"""The program under test, run in this process, and what it left behind."""
+"""Run the program under test in this process, and inspect its outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KIND_OF_EXIT_CODE = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of the program ended."""
+    """The exit code and output of one run of the program."""
 
     code: int
     out: str
@@ -34,12 +34,12 @@ class Outcome:
 
     @property
     def json(self) -> Any:
-        """What stdout holds, which must be one JSON document and nothing else."""
+        """The JSON document on stdout, which must hold nothing else."""
         return json.loads(self.out)
 
 
 def run(*arguments: object) -> Outcome:
-    """Run the program as a shell would; options and paths are spelled as text."""
+    """Run the program as a shell would; options and paths are converted to text."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -50,16 +50,16 @@ def run(*arguments: object) -> Outcome:
 
 
 def succeed(*arguments: object) -> Outcome:
-    """Run the program and require that it ends well."""
+    """Run the program and require exit code 0."""
     outcome = run(*arguments)
     assert outcome.code == 0, outcome.err
     return outcome
 
 
 def fail(code: int, *arguments: object) -> str:
-    """Run the program, require one clear error of this exit code, and give message and hint.
+    """Run the program, require one error with this exit code, and return message and hint.
 
-    The error stands on stderr, and as JSON on stdout; no traceback and no other line says `error`.
+    The error is on stderr, and as JSON on stdout; there is no traceback and no other `error` line.
     """
     outcome = run(*arguments, "--json")
     assert outcome.code == code, f"exit {outcome.code}: {outcome.err}"
@@ -76,7 +76,7 @@ def fail(code: int, *arguments: object) -> str:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """List everything under a folder with a hash of what it holds."""
+    """Map every file of a folder to the hash of its contents."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         if path.is_file()

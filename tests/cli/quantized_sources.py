@@ -1,4 +1,4 @@
-"""KV scales of the tiny llama as every tool leaves them, made by hand, with short numbers."""
+"""KV scales of the tiny llama in the format of every tool, written by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CT_NUMBER = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True
 
 
 def save_checkpoint(folder: Path, tensors: Mapping[str, torch.Tensor], **config: object) -> Path:
-    """Write a checkpoint of one file, with a few FP8 weights that belong to no scale."""
+    """Write a checkpoint of one file, with a few FP8 weights that have no scale."""
     folder.mkdir()
     weight = torch.ones(4, 4).to(torch.float8_e4m3fn)
     weights = {f"{ATTENTION.format(i)}.o_proj.weight": weight.clone() for i in range(2)}
@@ -107,7 +107,7 @@ def save_rfc(path: Path) -> Path:
 
 
 def save_ranks(folder: Path) -> Path:
-    """Write two rank files as TensorRT-LLM does, whose config says FP8."""
+    """Write two rank files as TensorRT-LLM does, with a config that states FP8."""
     folder.mkdir()
     for rank, values in enumerate(((0.75, 1.0), (0.25, 2.0))):
         tensors = {
@@ -121,7 +121,7 @@ def save_ranks(folder: Path) -> Path:
 
 
 def save_npz(path: Path) -> Path:
-    """Write a rank file as AMMO does, beside which there is no config."""
+    """Write a rank file as AMMO does, without a config."""
     arrays = {
         f"_np:layers:{layer}.{layer}.kv_cache_scaling_factor": np.array([value], dtype=np.float32)
         for layer, value in enumerate(JOINT)

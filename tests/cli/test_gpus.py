@@ -1,4 +1,4 @@
-"""The program on GPUs: real ones where the machine has them, else pretended."""
+"""The program on GPUs: real ones where the machine has them, else simulated."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fp8calib.scales.scale_table import scale_of
 from tests import zoo
 from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.cli.test_ranks import finish, make_rows, start_ranks
-from tests.pretended_gpus import pretended_gpus
+from tests.simulated_gpus import simulated_gpus
 
 HAS_GPU = torch.cuda.is_available()
 FAMILIES = ("llama", "mixtral", "deepseek_v3", "gemma3n_text", "qwen3_next")
 SIZE = ("--samples", 8, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
 SCHEMES = ("fp8-static", "fp8-dynamic", "w8a16", "fp8-block")
-PRETENDING = (sys.executable, "-m", "tests.cli.pretending")
+ON_SIMULATED_GPUS = (sys.executable, "-m", "tests.cli.program_on_simulated_gpus")
 
 pytestmark = pytest.mark.skipif(
-    not HAS_GPU and shutil.which("g++") is None, reason="pretended GPUs are compiled by g++"
+    not HAS_GPU and shutil.which("g++") is None, reason="simulated GPUs are compiled by g++"
 )
 
 
@@ -67,7 +67,7 @@ def outside_the_layers(model: Path) -> tuple[str, ...]:
 
 
 def gpus(count: int = 1) -> AbstractContextManager[None]:
-    return nullcontext() if HAS_GPU else pretended_gpus(count)
+    return nullcontext() if HAS_GPU else simulated_gpus(count)
 
 
 @contextmanager
@@ -96,9 +96,9 @@ def require_same_figures(first: Outcome, second: Outcome) -> None:
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
-def test_pretended_gpus_refuse_what_gpus_refuse() -> None:
+def test_simulated_gpus_refuse_what_gpus_refuse() -> None:
     host = torch.arange(6.0).view(2, 3)
-    with pretended_gpus(2):
+    with simulated_gpus(2):
         first, second = host.cuda(), host.to("cuda:1")
         assert (first.device, second.device) == (torch.device("cuda:0"), torch.device("cuda:1"))
         assert (first @ first.T).cpu().tolist() == (host @ host.T).tolist()
@@ -173,8 +173,8 @@ def test_a_model_spread_over_gpus_gives_the_same(family: str, rows: Path, tmp_pa
     verification = ("verify", tmp_path / "model", "--data", rows, *SIZE, "--json")
     verification = (*verification, "--scales", tmp_path / "cpu" / "fp8-static")
     with (
-        mock.patch("tests.pretended_gpus._infer_device_map", spy),
-        pretended_gpus(2, room_bytes=weights * 3 // 4),
+        mock.patch("tests.simulated_gpus._infer_device_map", spy),
+        simulated_gpus(2, room_bytes=weights * 3 // 4),
     ):
         succeed(*calibration(tmp_path, rows), *spread, "--out", tmp_path / "out")
         spread_figures = succeed(*verification, *spread)
@@ -204,13 +204,13 @@ def test_bytes_of_a_gpu_are_those_of_the_cpu(calibrated: Path, scheme: str, tmp_
     assert snapshot(tmp_path / "gpu") == snapshot(tmp_path / "cpu")
 
 
-@pytest.mark.skipif(HAS_GPU, reason="the pretended ranks would find the real GPU")
+@pytest.mark.skipif(HAS_GPU, reason="the simulated ranks would find the real GPU")
 def test_ranks_with_a_gpu_each_write_the_file_of_one(rows: Path, tmp_path: Path) -> None:
     zoo.save("mixtral", tmp_path / "model")
     command = (*calibration(tmp_path, rows), "--device", "cuda", "--json")
-    with pretended_gpus(1):
+    with simulated_gpus(1):
         succeed(*command, "--out", tmp_path / "one")
-    ranks = start_ranks(2, *command, "--out", tmp_path / "two", program=PRETENDING)
+    ranks = start_ranks(2, *command, "--out", tmp_path / "two", program=ON_SIMULATED_GPUS)
     for rank, process in enumerate(ranks):
         code, out, err = finish(process)
         assert code == 0, err
@@ -235,6 +235,6 @@ def test_ranks_without_a_gpu_each_are_refused(
     zoo.save("llama", tmp_path / "model")
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    with pretended_gpus(1):
+    with simulated_gpus(1):
         told = fail(2, *calibration(tmp_path, rows), *options, "--out", tmp_path / "out")
     assert why in told

@@ -18,7 +18,7 @@ from tests.cli.program import snapshot
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-m", "fp8calib")
-HELD = (sys.executable, "-m", "tests.cli.held")
+PAUSED = (sys.executable, "-m", "tests.cli.program_paused")
 ENVIRONMENT = {
     **os.environ,
     "HF_HUB_OFFLINE": "1",

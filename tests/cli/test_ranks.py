@@ -20,7 +20,7 @@ from fp8calib.run.distributed import rendezvous
 from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
-from tests.cli.test_process import ENVIRONMENT, HELD, PROGRAM, ROOT
+from tests.cli.test_process import ENVIRONMENT, PAUSED, PROGRAM, ROOT
 
 SIZE = ("--samples", 26, "--seq-len", 32, "--batch-size", 2, "--no-pack", "--dtype", "float32")
 
@@ -109,7 +109,7 @@ def test_a_process_that_dies_ends_all_and_the_run_can_be_resumed(
 ) -> None:
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--format", "kv-scales")
-    first, second = start_ranks(2, *command, "--out", tmp_path / "out", last=HELD)
+    first, second = start_ranks(2, *command, "--out", tmp_path / "out", last=PAUSED)
     partial = tmp_path / "out.partial"
     while not list(partial.glob("checkpoint-0*")):
         assert second.poll() is None, "ended before it had kept anything"
@@ -149,7 +149,9 @@ def test_a_process_that_dies_before_the_rendezvous_is_named(mixtral: Path, tmp_p
 def test_a_process_that_is_blocked_inside_torch_ends_too(mixtral: Path, tmp_path: Path) -> None:
     rows = make_rows(tmp_path / "rows.jsonl", 26)
     command = ("calibrate", mixtral, "--data", rows, *SIZE, "--out", tmp_path / "out")
-    first, second = start_ranks(2, *command, program=(sys.executable, "-m", "tests.cli.stuck"))
+    first, second = start_ranks(
+        2, *command, program=(sys.executable, "-m", "tests.cli.program_blocked")
+    )
     for process in (first, second):
         assert process.stdout is not None
         assert process.stdout.readline() == "stuck\n"

@@ -15,7 +15,7 @@ from fp8calib.cli.calibrate import run as calibrate_run
 from fp8calib.errors import ExportError
 from tests.cli.conftest import QUICK, write_rows
 from tests.cli.program import fail, run, snapshot, succeed
-from tests.cli.test_process import HELD, start
+from tests.cli.test_process import PAUSED, start
 
 LONG = ("--samples", 40, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
 
@@ -50,7 +50,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bytes(
 ) -> None:
     out = tmp_path / "out"
     command = ("calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
-    process = start(*HELD, *command)
+    process = start(*PAUSED, *command)
     partial = wait_for_checkpoint(process, out)
     process.kill()
     process.communicate(timeout=60)
@@ -76,7 +76,7 @@ def test_an_interrupted_run_prints_the_command_that_resumes(
     model: Path, rows: Path, whole: bytes, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = start(*HELD, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
+    process = start(*PAUSED, "calibrate", model, "--data", rows, *LONG, "--out", out, "--json")
     wait_for_checkpoint(process, out)
     process.send_signal(signal.SIGTERM)
     text, err = process.communicate(timeout=60)

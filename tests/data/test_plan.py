@@ -1,4 +1,4 @@
-"""Tests of fp8calib.data.plan."""
+"""Plans: which sequences, in which batches, with which fingerprint and warnings."""
 
 import hashlib
 import json

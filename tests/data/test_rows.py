@@ -1,4 +1,4 @@
-"""Tests of fp8calib.data.rows."""
+"""Rows are parsed from JSON objects, or refused with the place and the reason."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Shares of a plan: every sequence once, batches as they were."""
+"""Shares of a plan hold every sequence once, in unchanged batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of fp8calib.data.specs."""
+"""Data specs are resolved to files, hub datasets and the built-in text."""
 
 from pathlib import Path
 

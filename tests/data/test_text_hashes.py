@@ -1,4 +1,4 @@
-"""What finds a text again, against a computation with Python's own integers."""
+"""Text hashes against a computation with Python's integers, and what they find."""
 
 from __future__ import annotations
 

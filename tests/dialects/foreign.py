@@ -48,7 +48,7 @@ NO_KV_SCALES: Mapping[str, str] = {
 
 @cache
 def find_geometry(model: str) -> ModelGeometry:
-    """Find the shape of one of the models that the tools were given."""
+    """Find the geometry of one of the models from which the tools made the files."""
     folder = FOLDER / model
     return read_geometry(folder, json.loads((folder / "config.json").read_text()))
 
@@ -59,7 +59,7 @@ def load_tensors(name: str) -> dict[str, torch.Tensor]:
 
 
 def load_kv_scales(name: str) -> list[tuple[list[float], list[float]]]:
-    """Load k and v of both layers as they are stored, without our reader."""
+    """Load the stored k and v scales of both layers, without our reader."""
     model, _, k, v = KV_SCALES[name]
     attention = GPT2_ATTENTION if model == "gpt2" else LLAMA_ATTENTION
     tensors = load_tensors(name)

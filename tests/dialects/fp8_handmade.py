@@ -114,7 +114,7 @@ def modelopt(algorithm: str) -> dict[str, object]:
 
 
 def quark(inputs: object = "static", **changes: object) -> dict[str, object]:
-    """Write Quark's config; `inputs` is a spec of its own, or None."""
+    """Write Quark's config; `inputs` is a spec of activations, or None."""
     spec = {
         "dtype": "fp8_e4m3",
         "is_dynamic": False,
@@ -144,12 +144,12 @@ def quark(inputs: object = "static", **changes: object) -> dict[str, object]:
 
 
 def codes(rows: Sequence[Sequence[int]], dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
-    """Type a weight by its codes."""
+    """Make a weight from its codes."""
     return torch.tensor(rows, dtype=torch.uint8).view(dtype)
 
 
 def scalar(value: float) -> torch.Tensor:
-    """Type a scale: fp32, 0-dim."""
+    """Make a scale: fp32, 0-dim."""
     return torch.tensor(value, dtype=torch.float32)
 
 
@@ -160,7 +160,7 @@ def linear(
     input_scale: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
 ) -> Tensors:
-    """Put an FP8 linear together."""
+    """Make the tensors of an FP8 linear."""
     tensors = {f"{module}.weight": codes(CODES) if weight is None else weight}
     if scale is not None:
         tensors[f"{module}.weight_scale"] = scale
@@ -170,7 +170,7 @@ def linear(
 
 
 def save(folder: Path, tensors: Tensors, config: object) -> Path:
-    """Write a checkpoint of one file; a `config` of None leaves the quantization out."""
+    """Write a checkpoint of one file; with `config` None it has no quantization config."""
     folder.mkdir(exist_ok=True)
     save_file({name: tensors[name].clone() for name in tensors}, folder / "model.safetensors")
     document: dict[str, object] = {"model_type": "llama"}

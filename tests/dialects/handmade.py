@@ -1,4 +1,4 @@
-"""Geometries and statistics typed by hand, whose scales are short binary fractions."""
+"""Geometries and statistics written by hand, whose scales are exact binary fractions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ INPUTS = {
 
 
 def amax_of(scales: Sequence[float], factor: float = 1.0) -> torch.Tensor:
-    """Give the magnitudes whose e4m3fn scales are `scales`."""
+    """Return the magnitudes whose e4m3fn scales are `scales`."""
     return torch.tensor(scales, dtype=torch.float32) * factor * 448
 
 
@@ -79,7 +79,7 @@ def make_geometry(
     architecture: str = "Handmade",
     num_draft_layers: int = 0,
 ) -> ModelGeometry:
-    """Put layers together."""
+    """Make a geometry of layers."""
     layers = tuple(
         Layer(
             index=index,
@@ -100,7 +100,7 @@ def make_geometry(
 
 
 def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> CalibrationStats:
-    """Put a header around what was seen, with what an export reads of it."""
+    """Make statistics of sites, with the header fields that an export reads."""
     header = StatsHeader.model_construct(
         geometry=geometry, model_fingerprint=MODEL, data_fingerprint=DATA, skipped=()
     )
@@ -108,7 +108,7 @@ def make_stats(geometry: ModelGeometry, sites: Mapping[Site, SiteStats]) -> Cali
 
 
 def make_kv_sites(geometry: ModelGeometry) -> Sites:
-    """Give every layer that writes a cache the scales of KV_SCALES and Q_SCALES."""
+    """Make K, V and q sites with the scales of KV_SCALES and Q_SCALES for layers with a cache."""
     sites: Sites = {}
     for layer, attention in geometry.attentions():
         sites[attention.site(Role.Q)] = SiteStats(count=8, amax=amax_of(Q_SCALES[layer.index % 2]))
@@ -125,7 +125,7 @@ def plain_stats(**changes: str) -> CalibrationStats:
 
 
 def shared_stats() -> CalibrationStats:
-    """Four layers, of which the last two read the caches of the first two, crosswise."""
+    """Four layers; layer 2 reads the cache of layer 1, and layer 3 that of layer 0."""
     producers = (None, None, 1, 0)
     attentions = [make_attention(index, producer=who) for index, who in enumerate(producers)]
     geometry = make_geometry(attentions)
@@ -133,7 +133,7 @@ def shared_stats() -> CalibrationStats:
 
 
 def hybrid_stats() -> CalibrationStats:
-    """Two layers, of which the first caches no K and V."""
+    """Two layers; the first caches no K and V."""
     geometry = make_geometry([None, make_attention(1)], model_type="qwen3_next")
     return make_stats(geometry, make_kv_sites(geometry))
 
@@ -224,7 +224,7 @@ EXPERT_INPUTS = {
 
 
 def expert_stats() -> CalibrationStats:
-    """One layer with two experts, of which no token reached the second."""
+    """One layer with two experts; no token reached the second."""
     root = "model.layers.0.mlp"
     linears = [
         Linear(
@@ -274,7 +274,7 @@ def write_scales(
 
 
 def save_source(stats: CalibrationStats, folder: Path, **config: object) -> Checkpoint:
-    """Save and open a checkpoint that has one weight in every attention."""
+    """Save and open a checkpoint with one weight in every attention module."""
     folder.mkdir()
     weights = {
         f"{attention.checkpoint_module}.o_proj.weight": torch.ones(2, 2)

@@ -1,4 +1,4 @@
-"""Checkpoint folders written by hand for `check`, and short ways to say what is expected."""
+"""Checkpoint folders written by hand for `check`, and helpers for expected results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plain_geometry(**changes: Any) -> ModelGeometry:
 
 
 def moved_geometry(pattern: str, **changes: str) -> ModelGeometry:
-    """Two layers whose attention modules are called otherwise."""
+    """Two layers whose attention modules have other names."""
     paths = [pattern.format(index) for index in range(2)]
     attentions = [
         make_attention(index, module=path, checkpoint_module=path)
@@ -109,7 +109,7 @@ def _to_tensor(value: object, shape: tuple[int, ...] | None, dtype: torch.dtype)
 def ask(
     engine: str, folder: Path, geometry: ModelGeometry | None = None, *, tp: int = 1
 ) -> EngineReport:
-    """Ask one engine of a folder."""
+    """Check a folder for one engine."""
     report = check_folder(open_folder(folder), geometry or plain_geometry(), [engine], tp)
     return report.engines[engine]
 
@@ -117,22 +117,22 @@ def ask(
 def ask_sglang_json(
     path: Path, geometry: ModelGeometry, tp: int, *, quantization: object = None
 ) -> EngineReport:
-    """Ask SGLang of a JSON file, beside a model with this `quantization_config`."""
+    """Check a JSON file for SGLang, with a model that has this `quantization_config`."""
     config = {} if quantization is None else {"quantization_config": quantization}
     model = ScaleFolder(path=path.parent, config=config, tensors={}, scales={})
     return check_file(path, geometry, ["sglang"], tp, model=model).engines["sglang"]
 
 
 def statuses(report: EngineReport) -> list[tuple[str, str]]:
-    """Give the status of k and v, layer by layer."""
+    """Return the status of k and v, layer by layer."""
     return [(layer.k.status.value, layer.v.status.value) for layer in report.layers]
 
 
 def values(report: EngineReport) -> list[tuple[float | None, float | None]]:
-    """Give the numbers the engine uses for k and v, layer by layer."""
+    """Return the numbers that the engine uses for k and v, layer by layer."""
     return [(layer.k.value, layer.v.value) for layer in report.layers]
 
 
 def both(status: str) -> list[tuple[str, str]]:
-    """Give the same status for k and v of two layers."""
+    """Return one status for k and v of two layers."""
     return [(status, status)] * 2

@@ -1,6 +1,6 @@
-"""Checkpoints made by hand, and what FP8 makes of their weights, computed by numpy and ml_dtypes.
+"""Checkpoints made by hand, and their FP8 weights computed with numpy and ml_dtypes.
 
-Nothing here shares code with the product.
+This module shares no code with the product.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def random(rows: int, columns: int, *, seed: int, factor: float = 1.0) -> torch.
 
 
 def make_tensors() -> Tensors:
-    """Make a layer whose sizes are no multiples of 128, with unlike members of fused groups."""
+    """Make a layer whose sizes are not multiples of 128, with fused members of different amax."""
     return {
         "model.embed_tokens.weight": random(160, 200, seed=1),
         f"{LAYER}.input_layernorm.weight": torch.ones(200, dtype=torch.bfloat16),
@@ -72,7 +72,7 @@ CONFIG: Mapping[str, object] = {
 
 
 def save(folder: Path, tensors: Tensors, *, shards: int = 1, **config: object) -> Path:
-    """Write a checkpoint; with several shards, tensors are dealt out in turn."""
+    """Write a checkpoint; with several shards, tensors are assigned in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     if shards == 1:
@@ -102,7 +102,7 @@ class Silent:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run planned and did."""
+    """The plan and the result of one run."""
 
     plan: QuantizePlan
     written: Written
@@ -157,12 +157,12 @@ def read(folder: Path) -> Tensors:
 
 
 def to_numpy(weight: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Give a weight's numbers in fp32, which holds every source dtype exactly."""
+    """Convert a weight to fp32, which represents every source dtype exactly."""
     return weight.to(torch.float32).numpy()
 
 
 def encode(values: np.ndarray[Any, Any], scale: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Divide in fp32, saturate, and let ml_dtypes round: uint8 codes."""
+    """Divide in fp32, saturate, and round with ml_dtypes: uint8 codes."""
     scaled = np.clip(values / scale.astype(np.float32), np.float32(-448), np.float32(448))
     return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
@@ -173,6 +173,6 @@ def scale_for(amax: np.ndarray[Any, Any] | float) -> np.ndarray[Any, Any]:
 
 
 def codes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Give the codes of an e4m3fn tensor: uint8."""
+    """Return the codes of an e4m3fn tensor: uint8."""
     assert tensor.dtype is torch.float8_e4m3fn
     return tensor.view(torch.uint8).numpy()

@@ -57,7 +57,7 @@ _LLAMA4_VISION = {
 
 @dataclass(frozen=True)
 class Family:
-    """How a tiny model of a type is made, and how its checkpoints are published."""
+    """How to make a tiny model of a type, and how its checkpoints are published."""
 
     changes: dict[str, Any]
     """To the config of the text model."""
@@ -84,7 +84,7 @@ class Family:
         return model.eval()  # type: ignore[no-any-return]
 
     def save(self, model: Any, folder: Path) -> Path:
-        """Write a model as its kind is published."""
+        """Write a model in the layout in which its family is published."""
         model.save_pretrained(folder, save_original_format=self.is_original)
         if self.is_turned:
             file = folder / "model.safetensors"
@@ -132,7 +132,7 @@ def find_experts(model: Any) -> dict[str, Any]:
 
 
 def run_expert(experts: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """Let transformers send all rows through one expert: [rows, hidden]."""
+    """Run all rows through one expert with transformers: [rows, hidden]."""
     count = experts.gate_up_proj.shape[0]
     if type(experts).__name__ == "Llama4TextExperts":
         return experts(rows.repeat(count, 1)).view(count, *rows.shape)[expert]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Real engines, in environments that `scripts/test-engines` makes; no part of `scripts/test`."""
+"""Real engines, in environments that `scripts/test-engines` makes; `scripts/test` skips them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ collect_ignore_glob = [] if os.environ.get("FP8CALIB_TEST_ENGINES") else ["test_
 
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
-    """Give calibrations of models, each made once."""
+    """Calibrate models, each once."""
     transformers.utils.logging.disable_progress_bar()
     return Exports(tmp_path_factory.mktemp("exports"))
 
 
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> VllmServer:
-    """Give what starts a process of vLLM for every question."""
+    """Return a function that starts a new process of vLLM for each question."""
     return VllmServer(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """Give the model of `scripts/demo`."""
+    """Return the model of `scripts/demo`."""
     return Path(__file__).parents[2] / "demo" / "SmolLM2-135M-Instruct"

@@ -1,4 +1,4 @@
-"""A tiny model that is loaded once and calibrated in shares, whole or streamed."""
+"""Load a tiny model once and calibrate it in shares, whole or streamed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Subject:
         recipe: Recipe = RECIPE,
         progress: Silent | None = None,
     ) -> CalibrationStats:
-        """Calibrate it, with sequences of `LENGTHS` unless a plan is given."""
+        """Calibrate it, on sequences of `LENGTHS` unless a plan is given."""
         return calibrate(
             self.prepared,
             plan or rows_of(LENGTHS),
@@ -56,7 +56,7 @@ class Subject:
 
 
 def rows_of(lengths: list[int], *, seed: int = 9) -> DataPlan:
-    """Plan uncut rows; the fingerprint depends on their lengths and the seed."""
+    """Make a plan of unpacked rows; its fingerprint depends on their lengths and the seed."""
     plan = make_plan(draw(lengths, seed=seed), packed=False)
     return DataPlan(**{**vars(plan), "fingerprint": f"{seed}-{lengths}"})
 
@@ -79,7 +79,7 @@ def opened(folder: Path, *, streamed: bool = False) -> Iterator[Subject]:
 
 
 def as_bytes(stats: CalibrationStats, folder: Path) -> bytes:
-    """Give the bytes of the statistics' file."""
+    """Return the bytes of the statistics file."""
     path = folder / "as_bytes.safetensors"
     save_stats(stats, path)
     return path.read_bytes()

@@ -1,4 +1,4 @@
-"""What a model really does, captured without a line of the product.
+"""The true inputs and caches of a model, captured without any code of the product.
 
 A plain forward of the whole model, one sequence at a time, with every tensor kept: the arguments of
 the cache layers' own `update`, the input of every linear, the query given to the attention kernels,
@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass
 class Capture:
-    """Tensors by where they were seen, one entry a forward pass."""
+    """Tensors by the place they were observed, one entry per forward pass."""
 
     kv: dict[int, list[tuple[np.ndarray, np.ndarray]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -38,7 +38,7 @@ class Capture:
 
 
 def run(model: nn.Module, sequences: list[torch.Tensor]) -> Capture:
-    """Run every sequence through the whole model and keep what is seen."""
+    """Run every sequence through the whole model and keep all tensors."""
     capture = Capture()
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(_keep_kv(capture))
@@ -91,7 +91,7 @@ def _keep_inputs(model: nn.Module, capture: Capture) -> Iterator[None]:
 
 @contextmanager
 def _keep_queries(model: nn.Module, capture: Capture) -> Iterator[None]:
-    """Take q where torch's kernel or the family's eager function receives it, layer after layer."""
+    """Capture q as torch's kernel or the family's eager function receives it, layer by layer."""
     kernel = functional.scaled_dot_product_attention
 
     def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -125,7 +125,7 @@ def channel_amax(rows: list[np.ndarray]) -> np.ndarray:
 
 @dataclass
 class ExpertTruth:
-    """What the experts of one layer were given: inputs of gate/up and of down, expert by expert."""
+    """The inputs of one layer's experts: of gate/up and of down, expert by expert."""
 
     first: dict[int, np.ndarray]
     down: dict[int, np.ndarray]

@@ -1,6 +1,6 @@
-"""FP8 by hand: torch's own casts, a cache that quantizes, models whose weights were replaced.
+"""FP8 by hand: torch's casts, a cache that quantizes, and models with replaced weights.
 
-Nothing here computes with a line of the product; it only opens models the way the product does.
+The computations share no code with the product; only the opening of models does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class Subject:
-    """A tiny model with what the product needs to know of it."""
+    """A tiny model, and what the product needs to know about it."""
 
     model: PreTrainedModel
     geometry: ModelGeometry
@@ -52,7 +52,7 @@ class Subject:
 
 @contextmanager
 def opened(model: PreTrainedModel, folder: Path) -> Iterator[Subject]:
-    """Write `model` as a checkpoint and open it; the model in memory stays the one given."""
+    """Write `model` as a checkpoint and open it; the model in memory is `model` itself."""
     model.save_pretrained(folder)
     with Checkpoint.open(folder) as checkpoint:
         source = WeightSource(model, checkpoint)
@@ -69,7 +69,7 @@ def make_batch(lengths: list[int], *, seed: int = 11, first: int = 0) -> Batch:
 
 
 def padding_mask(batch: Batch) -> torch.Tensor | None:
-    """Give 1 where a token stands: int64 [B, L]; None where nothing is padded."""
+    """Return 1 at tokens and 0 at padding: int64 [B, L]; None if nothing is padded."""
     width = max(batch.lengths)
     if min(batch.lengths) == width:
         return None
@@ -77,7 +77,7 @@ def padding_mask(batch: Batch) -> torch.Tensor | None:
 
 
 def plain_forward(model: PreTrainedModel, batch: Batch, cache: Any = None) -> torch.Tensor:
-    """Run the model below its head as anybody would: the last hidden state [B, L, C]."""
+    """Run the model without its head: the last hidden state [B, L, C]."""
     with torch.no_grad():
         hidden: torch.Tensor = model.base_model(
             input_ids=batch.input_ids,
@@ -110,7 +110,7 @@ def cast(x: torch.Tensor, scale: Any, dtype: torch.dtype = E4M3) -> torch.Tensor
 
 
 def search_down(x: torch.Tensor, scale: Any, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """Look up the nearest value toward zero in the list of ml_dtypes' values."""
+    """Find the nearest value toward zero in the list of ml_dtypes' values."""
     values = np.arange(256, dtype=np.uint8).view(NUMPY[dtype]).astype(np.float32)
     magnitudes = np.unique(values[np.isfinite(values) & (values >= 0)])
     scaled = (x.float() / scale).numpy()
@@ -119,13 +119,13 @@ def search_down(x: torch.Tensor, scale: Any, dtype: torch.dtype = E4M3) -> torch
 
 
 def tensor_scale(*tensors: torch.Tensor) -> float:
-    """Give the one scale that fits all `tensors`, rounded to fp32."""
+    """Compute the scale that fits all `tensors`, rounded to fp32."""
     largest = max(float(x.abs().max()) for x in tensors)
     return float(np.float32(largest) / np.float32(448))
 
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
-    """Give a scale per row of the last dimension."""
+    """Compute a scale for each row of the last dimension."""
     return x.float().abs().amax(-1, keepdim=True) / torch.tensor(448.0)
 
 
@@ -160,7 +160,7 @@ def ceil_log2(x: float) -> int:
 
 
 class HandCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """transformers' cache, whose every layer is given quantized K and V to store."""
+    """transformers' cache, whose layers store quantized K and V."""
 
     def __init__(self, config: Any, changes: Mapping[int, tuple[Change, Change]]) -> None:
         super().__init__(config=config)
@@ -177,13 +177,13 @@ class HandCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """Give the config that describes the decoder layers."""
+    """Return the config of the decoder layers."""
     return model.config.get_text_config(decoder=True)
 
 
 @contextmanager
 def changed_queries(model: PreTrainedModel, changes: list[Change]) -> Iterator[None]:
-    """Change q where torch's kernel or the family's eager function receives it, in layer order."""
+    """Change q as torch's kernel or the family's eager function receives it, in layer order."""
     kernel = functional.scaled_dot_product_attention
     family = sys.modules[type(model).__module__]
     eager = getattr(family, "eager_attention_forward", None)

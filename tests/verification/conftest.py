@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Run on one thread: models this small spend more on waking the others than on work."""
+    """Run on one thread, which is faster for models this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

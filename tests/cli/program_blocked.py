@@ -1,6 +1,7 @@
-"""The program, blocked in C++ where processes join their group: no signal handler runs there.
+"""The program, changed to block in C code while its processes join their group.
 
-Run it as `python -m tests.cli.stuck` where `python -m fp8calib` is run.
+No Python signal handler runs there. Run `python -m tests.cli.program_blocked` instead of
+`python -m fp8calib`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GPUs that are not there: tensors that say `cuda:N`, and are computed by the CPU.
+"""Simulated GPUs: tensors whose device is `cuda:N`, computed on the CPU.
 
-What a GPU refuses is refused: tensors of two devices in one operation, and the device's memory
-read as the host's. So a test sees where every tensor lies. Kernels and speed are the CPU's.
+Like real GPUs, they refuse operations on tensors of two devices, and reading the memory of the
+device from the host, so tests see where every tensor is. Kernels and speed are those of the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _infer_device_map = placing.infer_auto_device_map
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU; `held` has its numbers."""
+    """A tensor on a simulated GPU; `held` has its numbers."""
 
     held: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -63,7 +63,7 @@ class OnGpu(torch.Tensor):
         return self.held.tolist()
 
     def data_ptr(self) -> int:
-        """Tell tensors apart, as accelerate does to find tied weights."""
+        """Identify tensors, as accelerate does to find tied weights."""
         return self.held.data_ptr()
 
     @classmethod
@@ -73,7 +73,7 @@ class OnGpu(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
-class _Pretending(TorchDispatchMode):
+class _Simulation(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -81,12 +81,12 @@ class _Pretending(TorchDispatchMode):
 
 
 @contextmanager
-def pretended_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None]:
-    """Let torch and accelerate find GPUs.
+def simulated_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None]:
+    """Make torch and accelerate find simulated GPUs.
 
     Args:
-        count: how many.
-        room_bytes: how much of a model accelerate puts on each, when it spreads one.
+        count: the number of GPUs.
+        room_bytes: the bytes of a model that accelerate puts on each, when it spreads one.
     """
     _set_guard()
     properties = SimpleNamespace(total_memory=ROOM_BYTES, major=9, minor=0)
@@ -115,7 +115,7 @@ def pretended_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None
             mock.patch.object(placing, "get_max_memory", return_value=room),
             mock.patch.object(placing, "infer_auto_device_map", _infer),
             mock.patch.object(threading.Thread, "run", _run),
-            _Pretending(),
+            _Simulation(),
         ):
             yield
     finally:
@@ -124,20 +124,20 @@ def pretended_gpus(count: int, *, room_bytes: int = ROOM_BYTES) -> Iterator[None
 
 
 def _infer(*args: Any, **kwargs: Any) -> dict[str, int | str]:
-    """Say `cuda:0` where accelerate says 0, which is no device to a CPU build of torch."""
+    """Replace accelerate's device 0 by `cuda:0`: a CPU build of torch does not accept 0."""
     found = _infer_device_map(*args, **kwargs)
     return {name: f"cuda:{at}" if isinstance(at, int) else at for name, at in found.items()}
 
 
 def _run(thread: threading.Thread) -> None:
-    """Run a thread, which has torch's modes to itself."""
-    with _Pretending():
+    """Run a thread on simulated GPUs: the modes of torch are per thread."""
+    with _Simulation():
         _run_thread(thread)
 
 
 @cache
 def _set_guard() -> None:
-    """Give a CPU build of torch what it calls to change to a GPU: a guard that does nothing."""
+    """Register a device guard that does nothing, which a CPU build of torch lacks."""
     torch_folder = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
@@ -149,7 +149,7 @@ def _set_guard() -> None:
 
 
 def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Compute an operation by the CPU, and say that what it gives is where a GPU would leave it."""
+    """Compute an operation on the CPU, and mark its results as being on the GPU."""
     unpinned = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     flat, spec = pytree.tree_flatten((args, unpinned))
     home = _find_home(func, flat)
@@ -173,7 +173,7 @@ def _dispatch(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _compute_as_cuda(func: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
-    """Compute what CUDA computes otherwise."""
+    """Compute the operations that CUDA computes differently."""
     if func is torch.ops.aten.histc.default:  # the CPU's counts no integers
         return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
     divided = _DIVIDED.get(func)
@@ -190,7 +190,7 @@ def _bring(leaf: Any) -> Any:
 
 
 def _find_home(func: Any, flat: list[Any]) -> torch.device:
-    """Find the device of what an operation gives.
+    """Find the device of an operation's results.
 
     Raises:
         RuntimeError: its tensors are of several devices.

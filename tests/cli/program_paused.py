@@ -1,7 +1,7 @@
-"""The program, which writes a checkpoint after a batch and then waits to be killed.
+"""The program, changed to save its progress after one batch and then wait to be killed.
 
-Run it as `python -m tests.cli.held` where `python -m fp8calib` is run: a test that kills a run
-in the middle must not race it to its end.
+Run `python -m tests.cli.program_paused` instead of `python -m fp8calib`, so that a test can kill a
+run in the middle without racing against its end.
 """
 
 from __future__ import annotations
