@@ -1,0 +1,76 @@
+"""The engines that `check` and `verify` know, and what they say of those they cannot serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8calib.engines.registry import (
+    ENGINES,
+    find_emulated,
+    find_replayed,
+    list_defaults,
+    list_emulated,
+    list_replayed,
+    register,
+)
+from fp8calib.errors import UsageError
+from tests.engines.check_handmade import PER_HEAD, PER_TENSOR, ask, save_folder, spell
+
+
+def test_check_asks_four_engines_by_default_and_two_more_by_name() -> None:
+    assert list_defaults() == ["vllm", "sglang", "tgi", "transformers"]
+    assert set(list_replayed()) == {*list_defaults(), "vllm-cpu", "vllm-0.6"}
+
+
+def test_verify_emulates_those_whose_arithmetic_was_read() -> None:
+    assert list_emulated() == ["reference", "vllm", "vllm-cpu", "sglang", "tgi"]
+
+
+def test_every_engine_is_served_by_each_command_or_says_why_not() -> None:
+    for key, engine in ENGINES.items():
+        assert engine.key == key
+        assert (engine.numerics is None) is bool(engine.no_numerics)
+        assert (engine.replay_folder is None) is bool(engine.no_folder)
+        assert engine.title
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("transformers", "keeps no FP8 cache"),
+        ("vllm-0.6", "the arithmetic of these releases has not been read"),
+        ("vlm", "unknown engine"),
+    ],
+)
+def test_verify_says_by_name_why_it_cannot_emulate_an_engine(key: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"--engine {key}: .*{why}") as caught:
+        find_emulated(key)
+    assert caught.value.hint == "known engines: reference, vllm, vllm-cpu, sglang, tgi"
+
+
+@pytest.mark.parametrize(
+    ("key", "why"), [("reference", "no engine that loads files"), ("vlm", "unknown engine")]
+)
+def test_check_says_by_name_why_it_cannot_ask_an_engine(key: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"--engine {key}: .*{why}") as caught:
+        find_replayed(key)
+    assert caught.value.hint == f"known engines: {', '.join(list_replayed())}"
+
+
+def test_old_vllm_is_asked_of_json_files_alone(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR)
+    with pytest.raises(UsageError, match="only its reading of a JSON file of scales is replayed"):
+        ask("vllm-0.6", folder)
+
+
+@pytest.mark.parametrize("quantization", [PER_TENSOR, PER_HEAD, None])
+def test_vllm_on_a_cpu_loads_what_vllm_loads(tmp_path: Path, quantization: object) -> None:
+    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=quantization)
+    assert ask("vllm-cpu", folder) == ask("vllm", folder)
+
+
+def test_a_key_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="engine vllm is registered already"):
+        register(ENGINES["vllm"])
