@@ -43,9 +43,12 @@ def check_folder(
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
         if misfit is not None and engine.splits_heads:
             reports[engine.key] = report_refusal(geometry, misfit)
-        else:
+            continue
+        try:
             report = engine.replay_folder(folder, geometry, tp)
-            reports[engine.key] = weights.amend(engine, report)
+        except Refusal as refusal:
+            report = report_refusal(geometry, refusal)
+        reports[engine.key] = weights.amend(engine, report)
     return CheckReport(engines=reports)
 
 
@@ -83,7 +86,10 @@ def _replay_file(
     elif engine.replay_json is None:
         why = engine.no_json or f"{engine.title} reads no JSON of scales"
     else:
-        return engine.replay_json(path, geometry, tp, model)
+        try:
+            return engine.replay_json(path, geometry, tp, model)
+        except Refusal as refusal:
+            return report_refusal(geometry, refusal)
     return report_alike(
         geometry,
         LoadVerdict(status=Status.DROPPED, value=1.0, why=f"{why}: 1.0", fix=_OVERLAY_FIX),

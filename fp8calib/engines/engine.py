@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
-"""What the engine does with the KV scales of a checkpoint folder, on a number of ranks."""
+"""Replay the loading of a checkpoint folder on a number of ranks; raise `Refusal` at a failure."""
 ReplayJson = Callable[[Path, "ModelGeometry", int, "ScaleFolder"], "EngineReport"]
-"""What the engine does with a JSON file of scales, on a number of ranks, beside a model."""
+"""Replay the loading of a JSON file of scales on a number of ranks of a model; likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

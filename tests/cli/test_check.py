@@ -221,7 +221,7 @@ def test_broken_json_files_get_verdicts(model: Path, tmp_path: Path, text: str) 
         (2, ("{overlay}/README",), "neither"),
         (2, ("{overlay}", "--model", "{overlay}/config.json"), "a file"),
         (4, ("{overlay}", "--model", "./nowhere"), "no model folder"),
-        (2, ("x" * 5000,), "cannot be looked at"),
+        (2, ("x" * 5000,), "cannot be read"),
     ],
 )
 def test_what_cannot_be_asked(
@@ -411,5 +411,5 @@ def test_the_folder_that_calibrate_writes_is_told_from_a_checkpoint(
     out = calibrated[0]
     for more in ((), ("--model", model)):
         text = fail(2, "check", out, *more)
-        assert "what calibrate wrote, and no checkpoint itself" in text
+        assert "the output folder of calibrate, not a checkpoint" in text
         assert f"such as {out / 'kv-overlay'}" in text

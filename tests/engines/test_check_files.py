@@ -59,7 +59,7 @@ def test_an_index_that_names_what_is_not_beside_it_is_refused(
     report = ask(engine, folder)
 
     assert statuses(report) == both("refused")
-    assert "not beside it" in report.layers[0].k.why
+    assert "files that are missing" in report.layers[0].k.why
 
 
 BAD_INDEXES = {

@@ -43,7 +43,7 @@ def _problem(problems: tuple[str, ...], word: str) -> str:
     [
         ("vllm", "is loaded (2, such as model.layers.0.self_attn.q_scale of"),
         ("sglang", "does not read it"),
-        ("tgi", "does not ask for it"),
+        ("tgi", "does not load it"),
         ("transformers", "reported as unexpected"),
     ],
 )
@@ -64,7 +64,8 @@ def test_nothing_is_told_where_there_is_none(tmp_path: Path, engine: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("quantization", "said"), [(PER_TENSOR, "takes it as it stands"), (FP8, "1.0 is used")]
+    ("quantization", "said"),
+    [(PER_TENSOR, "is not a scale, but vLLM uses it"), (FP8, "vLLM uses 1.0")],
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_a_scale_of_q_that_is_none_is_told(

@@ -212,5 +212,5 @@ def test_a_class_around_the_text_model_takes_no_file(tmp_path: Path, architectur
     """SGLang calls `load_kv_cache_scales` of the outermost class alone."""
     geometry = plain_geometry(model_type="llama", architecture=architecture)
     report = ask_sglang_json(tmp_path / "there is none.json", geometry, 1)
-    is_refused = "takes no file of scales" in report.layers[0].k.why
+    is_refused = "reads no file of scales" in report.layers[0].k.why
     assert is_refused == (architecture == "LlavaForConditionalGeneration")

@@ -96,7 +96,7 @@ def test_scales_of_exactly_one_take_the_unscaled_path(tmp_path: Path) -> None:
     report = ask("tgi", save_folder(tmp_path / "f", spell(*PAIR, value=1.0)))
 
     assert report.ok
-    assert any("unscaled" in problem for problem in report.problems)
+    assert any("casts without clamping" in problem for problem in report.problems)
 
 
 @pytest.mark.parametrize("value", [[[[0.25]], [[0.5]]], [0.25, 0.5]])
@@ -154,7 +154,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "why"), [("float8_e4m3fnuz", "doubles and halves no"), ("float8_e5m2", "ignores")]
+    ("dtype", "why"),
+    [("float8_e4m3fnuz", "does not convert KV scales"), ("float8_e5m2", "ignores")],
 )
 def test_scales_for_another_format_are_misread(tmp_path: Path, dtype: str, why: str) -> None:
     folder = save_folder(tmp_path / "f", spell("kv_scale"), kv_cache_torch_dtype=dtype)
@@ -199,8 +200,8 @@ def _group(targets: list[str]) -> dict[str, Any]:
         (_group(["Linear"]), ["lm_head"], "float-quantized", ""),
         (_group(["re:^no-module$"]), ["re:.*"], "naive-quantized", ""),
         (_group(["re:^no-module$"]), ["re:.*"], "dense", "unsupported compressed-tensors"),
-        (_group(["re:("]), [], "float-quantized", "no expression"),
-        (_group(["re:(a+)+$"]), [], "float-quantized", "does not try"),
+        (_group(["re:("]), [], "float-quantized", "not a regular expression"),
+        (_group(["re:(a+)+$"]), [], "float-quantized", "does not evaluate this expression"),
         ({}, [7], "dense", "Cannot find compressed-tensors target"),
         ({"group_0": 7}, ["re:.*"], "dense", "Cannot parse"),
         (None, ["re:.*"], "dense", "Cannot parse"),

@@ -411,7 +411,7 @@ def test_the_scheme_turns_the_cache_on_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "why"),
-    [(PER_TENSOR, "right on AMD gfx94x alone"), (FP8, "doubled once more on AMD gfx94x")],
+    [(PER_TENSOR, "right on AMD gfx94x alone"), (FP8, "doubles it on AMD gfx94x")],
 )
 def test_fnuz_scales_are_misread(tmp_path: Path, quantization: dict[str, Any], why: str) -> None:
     dtype = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}

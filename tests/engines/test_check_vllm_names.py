@@ -34,7 +34,7 @@ def test_attention_without_a_place_refuses_scales(
     report = ask("vllm", folder, plain_geometry(model_type=model_type))
 
     assert statuses(report) == both("refused")
-    assert "gives its attention no place" in report.layers[0].k.why
+    assert "has no parameters for scales" in report.layers[0].k.why
 
 
 def test_without_scales_it_is_served_with_ones(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.engines.weights.blocks import list_rank_faults
+from fp8calib.engines.weights.blocks import list_rank_block_faults
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights
 from fp8calib.engines.weights.rules import list_weight_faults
 from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
@@ -224,7 +224,7 @@ def list_refusals(shard: str, rows: list[int], columns: int, tp: int) -> list[st
     weights = QuantizedWeights(
         dialect="compressed-tensors", config={}, linears=(quantized,), unquantized=()
     )
-    faults = [*list_weight_faults(weights), *list_rank_faults(weights, geometry, tp)]
+    faults = [*list_weight_faults(weights), *list_rank_block_faults(weights, geometry, tp)]
     return [fault.why for fault in faults if fault.engine == "vllm"]
 
 
@@ -263,7 +263,7 @@ def test_experts_get_finer_blocks_where_vllms_own_function_gives_them() -> None:
         geometry = ModelGeometry(
             architecture="A", model_type="a", checkpoint_dtype="bfloat16", layers=()
         )
-        listed = list_rank_faults if tp > 1 else lambda held, *_: list_weight_faults(held)
+        listed = list_rank_block_faults if tp > 1 else lambda held, *_: list_weight_faults(held)
         faults = [each for each in listed(weights, geometry, tp) if each.engine == "vllm"]
         finer = [f"for blocks of {expected[0]}," in each.why for each in faults if expected]
         assert finer == ([True] if expected else []), case

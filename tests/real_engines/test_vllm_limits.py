@@ -44,7 +44,7 @@ def test_attention_without_a_place_for_scales_is_a_value_error(
 ) -> None:
     out = exports("jamba")
     (why,) = _blocking_reasons(out, "kv-overlay")
-    assert "no place for scales" in why
+    assert "no parameters for scales" in why
 
     answer = vllm(out / "kv-overlay")
 

@@ -1,4 +1,4 @@
-"""`fp8calib check`: what engines will do with the KV scales of a checkpoint or file."""
+"""`fp8calib check`: what engines do with the KV scales of a checkpoint or file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Tell what each engine will do with every layer's k and v scale, without the engine.
+    """Report what each engine will do with every layer's k and v scale, without running it.
 
     Exit code 0 only if every attention layer gets the scale the file means, else 8.
 

@@ -1,4 +1,4 @@
-"""What `fp8calib check` does: find the model's shape, ask every engine, show the verdicts."""
+"""Run `fp8calib check`: find the model's geometry, replay each engine, print the verdicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8calib.model.load import find_folder
 from fp8calib.stats.calibration_stats import STATS_NAME
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
-"""ORG/NAME; a name alone is taken for a path that is not there."""
+"""ORG/NAME; a name alone is treated as a missing path."""
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 
@@ -38,7 +38,7 @@ class CheckSettings:
 
 
 def run_check(settings: CheckSettings) -> int:
-    """Check, show, and give the exit code: 8 unless every layer of every engine is served."""
+    """Check, print the verdicts, and return the exit code: 8 unless every engine is ok."""
     quiet_libraries()
     report = _check(settings)
     show_check_report(report, str(settings.path), as_json=settings.as_json)
@@ -46,10 +46,10 @@ def run_check(settings: CheckSettings) -> int:
 
 
 def choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Give the keys of the engines on the command line, or the default ones.
+    """Resolve the engines on the command line to keys; without any, the default ones.
 
     Raises:
-        UsageError: one is unknown, or nothing of it is replayed.
+        UsageError: an engine is unknown, or there is no replay of it.
     """
     asked = [part.strip() for name in names or list_defaults() for part in name.split(",")]
     return tuple(dict.fromkeys(find_replayed(key).key for key in asked))
@@ -59,7 +59,7 @@ def _check(settings: CheckSettings) -> CheckReport:
     path = _fetch(settings.path)
     is_folder = _is_folder(path)
     if is_folder:
-        _refuse_folder_of_forms(path)
+        _refuse_calibrate_output(path)
     model = _open_model(settings, path, is_folder=is_folder)
     is_foreign = "auto_map" in model.config and not is_known(model.config)
     geometry = read_named_geometry(model) if is_foreign else read_geometry(model.path, model.config)
@@ -72,12 +72,12 @@ def _check(settings: CheckSettings) -> CheckReport:
 
 
 def _fetch(path: Path) -> Path:
-    """Give the folder of a checkpoint on the hub where `path` is its id, else the path itself."""
+    """Download a checkpoint where `path` is a hub id, and give its folder; else give the path."""
     try:
-        is_there = path.exists()
+        exists = path.exists()
     except (OSError, ValueError):
         return path
-    if is_there or not _HUB_ID.fullmatch(str(path)):
+    if exists or not _HUB_ID.fullmatch(str(path)):
         return path
     return find_folder(str(path), None)
 
@@ -85,28 +85,30 @@ def _fetch(path: Path) -> Path:
 def _is_folder(path: Path) -> bool:
     try:
         if not path.exists():
-            raise UsageError(f"{path}: no such file or folder", hint="name a checkpoint or a JSON")
+            raise UsageError(
+                f"{path}: no such file or folder", hint="name a checkpoint folder or a JSON file"
+            )
         if path.is_dir():
             return True
     except (OSError, ValueError) as error:
-        raise UsageError(f"{str(path)[:200]!a}: cannot be looked at") from error
+        raise UsageError(f"{str(path)[:200]!a}: cannot be read") from error
     if path.suffix not in _FILE_SUFFIXES or not path.is_file():
         hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
-        raise UsageError(f"{path}: neither", hint=hint)
+        raise UsageError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
     return False
 
 
-def _refuse_folder_of_forms(path: Path) -> None:
-    """Refuse what calibrate writes as a whole: engines load one of the forms in it."""
+def _refuse_calibrate_output(path: Path) -> None:
+    """Refuse the output folder of calibrate: engines load one of the formats in it."""
     is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
     if not is_written or (path / CONFIG_NAME).exists():
         return
-    forms = sorted(config.parent for config in path.glob(f"*/{CONFIG_NAME}"))
+    checkpoints = sorted(config.parent for config in path.glob(f"*/{CONFIG_NAME}"))
     raise UsageError(
-        f"{path}: what calibrate wrote, and no checkpoint itself",
-        hint=f"name what an engine loads, such as {forms[0]}"
-        if forms
-        else "name what an engine loads: `fp8calib export` makes it of the statistics",
+        f"{path}: the output folder of calibrate, not a checkpoint",
+        hint=f"name what an engine loads, such as {checkpoints[0]}"
+        if checkpoints
+        else "name what an engine loads: `fp8calib export` writes it from the statistics",
     )
 
 
@@ -114,9 +116,9 @@ def _open_model(settings: CheckSettings, path: Path, *, is_folder: bool) -> Scal
     if settings.model is not None:
         folder = find_folder(settings.model, None, files=("*.json",))
         if not folder.is_dir():
-            raise UsageError(f"--model {settings.model}: a file, not a model folder")
+            raise UsageError(f"--model {settings.model}: this is a file, not a model folder")
         return open_folder(folder)
     if not is_folder:
-        hint = "the file does not say how many layers there are, nor which have attention"
-        raise UsageError(f"{path}: a file needs --model", hint=hint)
+        hint = "the file alone does not tell the layers and their attention"
+        raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
     return open_folder(path)

@@ -1,4 +1,4 @@
-"""The verdicts of `fp8calib check` for people: layers that fare alike on one line."""
+"""Print the verdicts of `fp8calib check`, layers with the same verdict on one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
         return
     for name, engine in report.engines.items():
         print_table(
-            f"{name}: {_sum_up(engine)}", ["layers", "", "what", "value", "why"], _rows(engine)
+            f"{name}: {_summarize(engine)}", ["layers", "", "what", "value", "why"], _rows(engine)
         )
         if engine.weights is not None:
             print_text(f"  weights {engine.weights.status}: {engine.weights.why}")
@@ -26,7 +26,7 @@ def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
     print_text(f"{path}: {'ok' if report.ok else 'not ok'}")
 
 
-def _sum_up(engine: EngineReport) -> str:
+def _summarize(engine: EngineReport) -> str:
     used = sum(layer.ok for layer in engine.layers)
     return f"{'ok' if engine.ok else 'not ok'}, {used} of {len(engine.layers)} layers served"
 
@@ -39,7 +39,7 @@ def _rows(engine: EngineReport) -> list[list[str]]:
             values = [getattr(layer, role).value for layer in layers]
             indices = [layer.layer for layer in layers]
             rows.append(
-                [_spell_range(indices), role, first.status, _spell_values(values), first.why]
+                [_format_range(indices), role, first.status, _format_values(values), first.why]
             )
     return rows
 
@@ -51,14 +51,14 @@ def _group(engine: EngineReport, role: str) -> Mapping[str, list[LayerVerdict]]:
     return groups
 
 
-def _spell_range(indices: list[int]) -> str:
+def _format_range(indices: list[int]) -> str:
     if indices == list(range(indices[0], indices[-1] + 1)) and len(indices) > 2:
         return f"{indices[0]}-{indices[-1]}"
     shown = ", ".join(map(str, indices[:6]))
     return shown if len(indices) <= 6 else f"{shown} and {len(indices) - 6} more"
 
 
-def _spell_values(values: list[float | None]) -> str:
+def _format_values(values: list[float | None]) -> str:
     numbers = sorted({value for value in values if value is not None})
     if not numbers:
         return "-"

@@ -1,4 +1,4 @@
-"""A folder as engines find it: read leniently, every fault kept as a fact to judge."""
+"""Read a checkpoint folder as leniently as engines do: faults are recorded, not raised."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.dialects.kv.tensor_names import is_of_draft_layer, is_probability_scale, parse_name
 from fp8calib.dialects.metadata import DTYPE_KEY
-from fp8calib.engines.replay.verdicts import LoadVerdict, Refusal, Status
+from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, Status
 from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role
+from fp8calib.geometry.sites import KV_ROLES, Role
 
 _MAX_SCALE_BYTES = 1 << 20
-"""More than any model has heads: what is larger is no scale, and is not read."""
+"""More than any model has heads: a larger tensor is not a scale and is not read."""
 
 Slot = tuple[int, Role]
-"""A layer's k or v."""
+"""The k or the v of a layer: its index, and the role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldScale:
-    """A tensor with the name of a scale, as it lies in a file."""
+class StoredScale:
+    """A tensor with the name of a scale, as a file stores it."""
 
     name: str
     file: str
     shape: tuple[int, ...]
     values: tuple[float, ...]
-    """In fp32; empty where the tensor is far too large for a scale, or of less than a byte each."""
+    """In fp32; empty where the tensor is too large for a scale, or has elements under 8 bits."""
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds; 0 where it is too large to be read."""
+        """The number of elements; 0 where they were not read."""
         return len(self.values)
 
     def __str__(self) -> str:
-        """Name it with its file, whatever a hostile name is made of."""
+        """Name the tensor and its file, escaped and shortened."""
         return f"{shorten(self.name)} of {shorten(self.file)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleFolder:
-    """What lies in a checkpoint folder, as far as its KV scales depend on it."""
+    """The parts of a checkpoint folder that decide what engines do with its scales."""
 
     path: Path
     config: Mapping[str, object]
     modelopt: object = None
     """What `hf_quant_config.json` holds; None where there is none."""
     tensors: Mapping[str, Mapping[str, TensorEntry]]
-    """By file that can be read, and name: dtype and shape, no data."""
-    scales: Mapping[str, Mapping[str, HeldScale]]
-    """By file and name."""
+    """By readable file, then by name: dtype and shape."""
+    scales: Mapping[str, Mapping[str, StoredScale]]
+    """By file, then by name."""
     faults: Mapping[str, str] = field(default_factory=dict)
-    """The files that cannot be read, each with the reason."""
+    """The files that cannot be read, with the reason."""
     has_index: bool = False
     index: object = None
     recorded: Mapping[str, str] = field(default_factory=dict)
-    """By file: the FP8 format its header says the scales are for, where it does."""
+    """By file: the FP8 format that its header names for the scales; empty where it names none."""
 
     @property
     def files(self) -> list[str]:
@@ -77,15 +77,15 @@ class ScaleFolder:
 
 
 def open_folder(path: Path) -> ScaleFolder:
-    """Read the headers, the scales and the configs of a folder; no fault in them is refused.
+    """Read the headers, the scales and the configs of a folder; faults in files are recorded.
 
     Raises:
-        VerificationError: the folder or its config cannot be read, or a link leads out of it.
+        VerificationError: the folder or its config cannot be read, or a link points out of it.
     """
     files = _list_files(path)
     config = _load_config(path / CONFIG_NAME)
     tensors: dict[str, Mapping[str, TensorEntry]] = {}
-    scales: dict[str, dict[str, HeldScale]] = {}
+    scales: dict[str, dict[str, StoredScale]] = {}
     faults: dict[str, str] = {}
     recorded: dict[str, str] = {}
     for file in files:
@@ -111,9 +111,10 @@ def open_folder(path: Path) -> ScaleFolder:
 
 
 def place_tensor_file(model: ScaleFolder, path: Path) -> ScaleFolder:
-    """Give a model's folder as it would be with a file of scales in it and kv-overlay's config.
+    """Return a model's folder as if a file of scales had been copied into it.
 
-    It has no index then, so that engines open every file.
+    Its config then has the `quantization_config` of kv-overlay, and there is no index, so that
+    engines open every file.
     """
     with TensorFile(path) as opened:
         scales, tensors = _read_scales(opened), opened.tensors
@@ -135,7 +136,7 @@ def _load_config(path: Path) -> Mapping[str, object]:
     try:
         config = load_json(path)
     except (OSError, ValueError) as error:
-        hint = "engines stop at a config.json that is not UTF-8 JSON"
+        hint = "no engine starts with a config.json that is not UTF-8 JSON"
         raise VerificationError(f"{path}: not valid JSON: {error}", hint=hint) from error
     if not isinstance(config, dict):
         raise VerificationError(f"{path}: not a JSON object")
@@ -143,7 +144,7 @@ def _load_config(path: Path) -> Mapping[str, object]:
 
 
 def _load_or_none(path: Path) -> object:
-    """Load a JSON file; None where there is none, its fault in words where it cannot be read."""
+    """Load a JSON file; None where it does not exist, a message where it cannot be read."""
     if not path.is_file():
         return None
     try:
@@ -165,45 +166,47 @@ def _list_files(path: Path) -> list[str]:
         raise VerificationError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _read_scales(file: TensorFile) -> dict[str, HeldScale]:
+def _read_scales(file: TensorFile) -> dict[str, StoredScale]:
     named = [
         name for name in file.tensors if parse_name(name) is not None or is_probability_scale(name)
     ]
     return {name: _read_scale(file, name) for name in named}
 
 
-def _read_scale(file: TensorFile, name: str) -> HeldScale:
+def _read_scale(file: TensorFile, name: str) -> StoredScale:
     entry = file.tensors[name]
     values: list[float] = []
     if entry.size_bytes <= _MAX_SCALE_BYTES and entry.dtype not in PACKED_BITS:
         read = file.read(name)
         values = (read.real if read.is_complex() else read).to(torch.float32).flatten().tolist()
-    return HeldScale(name=name, file=file.path.name, shape=entry.shape, values=tuple(values))
+    return StoredScale(name=name, file=file.path.name, shape=entry.shape, values=tuple(values))
 
 
 def find_indexed(folder: ScaleFolder, *, error: str) -> list[str]:
     """List the files that the index names, as vLLM, SGLang and transformers do.
 
     Raises:
-        Refusal: the index is none, or names a file that is not beside it.
+        Refusal: the index is malformed, or names a file that is missing.
     """
     index = folder.index
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
-        raise Refusal(f"{INDEX_NAME} has no weight_map of names to files", fix="write it anew")
+        raise Refusal(
+            f"{INDEX_NAME} has no weight_map of names to files", fix="write the index again"
+        )
     listed = set(weight_map.values())
     missing = sorted(listed.difference(folder.files))
     if missing:
         shown = ", ".join(map(shorten, missing[:3]))
-        why = f"the index names files that are not beside it ({shown}): {error}"
-        raise Refusal(why, fix="complete the download, or take them out of the index")
+        why = f"the index names files that are missing ({shown}): {error}"
+        raise Refusal(why, fix="complete the download, or remove them from the index")
     return sorted(listed)
 
 
 def require_readable(folder: ScaleFolder, files: Sequence[str]) -> None:
-    """Refuse where a file that the engine opens is damaged, or where there is none.
+    """Refuse a folder without weight files, or with a damaged one among those the engine opens.
 
     Raises:
         Refusal: naming the file.
@@ -217,53 +220,71 @@ def require_readable(folder: ScaleFolder, files: Sequence[str]) -> None:
 
 
 class LoadContext:
-    """What an engine that opens some of a folder's files sees of the model's scales."""
+    """The scales of a model in the files that an engine opens, and the problems found with them."""
 
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, files: Sequence[str]) -> None:
         self.folder = folder
         self.geometry = geometry
         self.files = tuple(files)
-        held = {name: each for file in files for name, each in folder.scales.get(file, {}).items()}
-        drafted = [each for name, each in held.items() if _is_of_draft_layer(geometry, name)]
+        stored = {
+            name: each for file in files for name, each in folder.scales.get(file, {}).items()
+        }
+        drafted = [each for name, each in stored.items() if _is_of_draft_layer(geometry, name)]
         for each in drafted:
-            del held[each.name]
-        self.scales = held
+            del stored[each.name]
+        self.scales = stored
         self.problems: list[str] = []
         if drafted:
             self.problems.append(
-                f"scales of draft layers ({len(drafted)}, such as {drafted[0]}) are left to the "
+                f"scales of draft layers ({len(drafted)}, such as {drafted[0]}) belong to the "
                 "draft model of speculative decoding"
             )
-        self._meant = find_meaning(geometry, self.scales.values())
-        self._elsewhere = find_meaning(
-            geometry, (held for file in folder.scales.values() for held in file.values())
+        self._meant = match_to_layers(geometry, self.scales.values())
+        self._elsewhere = match_to_layers(
+            geometry, (stored for file in folder.scales.values() for stored in file.values())
         )
 
-    def load(self, find_slot: Callable[[str], Slot | None]) -> dict[Slot, HeldScale]:
-        """Put every scale where the engine's name rules put it; the last one stays."""
-        loaded: dict[Slot, HeldScale] = {}
-        for name, held in sorted(self.scales.items()):
+    def load(self, find_slot: Callable[[str], Slot | None]) -> dict[Slot, StoredScale]:
+        """Assign each scale to a layer by the engine's rules for names; the last one wins."""
+        loaded: dict[Slot, StoredScale] = {}
+        for name, stored in sorted(self.scales.items()):
             slot = find_slot(name)
             if slot is None:
                 continue
-            if slot in loaded and loaded[slot].values != held.values:
-                self.problems.append(f"{loaded[slot]} and {held} go to one place; one is lost")
-            loaded[slot] = held
+            if slot in loaded and loaded[slot].values != stored.values:
+                self.problems.append(
+                    f"{loaded[slot]} and {stored} have the same target; one is lost"
+                )
+            loaded[slot] = stored
         return loaded
 
-    def absent(self, slot: Slot, *, value: float | None = 1.0, why: str, fix: str) -> LoadVerdict:
-        """Say of a slot that got no scale whether one was there to be had."""
+    def judge_absent_layer(self, index: int, *, why: str, fix: str) -> LayerVerdict:
+        """Judge a layer that got neither a k nor a v scale; arguments as for `judge_absent`."""
+        k, v = (self.judge_absent((index, role), why=why, fix=fix) for role in KV_ROLES)
+        return LayerVerdict(layer=index, k=k, v=v)
+
+    def judge_absent(
+        self, slot: Slot, *, value: float | None = 1.0, why: str, fix: str
+    ) -> LoadVerdict:
+        """Judge a slot that got no scale, by whether the folder has one for it.
+
+        Args:
+            slot: the layer's k or v.
+            value: what the engine multiplies by instead.
+            why: why the engine ignores a scale that it opened.
+            fix: what to do about that.
+        """
         if slot in self._meant:
             text = f"{self._meant[slot]}: {why}"
             return LoadVerdict(status=Status.DROPPED, value=value, why=text, fix=fix)
         if slot in self._elsewhere:
             status = Status.DEFAULTED if value == 1.0 else Status.DROPPED
             text = f"{self._elsewhere[slot]} is not opened, so the engine finds no scale"
-            fix = "list the file in the index, or put the scales into a file that is opened"
+            fix = "list the file in the index, or store the scales in a file that is opened"
             return LoadVerdict(status=status, value=value, why=text, fix=fix)
         status = Status.DEFAULTED if value == 1.0 else Status.MISREAD
         text = f"the checkpoint has no {slot[1]}_scale for this layer"
-        fix = "calibrate the layer, or write the scale of the cache it reads"
+        fix = "calibrate the layer; a layer that reads another one's cache gets that layer's scale"
         return LoadVerdict(status=status, value=value, why=text, fix=fix)
 
 
@@ -272,19 +293,21 @@ def _is_of_draft_layer(geometry: ModelGeometry, name: str) -> bool:
     return parsed is not None and is_of_draft_layer(geometry, parsed.path)
 
 
-def find_meaning(geometry: ModelGeometry, scales: Iterable[HeldScale]) -> dict[Slot, HeldScale]:
-    """Find which scale of k and v a file means for each layer, in any tool's spelling."""
+def match_to_layers(
+    geometry: ModelGeometry, scales: Iterable[StoredScale]
+) -> dict[Slot, StoredScale]:
+    """Match scales to layers by name, in any tool's spelling; the first of several wins."""
     owners = {
         spelling: layer.index
         for layer, attention in geometry.attentions()
         for path in (attention.module, attention.checkpoint_module)
         for spelling in (path, f"{path}.attn")
     }
-    meant: dict[Slot, HeldScale] = {}
-    for held in scales:
-        parsed = parse_name(held.name)
+    meant: dict[Slot, StoredScale] = {}
+    for stored in scales:
+        parsed = parse_name(stored.name)
         if parsed is None or parsed.path not in owners or parsed.spelling is Spelling.ZERO_POINT:
             continue
         for role in parsed.roles:
-            meant.setdefault((owners[parsed.path], role), held)
+            meant.setdefault((owners[parsed.path], role), stored)
     return meant

@@ -1,6 +1,6 @@
-"""The geometry of a model whose code comes with the checkpoint, from its config and tensor names.
+"""The geometry of a model with code of its own, from its config and tensor names.
 
-Nothing of that code is run. What is found decides where scales belong, not what an engine does.
+The code is not run. The geometry tells which layer a scale belongs to, not what an engine does.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
     """Find the attention modules by the names of their key projections and of their scales.
 
     Raises:
-        ModelError: config and names do not tell them.
+        ModelError: config and names do not suffice.
     """
-    names = {name for held in folder.tensors.values() for name in held}
+    names = {name for stored in folder.tensors.values() for name in stored}
     weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
     names |= weight_map.keys() if isinstance(weight_map, dict) else set()
     modules = _find_modules(names)
@@ -61,7 +61,7 @@ def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
 
 
 def _find_modules(names: Collection[str]) -> dict[int, str]:
-    """Find one attention module a layer, under the root that has most of them."""
+    """Find one attention module per layer, under the root that has most of them."""
     places = [match for match in map(_INDEX.fullmatch, _list_paths(names)) if match]
     kinds = Counter((match["root"], match["rest"]) for match in places)
     if not kinds:
@@ -109,7 +109,7 @@ def _make_layer(
 def _unknown(path: Path, config: Mapping[str, object]) -> ModelError:
     model_type = shorten(str(config.get("model_type")))
     return ModelError(
-        f"{path}: model_type {model_type} is unknown to this tool, and its tensors' names do not "
-        "tell where the attention is",
-        hint="--model names a model of a known type with the same layers",
+        f"{path}: model_type {model_type} is unknown to this tool, and the names of its tensors do "
+        "not show which modules are attention",
+        hint="name a model of a known type with the same layers by --model",
     )

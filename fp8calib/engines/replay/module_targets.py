@@ -1,4 +1,4 @@
-"""Which modules a target of compressed-tensors or Quark means: a name, or an expression."""
+"""Match modules with the targets of compressed-tensors and Quark: names or expressions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fp8calib.engines.replay.verdicts import Refusal
 
 _NESTED_QUANTIFIER = re.compile(r"\)[*+{?]")
 _LONGEST = 1000
-_FIX = "name modules as they are, or by a plain regular expression"
+_FIX = "name modules by their paths, or by a plain regular expression"
 
 
 def matches_target(target: object, *names: str) -> bool:
-    """Tell whether a target is one of the names, or as `re:...` matches the beginning of one.
+    """Check whether a target equals one of the names, or as `re:...` matches the start of one.
 
     Args:
-        target: as it stands in a config.
-        names: a module's path, and its class where the engine looks at that too.
+        target: as written in a config.
+        names: the path of a module, and its class where the engine compares that too.
 
     Raises:
-        Refusal: the expression is none, or one that could take forever.
+        Refusal: the expression is invalid, or could take exponential time.
     """
     if not isinstance(target, str):
         return False
@@ -27,8 +27,10 @@ def matches_target(target: object, *names: str) -> bool:
         return target in names
     pattern = target.removeprefix("re:")
     if len(pattern) > _LONGEST or _NESTED_QUANTIFIER.search(pattern):
-        raise Refusal(f"target {target!a:.60}: an expression that check does not try", fix=_FIX)
+        raise Refusal(f"target {target!a:.60}: check does not evaluate this expression", fix=_FIX)
     try:
         return any(re.match(pattern, name) for name in names)
     except (re.error, OverflowError, RecursionError) as error:
-        raise Refusal(f"target {target!a:.60}: no expression: {error}", fix=_FIX) from error
+        raise Refusal(
+            f"target {target!a:.60}: not a regular expression: {error}", fix=_FIX
+        ) from error

@@ -1,4 +1,4 @@
-"""Where engines look for the quantization config of a checkpoint."""
+"""Find the quantization config of a checkpoint as engines do."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fp8calib.engines.replay.verdicts import Refusal
 
 
 def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[str, object] | None:
-    """Find the quantization config of a folder, where engines look for it, in their order.
+    """Find the quantization config of a folder in the places and the order of an engine.
 
     Args:
         folder: the checkpoint.
         keys: `modelopt` for `hf_quant_config.json`, else keys of config.json; `text_config.KEY`
-            names one of the text part.
+            is a key of its text part.
 
     Raises:
         Refusal: it is not an object.

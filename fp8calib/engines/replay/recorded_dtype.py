@@ -1,4 +1,4 @@
-"""The format that a folder says its scales are for, in a config or in a file's header."""
+"""Scales that a config or a file's header declares to be for another format than e4m3fn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KEYS = ("kv_cache_torch_dtype", "kv_cache_dtype")
 
 
 def _find_recorded_dtype(folder: ScaleFolder) -> str:
-    """Give what the folder says its scales are for, in a config or a header; else nothing."""
+    """Find the format that a config or a header names for the scales; empty for e4m3fn."""
     named = [folder.config.get(key) for key in _KEYS]
     algorithm = _find_algorithm(folder)
     if algorithm not in ("", "FP8"):
@@ -20,7 +20,7 @@ def _find_recorded_dtype(folder: ScaleFolder) -> str:
 
 
 def _find_algorithm(folder: ScaleFolder) -> str:
-    """Give ModelOpt's name of the cache's format, in upper case; empty where there is none."""
+    """Find ModelOpt's name for the format of the cache, in upper case; empty without one."""
     for outer in (folder.config.get("quantization_config"), folder.modelopt):
         nested = outer.get("quantization", outer) if isinstance(outer, dict) else None
         if not isinstance(nested, dict):
@@ -38,25 +38,28 @@ def _find_algorithm(folder: ScaleFolder) -> str:
 def amend_for_dtype(
     report: EngineReport, folder: ScaleFolder, *, fnuz: str, e5m2: str, fnuz_device: str = ""
 ) -> EngineReport:
-    """Call scales misread that the folder records for another format than e4m3fn.
+    """Judge scales as misread that the folder declares to be for another format than e4m3fn.
 
     Args:
         report: what the engine does with scales for e4m3fn.
         folder: the checkpoint.
         fnuz: what the engine does with a scale for e4m3fnuz.
         e5m2: what it does with one for e5m2.
-        fnuz_device: where the engine uses a scale for e4m3fnuz as it is meant; empty: nowhere.
+        fnuz_device: the device on which a scale for e4m3fnuz is used as meant; empty if none.
     """
     dtype = _find_recorded_dtype(folder)
     if "fnuz" in dtype:
-        why, fix = fnuz, "convert the scales to e4m3fn: half of each, and record that dtype"
+        why, fix = fnuz, "convert the scales to e4m3fn: halve each, and record that dtype"
     elif "e5m2" in dtype:
-        why, fix = e5m2, "calibrate for e4m3fn; engines use no scales with e5m2"
+        why, fix = e5m2, "calibrate for e4m3fn; no engine uses scales with e5m2"
     elif dtype:
-        why, fix = _OTHER_FORMAT, "calibrate for e4m3fn, or serve it with the cache it was made for"
+        why, fix = (
+            _OTHER_FORMAT,
+            "calibrate for e4m3fn, or serve with the cache format the scales were made for",
+        )
     else:
         return report
-    text = f"recorded for {dtype[:40]!a}: {why}"
+    text = f"the scales are for {dtype[:40]!a}: {why}"
     layers = tuple(
         LayerVerdict(layer=layer.layer, k=_amend(layer.k, text, fix), v=_amend(layer.v, text, fix))
         for layer in report.layers

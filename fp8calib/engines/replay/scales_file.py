@@ -40,7 +40,7 @@ class _Schema(BaseModel):
 
 
 def replay_scales_file(path: Path, geometry: ModelGeometry, tp: int) -> EngineReport:
-    """Replay the loader on every one of `tp` ranks of a model."""
+    """Replay the loader on `tp` ranks of a model."""
     try:
         document = _Schema.model_validate(load_json(path))
         _check_context(document, geometry, tp)

@@ -1,4 +1,4 @@
-"""What `check` says of a file: per engine and layer, what becomes of the k and v scales."""
+"""The verdicts of `check`: what each engine does with the k and v scale of every layer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Status(StrEnum):
     """What an engine does with a scale."""
 
     USED = "used"
-    """It multiplies by the number the file means."""
+    """It multiplies by the number that the file means."""
     DEFAULTED = "defaulted"
-    """It finds no scale, or throws the file away, and uses 1.0."""
+    """It finds no scale, or ignores the whole file, and uses 1.0."""
     DROPPED = "dropped"
-    """It sees the scale, or the file is no form of its own, and does without."""
+    """The engine ignores the scale, or does not support the format."""
     MISREAD = "misread"
-    """It uses another number than the file means, or one that is no scale."""
+    """It uses another number than the file means, or a number that is not a scale."""
     REFUSED = "refused"
     """It does not start."""
 
@@ -31,17 +31,17 @@ class _Frozen(BaseModel):
 
 
 class LoadVerdict(_Frozen):
-    """What becomes of one scale."""
+    """What an engine does with one scale, and why."""
 
     status: Status
     value: float | None = None
-    """What the engine multiplies by; None where it does not start, or where it is no number."""
+    """What the engine multiplies by; None where it does not start, or where that is no number."""
     why: str
     fix: str = ""
 
 
 class LayerVerdict(_Frozen):
-    """What becomes of the scales of one layer."""
+    """What an engine does with the scales of one layer."""
 
     layer: int
     k: LoadVerdict
@@ -54,35 +54,35 @@ class LayerVerdict(_Frozen):
 
 
 class EngineReport(_Frozen):
-    """What one engine does with every layer that has a KV cache."""
+    """What one engine does with every layer that has a KV cache, and with FP8 weights."""
 
     layers: tuple[LayerVerdict, ...]
     problems: tuple[str, ...] = ()
-    """What the engine swallows or what holds under a condition; it does not count against it."""
+    """What the engine ignores without an error, and conditions; they do not affect `ok`."""
     weights: LoadVerdict | None = None
-    """What becomes of weights that the engine does not compute with as the file means them."""
+    """The verdict on the FP8 weights, where the engine does not use them as the file means."""
     only_on: str = ""
-    """The one device where the scales are used as they are meant, though `layers` says misread."""
+    """The one kind of device where scales that `layers` calls misread are used as meant."""
 
     @property
     def ok(self) -> bool:
-        """Whether every layer gets the scales the file means, and the weights are read right."""
+        """Whether every layer gets the scales that the file means, and the weights are used."""
         is_served = bool(self.layers) and all(layer.ok for layer in self.layers)
         return is_served and self.weights is None
 
     def add_problems(self, *problems: str) -> EngineReport:
-        """Give the same report with more problems."""
+        """Return the same report with more problems."""
         return self.model_copy(update={"problems": (*self.problems, *problems)})
 
 
 class CheckReport(_Frozen):
-    """What each engine that was asked for does."""
+    """One report for each engine that was asked for."""
 
     engines: Mapping[str, EngineReport]
 
     @property
     def ok(self) -> bool:
-        """Whether every engine gives every layer the scales the file means."""
+        """Whether the report of every engine is ok."""
         return bool(self.engines) and all(report.ok for report in self.engines.values())
 
     def to_json(self) -> dict[str, object]:
@@ -97,7 +97,7 @@ class CheckReport(_Frozen):
 
 
 class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no error of ours
-    """An engine does not start, for a reason, with a mend."""
+    """An engine does not start: why, and how to fix it."""
 
     def __init__(self, why: str, *, fix: str) -> None:
         super().__init__(why)
@@ -105,29 +105,29 @@ class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no erro
         self.fix = fix
 
 
-def judge_number(value: float, why: str, *, held: str = "") -> LoadVerdict:
-    """Say what an engine's number is worth: finite and above zero, or no scale.
+def judge_number(value: float, why: str, *, fault: str = "") -> LoadVerdict:
+    """Judge a number that an engine uses as a scale, which must be finite and above zero.
 
     Args:
         value: what the engine multiplies by.
         why: where it comes from.
-        held: another reason why it is not what the file means; empty where it is.
+        fault: why it is not what the file means; empty where it is.
     """
     finite = value if math.isfinite(value) else None
     if finite is None or finite <= 0:
-        fault = f"{value:g} is no scale, and the engine takes it as it stands ({why})"
+        text = f"{value:g} is not a scale, but the engine uses it ({why})"
         fix = "calibrate the layer again; a scale is a finite number above zero"
-        return LoadVerdict(status=Status.MISREAD, value=finite, why=fault, fix=fix)
-    if held:
+        return LoadVerdict(status=Status.MISREAD, value=finite, why=text, fix=fix)
+    if fault:
         fix = "serve it with another engine, or without scales"
-        return LoadVerdict(status=Status.MISREAD, value=finite, why=held, fix=fix)
+        return LoadVerdict(status=Status.MISREAD, value=finite, why=fault, fix=fix)
     return LoadVerdict(status=Status.USED, value=finite, why=why)
 
 
 def report_alike(
     geometry: ModelGeometry, verdict: LoadVerdict, problems: Iterable[str] = ()
 ) -> EngineReport:
-    """Give every layer with a KV cache the same verdict."""
+    """Report the same verdict for every layer with a KV cache."""
     layers = (
         LayerVerdict(layer=layer.index, k=verdict, v=verdict) for layer, _ in geometry.attentions()
     )
@@ -135,6 +135,6 @@ def report_alike(
 
 
 def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:
-    """Say of every layer that the engine does not start."""
+    """Report for every layer that the engine does not start."""
     verdict = LoadVerdict(status=Status.REFUSED, why=refusal.why, fix=refusal.fix)
     return report_alike(geometry, verdict)

@@ -29,7 +29,7 @@ JSON_TYPES = (
     "phi3",
 )
 """Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); the last
-five are subclasses of llama's. llama4's class inherits it too, but not its inner model."""
+five are subclasses of llama's. llama4's class inherits it too, but its inner model does not."""
 MAPPING_TYPES = frozenset(
     {
         *("apertus", "arcee", "cohere", "cohere2", "dbrx", "diffusion_gemma", "exaone4", "gemma2"),
@@ -53,8 +53,8 @@ OWN_MAPPINGS: Mapping[str, Mapping[str, str]] = {
     "deepseek_v32": _LATENT_NAMES,
     "glm_moe_dsa": _LATENT_NAMES,
 }
-"""What the loaders of further model types map by themselves: ends of names, and what becomes of
-them (`models/qwen3_next.py`, `models/qwen3_5.py`, `deepseek_common/deepseek_weight_loader.py`)."""
+"""The mappings that loaders of other model types contain: ends of names, and what replaces them
+(`models/qwen3_next.py`, `models/qwen3_5.py`, `deepseek_common/deepseek_weight_loader.py`)."""
 STRICT_TYPES = frozenset(
     {
         *("ernie4_5_moe", "falcon_h1", "gemma", "gpt2", "gpt_bigcode", "granite", "granite_swa"),
@@ -62,17 +62,17 @@ STRICT_TYPES = frozenset(
         *("olmo2", "olmoe", "qwen2_audio", "qwen2_vl_text", "qwen3_next", "stablelm"),
     }
 )
-"""Model types whose `load_weights` ends in an error at a name it has no parameter for."""
+"""Model types whose `load_weights` raises an error for a name without a parameter."""
 FUSING_TYPES = frozenset(
     {
         *("cohere", "cohere2", "gemma2", "gemma3n", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
         *("mixtral", "opt", "phimoe", "qwen2_5_vl_text", "starcoder2"),
     }
 )
-"""Those that rename k_proj to qkv_proj before anything else, and end in a KeyError at a scale under
-a projection (the names of ModelOpt and Quark)."""
+"""Model types that first rename k_proj to qkv_proj, and then raise a KeyError for a scale under a
+projection (the names of ModelOpt and Quark)."""
 LOSING_TYPES = ("llama4",)
-"""Those that rename every KV scale and then take it for done (`mllama4.py`,
+"""Model types that rename every KV scale but then do not load it (`mllama4.py`,
 `_handle_scale_remapping`): 1.0."""
 _WRAPPERS = {
     "Gemma3nForConditionalGeneration": "gemma3n",
@@ -81,17 +81,17 @@ _WRAPPERS = {
     "Llama4ForConditionalGeneration": "llama4",
     "Qwen2AudioForConditionalGeneration": "qwen2_audio",
 }
-"""Classes with other inputs beside text that load the text model's weights in a way of their own;
-the others hand them on, or do as the tables say of the text model's type."""
+"""Multimodal classes that load the text model's weights themselves; the others pass them on, or do
+as the tables say for the type of the text model."""
 _WRAPPED = "ForConditionalGeneration"
 
 
 def find_sglang_type(geometry: ModelGeometry) -> str:
-    """Give the model type by which the tables know how SGLang loads the model's weights."""
+    """Find the model type under which these tables list how SGLang loads the weights."""
     return _WRAPPERS.get(geometry.architecture, geometry.model_type)
 
 
 def takes_sglang_json(geometry: ModelGeometry) -> bool:
-    """Whether SGLang's class of the model takes a file of scales; no class around it does."""
+    """Check whether SGLang's class reads a file of scales; multimodal classes do not."""
     is_wrapped = geometry.architecture.endswith(_WRAPPED) and geometry.model_type != "glm5_next"
     return geometry.model_type in JSON_TYPES and not is_wrapped

@@ -1,7 +1,7 @@
 """What SGLang 0.5.23 does with the KV scales of a checkpoint folder.
 
-Read in its wheel: `srt/layers/quantization/`, `maybe_remap_kv_scale_name`, and which model's
-`load_weights` calls it: the others know a scale by the parameter's own name alone.
+Read in its wheel: `srt/layers/quantization/`, `maybe_remap_kv_scale_name`, and the models whose
+`load_weights` calls it; the others load a scale only under the name of the parameter itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.tensor_names import parse_name
 from fp8calib.engines.replay.folder import (
-    HeldScale,
     LoadContext,
     ScaleFolder,
     Slot,
+    StoredScale,
     find_indexed,
     require_readable,
 )
@@ -23,7 +23,7 @@ from fp8calib.engines.replay.kv_cache_method import PairRules, is_not_positive, 
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, report_refusal
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
 from fp8calib.engines.sglang.model_types import (
     FUSING_TYPES,
     LOSING_TYPES,
@@ -45,59 +45,56 @@ _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q"
 _MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
 _NO_PROJECTIONS = "gemma3n_text"
-"""It fuses names under a projection first, and goes on without them."""
+"""It fuses names under a projection first, and so loses scales with such names."""
 _PASSING_SINGLE = ("granite", "granite_swa", "olmoe")
 _NEARLY = 1e-6
-_FIX = "name it as the parameter is called in SGLang's model ({path}.k_scale and .v_scale)"
+_FIX = "give it the name of the parameter in SGLang's model ({path}.k_scale and .v_scale)"
 
 
 def replay_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    """Replay SGLang's loading of a folder, with `--kv-cache-dtype fp8_e4m3`; `tp` plays no part."""
-    del tp  # every rank takes the same number
-    try:
-        return _check(folder, geometry)
-    except Refusal as refusal:
-        return report_refusal(geometry, refusal)
+    """Replay SGLang's loading of a folder, with `--kv-cache-dtype fp8_e4m3`.
+
+    Raises:
+        Refusal: SGLang does not start.
+    """
+    del tp  # every rank uses the same number
+    files = find_indexed(folder, error="RuntimeError") if folder.has_index else folder.files
+    require_readable(folder, files)
+    context = LoadContext(folder, geometry, files)
+    fault = _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
+    places = {} if fault else _find_places(geometry)
+    model_type = find_sglang_type(geometry)
+    _refuse_strays(context, places, model_type)
+    loaded = context.load(lambda name: places.get(name_sglang_parameter(name, model_type)))
+    layers = [
+        _judge(context, loaded, layer.index, attention, fault)
+        for layer, attention in geometry.attentions()
+    ]
+    note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
+    report = EngineReport(layers=tuple(layers), problems=tuple(context.problems))
+    doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
+    return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
 
 
 def has_kv_method(folder: ScaleFolder) -> bool:
-    """Tell whether a folder's config gives the attention layers parameters for KV scales."""
+    """Check whether a folder's config gives attention layers parameters for KV scales."""
     try:
         return not _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
     except Refusal:
         return False
 
 
-def _check(folder: ScaleFolder, geometry: ModelGeometry) -> EngineReport:
-    files = find_indexed(folder, error="RuntimeError") if folder.has_index else folder.files
-    require_readable(folder, files)
-    scene = LoadContext(folder, geometry, files)
-    fault = _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
-    places = {} if fault else _find_places(geometry)
-    model_type = find_sglang_type(geometry)
-    _refuse_strays(scene, places, model_type)
-    loaded = scene.load(lambda name: places.get(name_sglang_parameter(name, model_type)))
-    layers = [
-        _judge(scene, loaded, layer.index, attention, fault)
-        for layer, attention in geometry.attentions()
-    ]
-    note_unread(scene, "SGLang does not read it, and does not quantize the query by it")
-    report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
-    doubled = "SGLang takes it as a scale for e4m3fn, doubled once more on AMD gfx94x"
-    return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
-
-
-_E5M2 = "an fp8_e4m3 cache multiplies by a number that was made for e5m2"
+_E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 
 
 def _find_fault(quantization: Mapping[str, object] | None) -> str:
-    """Tell why attention layers get no place for KV scales; empty where they do.
+    """Say why attention layers get no parameters for KV scales; empty where they do.
 
     Raises:
         Refusal: SGLang does not start with this config.
     """
     if quantization is None:
-        return "without a quantization_config no layer has a place for KV scales: 1.0"
+        return "without a quantization_config no layer has parameters for KV scales: 1.0"
     method = str(quantization.get("quant_method", "modelopt"))
     if method == "compressed-tensors":
         return _find_scheme_fault(quantization.get("kv_cache_scheme"))
@@ -105,12 +102,12 @@ def _find_fault(quantization: Mapping[str, object] | None) -> str:
         return _find_modelopt_fault(quantization)
     if method in ("fp8", "quark"):
         return ""
-    return f"quant_method {method[:40]!a} has no place for KV scales: 1.0"
+    return f"quant_method {method[:40]!a} has no parameters for KV scales: 1.0"
 
 
 def _find_scheme_fault(scheme: object) -> str:
     if scheme is None:
-        return "there is no kv_cache_scheme, so no layer has a place for KV scales: 1.0"
+        return "there is no kv_cache_scheme, so no layer has parameters for KV scales: 1.0"
     if not isinstance(scheme, dict):
         raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
     is_static = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
@@ -118,7 +115,7 @@ def _find_scheme_fault(scheme: object) -> str:
     if is_static and all(scheme.get(key) == value for key, value in wanted.items()):
         return ""
     return (
-        "kv_cache_scheme is ignored: only static symmetric per-tensor FP8 scales are supported: 1.0"
+        "kv_cache_scheme is ignored, because only static symmetric per-tensor FP8 is supported: 1.0"
     )
 
 
@@ -127,11 +124,11 @@ def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
     section = nested if isinstance(nested, dict) else {}
     if section.get("quant_algo") is None:
         why = "Cannot find 'quant_algo' in the model's quantization config"
-        raise Refusal(why, fix="write the scales in compressed-tensors' form (kv-overlay)")
+        raise Refusal(why, fix="write the scales as compressed-tensors does (kv-overlay)")
     scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
         algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    return "" if algorithm else "the ModelOpt config says nothing of the KV cache: 1.0"
+    return "" if algorithm else "the ModelOpt config does not quantize the KV cache: 1.0"
 
 
 def _find_places(geometry: ModelGeometry) -> dict[str, Slot]:
@@ -148,7 +145,7 @@ def _inner_path(attention: Attention) -> str:
 
 
 def name_sglang_parameter(name: str, model_type: str) -> str:
-    """Rename a tensor as the model's `load_weights` does before it looks for the parameter."""
+    """Give the name of the parameter that `load_weights` of a model looks for, or "" for none."""
     if model_type in LOSING_TYPES:
         return ""
     if model_type in MAPPING_TYPES:
@@ -160,7 +157,7 @@ def name_sglang_parameter(name: str, model_type: str) -> str:
 
 
 def _is_lost(name: str, model_type: str) -> bool:
-    """Tell whether a name under a projection is fused away before it could be remapped."""
+    """Check whether a name under a projection is fused before it can be remapped."""
     parsed = parse_name(name)
     spelling = None if parsed is None else parsed.spelling
     return (
@@ -185,23 +182,23 @@ def _remap(name: str) -> str:
     return name
 
 
-def _refuse_strays(scene: LoadContext, places: Mapping[str, Slot], model_type: str) -> None:
-    for name, held in scene.scales.items():
+def _refuse_strays(context: LoadContext, places: Mapping[str, Slot], model_type: str) -> None:
+    for name, stored in context.scales.items():
         is_stray = name_sglang_parameter(name, model_type) not in places
-        if model_type in STRICT_TYPES and is_stray and not _is_passed(held, model_type):
+        if model_type in STRICT_TYPES and is_stray and not _is_passed(stored, model_type):
             error = "AssertionError" if model_type == "qwen3_next" else "KeyError"
-            why = f"{held}: SGLang's {model_type} has no such parameter ({error})"
-            raise Refusal(why, fix=_FIX.format(path=_example(scene.geometry)))
+            why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
+            raise Refusal(why, fix=_FIX.format(path=_example(context.geometry)))
         if model_type in FUSING_TYPES and _PROJECTION.search(name):
-            why = f"{held}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
-            raise Refusal(why, fix=_FIX.format(path=_example(scene.geometry)))
+            why = f"{stored}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
+            raise Refusal(why, fix=_FIX.format(path=_example(context.geometry)))
 
 
-def _is_passed(held: HeldScale, model_type: str) -> bool:
-    """Tell whether a strict loader goes on at this name all the same."""
-    if model_type == "qwen3_next":  # it asserts that what it skips is 1.0
-        return held.numel == 1 and abs(held.values[0] - 1.0) < _NEARLY
-    return model_type in _PASSING_SINGLE and held.name.endswith(".kv_scale")
+def _is_passed(stored: StoredScale, model_type: str) -> bool:
+    """Check whether a strict loader skips this name without an error."""
+    if model_type == "qwen3_next":  # it asserts that a scale it skips is 1.0
+        return stored.numel == 1 and abs(stored.values[0] - 1.0) < _NEARLY
+    return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
 
 
 def _example(geometry: ModelGeometry) -> str:
@@ -209,13 +206,16 @@ def _example(geometry: ModelGeometry) -> str:
 
 
 def _judge(
-    scene: LoadContext, loaded: dict[Slot, HeldScale], index: int, attention: Attention, fault: str
+    context: LoadContext,
+    loaded: dict[Slot, StoredScale],
+    index: int,
+    attention: Attention,
+    fault: str,
 ) -> LayerVerdict:
     path = _inner_path(attention)
-    why = f"the model's loader looks for {path}.k_scale alone and warns of others: 1.0"
+    why = f"the model's loader accepts only {path}.k_scale, and warns about other names: 1.0"
     if fault:
         fix = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
-        k, v = (scene.absent((index, role), why=fault, fix=fix) for role in (Role.K, Role.V))
-        return LayerVerdict(layer=index, k=k, v=v)
+        return context.judge_absent_layer(index, why=fault, fix=fix)
     rules = PairRules("SGLang", is_not_positive, why, _FIX.format(path=path))
-    return judge_pair(scene, index, loaded, rules)
+    return judge_pair(context, index, loaded, rules)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.scales_file import replay_scales_file
-from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Status, report_refusal
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Status
 from fp8calib.engines.sglang.model_types import find_sglang_type, takes_sglang_json
 from fp8calib.engines.sglang.replay import has_kv_method
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -20,16 +20,20 @@ _EFFECT = (
 def replay_sglang_json(
     path: Path, geometry: ModelGeometry, tp: int, model: ScaleFolder
 ) -> EngineReport:
-    """Replay SGLang's loader on a JSON file, on every one of `tp` ranks, beside the model."""
+    """Replay SGLang's loader on a JSON file, on `tp` ranks of a model.
+
+    Raises:
+        Refusal: SGLang does not start.
+    """
     if not takes_sglang_json(geometry):
         why = (
-            f"SGLang's {find_sglang_type(geometry)} takes no file of scales: RuntimeError at start"
+            f"SGLang's {find_sglang_type(geometry)} reads no file of scales: RuntimeError at start"
         )
-        return report_refusal(geometry, Refusal(why, fix="serve a kv-overlay instead"))
+        raise Refusal(why, fix="serve a kv-overlay instead")
     report = replay_scales_file(path, geometry, tp)
     if any(layer.k.status is Status.DEFAULTED for layer in report.layers):
         return report
     if has_kv_method(model):
-        why = "the model's quantization_config makes k_scale a parameter: a float is a TypeError"
-        return report_refusal(geometry, Refusal(why, fix="store the scales in the checkpoint"))
+        why = "the model's quantization_config makes k_scale a parameter: setting it is a TypeError"
+        raise Refusal(why, fix="store the scales in the checkpoint")
     return report.add_problems(_EFFECT)

@@ -1,4 +1,4 @@
-"""What vLLM 0.32.0 makes of a `quantization_config`: a KV method, none, or a refusal to start.
+"""Which KV cache method vLLM 0.32.0 chooses for a `quantization_config`, or why it does not start.
 
 Sources: `transformers_utils/config.py`, `model_arch_config_convertor.py` there
 (`_normalize_quantization_config`), `config/model.py` (`_verify_quantization`) and
@@ -34,7 +34,7 @@ _WITHOUT_KV = (
     "gpt_oss_mxfp4",
     "deepseek_v4_fp8",
 )
-"""Methods without a place for KV scales: stray ones are ignored."""
+"""Methods without parameters for KV scales: scales in the checkpoint are ignored."""
 MODELOPT_ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
@@ -45,20 +45,20 @@ MODELOPT_ALGORITHMS = (
     "MIXED_PRECISION",
 )
 _OWN_FILE_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
-"""Those vLLM knows in the nested form of ModelOpt's own file (`hf_quant_config.json`)."""
+"""Those that vLLM accepts in ModelOpt's own file (`hf_quant_config.json`), which is nested."""
 _STRATEGIES = ("tensor", "attn_head")
-_GROUPS_MEND = "write config_groups as kv-overlay does, or leave the group out"
+_GROUPS_FIX = "write config_groups as kv-overlay does, or remove the group"
 
 
 def find_kv_method(quantization: Mapping[str, object], *, beside: object = None) -> KvMethod | None:
-    """Find the method that holds KV scales, having checked what vLLM checks.
+    """Find the method that loads KV scales, after the checks that vLLM makes.
 
     Args:
-        quantization: the config that decides.
-        beside: what `hf_quant_config.json` holds, which lists the layers of a mixed precision.
+        quantization: the config that vLLM uses.
+        beside: the content of `hf_quant_config.json`, which lists the layers of a mixed precision.
 
     Returns:
-        The method; None where no method is named, so that the model is loaded as unquantized.
+        The method; None where none is named, so that the model is loaded unquantized.
 
     Raises:
         Refusal: vLLM does not start with this config.
@@ -78,11 +78,13 @@ def find_kv_method(quantization: Mapping[str, object], *, beside: object = None)
         return KvMethod.MODELOPT
     if method in _WITHOUT_KV:
         return KvMethod.NONE
-    raise Refusal(f"quant_method {method!a:.60} is unknown to vLLM 0.32", fix="correct the name")
+    raise Refusal(
+        f"quant_method {method!a:.60} is unknown to vLLM 0.32", fix="correct the name of the method"
+    )
 
 
 def _name_method(quantization: Mapping[str, object]) -> str:
-    """Name the method in lower case; that of ModelOpt's own file goes by its algorithm."""
+    """Name the method in lower case; ModelOpt's own file names an algorithm instead."""
     producer, section = quantization.get("producer"), quantization.get("quantization")
     section = section if isinstance(section, dict) else {}
     algorithm = section.get("quant_algo")
@@ -90,11 +92,12 @@ def _name_method(quantization: Mapping[str, object]) -> str:
     if algorithm is not None and (is_own_file or "modelopt_quant_config" in section):
         if str(algorithm).upper() not in _OWN_FILE_ALGORITHMS:
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
-            raise Refusal(why, fix="vLLM knows more of them in config.json's quantization_config")
+            fix = "store it in config.json's quantization_config, where vLLM accepts more of them"
+            raise Refusal(why, fix=fix)
         return "modelopt"
     method = quantization.get("quant_method", "")
     if not isinstance(method, str):
-        raise Refusal("quant_method is not text", fix="name the method there")
+        raise Refusal("quant_method is not a string", fix="name the method there")
     return method.lower().replace("compressed_tensors", "compressed-tensors")
 
 
@@ -102,24 +105,24 @@ def _check_modelopt(quantization: Mapping[str, object], beside: object) -> KvMet
     section = quantization.get("quantization", quantization)
     algorithm = section.get("quant_algo") if isinstance(section, dict) else None
     if not algorithm:
-        why = "a ModelOpt config without quant_algo is refused, KV cache alone is no scheme there"
-        fix = "write the scales in compressed-tensors' form (kv-overlay)"
+        why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"
+        fix = "write the scales as compressed-tensors does (kv-overlay)"
         raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", fix=fix)
     if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
         why = f"quant_algo {algorithm!a:.60} is unknown to vLLM 0.32"
-        raise Refusal(why, fix=f"it knows {', '.join(MODELOPT_ALGORITHMS)}")
+        raise Refusal(why, fix=f"use one of {', '.join(MODELOPT_ALGORITHMS)}")
     if str(algorithm).upper() == "MIXED_PRECISION":
         return _check_mixed(quantization if "quantized_layers" in quantization else beside)
     return KvMethod.MODELOPT
 
 
 def _check_mixed(quantization: object) -> KvMethod:
-    """Find out of a mixed precision whether it has a KV method; the others always have one."""
+    """Check a mixed precision, which has a KV method only where its config asks for one."""
     outer = quantization if isinstance(quantization, dict) else {}
     nested = outer.get("quantization")
     section = nested if isinstance(nested, dict) else outer
     if not section.get("quantized_layers"):
-        why = "MIXED_PRECISION without quantized_layers, nor hf_quant_config.json that has them"
+        why = "MIXED_PRECISION needs quantized_layers, here or in hf_quant_config.json"
         raise Refusal(why, fix="export the checkpoint again, with hf_quant_config.json")
     scheme = outer.get("kv_cache_scheme")
     is_fp8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == (
@@ -134,27 +137,25 @@ def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
     _check_scheme(quantization.get("kv_cache_scheme"))
     groups = quantization.get("config_groups", {})
     if not isinstance(groups, dict):
-        raise Refusal("config_groups is not an object (AttributeError)", fix=_GROUPS_MEND)
+        raise Refusal("config_groups is not an object (AttributeError)", fix=_GROUPS_FIX)
     for name, group in groups.items():
         _check_group(name, group if isinstance(group, dict) else {})
     sparsity = quantization.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("targets"):
-        why = (
-            "sparsity_config names targets, and vLLM has no sparsity any more (DeprecationWarning)"
-        )
-        raise Refusal(why, fix="take a model without sparsity")
+        why = "sparsity_config has targets; vLLM supports sparsity no longer (DeprecationWarning)"
+        raise Refusal(why, fix="use a model without sparsity")
     return KvMethod.COMPRESSED_TENSORS
 
 
 def _check_group(name: str, group: Mapping[str, object]) -> None:
-    """Refuse a group without weights, but for one that targets an attention class alone."""
+    """Refuse a group without weights, unless its only target is an attention class."""
     targets = group.get("targets")
     if not isinstance(targets, list):
-        raise Refusal(f"group {name!a:.40} of config_groups has no targets", fix=_GROUPS_MEND)
+        raise Refusal(f"group {name!a:.40} of config_groups has no targets", fix=_GROUPS_FIX)
     is_attention = len(targets) == 1 and str(targets[0]).endswith("Attention")
     if targets and not is_attention and not isinstance(group.get("weights"), dict):
-        why = f"group {name!a:.40} of config_groups says nothing of weights (ValidationError)"
-        raise Refusal(why, fix=_GROUPS_MEND)
+        why = f"group {name!a:.40} of config_groups has no weights (ValidationError)"
+        raise Refusal(why, fix=_GROUPS_FIX)
 
 
 def _check_scheme(scheme: object) -> None:
@@ -178,11 +179,11 @@ def _check_scheme(scheme: object) -> None:
 def _check_fp8(quantization: Mapping[str, object]) -> KvMethod:
     scheme = quantization.get("activation_scheme")
     if scheme not in ("static", "dynamic"):
-        why = f"activation_scheme is {scheme!a:.40}, and quant_method fp8 wants static or dynamic"
-        raise Refusal(why, fix="say which; weights alone in 16 bits want kv-overlay")
+        why = f"activation_scheme is {scheme!a:.40}, and quant_method fp8 needs static or dynamic"
+        raise Refusal(why, fix="name one; where only the KV cache is quantized, write a kv-overlay")
     if quantization.get("weight_block_size") is not None and scheme != "dynamic":
         why = "weight_block_size with static activations is a ValueError"
-        raise Refusal(why, fix="activation_scheme dynamic is what blocks go with")
+        raise Refusal(why, fix="blocks need activation_scheme dynamic")
     return KvMethod.FP8
 
 
@@ -205,7 +206,7 @@ def _check_quark_outputs(layers: object, group: list[str]) -> None:
         if isinstance(config, dict) and any(fnmatch.fnmatchcase(name, item) for item in group)
     ]
     if not found or any(tensors != found[0] for tensors in found):
-        why = "layer_quant_config has no one output_tensors for all of export.kv_cache_group"
+        why = "layer_quant_config has not the same output_tensors for all of export.kv_cache_group"
         raise Refusal(why, fix="quantize k_proj and v_proj alike")
     tensors = found[0] if isinstance(found[0], dict) else {}
     if (tensors.get("dtype"), tensors.get("qscheme")) != ("fp8_e4m3", "per_tensor"):

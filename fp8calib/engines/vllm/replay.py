@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fp8calib.engines.replay.folder import (
-    HeldScale,
     LoadContext,
     ScaleFolder,
     Slot,
+    StoredScale,
     find_indexed,
     require_readable,
 )
@@ -33,11 +33,10 @@ from fp8calib.engines.replay.verdicts import (
     Refusal,
     Status,
     judge_number,
-    report_refusal,
 )
 from fp8calib.engines.vllm.model_types import EXPANDED_TYPES, UNSUPPORTED_TYPES
 from fp8calib.engines.vllm.quantization_config import KvMethod, find_kv_method
-from fp8calib.engines.vllm.tensor_names import NAMES_MEND, name_vllm_parameter, refuse_unmapped
+from fp8calib.engines.vllm.tensor_names import NAMES_FIX, name_vllm_parameter, refuse_unmapped
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -47,53 +46,50 @@ _CONFIG_KEYS = (
     "text_config.quantization_config",
     "compression_config",
 )
-_NO_PLACE = "no parameter of vLLM's model has that name, so it is ignored without a word: 1.0"
+_NO_PARAMETER = "vLLM's model has no parameter of that name and ignores it without a warning: 1.0"
 
 
 def replay_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    """Replay vLLM's loading of a folder, with `--kv-cache-dtype fp8` on `tp` ranks."""
-    try:
-        return _check(folder, geometry, tp)
-    except Refusal as refusal:
-        return report_refusal(geometry, refusal)
+    """Replay vLLM's loading of a folder, with `--kv-cache-dtype fp8` on `tp` ranks.
 
-
-def _check(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    Raises:
+        Refusal: vLLM does not start.
+    """
     if geometry.model_type in UNSUPPORTED_TYPES:
         raise Refusal(f"vLLM 0.32 does not run {geometry.model_type}", fix="use another engine")
     files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
     require_readable(folder, files)
-    scene = LoadContext(folder, geometry, files)
+    context = LoadContext(folder, geometry, files)
     quantization = find_quantization(folder, keys=_CONFIG_KEYS)
     if quantization is None:
-        return _check_unquantized(scene)
+        return _check_unquantized(context)
     method = find_kv_method(quantization, beside=folder.modelopt)
     if method is None:
-        return _check_unquantized(scene)
-    loaded = _load(scene, method, _list_excluded(quantization, method))
-    _check_shapes(scene, quantization, method)
+        return _check_unquantized(context)
+    loaded = _load(context, method, _list_excluded(quantization, method))
+    _check_shapes(context, quantization, method)
     if method is KvMethod.COMPRESSED_TENSORS:
-        layers = _check_compressed(scene, loaded, tp)
+        layers = _check_compressed(context, loaded, tp)
     else:
-        layers = [_judge(scene, method, loaded, *item) for item in _attentions(geometry)]
+        layers = [_judge(context, method, loaded, *item) for item in _list_attentions(geometry)]
     if method is not KvMethod.NONE:
-        _note_loaded(scene, method)
-    _note_conditions(scene, method)
+        _note_loaded(context, method)
+    _note_conditions(context, method)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
-    report = EngineReport(layers=tuple(layers), problems=tuple(scene.problems))
-    is_kept = method is KvMethod.COMPRESSED_TENSORS
+    report = EngineReport(layers=tuple(layers), problems=tuple(context.problems))
+    is_unchanged = method is KvMethod.COMPRESSED_TENSORS
     return amend_for_dtype(
         report,
         folder,
-        fnuz=_KEPT if is_kept else _DOUBLED,
+        fnuz=_UNCHANGED if is_unchanged else _DOUBLED,
         e5m2=_E5M2,
-        fnuz_device="AMD gfx94x" if is_kept else "",
+        fnuz_device="AMD gfx94x" if is_unchanged else "",
     )
 
 
 def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
-    """Say of scales that vLLM takes for latents it expands that they are of other numbers."""
+    """Call scales misread that vLLM loads for latents but applies to expanded heads."""
     k, v = (
         one.model_copy(update=_EXPANDED) if one.status is Status.USED else one
         for one in (layer.k, layer.v)
@@ -103,124 +99,125 @@ def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
 
 _EXPANDED = {
     "status": Status.MISREAD,
-    "why": "vLLM caches K and V of this model expanded to heads, the scales are of the latents",
+    "why": "vLLM caches this model's K and V expanded to heads, but the scales are for the latents",
     "fix": "serve it with --kv-cache-dtype auto, or without scales",
 }
 
 
 _E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
-_DOUBLED = "vLLM takes it as a scale for e4m3fn, doubled once more on AMD gfx94x"
-_KEPT = (
+_DOUBLED = "vLLM uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
+_UNCHANGED = (
     "compressed-tensors' method uses it unchanged: right on AMD gfx94x alone, twice too large for "
-    "the e4m3fn cache of every other device"
+    "the e4m3fn cache of any other device"
 )
 
 
-def _check_unquantized(scene: LoadContext) -> EngineReport:
-    stray = next(iter(scene.scales.values()), None)
+def _check_unquantized(context: LoadContext) -> EngineReport:
+    stray = next(iter(context.scales.values()), None)
     if stray is not None:
         why = f"{stray}: without a quantization_config no module has a place for it (ValueError)"
         fix = "add the quantization_config of kv-overlay to config.json"
         raise Refusal(why, fix=fix)
-    return EngineReport(layers=tuple(_absent_layers(scene)))
+    layers = (
+        context.judge_absent_layer(index, why="", fix="")
+        for index, _ in _list_attentions(context.geometry)
+    )
+    return EngineReport(layers=tuple(layers))
 
 
-def _absent_layers(scene: LoadContext) -> list[LayerVerdict]:
-    verdicts = []
-    for index, _ in _attentions(scene.geometry):
-        k, v = (scene.absent((index, role), why="", fix="") for role in (Role.K, Role.V))
-        verdicts.append(LayerVerdict(layer=index, k=k, v=v))
-    return verdicts
-
-
-def _attentions(geometry: ModelGeometry) -> list[tuple[int, Attention]]:
+def _list_attentions(geometry: ModelGeometry) -> list[tuple[int, Attention]]:
     return [(layer.index, attention) for layer, attention in geometry.attentions()]
 
 
 def _list_excluded(quantization: Mapping[str, object], method: KvMethod) -> list[object]:
-    """List what a Quark config excludes; expressions there may mean the attention layers too."""
+    """List what a Quark config excludes; an expression there can match attention layers."""
     excluded = quantization.get("exclude")
     return excluded if method is KvMethod.QUARK and isinstance(excluded, list) else []
 
 
 def _load(
-    scene: LoadContext, method: KvMethod, excluded: Sequence[object]
-) -> dict[Slot, HeldScale]:
+    context: LoadContext, method: KvMethod, excluded: Sequence[object]
+) -> dict[Slot, StoredScale]:
     places: dict[str, Slot] = {
         f"{layer}.{role}_scale": (index, role)
-        for index, attention in _attentions(scene.geometry)
-        if _has_place(scene, attention) and method is not KvMethod.NONE
+        for index, attention in _list_attentions(context.geometry)
+        if _has_kv_scales(context, attention) and method is not KvMethod.NONE
         for layer in (f"{attention.checkpoint_module}.attn",)
         if not any(matches_target(target, layer) for target in excluded)
         for role in (Role.K, Role.V)
     }
-    refuse_unmapped(scene, method)
-    return scene.load(lambda name: places.get(name_vllm_parameter(name, method)))
+    refuse_unmapped(context, method)
+    return context.load(lambda name: places.get(name_vllm_parameter(name, method)))
 
 
-def _has_place(scene: LoadContext, attention: Attention) -> bool:
-    return attention.kind == "heads" or scene.geometry.model_type in EXPANDED_TYPES
+def _has_kv_scales(context: LoadContext, attention: Attention) -> bool:
+    return attention.kind == "heads" or context.geometry.model_type in EXPANDED_TYPES
 
 
 def _judge(
-    scene: LoadContext,
+    context: LoadContext,
     method: KvMethod,
-    loaded: dict[Slot, HeldScale],
+    loaded: dict[Slot, StoredScale],
     index: int,
     attention: Attention,
 ) -> LayerVerdict:
-    if not _has_place(scene, attention) or method is KvMethod.NONE:
-        return _placeless(scene, index, attention)
-    rules = PairRules("vLLM", is_negative, _NO_PLACE, NAMES_MEND)
-    return judge_pair(scene, index, loaded, rules)
+    if not _has_kv_scales(context, attention) or method is KvMethod.NONE:
+        return _judge_bare_layer(context, index, attention)
+    rules = PairRules("vLLM", is_negative, _NO_PARAMETER, NAMES_FIX)
+    return judge_pair(context, index, loaded, rules)
 
 
-def _placeless(scene: LoadContext, index: int, attention: Attention) -> LayerVerdict:
-    why, fix = "the quantization method has no place for KV scales", "write a kv-overlay"
+def _judge_bare_layer(context: LoadContext, index: int, attention: Attention) -> LayerVerdict:
+    why, fix = "the quantization method has no parameters for KV scales", "write a kv-overlay"
     if attention.kind == "latent":
         why = "no KV scale reaches multi-head latent attention in vLLM 0.32: 1.0"
-        fix = "serve it with 1.0, or with SGLang in ModelOpt's names"
-    k, v = (scene.absent((index, role), why=why, fix=fix) for role in (Role.K, Role.V))
-    return LayerVerdict(layer=index, k=k, v=v)
+        fix = "serve it with 1.0, or with SGLang and ModelOpt's names"
+    return context.judge_absent_layer(index, why=why, fix=fix)
 
 
-def _check_shapes(scene: LoadContext, quantization: Mapping[str, object], method: KvMethod) -> None:
-    """Refuse scales of q, and zero points, in a shape that no parameter has."""
+def _check_shapes(
+    context: LoadContext, quantization: Mapping[str, object], method: KvMethod
+) -> None:
+    """Refuse scales of q and zero points whose shape fits no parameter."""
     scheme = quantization.get("kv_cache_scheme")
     per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
-    for held in list_queries(scene):
+    for stored in list_queries(context):
         if not per_head:
-            require_scalar(held, "vLLM")
-        elif not any(_fits_query(held, attention) for _, attention in _attentions(scene.geometry)):
-            why = f"{held} has shape {list(held.shape)}, which no number of heads goes with"
-            raise Refusal(f"{why}: RuntimeError", fix="store one number a head of q, or none")
+            require_scalar(stored, "vLLM")
+        elif not any(
+            _fits_query(stored, attention) for _, attention in _list_attentions(context.geometry)
+        ):
+            why = f"{stored} has shape {list(stored.shape)}, which fits no number of heads"
+            raise Refusal(
+                f"{why}: RuntimeError", fix="store one number per head of q, or leave it out"
+            )
     if method is KvMethod.COMPRESSED_TENSORS and not per_head:
-        for held in list_zero_points(scene):
-            require_scalar(held, "vLLM")
+        for stored in list_zero_points(context):
+            require_scalar(stored, "vLLM")
 
 
-def _fits_query(held: HeldScale, attention: Attention) -> bool:
-    """Tell whether vLLM can reduce a scale of q to one for each KV head: it takes the maxima."""
-    groups, rest = divmod(held.numel, attention.num_heads // attention.num_kv_heads)
+def _fits_query(stored: StoredScale, attention: Attention) -> bool:
+    """Check that vLLM can reduce a scale of q to one maximum per KV head."""
+    groups, rest = divmod(stored.numel, attention.num_heads // attention.num_kv_heads)
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
 def _check_compressed(
-    scene: LoadContext, loaded: dict[Slot, HeldScale], tp: int
+    context: LoadContext, loaded: dict[Slot, StoredScale], tp: int
 ) -> list[LayerVerdict]:
-    quantization = find_quantization(scene.folder, keys=_CONFIG_KEYS) or {}
+    quantization = find_quantization(context.folder, keys=_CONFIG_KEYS) or {}
     scheme = quantization.get("kv_cache_scheme")
     per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
     if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
-        why = "attn_head without config_groups: vLLM does not learn the number of heads, and stops"
+        why = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
         raise Refusal(why, fix="add config_groups, with a group that matches nothing")
     verdicts = []
-    for index, attention in _attentions(scene.geometry):
-        if not _has_place(scene, attention):
-            verdicts.append(_placeless(scene, index, attention))
+    for index, attention in _list_attentions(context.geometry):
+        if not _has_kv_scales(context, attention):
+            verdicts.append(_judge_bare_layer(context, index, attention))
             continue
         k, v = (
-            _judge_compressed(scene, (index, role), loaded, attention if per_head else None, tp)
+            _judge_compressed(context, (index, role), loaded, attention if per_head else None, tp)
             for role in (Role.K, Role.V)
         )
         verdicts.append(LayerVerdict(layer=index, k=k, v=v))
@@ -228,75 +225,83 @@ def _check_compressed(
 
 
 def _judge_compressed(
-    scene: LoadContext,
+    context: LoadContext,
     slot: Slot,
-    loaded: dict[Slot, HeldScale],
+    loaded: dict[Slot, StoredScale],
     heads: Attention | None,
     tp: int,
 ) -> LoadVerdict:
-    held = loaded.get(slot)
-    if held is None:
-        return _unloaded(scene, slot, loaded)
+    stored = loaded.get(slot)
+    if stored is None:
+        return _unloaded(context, slot, loaded)
     if heads is not None:
-        return _judge_heads(scene, held, heads.num_kv_heads, tp)
-    return judge_number(require_scalar(held, "vLLM"), str(held))
+        return _judge_heads(context, stored, heads.num_kv_heads, tp)
+    return judge_number(require_scalar(stored, "vLLM"), str(stored))
 
 
-def _unloaded(scene: LoadContext, slot: Slot, loaded: dict[Slot, HeldScale]) -> LoadVerdict:
+def _unloaded(context: LoadContext, slot: Slot, loaded: dict[Slot, StoredScale]) -> LoadVerdict:
     k = loaded.get((slot[0], Role.K))
     if k is not None and k.name.endswith(".kv_scale"):
-        why = f"{k} becomes k_scale, and compressed-tensors' method copies it to no v_scale: 1.0"
+        why = (
+            f"{k} becomes k_scale, and compressed-tensors' method does not copy it to v_scale: 1.0"
+        )
         fix = "store it as k_scale and as v_scale"
         return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
-    return scene.absent(slot, why=_NO_PLACE, fix=NAMES_MEND)
+    return context.judge_absent(slot, why=_NO_PARAMETER, fix=NAMES_FIX)
 
 
-def _judge_heads(scene: LoadContext, held: HeldScale, num_heads: int, tp: int) -> LoadVerdict:
-    """Judge a scale for each head: ranks take their slice, and one number spreads over one rank."""
-    if held.numel < num_heads and not (held.numel == 1 and tp == 1):
-        why = f"{held} has shape {list(held.shape)} for {num_heads} KV heads: RuntimeError"
+def _judge_heads(context: LoadContext, stored: StoredScale, num_heads: int, tp: int) -> LoadVerdict:
+    """Judge per-head scales: each rank takes its slice; one number is repeated on a single rank."""
+    if stored.numel < num_heads and not (stored.numel == 1 and tp == 1):
+        why = f"{stored} has shape {list(stored.shape)} for {num_heads} KV heads: RuntimeError"
         raise Refusal(why, fix=f"store [{num_heads}, 1, 1], or strategy tensor with one number")
-    taken = held.values[:num_heads]
-    bad = [value for value in taken if not 0 < value < float("inf")]
+    used = stored.values[:num_heads]
+    bad = [value for value in used if not 0 < value < float("inf")]
     if bad:
-        return judge_number(bad[0], str(held))
-    largest = max(taken)
-    if held.numel > num_heads:
-        why = f"{held} has {held.numel} numbers, of which the first {num_heads} are taken"
-        return LoadVerdict(status=Status.MISREAD, value=largest, why=why, fix="write one a KV head")
-    if held.numel < num_heads:
-        scene.problems.append("attn_head with one number a layer: it is spread over all heads")
-    return judge_number(largest, f"the largest of {held.numel} heads, {held}")
+        return judge_number(bad[0], str(stored))
+    largest = max(used)
+    if stored.numel > num_heads:
+        why = f"{stored} has {stored.numel} numbers, of which vLLM uses the first {num_heads}"
+        return LoadVerdict(
+            status=Status.MISREAD, value=largest, why=why, fix="write one number per KV head"
+        )
+    if stored.numel < num_heads:
+        context.problems.append("attn_head with one number per layer: it is used for all heads")
+    return judge_number(largest, f"the largest of {stored.numel} heads, {stored}")
 
 
-def _note_conditions(scene: LoadContext, method: KvMethod) -> None:
-    quantization = find_quantization(scene.folder, keys=_CONFIG_KEYS) or {}
+def _note_conditions(context: LoadContext, method: KvMethod) -> None:
+    quantization = find_quantization(context.folder, keys=_CONFIG_KEYS) or {}
     scheme = quantization.get("kv_cache_scheme")
     if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
-        scene.problems.append(
-            "per-head scales need FlashAttention 3 or later; where the backend wants one number "
-            "(a CPU), the largest of a layer serves all its heads"
+        context.problems.append(
+            "per-head scales need FlashAttention 3 or later; on a backend that takes one number (a "
+            "CPU), the largest of a layer serves all its heads"
         )
     turns_on = method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
-    if scene.scales and not (turns_on and isinstance(scheme, dict)):
-        scene.problems.append("the cache is FP8 only with --kv-cache-dtype fp8: auto leaves it off")
-    if scene.scales and method is KvMethod.COMPRESSED_TENSORS:
-        scene.problems.append(
+    if context.scales and not (turns_on and isinstance(scheme, dict)):
+        context.problems.append(
+            "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
+        )
+    if context.scales and method is KvMethod.COMPRESSED_TENSORS:
+        context.problems.append(
             "on AMD gfx94x (fnuz) compressed-tensors' KV scales are not doubled: e4m3fn scales "
             "clip there above 240/448 of the calibrated range"
         )
 
 
-def _note_loaded(scene: LoadContext, method: KvMethod) -> None:
-    """Say what vLLM does with these scales, where there are any."""
-    for what, found in list_optional_scales(scene):
-        bad = [held for held in found if not all(0 < v < float("inf") for v in held.values)]
+def _note_loaded(context: LoadContext, method: KvMethod) -> None:
+    """Note what vLLM does with scales of q and of probabilities, where there are any."""
+    for what, found in list_optional_scales(context):
+        bad = [stored for stored in found if not all(0 < v < float("inf") for v in stored.values)]
         if bad and method is KvMethod.COMPRESSED_TENSORS:
-            scene.problems.append(f"{bad[0]} is no scale, and vLLM takes it as it stands")
+            context.problems.append(f"{bad[0]} is not a scale, but vLLM uses it")
         elif bad:
-            scene.problems.append(f"{bad[0]} is no scale; where it is not above 0, 1.0 is used")
+            context.problems.append(
+                f"{bad[0]} is not a scale; where it is not above 0, vLLM uses 1.0"
+            )
         elif found:
-            scene.problems.append(
+            context.problems.append(
                 f"{what} is loaded ({len(found)}, such as {found[0]}): backends that quantize the "
                 "query use it (FlashAttention 3, FlashInfer, Triton on CUDA), others do not"
             )

@@ -1,8 +1,8 @@
-"""Block scales that do not survive how engines join projections and cut them for ranks.
+"""Blocks of FP8 weights that engines split when they fuse projections or shard them over ranks.
 
-A block of 128 x 128 has one scale. vLLM and SGLang load q, k and v, or gate and up, into one
-weight, and give every rank a part of its rows or columns; where a part ends inside a block they
-stop, or give rows a scale that is not theirs.
+A block of 128 x 128 weights has one scale. vLLM and SGLang load q, k and v, or gate and up, into
+one weight, and give each rank a slice of its rows or columns. Where a slice ends inside a block
+they stop, or give rows the scale of another block.
 """
 
 from __future__ import annotations
@@ -32,147 +32,147 @@ _SOURCES = {
 _SOURCE_FINER = "vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)"
 _MIN_FINER_BLOCK = 32
 _DIALECTS = ("compressed-tensors", "autofp8", "quark")
-"""Whose block scales both engines load as described here."""
-_SGLANG_JOINED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
-"""What SGLang loads into one weight in every model; the others in some."""
+"""The dialects whose block scales both engines load in this way."""
+_SGLANG_FUSED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
+"""The groups that SGLang fuses in every model; it fuses others only in some."""
 _ROW_EXPERTS = ("down_proj", "w2")
-"""Projections of experts whose inputs are cut for ranks; of the others it is the outputs."""
+"""Projections of experts that ranks split by inputs; they split the others by outputs."""
 _FIX = "quantize with one scale per tensor or per channel"
-_MEND_RANKS = f"serve it with fewer ranks, or {_FIX}"
-_MEND_EXPERTS = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
+_RANKS_FIX = f"serve it with fewer ranks, or {_FIX}"
+_EXPERTS_FIX = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """A projection that is loaded into one weight with others; equal to those of its sizes."""
+class _Member:
+    """A projection in a fused weight; two are equal where their sizes are."""
 
     module: str = field(compare=False)
     stored: int
-    """Its outputs in the checkpoint."""
+    """The number of outputs in the checkpoint."""
     rows: int
-    """Those of one rank."""
+    """The number of outputs on one rank."""
     num_slices: int
-    """How many ranks have rows of their own; others hold the same."""
+    """The number of ranks with different rows; the other ranks repeat them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Joined:
-    """Projections that are loaded into one weight, in its order."""
+class _FusedWeight:
+    """Projections that an engine loads into one weight, in order."""
 
-    shares: tuple[_Share, ...]
+    members: tuple[_Member, ...]
     block: int
     tp: int
-    is_stored_joined: bool = False
-    """The checkpoint holds them in one weight too, where blocks go on from one to the next."""
+    is_stored_fused: bool = False
+    """The checkpoint stores them as one weight too, with blocks across the borders."""
 
     @property
     def group(self) -> str:
-        """Name what they are loaded into."""
-        return name_fused_group(self.shares[0].module).rpartition(".")[2]
+        """The names of the projections, joined by +."""
+        return name_fused_group(self.members[0].module).rpartition(".")[2]
 
-    def find_torn(self, *, is_last_too: bool) -> _Share | None:
-        """Find a projection whose end does not fill a block; the last one need not on one rank."""
-        checked = self.shares if is_last_too or self.tp > 1 else self.shares[:-1]
-        return next((share for share in checked if share.rows % self.block), None)
+    def find_split_block(self, *, checks_last: bool) -> _Member | None:
+        """Find a projection that ends inside a block; on one rank the last one may."""
+        checked = self.members if checks_last or self.tp > 1 else self.members[:-1]
+        return next((member for member in checked if member.rows % self.block), None)
 
 
-def list_joined_faults(weights: QuantizedWeights) -> list[WeightFault]:
-    """List what loses blocks on one rank because it is loaded into one weight with others."""
+def list_fused_block_faults(weights: QuantizedWeights) -> list[WeightFault]:
+    """List blocks that fusing projections splits on one rank."""
     if weights.dialect not in _DIALECTS:
         return []
     return [
         *_judge_experts(weights, 1, _FIX),
-        *_judge(_join_by_name(weights.linears), weights.dialect),
+        *_judge(_fuse_by_name(weights.linears), weights.dialect),
     ]
 
 
-def list_rank_faults(
+def list_rank_block_faults(
     weights: QuantizedWeights, geometry: ModelGeometry, tp: int
 ) -> list[WeightFault]:
-    """List what loses blocks by the cut for `tp` ranks.
+    """List blocks that sharding over `tp` ranks splits.
 
-    What the checkpoint itself holds in one weight is looked at on one rank too.
+    Weights that the checkpoint stores fused are checked on one rank too.
     """
     if weights.dialect not in _DIALECTS:
         return []
     blocks = {each.module: each.block for each in weights.linears if each.block is not None}
     found = list(_find_linears(blocks, geometry))
-    if tp > 1 and (why := next(filter(None, (_explain_cut(*each, tp) for each in found)), "")):
-        return list(fault_per_engine(_SOURCES, Effect.REFUSED, why, _MEND_RANKS))
-    joined = _join_on_ranks(found, tp)
+    if tp > 1 and (why := next(filter(None, (_explain_split(*each, tp) for each in found)), "")):
+        return list(fault_per_engine(_SOURCES, Effect.REFUSED, why, _RANKS_FIX))
+    fused = _fuse_on_ranks(found, tp)
     return [
-        *(_judge_experts(weights, tp, _MEND_EXPERTS) if tp > 1 else ()),
-        *_judge((each for each in joined if tp > 1 or each.is_stored_joined), weights.dialect),
+        *(_judge_experts(weights, tp, _EXPERTS_FIX) if tp > 1 else ()),
+        *_judge((each for each in fused if tp > 1 or each.is_stored_fused), weights.dialect),
     ]
 
 
-def _judge(joined: Iterable[_Joined], dialect: str) -> Iterator[WeightFault]:
-    """Give the first fault of each engine."""
-    every = list(joined)
+def _judge(fused: Iterable[_FusedWeight], dialect: str) -> Iterator[WeightFault]:
+    """Yield the first fault of each engine."""
+    every = list(fused)
     for engine in _SOURCES:
         faults = (_judge_one(engine, each, dialect) for each in every)
         if (fault := next(filter(None, faults), None)) is not None:
             yield fault
 
 
-def _judge_one(engine: str, joined: _Joined, dialect: str) -> WeightFault | None:
-    if engine == "sglang" and joined.group not in _SGLANG_JOINED:
+def _judge_one(engine: str, fused: _FusedWeight, dialect: str) -> WeightFault | None:
+    if engine == "sglang" and fused.group not in _SGLANG_FUSED:
         return None
-    torn = joined.find_torn(is_last_too=engine == "sglang" and dialect == "autofp8")
-    if torn is None:
+    split = fused.find_split_block(checks_last=engine == "sglang" and dialect == "autofp8")
+    if split is None:
         return None
     effect: Effect | None = Effect.REFUSED
     if engine == "vllm" and dialect == "autofp8":  # its `_maybe_allow_fp8_block_shape_mismatch`
-        effect = _copy_scales(joined)
+        effect = _copy_scales(fused)
     if effect is None:
         return None
-    where = f" on each of {joined.tp} ranks" if joined.tp > 1 else ""
-    what = "is loaded into one weight with others, whose blocks would begin elsewhere"
-    end = ": rows get scales that are not theirs" if effect is Effect.MISREAD else ""
+    where = f" on each of {fused.tp} ranks" if fused.tp > 1 else ""
+    what = "is fused with projections whose blocks then begin elsewhere"
+    end = ": rows get the scales of other blocks" if effect is Effect.MISREAD else ""
     return WeightFault(
         engine=engine,
         effect=effect,
-        why=f"{torn.module} has {torn.rows} outputs{where}, no multiple of {joined.block}, and "
+        why=f"{split.module} has {split.rows} outputs{where}, no multiple of {fused.block}, and "
         f"{what}{end}",
         source=_SOURCES[engine],
-        fix=_FIX if joined.tp == 1 else _MEND_RANKS,
+        fix=_FIX if fused.tp == 1 else _RANKS_FIX,
     )
 
 
 @cache
-def _copy_scales(joined: _Joined) -> Effect | None:
-    """Replay which scales vLLM's `fp8` method copies where, where it has not checked the sizes.
+def _copy_scales(fused: _FusedWeight) -> Effect | None:
+    """Replay how vLLM's `fp8` method copies scales where it does not check the sizes.
 
-    Layers of the same sizes fare alike, and are replayed once.
+    Weights of equal sizes are replayed once.
 
     Returns:
-        REFUSED where a slice lies outside of a tensor, MISREAD where a row gets another one's
-        scale, None where all is well.
+        REFUSED where a slice is outside of a tensor, MISREAD where a row gets the scale of another
+        block, None where all rows get their own.
     """
-    block, shares = joined.block, joined.shares
-    begins = [0, *accumulate(share.rows for share in shares)]
+    block, members = fused.block, fused.members
+    begins = [0, *accumulate(member.rows for member in members)]
     num_scales = math.ceil(begins[-1] / block)
-    stored_begins = [0, *accumulate(share.stored for share in shares)]
-    stored_counts = [math.ceil(share.stored / block) for share in shares]
+    stored_begins = [0, *accumulate(member.stored for member in members)]
+    stored_counts = [math.ceil(member.stored / block) for member in members]
     stored_scales = [0, *accumulate(stored_counts)]
-    if joined.is_stored_joined and stored_scales[-1] > math.ceil(stored_begins[-1] / block):
+    if fused.is_stored_fused and stored_scales[-1] > math.ceil(stored_begins[-1] / block):
         return Effect.REFUSED
     is_misread = False
-    for rank in range(joined.tp):
+    for rank in range(fused.tp):
         held: list[int | None] = [None] * num_scales
-        for number, share in enumerate(shares):
-            first, count = math.ceil(begins[number] / block), math.ceil(share.rows / block)
-            taken = rank * share.num_slices // joined.tp * count
-            if first + count > num_scales or taken + count > stored_counts[number]:
+        for number, member in enumerate(members):
+            first, count = math.ceil(begins[number] / block), math.ceil(member.rows / block)
+            start = rank * member.num_slices // fused.tp * count
+            if first + count > num_scales or start + count > stored_counts[number]:
                 return Effect.REFUSED
-            begin = stored_scales[number] + taken
+            begin = stored_scales[number] + start
             held[first : first + count] = range(begin, begin + count)
-        for number, share in enumerate(shares):
-            slice_begin = rank * share.num_slices // joined.tp * share.rows
-            for row in range(share.rows):
+        for number, member in enumerate(members):
+            slice_begin = rank * member.num_slices // fused.tp * member.rows
+            for row in range(member.rows):
                 meant = (
                     (stored_begins[number] + slice_begin + row) // block
-                    if joined.is_stored_joined
+                    if fused.is_stored_fused
                     else stored_scales[number] + (slice_begin + row) // block
                 )
                 is_misread |= held[(begins[number] + row) // block] != meant
@@ -180,12 +180,12 @@ def _copy_scales(joined: _Joined) -> Effect | None:
 
 
 def _judge_experts(weights: QuantizedWeights, tp: int, fix: str) -> Iterator[WeightFault]:
-    """Judge the first projection of an expert that ends inside a block, alone or on a rank.
+    """Judge the first projection of an expert that ends inside a block, whole or on a rank.
 
-    The scales of all experts of a layer are one tensor, in which every part fills its blocks.
+    Engines load the scales of all experts of a layer into one tensor of whole blocks.
     """
-    torn = ((each, _explain_torn_expert(each, tp)) for each in weights.linears)
-    expert, why = next((found for found in torn if found[1]), (None, ""))
+    split = ((each, _explain_split_expert(each, tp)) for each in weights.linears)
+    expert, why = next((found for found in split if found[1]), (None, ""))
     if expert is None:
         return
     finer = _find_finer_block(expert, tp) if weights.dialect == "autofp8" else 0
@@ -195,15 +195,15 @@ def _judge_experts(weights: QuantizedWeights, tp: int, fix: str) -> Iterator[Wei
                 fault,
                 effect=Effect.CONDITION,
                 why=f"{why}: it repeats the scales for blocks of {finer}, which only its Triton "
-                "kernels take, on GPUs",
+                "kernels on GPUs support",
                 source=_SOURCE_FINER,
             )
         else:
             yield fault
 
 
-def _explain_torn_expert(linear: QuantizedLinear, tp: int) -> str:
-    """Say where a projection of an expert ends inside a block; empty if it does not."""
+def _explain_split_expert(linear: QuantizedLinear, tp: int) -> str:
+    """Say where a projection of an expert ends inside a block; empty where it does not."""
     if linear.block is None or not linear.is_expert:
         return ""
     is_row = linear.module.endswith(_ROW_EXPERTS)
@@ -218,20 +218,20 @@ def _explain_torn_expert(linear: QuantizedLinear, tp: int) -> str:
 
 
 def _find_finer_block(linear: QuantizedLinear, tp: int) -> int:
-    """Find the smaller blocks that vLLM's `fp8` method repeats an expert's scales for; 0 if none.
+    """Find the smaller blocks for which vLLM's `fp8` method repeats an expert's scales; 0 if none.
 
-    As vLLM 0.32.0 does it: a size of at least 32 that divides the blocks, both sides of the
-    weight, and what a rank has of the side that is cut.
+    As in vLLM 0.32.0: a size of at least 32 that divides the blocks, both sides of the weight, and
+    a rank's slice of the side that is split.
     """
     is_row = linear.module.endswith(_ROW_EXPERTS)
-    cut, whole = linear.shape[int(is_row)], linear.shape[int(not is_row)]
-    if linear.block is None or cut % tp:
+    split, whole = linear.shape[int(is_row)], linear.shape[int(not is_row)]
+    if linear.block is None or split % tp:
         return 0
-    size = math.gcd(*linear.block, cut // tp, whole)
+    size = math.gcd(*linear.block, split // tp, whole)
     return size if size >= _MIN_FINER_BLOCK else 0
 
 
-def _join_by_name(linears: Collection[QuantizedLinear]) -> Iterator[_Joined]:
+def _fuse_by_name(linears: Collection[QuantizedLinear]) -> Iterator[_FusedWeight]:
     groups: dict[str, dict[str, QuantizedLinear]] = {}
     for each in linears:
         if each.block is not None and not each.is_expert:
@@ -240,9 +240,9 @@ def _join_by_name(linears: Collection[QuantizedLinear]) -> Iterator[_Joined]:
         ordered = [members.get(name) for name in _list_parts(group)]
         held = [each for each in ordered if each is not None and each.block is not None]
         if len(held) == len(ordered) > 1 and held[0].block is not None:
-            yield _Joined(
-                shares=tuple(
-                    _Share(
+            yield _FusedWeight(
+                members=tuple(
+                    _Member(
                         module=each.module,
                         stored=each.shape[0],
                         rows=each.shape[0],
@@ -265,11 +265,11 @@ def _find_linears(
             yield linear, block
 
 
-def _explain_cut(linear: Linear, block: tuple[int, int], tp: int) -> str:
-    """Say how the cut of a linear that is loaded alone goes through a block; empty if not."""
+def _explain_split(linear: Linear, block: tuple[int, int], tp: int) -> str:
+    """Say how sharding a linear that is not fused splits a block; empty where it does not."""
     if linear.shard == "row":
         size, side, length = len(rank_range(linear.in_features, tp, 0)), "inputs", block[1]
-    elif linear.shard == "column" and len(linear.parts) == 1 and not _is_joined(linear):
+    elif linear.shard == "column" and len(linear.parts) == 1 and not _is_fused(linear):
         size, side, length = _count_rows(linear.parts[0], tp), "outputs", block[0]
     else:
         return ""
@@ -279,27 +279,29 @@ def _explain_cut(linear: Linear, block: tuple[int, int], tp: int) -> str:
     return f"{what}, no multiple of {length}: ValueError"
 
 
-def _join_on_ranks(found: Collection[tuple[Linear, tuple[int, int]]], tp: int) -> Iterator[_Joined]:
-    """Gather what is loaded into one weight: parts of a stored weight, and stored weights."""
-    groups: dict[str, dict[str, _Share]] = {}
+def _fuse_on_ranks(
+    found: Collection[tuple[Linear, tuple[int, int]]], tp: int
+) -> Iterator[_FusedWeight]:
+    """Group what engines fuse: the parts of a stored weight, and stored weights."""
+    groups: dict[str, dict[str, _Member]] = {}
     length_of: dict[str, int] = {}
     for linear, (length, _) in found:
         if linear.shard != "column":
             continue
         if len(linear.parts) > 1:
-            shares = (_share(part, linear.logical(part), tp) for part in linear.parts)
-            yield _Joined(shares=tuple(shares), block=length, tp=tp, is_stored_joined=True)
-        elif _is_joined(linear):
+            members = (_make_member(part, linear.logical(part), tp) for part in linear.parts)
+            yield _FusedWeight(members=tuple(members), block=length, tp=tp, is_stored_fused=True)
+        elif _is_fused(linear):
             group, (_, _, name) = name_fused_group(linear.module), linear.module.rpartition(".")
-            groups.setdefault(group, {})[name] = _share(linear.parts[0], linear.module, tp)
+            groups.setdefault(group, {})[name] = _make_member(linear.parts[0], linear.module, tp)
             length_of[group] = length
-    for group, members in groups.items():
-        ordered = (members[name] for name in _list_parts(group) if name in members)
-        yield _Joined(shares=tuple(ordered), block=length_of[group], tp=tp)
+    for group, found_members in groups.items():
+        ordered = (found_members[name] for name in _list_parts(group) if name in found_members)
+        yield _FusedWeight(members=tuple(ordered), block=length_of[group], tp=tp)
 
 
-def _share(part: Part, module: str, tp: int) -> _Share:
-    return _Share(
+def _make_member(part: Part, module: str, tp: int) -> _Member:
+    return _Member(
         module=module,
         stored=part.count * part.unit,
         rows=_count_rows(part, tp),
@@ -311,7 +313,7 @@ def _list_parts(group: str) -> list[str]:
     return group.rpartition(".")[2].split("+")
 
 
-def _is_joined(linear: Linear) -> bool:
+def _is_fused(linear: Linear) -> bool:
     return len(_list_parts(name_fused_group(linear.module))) > 1
 
 

@@ -1,4 +1,4 @@
-"""What of a checkpoint is FP8, as far as it decides who can load it, and what is said of that."""
+"""A checkpoint's FP8 weights, and why an engine cannot load them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFault:
-    """What an engine makes of FP8 weights that is not what they mean."""
+    """Why an engine does not load FP8 weights as they are."""
 
     engine: str
     effect: Effect
@@ -33,22 +33,22 @@ class QuantizedLinear:
     scheme: str
     """`fp8-static`, `fp8-dynamic`, `w8a16` or `fp8-block`."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, where scales are of blocks."""
+    """Rows and columns of a block; None without block scales."""
 
     @property
     def fused_group(self) -> str:
-        """Name what engines load it into, together with others."""
+        """The fused weight into which engines load it: its path with all projections."""
         return name_fused_group(self.module)
 
     @property
     def is_expert(self) -> bool:
-        """Tell whether it is one of many that a router chooses from."""
+        """Whether it is an expert, among which a router chooses."""
         return ".experts." in self.module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeights:
-    """The linears of a checkpoint, as far as engines' loading depends on them."""
+    """The linears of a checkpoint, as rules about loading see them."""
 
     dialect: str
     """`compressed-tensors`, `autofp8` (`quant_method: fp8`), `modelopt`, or another method."""
@@ -56,27 +56,27 @@ class QuantizedWeights:
     """The model's config.json."""
     linears: tuple[QuantizedLinear, ...]
     unquantized: Collection[str]
-    """Paths of the linears that are not FP8."""
+    """The paths of the linears that are not FP8."""
     is_mixed: bool = False
-    """It is ModelOpt's MIXED_PRECISION, for which engines have a method of its own."""
+    """Whether it is ModelOpt's MIXED_PRECISION, for which engines have a separate method."""
 
 
 def fault_per_engine(
     sources: Mapping[str, str], effect: Effect, why: str, fix: str
 ) -> Iterator[WeightFault]:
-    """Say the same of several engines, each with the file of its own that says so."""
+    """Yield the same fault for several engines, each with its own source."""
     for engine, source in sources.items():
         yield WeightFault(engine=engine, effect=effect, why=why, source=source, fix=fix)
 
 
 def name_fused_group(module: str) -> str:
-    """Name what engines load a linear into, together with others."""
+    """Name the fused weight into which engines load a linear."""
     parent, _, projection = module.rpartition(".")
     return f"{parent}.{FUSED_NAME.get(projection, projection)}"
 
 
 def list_split_groups(quantized: Collection[str], unquantized: Collection[str]) -> list[str]:
-    """List the fused groups of which only a part is quantized, by paths of linears."""
+    """List the fused weights of which only a part is quantized; arguments are paths of linears."""
     groups = {name_fused_group(module) for module in quantized}
     return sorted({name_fused_group(module) for module in unquantized} & groups)
 
@@ -84,12 +84,12 @@ def list_split_groups(quantized: Collection[str], unquantized: Collection[str]) 
 def list_split_experts(
     quantized: Collection[str], unquantized: Collection[str], *, by_projection: bool = False
 ) -> list[str]:
-    """List the layers' experts of which only a part is quantized, by paths of linears.
+    """List the layers with experts of which only a part is quantized.
 
     Args:
-        quantized: what is quantized.
-        unquantized: what is not.
-        by_projection: ask of each projection alone, over all experts.
+        quantized: the paths of the quantized linears.
+        unquantized: the paths of the others.
+        by_projection: compare each projection over all experts, not whole experts.
     """
     sides = [
         {found.expand(r"\1.*.\2") if by_projection else found[1] for found in matches if found}

@@ -1,4 +1,4 @@
-"""What engines do with the FP8 weights of a checkpoint folder, beside its KV scales."""
+"""Replay what engines do with the FP8 weights of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8calib.engines.replay.verdicts import (
     Status,
     report_refusal,
 )
-from fp8calib.engines.weights.blocks import list_rank_faults
+from fp8calib.engines.weights.blocks import list_rank_block_faults
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, WeightFault
 from fp8calib.engines.weights.rules import list_weight_faults
 from fp8calib.engines.weights.scales import list_scale_faults
@@ -29,14 +29,14 @@ _SUFFIX = ".weight"
 _FLOATS = ("BF16", "F16", "F32")
 _TRIED_METHODS = ("compressed-tensors", "fp8")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linears of decoder layers that vLLM makes by the config, in all of its models."""
+"""Linears of decoder layers that vLLM creates by the config in all models."""
 _ALIAS = "FP8_BLOCK_SCALES"
-"""ModelOpt's older name of FP8_PB_WO, which vLLM 0.32.0 takes for experts alone (`modelopt.py`)."""
-_UNREAD = "what engines make of its FP8 weights is not checked"
+"""ModelOpt's older name of FP8_PB_WO; vLLM 0.32.0 accepts it only for experts (`modelopt.py`)."""
+_UNCHECKED = "what engines do with the FP8 weights is not checked"
 
 
 class WeightReplay:
-    """The faults of a folder's FP8 weights, found once for all engines."""
+    """The faults of a folder's FP8 weights, computed once for all engines."""
 
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> None:
         self._geometry = geometry
@@ -44,7 +44,7 @@ class WeightReplay:
         self._faults: list[WeightFault] = []
         tensors = _list_tensors(folder)
         if (stack := _find_stack(tensors)) is not None:
-            self._problem = f"{_UNREAD}, where they are one tensor for many experts ({stack})"
+            self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
         matrices = _list_matrices(tensors)
         stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
         if not stored:
@@ -56,24 +56,24 @@ class WeightReplay:
             unquantized = {name for name, entry in matrices.items() if entry.dtype in _FLOATS}
             self._faults += _list_forgotten(method, find_scheme, unquantized, folder, geometry)
         except VerificationError as error:
-            self._problem = f"{_UNREAD}: {error.message}"
+            self._problem = f"{_UNCHECKED}: {error.message}"
             return
         if _names_alias(folder):
-            self._problem = f"{_UNREAD}: engines take {_ALIAS} for a part of the linears alone"
+            self._problem = f"{_UNCHECKED}: engines accept {_ALIAS} only for some of the linears"
             return
         weights = QuantizedWeights(
             dialect=_name_dialect(method, schemes, tensors),
             config=folder.config,
-            linears=tuple(_describe(each, stored[each], schemes[each]) for each in stored),
+            linears=tuple(_make_linear(each, stored[each], schemes[each]) for each in stored),
             unquantized=unquantized,
             is_mixed=_is_mixed(folder),
         )
         self._faults += list_scale_faults(schemes, tensors)
         self._faults += list_weight_faults(weights)
-        self._faults += list_rank_faults(weights, geometry, tp)
+        self._faults += list_rank_block_faults(weights, geometry, tp)
 
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
-        """Add what an engine does with the weights to what it does with the KV scales."""
+        """Add what an engine does with the weights to its report on the KV scales."""
         own = [fault for fault in self._faults if fault.engine == engine.loader]
         refused = next((fault for fault in own if fault.effect is Effect.REFUSED), None)
         if refused is not None:
@@ -93,7 +93,7 @@ class WeightReplay:
 def _list_tensors(folder: ScaleFolder) -> dict[str, TensorEntry]:
     """List the tensors of the files that the index names, else of all.
 
-    Some folders hold the same weights once more, under other names, in files that it leaves out.
+    Some folders contain the same weights again, under other names, in files that it does not name.
     """
     weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
     listed = weight_map.values() if isinstance(weight_map, dict) else folder.tensors
@@ -120,7 +120,7 @@ def _name_dialect(
 
 
 def _is_mixed(folder: ScaleFolder) -> bool:
-    """Tell whether one of ModelOpt's two configs has an algorithm for every layer."""
+    """Check whether one of ModelOpt's two configs is for a mixed precision."""
     for config in (folder.config.get("quantization_config"), folder.modelopt):
         outer = config if isinstance(config, dict) else {}
         inner = outer.get("quantization")
@@ -158,7 +158,7 @@ def _list_matrices(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
 def _list_contradictions(
     method: str, find_scheme: FindScheme, stored: Collection[str], geometry: ModelGeometry
 ) -> Iterator[WeightFault]:
-    """Give the first FP8 weight of a decoder layer that compressed-tensors' config leaves out."""
+    """Yield the first FP8 weight that compressed-tensors' config does not quantize."""
     if method != "compressed-tensors":
         return
     for module in _list_modules(geometry):
@@ -170,9 +170,9 @@ def _list_contradictions(
             yield WeightFault(
                 engine="vllm",
                 effect=Effect.REFUSED,
-                why=f"{error.message}: no parameter has a place for its scale (ValueError)",
+                why=f"{error.message}: vLLM has no parameter for its scale (ValueError)",
                 source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried",
-                fix="take the config that the weights were quantized with",
+                fix="use the config that the weights were quantized with",
             )
             return
 
@@ -184,9 +184,9 @@ def _list_forgotten(
     folder: ScaleFolder,
     geometry: ModelGeometry,
 ) -> Iterator[WeightFault]:
-    """Give the first linear of a decoder layer that is not FP8, though the config calls it so.
+    """Yield the first linear that is not FP8 although the config quantizes it.
 
-    Where the config leaves any linear of its name out, it may mean this one by another path.
+    A name that occurs in the config's lists is not judged: it may mean the linear by another path.
     """
     spelled = " ".join(_list_texts(folder.config.get("quantization_config")))
     for module in _list_modules(geometry) if method in _TRIED_METHODS else ():
@@ -200,9 +200,9 @@ def _list_forgotten(
         yield WeightFault(
             engine="vllm",
             effect=Effect.MISREAD,
-            why=f"{module} is not FP8, and the config calls it so: it is cast without a scale",
+            why=f"{module} is not FP8, but the config quantizes it: vLLM casts it without a scale",
             source="vLLM 0.32.0 model_executor/parameter.py, tried",
-            fix="leave it out in the config, or quantize it",
+            fix="exclude it in the config, or quantize it",
         )
         return
 
@@ -221,7 +221,7 @@ def _list_texts(config: object) -> Iterator[str]:
         yield from _list_texts(value)
 
 
-def _describe(module: str, entry: TensorEntry, scheme: StoredScheme) -> QuantizedLinear:
+def _make_linear(module: str, entry: TensorEntry, scheme: StoredScheme) -> QuantizedLinear:
     rows, columns = entry.shape
     return QuantizedLinear(
         module=shorten(module),

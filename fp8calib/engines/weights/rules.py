@@ -1,6 +1,6 @@
-"""FP8 weights that engines do not load as they are, of checkpoints just written and of found ones.
+"""Find the FP8 weights of a checkpoint that engines refuse, misread, or load in another way.
 
-The rules that are a table are in each engine's record; here are those that need a computation.
+Each engine's record has a table of rules; the rules here compare several linears.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from fp8calib.engines.engine import Effect, WeightRule
 from fp8calib.engines.registry import ENGINES
-from fp8calib.engines.weights.blocks import list_joined_faults
+from fp8calib.engines.weights.blocks import list_fused_block_faults
 from fp8calib.engines.weights.faults import (
     QuantizedLinear,
     QuantizedWeights,
@@ -21,12 +21,12 @@ from fp8calib.geometry.expert_layouts import find_layout
 
 
 def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
-    """List what engines do with FP8 weights on one rank, where it is not what the weights mean."""
+    """List what engines do to FP8 weights on one rank other than loading them as they are."""
     return [
         *_apply_tables(weights),
         *_list_fused_faults(weights),
         *_list_split_expert_faults(weights),
-        *list_joined_faults(weights),
+        *list_fused_block_faults(weights),
         *_list_stack_faults(weights),
     ]
 
@@ -54,7 +54,7 @@ def _holds_for(rule: WeightRule, weights: QuantizedWeights) -> bool:
 
 
 def _find_linear(rule: WeightRule, weights: QuantizedWeights) -> QuantizedLinear | None:
-    """Find the first linear that a rule is about."""
+    """Find the first linear to which a rule applies."""
     excepted = rule.not_mixed if weights.is_mixed else ()
     return next(
         (
@@ -71,30 +71,30 @@ def _find_linear(rule: WeightRule, weights: QuantizedWeights) -> QuantizedLinear
 
 
 def _explain(rule: WeightRule, example: QuantizedLinear, model_type: str) -> str:
-    """Add to a rule's reason the model type and the linear, where it is about some only."""
-    is_about_some = rule.has_experts or rule.endings
+    """Add the model type and an example to a rule's reason, where the rule is limited to some."""
+    is_limited = rule.has_experts or rule.endings
     why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
-    why = f"{why} ({example.module})" if is_about_some else why
+    why = f"{why} ({example.module})" if is_limited else why
     options = " ".join(f"--ignore '{pattern}'" for pattern in rule.ignore)
     return f"{why}; {options} leaves them unquantized" if options else why
 
 
 def _list_fused_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
-    """Tell what engines refuse that load several projections into one weight."""
+    """List fused projections of which only a part is quantized."""
     groups = list_split_groups([each.module for each in weights.linears], weights.unquantized)
     for engine in ("vllm", "sglang"):
         for group in groups:
             yield WeightFault(
                 engine=engine,
                 effect=Effect.REFUSED,
-                why=f"{group} is loaded into one weight, and only a part of it is quantized",
+                why=f"{group} becomes one weight in the engine, and only a part of it is quantized",
                 source="vLLM 0.32.0 quantization/utils/quant_utils.py (is_layer_skipped)",
-                fix="quantize all of it, or nothing of it",
+                fix="quantize all of these projections, or none",
             )
 
 
 def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
-    """Tell who takes the experts of a layer for quantized all alike."""
+    """List engines that treat the experts of a layer alike where only some are quantized."""
     quantized = [each.module for each in weights.linears]
     layers = list_split_experts(quantized, weights.unquantized)
     split = {
@@ -120,7 +120,7 @@ def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault
 
 
 def _list_stack_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
-    """Tell who knows a model's experts as a stack alone."""
+    """List engines that load a model's experts only as one tensor."""
     expert = next((each for each in weights.linears if each.is_expert), None)
     kind, layout, _ = find_layout(weights.config) if expert else ("", None, None)
     if expert is not None and layout is not None and not layout.is_split_in_transformers:

@@ -1,7 +1,7 @@
-"""FP8 weights whose scales are missing, or of another shape than the config says.
+"""FP8 weights whose scales are missing, or have another shape than the config says.
 
-Engines make room for scales by the config, fill it with what the checkpoint has, and look for
-nothing that is left over.
+Engines allocate scales by the config and fill them from the checkpoint. They do not check that all
+of them were filled.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from fp8calib.engines.weights.faults import WeightFault, fault_per_engine
 from fp8calib.errors import shorten
 from fp8calib.fp8.schemes import Granularity, InputScaling
 
-_MAKERS = {
+_ALLOCATION_SOURCES = {
     "vllm": "vLLM 0.32.0 quantization/utils/fp8_utils.py (create_fp8_scale_parameter)",
     "sglang": "SGLang 0.5.23 srt/layers/quantization/fp8.py, compressed_tensors/schemes",
     "transformers": "transformers 5.23, which reports it MISSING",
 }
-_LOADERS = {
+_LOADING_SOURCES = {
     "vllm": "vLLM 0.32.0 model_executor/parameter.py, tried",
     "sglang": "SGLang 0.5.23 srt/layers/parameter.py",
 }
-_MEND_MISSING = "complete the download or the export: the weight means nothing without it"
-_MEND_SHAPE = "take the config that the weights were quantized with"
+_MISSING_FIX = "complete the download or the export: the weight is useless without its scale"
+_SHAPE_FIX = "use the config that the weights were quantized with"
 
 
 def list_scale_faults(
     schemes: Mapping[str, StoredScheme], tensors: Mapping[str, TensorEntry]
 ) -> Iterator[WeightFault]:
-    """List the first scale that is missing, and the first that is of another shape.
+    """List the first missing scale, and the first with another shape than the config says.
 
     Args:
-        schemes: what the config says, by path of the linear with an FP8 weight.
+        schemes: what the config says, by the path of each linear with an FP8 weight.
         tensors: all of the checkpoint's, by name.
     """
     names = {module: name_companions(f"{module}.weight") for module in schemes}
@@ -51,17 +51,17 @@ def list_scale_faults(
         if each not in strange
     )
     if why := next(filter(None, missing), ""):
-        held = f"{why}: it serves with what its memory held"
-        yield from fault_per_engine(_MAKERS, Effect.MISREAD, held, _MEND_MISSING)
+        misread = f"{why}: the engine uses uninitialised memory"
+        yield from fault_per_engine(_ALLOCATION_SOURCES, Effect.MISREAD, misread, _MISSING_FIX)
     misfits = (_explain_misfit(names[each], schemes[each], tensors) for each in schemes)
     if why := next(filter(None, misfits), ""):
         yield from fault_per_engine(
-            _LOADERS, Effect.REFUSED, f"{why} (AssertionError)", _MEND_SHAPE
+            _LOADING_SOURCES, Effect.REFUSED, f"{why} (AssertionError)", _SHAPE_FIX
         )
 
 
 def _list_strange(tensors: Mapping[str, TensorEntry]) -> set[str]:
-    """List the modules with a scale in a spelling of a model's own, such as `scale`."""
+    """List the modules whose scale has a name that only their model uses, such as `scale`."""
     parts = (name.rpartition(".") for name in tensors)
     return {
         module
@@ -84,9 +84,9 @@ def _explain_missing(
 def _explain_misfit(
     names: Companions, scheme: StoredScheme, tensors: Mapping[str, TensorEntry]
 ) -> str:
-    """Say that a scale is of another granularity; a shape that fits none is left to engines.
+    """Say that a scale has another granularity; a shape that fits none is not judged.
 
-    One number for a weight with a scale per row is spread over an expert's rows, rightly.
+    One number where the config has a scale per row is valid for an expert: it is used for all rows.
     """
     found = [name for name in names.scales if name in tensors]
     if len(found) != 1:
