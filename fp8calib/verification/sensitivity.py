@@ -26,13 +26,15 @@ _STANDS_OUT = 8.0
 def measure_sensitivity(
     comparison: Comparison,
     geometry: ModelGeometry,
-    emulation: Emulation,
+    candidate: Candidate,
     plan: DataPlan,
+    numerics: Numerics,
     *,
     batch_size: int,
     progress: Progress,
-) -> list[SensitivityResult]:
-    """Quantize one layer at a time as `emulation` does, on the first sequences of the plan."""
+) -> Sensitivity:
+    """Quantize one layer at a time as `candidate` does, on the first sequences of the plan."""
+    emulation = candidate.emulation
     chosen = choose_batches(plan, batch_size)
     lengths = [length for batch in chosen for length in batch.lengths]
     parts = _split_by_layer(geometry, emulation)
@@ -50,7 +52,9 @@ def measure_sensitivity(
                     layer=index, kld_mean=summary.kld_mean, ppl_ratio=summary.ppl_ratio
                 )
             )
-    return results
+    return find_skippable(
+        candidate, results, numerics, sequences=min(SEQUENCES, len(plan.sequences))
+    )
 
 
 def choose_batches(plan: DataPlan, batch_size: int) -> list[Batch]:

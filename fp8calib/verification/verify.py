@@ -22,7 +22,6 @@ from fp8calib.verification.compare.summary import (
     summarize,
     summarize_positions,
 )
-from fp8calib.verification.compare.token_scores import TokenScores
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.damage_rows import diagnose, index_layers, list_layers
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
@@ -42,7 +41,7 @@ from fp8calib.verification.report import (
     Verdict,
     VerifyReport,
 )
-from fp8calib.verification.sensitivity import SEQUENCES, find_skippable, measure_sensitivity
+from fp8calib.verification.sensitivity import measure_sensitivity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,17 @@ def verify(
     compared = comparison.run(
         batches(plan, batch_size), emulations, reference_hooks=looking, advance=progress.advance
     )
-    sensitivity = _measure_sensitivity(comparison, reference, request, plan, batch_size, progress)
+    sensitivity = None
+    if request.sensitivity_of is not None:
+        sensitivity = measure_sensitivity(
+            comparison,
+            reference.geometry,
+            request.sensitivity_of,
+            plan,
+            request.numerics,
+            batch_size=batch_size,
+            progress=progress,
+        )
     report = _build_report(
         reference, request, plan, compared, looking, sensitivity, time.monotonic() - started
     )
@@ -137,30 +146,6 @@ def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
 
 def _rule_key(rule: str) -> str:
     return f"\0rule:{rule}"
-
-
-def _measure_sensitivity(
-    comparison: Comparison,
-    reference: ReferenceModel,
-    request: VerificationRequest,
-    plan: DataPlan,
-    batch_size: int,
-    progress: Progress,
-) -> Sensitivity | None:
-    candidate = request.sensitivity_of
-    if candidate is None:
-        return None
-    layers = measure_sensitivity(
-        comparison,
-        reference.geometry,
-        candidate.emulation,
-        plan,
-        batch_size=batch_size,
-        progress=progress,
-    )
-    return find_skippable(
-        candidate, layers, request.numerics, sequences=min(SEQUENCES, len(plan.sequences))
-    )
 
 
 def _build_report(
@@ -276,8 +261,7 @@ def _rank_rules(
 ) -> tuple[RuleResult, ...]:
     results = []
     for rule in request.rules:
-        scores: TokenScores = compared.candidates[_rule_key(rule)]
-        summary = summarize(scores, compared.reference, lengths)
+        summary = summarize(compared.candidates[_rule_key(rule)], compared.reference, lengths)
         results.append(
             RuleResult(
                 candidate=request.rules_of,

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from fp8calib.verification.html.plots import BASELINE, STYLES, View, log_axis
+from fp8calib.verification.html.plots import BASELINE, STYLES, View, log_axis, make_series
 from fp8calib.verification.html.sections import make_sections
-from fp8calib.verification.html.series import make_series
 from fp8calib.verification.report import (
     SCALE_ONE,
     DiagnosisResult,

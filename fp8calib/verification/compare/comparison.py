@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from fp8calib.verification.compare.token_scores import (
     TokenScores,
     join_scores,
     score_batch,
+    split_sequences,
 )
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
 from fp8calib.verification.emulation.scale_range import ScaleRange
@@ -30,11 +31,8 @@ _NO_OVERFLOW = {
 }
 
 
-class Advance(Protocol):
-    """Receives the number of tokens that went through a model."""
-
-    def __call__(self, steps: int) -> None:
-        """Add `steps` tokens to the progress."""
+Advance = Callable[[int], None]
+"""Receives the number of tokens that went through a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ class Comparison(Protocol):
         reference_hooks: EmulationHooks | None = None,
         advance: Advance,
     ) -> ComparisonResult:
-        """Score every candidate on every batch.
+        """Score every candidate (`emulations`, by name) on every batch.
 
         `reference_hooks` measure tensors of the unquantized model without changing them.
 
@@ -110,15 +108,10 @@ def _require_finite(name: str, scores: TokenScores, batch: Batch, dtype: torch.d
     good = scores.logprobs.isfinite() & scores.klds.isfinite()
     if bool(good.all()):
         return
-    row = 0
-    bad = int((~good).nonzero()[0])
-    for length in batch.lengths:
-        if bad < length - 1:
-            break
-        bad -= length - 1
-        row += 1
+    parts = enumerate(split_sequences(good, batch.lengths), start=batch.first)
+    sample = next(number for number, part in parts if not bool(part.all()))
     raise VerificationError(
-        f"{name}: NaN or inf in the logits at sample {batch.first + row} (counting from 0)",
+        f"{name}: NaN or inf in the logits at sample {sample} (counting from 0)",
         hint=_OVERFLOW if dtype is torch.float16 else _NO_OVERFLOW[name == _REFERENCE],
     )
 

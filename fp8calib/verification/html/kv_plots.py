@@ -10,6 +10,7 @@ from fp8calib.verification.html.plots import (
     Json,
     PageSection,
     Plot,
+    Series,
     View,
     finite,
     layer_axis,
@@ -19,7 +20,6 @@ from fp8calib.verification.html.plots import (
     make_layout,
     title,
 )
-from fp8calib.verification.html.series import Series
 from fp8calib.verification.report import LayerResult, VerifyReport
 
 ROLE_NAMES = {"k": "Keys", "v": "Values", "q": "Queries"}
@@ -31,24 +31,20 @@ _HOVER = (
 )
 
 Measure = Callable[[LayerResult], float | None]
+_ByRole = dict[str, list[LayerResult]]
 
 
 def cache_sections(report: VerifyReport, series: Sequence[Series]) -> tuple[PageSection, ...]:
     """Make the sections on range, SQNR and lost values of the KV cache."""
-    by_role = {
-        role: rows
-        for role in ROLE_NAMES
-        if (rows := [row for row in report.layers if row.role == role])
-    }
-    limits = _find_limits(report)
+    by_role: _ByRole = {}
+    for role in ROLE_NAMES:
+        if rows := [row for row in report.layers if row.role == role]:
+            by_role[role] = rows
     return (
-        _ranges_section(by_role, series, limits),
+        _ranges_section(by_role, series, _find_limits(report)),
         _sqnr_section(by_role, series),
         _losses_section(by_role, series),
     )
-
-
-_ByRole = dict[str, list[LayerResult]]
 
 
 def _ranges_section(

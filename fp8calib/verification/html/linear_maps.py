@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from fp8calib.verification.html.plots import (
     Json,
     PageSection,
     Plot,
+    Series,
     View,
     finite,
     layer_axis,
     make_layout,
     plain,
 )
-from fp8calib.verification.html.series import Series
 from fp8calib.verification.report import LayerResult
 
 _ROLES = {"input": "inputs", "weight": "weights"}
+_MEASURES = {"sqnr": "SQNR, dB", "clipped": "Share clipped", "flushed": "Share flushed to zero"}
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measure:
-    """What a map shows: its name, title, number formats, and which end of the scale is worse."""
-
-    name: str
-    words: str
-    tick_format: str
-    hover_format: str
-    is_worse_above: bool
-    pick: Callable[[Sequence[LayerResult]], float | None]
-    """Pick the worst value of the tensors that share a cell."""
 
 
 def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> PageSection:
     """Make the maps of SQNR and lost values of weights and inputs."""
     plots = []
-    for measure in _MEASURES:
+    for measure, words in _MEASURES.items():
         views = list(_draw_views(rows, series, measure))
         most = max((len(view.data[0]["y"]) for view in views), default=0)
-        name, height = f"linear-{measure.name}", 150 + 28 * most
-        plots.append(Plot(name=name, title=measure.words, views=views, height=height, is_wide=True))
+        name, height = f"linear-{measure}", 150 + 28 * most
+        plots.append(Plot(name=name, title=words, views=views, height=height, is_wide=True))
     return PageSection(
         title="Weights and activations of the linear layers",
         lead="One candidate at a time; dark is worse. Experts of a layer share a cell, which shows "
@@ -53,7 +40,7 @@ def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> Pa
 
 
 def _draw_views(
-    rows: Sequence[LayerResult], series: Sequence[Series], measure: _Measure
+    rows: Sequence[LayerResult], series: Sequence[Series], measure: str
 ) -> Iterator[View]:
     """Draw the inputs and the weights of each candidate; a map without values is left out."""
     for one in series:
@@ -66,24 +53,34 @@ def _draw_views(
                 yield View(label=f"{kind}, {one.label}", data=[trace], layout=layout)
 
 
-def _draw_map(rows: Sequence[LayerResult], measure: _Measure) -> Json:
+def _draw_map(rows: Sequence[LayerResult], measure: str) -> Json:
     cells: dict[tuple[str, int], list[LayerResult]] = {}
     for row in rows:
         cells.setdefault((_name_projection(row), row.layer), []).append(row)
     places = list(dict.fromkeys(place for place, _ in cells))
     layers = sorted({layer for _, layer in cells})
+    is_share = measure != "sqnr"
     return {
         "type": "heatmap",
         "x": layers,
         "y": [plain(place) for place in places],
-        "z": [[measure.pick(cells.get((place, at), [])) for at in layers] for place in places],
+        "z": [
+            [_pick_worst(cells.get((place, at), []), measure) for at in layers] for place in places
+        ],
         "colorscale": "Cividis",
-        "reversescale": measure.is_worse_above,
-        "zmin": 0 if measure.is_worse_above else None,
-        "colorbar": _color_bar(measure),
-        "hovertemplate": f"layer %{{x}}, %{{y}}<br>{measure.words}: "
-        f"%{{z:{measure.hover_format}}}<extra></extra>",
+        "reversescale": is_share,
+        "zmin": 0 if is_share else None,
+        "colorbar": _color_bar(".3~%" if is_share else ""),
+        "hovertemplate": f"layer %{{x}}, %{{y}}<br>{_MEASURES[measure]}: "
+        f"%{{z:{'.3~%' if is_share else '.2f'}}}<extra></extra>",
     }
+
+
+def _pick_worst(rows: Sequence[LayerResult], measure: str) -> float | None:
+    """Pick the worst value of the tensors that share a cell: the lowest SQNR, the largest share."""
+    if measure == "sqnr":
+        return min((db for row in rows if (db := finite(row.sqnr_db)) is not None), default=None)
+    return max((getattr(row, measure) for row in rows), default=None)
 
 
 def _name_projection(row: LayerResult) -> str:
@@ -93,41 +90,8 @@ def _name_projection(row: LayerResult) -> str:
     return _EXPERT.sub("*", inside or module)
 
 
-def _color_bar(measure: _Measure) -> Json:
+def _color_bar(tick_format: str) -> Json:
     """Place the colour bar above the map, at full width."""
     place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
     size = {"thickness": 10, "len": 1, "xpad": 0, "ypad": 0, "outlinewidth": 0}
-    return {**place, **size, "tickformat": measure.tick_format}
-
-
-def _lowest_sqnr(rows: Sequence[LayerResult]) -> float | None:
-    known = (finite(row.sqnr_db) for row in rows)
-    return min((db for db in known if db is not None), default=None)
-
-
-_MEASURES = (
-    _Measure(
-        name="sqnr",
-        words="SQNR, dB",
-        tick_format="",
-        hover_format=".2f",
-        is_worse_above=False,
-        pick=_lowest_sqnr,
-    ),
-    _Measure(
-        name="clipped",
-        words="Share clipped",
-        tick_format=".3~%",
-        hover_format=".3~%",
-        is_worse_above=True,
-        pick=lambda rows: max((row.clipped for row in rows), default=None),
-    ),
-    _Measure(
-        name="flushed",
-        words="Share flushed to zero",
-        tick_format=".3~%",
-        hover_format=".3~%",
-        is_worse_above=True,
-        pick=lambda rows: max((row.flushed for row in rows), default=None),
-    ),
-)
+    return {**place, **size, "tickformat": tick_format}

@@ -14,9 +14,8 @@ from fp8calib import __version__
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.errors import UsageError
 from fp8calib.verification.html.markup import element, write_html
-from fp8calib.verification.html.plots import PageSection, Plot
+from fp8calib.verification.html.plots import PageSection, Plot, Series, make_series
 from fp8calib.verification.html.sections import make_sections
-from fp8calib.verification.html.series import Series, make_series
 from fp8calib.verification.html.tables import (
     candidates_table,
     list_facts,
@@ -66,9 +65,12 @@ def render_page(report: VerifyReport, plotly_js: str) -> str:
     sections = make_sections(report)
     plots = [plot for section in sections for plot in section.plots]
     legend = [_render_legend(make_series(report))] if plots else []
-    tables = [_render_table(*named) for named in _list_closing_tables(report)]
     drawn = [_render_section(section) for section in sections]
-    main = element("main", *_list_results(report), *legend, *drawn, *tables, _render_footer(report))
+    if report.rules:
+        drawn.append(_render_table("", rules_table(report.rules)))
+    if report.tasks:
+        drawn.append(_render_table("Tasks", tasks_table(report.tasks)))
+    main = element("main", *_list_results(report), *legend, *drawn, _render_footer(report))
     data = element("script", _to_json(plots), id="plots", type="application/json")
     code = [element("script", source) for source in (plotly_js, _read_resource("page.js"))]
     body = element("body", main, data, *code)
@@ -100,15 +102,6 @@ def _list_results(report: VerifyReport) -> Sequence[Element]:
         items = element("ul", *(element("li", warning) for warning in report.warnings))
         parts.append(element("div", element("h2", "Warnings"), items, class_="card warnings"))
     return parts
-
-
-def _list_closing_tables(report: VerifyReport) -> Sequence[tuple[str, Element]]:
-    tables = []
-    if report.rules:
-        tables.append(("", rules_table(report.rules)))
-    if report.tasks:
-        tables.append(("Tasks", tasks_table(report.tasks)))
-    return tables
 
 
 def _render_table(heading: str, table: Element) -> Element:

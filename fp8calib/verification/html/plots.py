@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from fp8calib.verification.report import SCALE_ONE, VerifyReport
 
 Json = dict[str, Any]
 """A trace, an axis or a layout of plotly.js."""
@@ -32,6 +34,8 @@ class Style:
     dash: str = "solid"
 
 
+_LONGEST_LABEL = 36
+_DASHES = ("solid", "dash", "dashdot")
 _MOST_LAYERS_NAMED = 10
 _MOST_LARGE_MARKS = 40
 _FEWEST_DECADES = 0.7
@@ -49,6 +53,45 @@ STYLES = (
     Style(color="#332288", symbol="triangle-down", glyph="\N{BLACK DOWN-POINTING TRIANGLE}"),
 )
 """Distinct for every kind of colour vision, and by their marks alone (after Okabe-Ito, Tol)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A candidate's label and style."""
+
+    name: str
+    label: str
+    """The name, or only its end if it is long."""
+    style: Style
+
+
+def make_series(report: VerifyReport) -> tuple[Series, ...]:
+    """Assign each candidate a label and a style, in the report's order."""
+    names = [candidate.name for candidate in report.candidates]
+    styles = iter([_choose_style(index) for index in range(len(names))])
+    return tuple(
+        Series(name=name, label=label, style=BASELINE if name == SCALE_ONE else next(styles))
+        for name, label in zip(names, _shorten(names), strict=True)
+    )
+
+
+def _choose_style(index: int) -> Style:
+    """Cycle through colours and marks, with another dash in every cycle."""
+    cycle, place = divmod(index, len(STYLES))
+    return replace(STYLES[place], dash=_DASHES[cycle % len(_DASHES)])
+
+
+def _shorten(names: Sequence[str]) -> Sequence[str]:
+    """Keep only the ends of long names (they are paths), unless two ends are the same."""
+    short = [_shorten_one(name) for name in names]
+    return short if len(set(short)) == len(set(names)) else names
+
+
+def _shorten_one(name: str) -> str:
+    if len(name) <= _LONGEST_LABEL:
+        return name
+    end = name[1 - _LONGEST_LABEL :]
+    return "\N{HORIZONTAL ELLIPSIS}" + (end[end.index("/") :] if "/" in end[:-1] else end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,11 @@ from fp8calib.verification.html.plots import (
     line,
     log_axis,
     make_layout,
+    make_series,
     own_legend,
     plain,
     title,
 )
-from fp8calib.verification.html.series import make_series
 from fp8calib.verification.report import (
     DiagnosisResult,
     RuleResult,
