@@ -25,7 +25,11 @@ from fp8calib.scales.rules import AMAX, Rule
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
-from fp8calib.verification.emulation.coverage import find_checkpoint_gaps, find_scheme_gaps
+from fp8calib.verification.emulation.coverage import (
+    find_checkpoint_gaps,
+    find_scheme_gaps,
+    list_ends,
+)
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import (
     emulate_kv,
@@ -267,10 +271,7 @@ def _check_ends(
 
     All candidates are scored with the head of the unquantized model.
     """
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    weights = [end.weight for end in ends if end is not None]
-    own = [name for name, value in model.named_parameters() if any(value is w for w in weights)]
-    for name in source.tensor_names(own) - checkpoint.quantized:
+    for name in source.tensor_names(list_ends(model)) - checkpoint.quantized:
         original = target.checkpoint
         if name not in original or original.dtype(name) != checkpoint.dtype(name):
             continue

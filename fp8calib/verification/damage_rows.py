@@ -12,8 +12,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram_estimates import clipped_share
-from fp8calib.verification.emulation.fake_quantize import Damage
-from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.fake_quantize import Damage, ScaleRange
 from fp8calib.verification.report import DiagnosisResult, LayerResult
 
 

@@ -21,10 +21,9 @@ from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.damage_rows import index_layers, list_layers
 from fp8calib.verification.emulation import emulate as emulate_module
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, MeasurementHooks
-from fp8calib.verification.emulation.fake_quantize import Damage
+from fp8calib.verification.emulation.fake_quantize import Damage, find_ranges
 from fp8calib.verification.emulation.kv import emulate_kv
 from fp8calib.verification.emulation.linears import emulate_scheme
-from fp8calib.verification.emulation.scale_range import find_ranges
 from fp8calib.verification.report import LayerResult
 from tests import zoo
 from tests.verification.by_hand import (

@@ -20,7 +20,7 @@ from fp8calib.verification.compare.token_scores import (
     split_sequences,
 )
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
-from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.emulation.weights import WeightChange
 
 _REFERENCE = "the unquantized model"

@@ -38,7 +38,7 @@ from fp8calib.verification.compare.comparison import (
 )
 from fp8calib.verification.compare.token_scores import Logits
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, open_emulation_hooks
-from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.fake_quantize import ScaleRange
 from fp8calib.verification.emulation.stored_weights import CopiedParameter
 from fp8calib.verification.emulation.weights import ParameterReader, WeightChange, changed_weights
 
@@ -163,15 +163,12 @@ class StreamedComparison:
                 keep = any(index in lane.by_layer for lane in lanes)
                 with self._streamed.placed(layer, keep=keep):
                     for lane in lanes:
-                        self._find_scales(lane, index)
+                        changes = lane.by_layer.get(index, ())
+                        lane.scales |= find_weight_scales(self._model, changes)
                         with self._changed(lane, layer), self._open_hooks(lane, index):
                             self._run_layer(steps, lane, index, batches, store, advance)
             for lane in lanes:
                 self._finish(steps, lane, batches, store)
-
-    def _find_scales(self, lane: _Lane, index: int) -> None:
-        if changes := lane.by_layer.get(index):
-            lane.scales |= find_weight_scales(self._model, changes)
 
     def _run_layer(
         self,
@@ -211,25 +208,18 @@ class StreamedComparison:
         return HookedCache(self._decoder.config, self._attentions, (), lane.hooks)
 
     @contextmanager
-    def _changed(self, lane: _Lane, layer: StreamedLayer) -> Iterator[None]:
-        """Apply a model's changes to one layer, and to the weights around the layers."""
-        changes = lane.by_layer.get(layer.layer.index, ())
-        with ExitStack() as stack:
-            stack.enter_context(self._changed_around(lane))
-            if changes:
-                stack.enter_context(
-                    changed_weights(self._model, changes, layer.weights, lane.hooks.damage)
-                )
-            yield
-
-    @contextmanager
-    def _changed_around(self, lane: _Lane) -> Iterator[None]:
+    def _changed(self, lane: _Lane, layer: StreamedLayer | None) -> Iterator[None]:
+        """Apply a model's changes to the weights around the layers, and to one layer if given."""
         with ExitStack() as stack:
             for embedding, rows in lane.rows:
                 stack.enter_context(embedding.replaced(rows))
             if lane.around:
                 stack.enter_context(
                     changed_weights(self._model, lane.around, self._originals, lane.hooks.damage)
+                )
+            if layer is not None and (changes := lane.by_layer.get(layer.layer.index)):
+                stack.enter_context(
+                    changed_weights(self._model, changes, layer.weights, lane.hooks.damage)
                 )
             yield
 
@@ -243,7 +233,7 @@ class StreamedComparison:
     def _finish(
         self, steps: LayerSteps, lane: _Lane, batches: Sequence[Batch], store: HiddenStateStore
     ) -> None:
-        with self._changed_around(lane):
+        with self._changed(lane, None):
             for place, batch in enumerate(batches):
                 key = lane.number * len(batches) + place
                 before = load_state(store, key, self._decoder.device)

@@ -59,6 +59,13 @@ def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
     return not path or parameter.startswith(f"{path}.")
 
 
+def list_ends(model: LoadedModel) -> list[str]:
+    """List the parameters of the embedding and of the output head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [end.weight for end in ends if end is not None]
+    return [name for name, value in model.named_parameters() if any(value is w for w in weights)]
+
+
 def _first_of(names: Sequence[str]) -> str:
     more = f" and {len(names) - 1} more" if names[1:] else ""
     return f"{names[0]}{more}"

@@ -5,9 +5,9 @@ Shapes: B batch, H heads, S sequence, D head size, C channels, O outputs, I inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 
@@ -15,6 +15,7 @@ from fp8calib.fp8.amax import block_amax, group_amax, row_amax, tensor_amax
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import Fp8Format, Rounding
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity
+from fp8calib.geometry.sites import Site
 from fp8calib.scales.scale_table import SMALLEST_SCALE, scale_of
 
 _AT_THE_EDGE = 1 + 2.0**-20
@@ -133,6 +134,46 @@ def _broadcast_amax(
     return row_amax(x).unsqueeze(-1)
 
 
+Per = Granularity | Literal["head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRange:
+    """The granularity of scales, and their extremes; None for scales computed at run time."""
+
+    per: Per
+    smallest: float | None = None
+    largest: float | None = None
+
+    @classmethod
+    def of(cls, scale: torch.Tensor, *, per: Per) -> Self:
+        """Take the extremes of scales in any shape."""
+        smallest, largest = torch.aminmax(scale)
+        return cls(per=per, smallest=float(smallest), largest=float(largest))
+
+    def join(self, other: Self) -> Self:
+        """Cover the scales of both (of two experts, say)."""
+        if None in (self.smallest, self.largest, other.smallest, other.largest):
+            return type(self)(per=self.per)
+        both = torch.tensor([self.smallest, self.largest, other.smallest, other.largest])
+        return type(self).of(both, per=self.per)
+
+
+def find_ranges(quantizers: Mapping[Site, Quantizer]) -> dict[Site, ScaleRange]:
+    """Find the scales of K, V, q and inputs; of those computed at run time only the granularity.
+
+    K, V and q have one scale, or one per head (ranks that differ give their heads different ones).
+    """
+    return {site: _find_range(quantizer) for site, quantizer in quantizers.items()}
+
+
+def _find_range(quantizer: Quantizer) -> ScaleRange:
+    scale = quantizer.scale
+    if isinstance(scale, Granularity):
+        return ScaleRange(per=scale)
+    return ScaleRange.of(scale, per=Granularity.TENSOR if scale.numel() == 1 else "head")
+
+
 class Damage(NamedTuple):
     """Sums over the elements of a tensor, each fp64 0-dim on the tensor's device."""
 
@@ -158,13 +199,9 @@ def measure_damage(
 ) -> torch.Tensor:
     """Sum up what quantization did to `x`: fp64 [6], in the order of `Damage`.
 
-    Args:
-        x: the tensor, with tokens along the last axis but one.
-        fake: the result of `Quantizer.fake`.
-        fmt: the format.
-        saturates: False counts only values that would round beyond the largest one as clipped.
-        flush_stride: count zeros in every so many tokens and extrapolate; counting zeros takes
-            longer than everything else.
+    Zeros are counted in one of `flush_stride` tokens (the last axis but one) and extrapolated:
+    counting them takes longer than everything else. Without `saturates`, only values that would
+    round beyond the largest one count as clipped.
     """
     limit = fmt.max * _AT_THE_EDGE if saturates else fmt.overflow
     exact = x.float()
@@ -209,8 +246,13 @@ def _count_beyond(x: torch.Tensor | None, limit: float, device: torch.device) ->
 
 
 def add_damage(total: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    """Add two results of `measure_damage`, whose last element is a maximum."""
+    """Add a result of `measure_damage` to the sum of earlier ones, if there are any."""
     if total is None:
         return new
-    new = new.to(total.device)
-    return torch.cat([total[:-1] + new[:-1], torch.maximum(total[-1:], new[-1:])])
+    return sum_damage([total, new.to(total.device)])
+
+
+def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add results of `measure_damage`, whose last element is a maximum: fp64 [6]."""
+    stacked = torch.stack(list(parts))
+    return torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])

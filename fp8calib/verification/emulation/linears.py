@@ -21,9 +21,8 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import compute_linear_scales
 from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable, scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.emulation.coverage import is_of_decoder
-from fp8calib.verification.emulation.fake_quantize import Quantizer
-from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.coverage import is_of_decoder, list_ends
+from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.stored_weights import (
     ClipLimits,
     CopiedParameter,
@@ -151,16 +150,9 @@ def emulate_checkpoint(
 ) -> Linears:
     """Emulate an FP8 checkpoint: its weights, and its inputs as its config describes them.
 
-    Args:
-        checkpoint: the FP8 checkpoint.
-        source: the same checkpoint, read by the model's parameters.
-        geometry: of the unquantized model.
-        model: the unquantized model.
-        numerics: how the engine computes.
-        is_changed: whether the tensor of this name differs from the unquantized model's.
-
     Inputs of other FP8 weights in the text decoder stay unquantized, and FP8 weights outside the
-    decoder are not emulated (`coverage` reports both).
+    decoder are not emulated (`coverage` reports both). `is_changed` tells whether the tensor of a
+    name differs from the unquantized model's.
 
     Raises:
         VerificationError: the checkpoint quantizes no linear of the model, quantizes one in part,
@@ -219,10 +211,7 @@ def _list_others(model: LoadedModel, stored: list[WeightParameter]) -> set[str]:
 
 
 def _refuse_embeddings(model: LoadedModel, checkpoint: Fp8Checkpoint, source: WeightSource) -> None:
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    weights = [end.weight for end in ends if end is not None]
-    own = [name for name, value in model.named_parameters() if any(value is w for w in weights)]
-    quantized = sorted(source.tensor_names(own) & checkpoint.quantized)
+    quantized = sorted(source.tensor_names(list_ends(model)) & checkpoint.quantized)
     if quantized:
         raise VerificationError(
             f"{checkpoint.folder}: {quantized[0]} is an embedding or the output head, "

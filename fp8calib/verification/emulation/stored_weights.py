@@ -11,9 +11,14 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verification.emulation.fake_quantize import FakeQuantized, Quantizer, measure_damage
-from fp8calib.verification.emulation.scale_range import ScaleRange
-from fp8calib.verification.emulation.weights import ParameterReader, WeightParameter, sum_damage
+from fp8calib.verification.emulation.fake_quantize import (
+    FakeQuantized,
+    Quantizer,
+    ScaleRange,
+    measure_damage,
+    sum_damage,
+)
+from fp8calib.verification.emulation.weights import ParameterReader, WeightParameter
 
 _SLACK = 2.0**-10
 

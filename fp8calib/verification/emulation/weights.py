@@ -18,8 +18,12 @@ from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.scale_table import scale_of
-from fp8calib.verification.emulation.fake_quantize import Quantizer, measure_damage
-from fp8calib.verification.emulation.scale_range import ScaleRange
+from fp8calib.verification.emulation.fake_quantize import (
+    Quantizer,
+    ScaleRange,
+    measure_damage,
+    sum_damage,
+)
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 """Modules that choose experts; engines keep them unquantized in every scheme."""
@@ -130,12 +134,6 @@ class Requantized:
         return damage
 
 
-def sum_damage(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add sums of `measure_damage`: fp64 [6]."""
-    stacked = torch.stack(list(parts))
-    return torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)])
-
-
 def find_parameters(
     geometry: ModelGeometry, modules: Mapping[str, nn.Module], *, routers: bool = False
 ) -> list[tuple[WeightParameter, ...]]:
@@ -187,11 +185,8 @@ def changed_weights(
 ) -> Iterator[None]:
     """Apply `changes` to the model while the context is open.
 
-    Args:
-        model: the unquantized model, in memory.
-        changes: what to replace.
-        originals: reads the unquantized weights again at the end.
-        damage: receives the damage of each weight (`measure_damage`).
+    At the end, the unquantized weights are read again from `originals`. `damage` receives the
+    damage to each weight (`measure_damage`).
 
     Raises:
         VerificationError: a weight is offloaded, so it cannot be replaced.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fp8calib.verification.judge.damaged import CLIPPED, list_unfit_scales
 from fp8calib.verification.report import (
@@ -69,13 +69,9 @@ def _compare_with_one(
     unscaled = by_name.get(SCALE_ONE)
     if unscaled is None:
         return _list_verdicts(candidates)
-    scaled = [
-        candidate
-        for candidate in candidates
-        if candidate.name != SCALE_ONE and _has_kv_only(candidate.name, layers)
-    ]
-    unfit = list_unfit_scales(SCALE_ONE, layers)
     others = [candidate for candidate in candidates if candidate.name != SCALE_ONE]
+    scaled = [candidate for candidate in others if _has_kv_only(candidate.name, layers)]
+    unfit = list_unfit_scales(SCALE_ONE, layers)
     if others and not scaled:
         return _list_verdicts(others)
     if not scaled:
@@ -166,19 +162,12 @@ def _qualify(candidate: CandidateResult) -> str:
 
 
 def _describe_layers(rows: Sequence[LayerResult]) -> str:
-    clipping = _list_layers(row for row in rows if row.clipped > CLIPPED)
-    vanishing = _list_layers(row for row in rows if row.clipped <= CLIPPED)
     parts = []
-    if clipping:
-        parts.append(f"{_name_layers(clipping)} {'clips' if len(clipping) == 1 else 'clip'}")
-    if vanishing:
-        verb = "underflows" if len(vanishing) == 1 else "underflow"
-        parts.append(f"{_name_layers(vanishing)} {verb}")
+    for verb, clips in (("clip", True), ("underflow", False)):
+        layers = sorted({row.layer for row in rows if (row.clipped > CLIPPED) is clips})
+        if layers:
+            parts.append(f"{_name_layers(layers)} {verb}{'s' if len(layers) == 1 else ''}")
     return " and ".join(parts)
-
-
-def _list_layers(rows: Iterable[LayerResult]) -> list[int]:
-    return sorted({row.layer for row in rows})
 
 
 def _name_layers(layers: Sequence[int]) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -73,20 +74,13 @@ def _is_file(name: str) -> bool:
     return Path(name).suffix in _FILE_SUFFIXES
 
 
-def _exists(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def _make_manager(names: Sequence[str]) -> Any:
     from lm_eval.tasks import TaskManager  # noqa: PLC0415 -- an extra
 
     # The harness parses 15,000 files for its own tasks: 20 seconds, which local files do not need.
     manager = TaskManager(include_defaults=not all(map(_is_file, names)))
     for name in names:
-        if _is_file(name) and not _exists(name):
+        if _is_file(name) and not os.path.isfile(name):  # noqa: PTH113 -- a Path raises if too long
             raise UsageError(
                 f"--tasks {name}: no such file", hint="give the name of a task, or a YAML file"
             )
@@ -104,24 +98,18 @@ def _suggest(name: str, manager: Any) -> str:
 
 def _load_task(manager: Any, name: str) -> Mapping[str, Mapping[str, Any]]:
     if not _is_file(name):
-        return _load_guarded(name, lambda: manager.load([name]))
+        return _load_guarded(manager, name, name)
     path = Path(name).resolve()
-
-    def load_beside() -> Any:
+    try:
         with contextlib.chdir(path.parent):
-            return manager.load([str(path)])
-
-    try:
-        return _load_guarded(name, load_beside)
+            return _load_guarded(manager, name, str(path))
     except DataError:
-        return _load_guarded(
-            name, lambda: manager.load([str(path)])
-        )  # from here, as the harness does
+        return _load_guarded(manager, name, str(path))  # from here, as the harness does
 
 
-def _load_guarded(name: str, load: Callable[[], Any]) -> Mapping[str, Mapping[str, Any]]:
+def _load_guarded(manager: Any, name: str, found: str) -> Mapping[str, Mapping[str, Any]]:
     try:
-        loaded: Mapping[str, Mapping[str, Any]] = load()
+        loaded: Mapping[str, Mapping[str, Any]] = manager.load([found])
     except OSError as error:
         raise DataError(
             f"--tasks {name}: its data cannot be loaded: "
