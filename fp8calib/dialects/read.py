@@ -15,9 +15,9 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.dialect import Dialect, ScaleFiles
 from fp8calib.dialects.kv.config import load_object, read_quant_method
+from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK, find_spelling
 from fp8calib.dialects.kv.rank_files import list_tensor_names
 from fp8calib.dialects.kv.read_tensors import list_indexed_scales
-from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK, find_spelling
 from fp8calib.dialects.kv.validate import fill_shared
 from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.dialects.registry import list_json_keys, list_read

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from fp8calib.dialects.dialect import Dialect
 from fp8calib.dialects.kv.foreign import AUTOFP8, COMPRESSED_TENSORS, MODELOPT, QUARK, TRTLLM
 from fp8calib.dialects.kv.json import VLLM_JSON
+from fp8calib.dialects.kv.kv_scales import KV_SCALES
 from fp8calib.dialects.kv.overlay import KV_OVERLAY, KV_OVERLAY_HEAD
 from fp8calib.dialects.kv.rfc import RFC
-from fp8calib.dialects.kv.tensors import KV_SCALES
 from fp8calib.dialects.kv.tgi import TGI_CHECKPOINT
 from fp8calib.errors import UsageError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fp8calib import __version__
 from fp8calib.dialects.fp8.weights import count_blocks
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
-from fp8calib.dialects.kv.tensors import name_scales
+from fp8calib.dialects.kv.kv_scales import name_scales
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import (
     GROUP_SIZE,

@@ -199,11 +199,14 @@ def _kv_scale(
     elif attention.kind == "latent" and role is not Role.Q:
         values = _scales_or_nan(amax.max(), fmt).expand(tp)
     else:
-        ranges = (rank_range(len(amax), tp, rank) for rank in range(tp))
-        values = _scales_or_nan(
-            torch.stack([amax[heads.start : heads.stop].max() for heads in ranges]), fmt
-        )
+        values = _scales_or_nan(max_per_rank(amax, tp), fmt)
     return Scale(values=values, source=_source(values, unseen=unseen))
+
+
+def max_per_rank(values: torch.Tensor, tp: int) -> torch.Tensor:
+    """Take the maximum over the heads of each tensor-parallel rank: [heads] -> [tp]."""
+    ranges = (rank_range(len(values), tp, rank) for rank in range(tp))
+    return torch.stack([values[heads.start : heads.stop].max() for heads in ranges])
 
 
 def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:

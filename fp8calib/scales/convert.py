@@ -17,6 +17,7 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import check_heads, rank_range
+from fp8calib.scales.compute import max_per_rank
 from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable
 
 _NOT_PER_HEAD = "every head gets the one scale of its layer: scales per head gain nothing here"
@@ -101,10 +102,7 @@ def _convert_ranks(
     if (table.per_head, table.tp) == (per_head, 1 if per_head else tp):
         return values
     by_head = _spread_to_heads(table, values, heads)
-    if per_head:
-        return by_head.unsqueeze(0)
-    ranges = (rank_range(heads, tp, rank) for rank in range(tp))
-    return torch.stack([by_head[owned.start : owned.stop].max() for owned in ranges])
+    return by_head.unsqueeze(0) if per_head else max_per_rank(by_head, tp)
 
 
 def _spread_to_heads(table: ScaleTable, values: torch.Tensor, heads: int) -> torch.Tensor:

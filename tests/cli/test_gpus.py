@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations import accelerate as placing
 
-from fp8calib.cli import memory_mode
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.shard_writer import ShardWriter
+from fp8calib.run.planning import memory_mode
 from fp8calib.scales.scale_table import scale_of
 from tests import zoo
 from tests.cli.program import Outcome, fail, snapshot, succeed

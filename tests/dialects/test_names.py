@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8calib.dialects.kv.tensors import make_scale_tensors, name_scales
+from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import compute_kv_scales

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.dialects.dialect import Spelling
-from fp8calib.dialects.kv.tensor_names import (
+from fp8calib.dialects.kv.parse_names import (
     Owners,
     ScaleName,
     find_owners,

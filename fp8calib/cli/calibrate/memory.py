@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from fp8calib.cli.calibrate.job import CalibrateJob
-from fp8calib.cli.memory_mode import MemoryMode, choose_memory_mode
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.machine.launch import ProcessRank, find_process_rank
@@ -18,6 +17,7 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload, stats_bytes
 from fp8calib.run.planning.limits import find_limits, refuse_device_map
+from fp8calib.run.planning.memory_mode import MemoryMode, choose_memory_mode
 from fp8calib.run.planning.plan import PlanInputs
 from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import Streaming, open_streamed

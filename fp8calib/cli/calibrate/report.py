@@ -12,7 +12,6 @@ from typing import Any
 from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.console import list_top_level, print_text, say, warn
-from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.serving import describe_serving
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
@@ -21,6 +20,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.observed_batches import BackOff
+from fp8calib.run.planning.memory_mode import MemoryMode
 from fp8calib.scales.scale_table import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation

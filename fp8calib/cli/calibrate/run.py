@@ -44,7 +44,6 @@ from fp8calib.cli.calibrate.work_folder import (
     work_folder,
 )
 from fp8calib.cli.console import Bar, print_json, say, warn
-from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.data.plan import DataPlan
@@ -65,6 +64,7 @@ from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
+from fp8calib.run.planning.memory_mode import MemoryMode
 from fp8calib.run.resume.journal import Done, is_checkpoint
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from fp8calib.cli.memory_mode import MemoryMode, choose_memory_mode
 from fp8calib.cli.verify.job import VerifyJob
 from fp8calib.cli.verify.request import build_request
 from fp8calib.data.plan import Batch, batches
@@ -20,6 +19,7 @@ from fp8calib.model.load import LoadedModel, load_model
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload
 from fp8calib.run.planning.limits import find_limits, refuse_device_map
+from fp8calib.run.planning.memory_mode import MemoryMode, choose_memory_mode
 from fp8calib.run.planning.plan import PlanInputs
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe

@@ -10,7 +10,6 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output_files import output_files
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
-from fp8calib.cli.memory_mode import MemoryMode
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import plan_data, quiet_libraries
 from fp8calib.cli.verify.job import ResolvedOptions, TaskJob, VerifyJob, VerifySettings
@@ -31,6 +30,7 @@ from fp8calib.model.load import (
     open_source,
 )
 from fp8calib.model.structure import find_structure
+from fp8calib.run.planning.memory_mode import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import OpenedCandidate, Target, open_candidate

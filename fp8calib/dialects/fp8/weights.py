@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.dialects.kv.tensor_names import parse_name
+from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import BLOCK, Granularity

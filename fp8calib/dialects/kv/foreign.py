@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, Spelling
-from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK
-from fp8calib.dialects.kv.tensors import read_kv_scales
+from fp8calib.dialects.kv.kv_scales import read_kv_scales
+from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK
 from fp8calib.fp8.formats import E4M3FN
 
 if TYPE_CHECKING:

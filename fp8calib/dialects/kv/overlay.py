@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fp8calib.dialects.dialect import Dialect, WriteJob
-from fp8calib.dialects.kv.tensors import make_scale_tensors
+from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.fp8.formats import E4M3FN
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from numpy.lib import format as npy
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.dialect import ParsedScales, ScaleFiles
 from fp8calib.dialects.kv.config import read_config
-from fp8calib.dialects.kv.tensor_names import RANK_FILE_MARK
+from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK
 from fp8calib.dialects.kv.validate import (
     ONE_FILLS_BOTH,
     check_precision,

@@ -13,7 +13,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME, read_index
 from fp8calib.dialects.dialect import ParsedScales, ScaleFiles, Spelling
 from fp8calib.dialects.kv.config import CheckpointConfig, read_config
-from fp8calib.dialects.kv.tensor_names import (
+from fp8calib.dialects.kv.parse_names import (
     ScaleName,
     find_owners,
     find_spelling,

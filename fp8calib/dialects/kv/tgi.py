@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.dialects.dialect import Dialect, ScaleFiles, WriteJob
-from fp8calib.dialects.kv.tensors import read_kv_scales
+from fp8calib.dialects.kv.kv_scales import read_kv_scales
 
 
 def _write(job: WriteJob, folder: Path) -> None:

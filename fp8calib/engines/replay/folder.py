@@ -17,7 +17,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.overlay import make_quantization_config
-from fp8calib.dialects.kv.tensor_names import is_of_draft_layer, is_probability_scale, parse_name
+from fp8calib.dialects.kv.parse_names import is_of_draft_layer, is_probability_scale, parse_name
 from fp8calib.dialects.metadata import DTYPE_KEY
 from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, Status
 from fp8calib.errors import ModelError, VerificationError, shorten

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from fp8calib.dialects.kv.tensor_names import parse_name
+from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.errors import ModelError, shorten
 from fp8calib.geometry.model_geometry import Attention, Layer, ModelGeometry

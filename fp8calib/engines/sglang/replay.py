@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
-from fp8calib.dialects.kv.tensor_names import parse_name
+from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import (
     LoadContext,
     ScaleFolder,
