@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from fp8calib.geometry.sites import Site
+from fp8calib.observe.reductions import Reductions
 from fp8calib.stats.statistic import NUM_QUARTERS, STATISTICS, SiteStats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What one batch gave at one site; it counts when its batch is complete."""
-
-    site: Site
-    num_tokens: int
-    tensors: Mapping[str, torch.Tensor]
-    """By the name of their statistic."""
 
 
 @dataclass(slots=True)
@@ -37,8 +26,8 @@ class SiteAccumulator:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the name of their statistic; `amax` is that of the closed quarters."""
 
-    def observe(self, seen: Observation) -> None:
-        """Count an observation in the open quarter."""
+    def observe(self, seen: Reductions) -> None:
+        """Add a tensor of a batch to the open quarter."""
         self.count += seen.num_tokens
         for name, new in seen.tensors.items():
             if name == "amax":

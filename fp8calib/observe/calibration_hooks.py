@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions
-from fp8calib.observe.observed import observe_expert_down, observe_expert_input, observe_heads
 from fp8calib.observe.recorder import Recorder
+from fp8calib.observe.reductions import observe_expert_down, observe_expert_input, observe_heads
 from fp8calib.recipe import Observe
 
 

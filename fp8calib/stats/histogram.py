@@ -1,8 +1,8 @@
-"""Histograms of log2|x| with integer counts.
+"""Histograms of log2|x| with integer counts: eight bins an octave from 2**-40 to 2**24.
 
-Eight bins an octave from 2**-40 to 2**24. Values are binned by their upper 16 bits (sign cleared),
-that is, truncated to bfloat16 first: a bin's edges lie on bfloat16 values, and counting is a plain
-integer operation that is the same on every device.
+Values are truncated to bfloat16 (their upper 16 bits, the sign cleared) and then binned. The edges
+of a bin are therefore bfloat16 values, and counting is an integer operation with the same result on
+every device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ BINS_PER_OCTAVE = 8
 LOWEST_OCTAVE = -40
 HIGHEST_OCTAVE = 24
 NUM_BINS = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * BINS_PER_OCTAVE + 1
-"""Bin 0 holds zeros and everything under 2**-40; the last bin everything from its lower edge up."""
+"""Bin 0 counts zeros and values below 2**-40; the last bin has no upper edge."""
 _CODES_PER_OCTAVE = 2**7
 _LOWEST_CODE = (127 + LOWEST_OCTAVE) * _CODES_PER_OCTAVE
 _NUM_CODES = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * _CODES_PER_OCTAVE + 1
-"""Codes in range, shifted so that code 0 is everything below it."""
+"""Codes in range, and one more: code 0 for everything below the range."""
 
 
 def lower_edge(bin_index: int) -> float:
@@ -37,7 +37,7 @@ def count_bins(x: torch.Tensor) -> torch.Tensor:
     if x.device.type == "cpu":
         counts = torch.bincount(codes, minlength=_NUM_CODES)
     else:
-        # bincount on a GPU reads the largest code back to the host; adding ones does not.
+        # On a GPU bincount waits for the largest code on the host; adding ones does not.
         index = codes.to(torch.int64)
         counts = torch.zeros(_NUM_CODES, dtype=torch.int64, device=x.device)
         counts.scatter_add_(0, index, torch.ones_like(index))

@@ -1,11 +1,11 @@
-"""What a histogram tells about a scale: what clips, what vanishes, the error to expect.
+"""Estimate from a histogram what a scale clips, what it flushes to zero, and its error.
 
-A histogram knows how many magnitudes lie in a bin, not where in it. They are taken to be spread
-evenly in log2 over their bin, so a bound that cuts a bin splits its count in proportion. Bin 0
-mixes zeros with magnitudes under 2**-40; it is taken to hold zeros.
+A histogram counts the magnitudes in a bin, not where in the bin they are. They are assumed to be
+spread evenly in log2 over the bin, so a bound inside a bin splits its count in proportion. Bin 0
+mixes zeros with magnitudes below 2**-40; all are assumed to be zeros.
 
-Calibration samples its histograms (`StatsHeader.histogram_sequences`), so the largest magnitudes
-may be missing from one. Of those the amax is known: it is counted as one value.
+Calibration samples its histograms (`StatsHeader.histogram_sequences`), so one may miss the largest
+magnitudes. Of those the amax is known: it is counted as one value.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.stats.histogram import NUM_BINS, lower_edge
 
 Doubles = NDArray[np.float64]
-"""numpy, as torch starts threads for arrays of some hundred values: 5 ms become 280 when busy."""
+"""numpy: torch starts threads for some hundred values, and 5 ms become 280 on a busy machine."""
 _POINT = 1 + 2.0**-20
 """The ratio of the edges of a bin that stands for a single value."""
 _AT_THE_EDGE = 1 + 2.0**-18
-"""A bound this close to a value covers it: scales are rounded to fp32."""
+"""A bound this close below a value covers it, because scales are rounded to fp32."""
 
 
 def clipped_share(
@@ -34,8 +34,8 @@ def clipped_share(
 ) -> float:
     """Estimate the share, 0 to 1, of all counted values for which |x| / scale exceeds fmt.max.
 
-    Zeros count as values. `amax`, where it is known, is taken to be one of the values, and the
-    largest. A histogram of nothing clips nothing.
+    Zeros count as values. `amax`, where it is given, is one of the values, the largest. An empty
+    histogram clips nothing.
     """
     spread = spread_counts(histogram, amax=amax)
     if not spread.total:
@@ -49,9 +49,9 @@ def flushed_share(
 ) -> float:
     """Estimate the share, 0 to 1, of non-zero values that round to zero.
 
-    These are the values with |x| / scale under half of the smallest subnormal. Bin 0 is left out of
-    both sides of the share: which of its values are zeros is not known, and where they are not, the
-    true share is larger. A histogram without any other values flushes nothing.
+    These are the values with |x| / scale below half of the smallest subnormal. Bin 0 is left out of
+    numerator and denominator, because its values may be zeros; where they are not, the true share
+    is larger. A histogram without other values flushes nothing.
     """
     spread = spread_counts(histogram, amax=amax)
     num_nonzero = spread.total - spread.num_zeros
@@ -64,7 +64,7 @@ def flushed_share(
 def expected_sqnr_db(
     histogram: torch.Tensor, scale: float, fmt: Fp8Format, *, amax: float | None = None
 ) -> float:
-    """Estimate the signal-to-quantization-noise ratio in dB; inf where there is no noise.
+    """Estimate the signal-to-quantization-noise ratio in dB; inf without noise.
 
     Values are divided by `scale`, saturated and rounded to nearest.
     """
@@ -76,9 +76,9 @@ def expected_sqnr_db(
 def spread_counts(histogram: torch.Tensor, *, amax: float | None = None) -> Spread:
     """Spread the counts of a histogram, int64 [NUM_BINS], over their bins.
 
-    Where `amax` is given, one value is put there: one of the highest bin that holds any, which ends
-    at the amax, or one more if that bin ends below it (sampling missed it, but it was there). The
-    last bin of all has no upper edge; 2**24 is taken, or a larger `amax`.
+    Where `amax` is given, one value is placed there. It is one of the highest bin with a count, if
+    that bin reaches up to the amax, and otherwise an additional one, which sampling missed. The
+    last bin of the histogram has no upper edge; it ends at 2**24, or at a larger `amax`.
     """
     edges, counts = _bin_edges(), histogram[1:].numpy().astype(np.float64)
     if amax is not None and counts.any():
@@ -100,9 +100,9 @@ def _put_one_at(amax: float, edges: Doubles, counts: Doubles) -> tuple[Doubles, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Magnitudes whose distribution is known: as many zeros, and counts even in log2 over bins.
+    """A distribution of magnitudes: zeros, and counts spread evenly in log2 over bins.
 
-    Everything is float64; edges are [B + 1], counts [B].
+    All float64: edges [B + 1], counts [B].
     """
 
     edges: Doubles
@@ -111,12 +111,12 @@ class Spread:
 
     @property
     def total(self) -> float:
-        """How many values there are, zeros included."""
+        """The number of values, zeros included."""
         return self.num_zeros + float(self.counts.sum())
 
     @property
     def sum_of_squares(self) -> float:
-        """The second moment: the power of the signal, not divided by the count."""
+        """The sum of squares: the power of the signal, not divided by the count."""
         return float(self._moments_below(self.edges[-1:])[2][0])
 
     def count_below(self, bound: float) -> float:
@@ -137,9 +137,9 @@ class Spread:
     def squared_errors(self, scales: Doubles, fmt: Fp8Format) -> Doubles:
         """Sum (x - dequantized x)**2 over all values, for each of `scales`: float64 [S].
 
-        Exact for this distribution: every FP8 value q takes what lies between the midpoints to its
-        neighbours, and of that interval the moments 0, 1 and 2 are enough. Beyond fmt.max all
-        saturates. A tie between two FP8 values is a point of no weight here.
+        Exact for this distribution: the values between the midpoints around an FP8 value round to
+        it, and their moments 0, 1 and 2 give the error. Values beyond fmt.max saturate. Ties have
+        measure zero here.
         """
         values = _magnitudes(fmt)
         bounds = scales[:, None] * ((values[1:] + values[:-1]) / 2)
@@ -168,7 +168,7 @@ class Spread:
 
 @cache
 def _bin_edges() -> Doubles:
-    """Give the edges of bins 1 and up: the first bfloat16 value each bin takes."""
+    """Give the edges of bins 1 and up: the first bfloat16 value of each bin."""
     edges = np.array([lower_edge(index) for index in range(1, NUM_BINS + 1)], dtype=np.float32)
     codes = (edges.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
     return codes.view(np.float32).astype(np.float64)

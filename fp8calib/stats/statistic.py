@@ -19,30 +19,6 @@ NUM_QUARTERS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedTensor:
-    """One tensor of one batch, and its reductions; padding does not count.
-
-    Shapes: C input channels (input) or heads (k, v, q), E experts, B blocks of channels.
-    """
-
-    num_tokens: int
-    amax: torch.Tensor
-    """fp32 [C]."""
-    positions: torch.Tensor | None
-    """Tensor-wide amax of each range of positions that the batch reaches: fp32 [<= NUM_RANGES].
-    None where the rows do not reveal their positions."""
-    histogram: torch.Tensor | None
-    """Of the sampled rows: int64 [NUM_BINS]. None where the batch holds none."""
-    experts: torch.Tensor | None = None
-    """Amax per expert and block: fp32 [E, B]."""
-    expert_counts: torch.Tensor | None = None
-    """Tokens per expert: int64 [E]."""
-    rows: Callable[[], torch.Tensor]
-    """Makes the tensor itself, one row per token, heads side by side: [N, channels]. The input of
-    an expert's down projection has a row per token and expert, zeros in those of padding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistic:
     """How one statistic of a site is observed, joined, stored and sized."""
 
@@ -50,14 +26,14 @@ class Statistic:
     """Its tensor is `<site>/<name>` in a stats file."""
     is_count: bool = False
     """int64 counts, which add up; otherwise fp32 magnitudes, of which the larger is kept."""
-    observe: Callable[[ObservedTensor], torch.Tensor | None] | None = None
-    """Reduces one tensor of a batch, without waiting for its device; gives None where the statistic
-    does not apply. None: it does not come from single batches."""
+    observe: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Reduces one tensor of a batch, [N, channels] without padding, and never waits for its device.
+    None for the built-in statistics: `fp8calib.observe.reductions` computes those together."""
     length: int | None = None
     """Its number of elements, where a batch may give only the first of them."""
     num_elements: Callable[[Linear, Role], int] | None = None
-    """How many elements a linear's input or weight has; the plan of a run counts their memory.
-    None: so few that the plan's slack covers them."""
+    """The number of elements for a linear's input or weight, by which a run plans its memory.
+    None: so few that the slack of the plan covers them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,16 +78,16 @@ def _amax_elements(linear: Linear, role: Role) -> int:
 STATISTICS = {
     statistic.name: statistic
     for statistic in (
-        Statistic(name="amax", observe=lambda seen: seen.amax, num_elements=_amax_elements),
+        Statistic(name="amax", num_elements=_amax_elements),
         Statistic(
             name="amax_in",
             num_elements=lambda linear, role: linear.in_features if role is Role.WEIGHT else 0,
         ),
-        Statistic(name="experts", observe=lambda seen: seen.experts),
-        Statistic(name="expert_counts", is_count=True, observe=lambda seen: seen.expert_counts),
+        Statistic(name="experts"),
+        Statistic(name="expert_counts", is_count=True),
         Statistic(name="progress"),
-        Statistic(name="positions", observe=lambda seen: seen.positions, length=NUM_RANGES),
-        Statistic(name="histogram", is_count=True, observe=lambda seen: seen.histogram),
+        Statistic(name="positions", length=NUM_RANGES),
+        Statistic(name="histogram", is_count=True),
     )
 }
 """By name, in the order that stats files store them."""

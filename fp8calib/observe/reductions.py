@@ -1,8 +1,9 @@
-"""Reduce the tensors that the hooks see, without padding, to what statistics are made of."""
+"""Reduce the tensors that the hooks see to the statistics of one batch, without padding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -20,10 +21,31 @@ from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall
 from fp8calib.stats.histogram import count_bins
-from fp8calib.stats.statistic import ObservedTensor
+from fp8calib.stats.statistic import STATISTICS
 
 
-def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> ObservedTensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reductions:
+    """The statistics of one tensor in one batch; a batch counts only when it is complete."""
+
+    num_tokens: int
+    tensors: Mapping[str, torch.Tensor]
+    """By the name of their statistic; their shapes are those of `SiteStats`, but `positions` ends
+    with the last range that the batch reaches."""
+
+
+def _complete(
+    num_tokens: int, rows: Callable[[], torch.Tensor], **built_in: torch.Tensor | None
+) -> Reductions:
+    """Add the statistics that reduce `rows()`, [N, channels], to the built-in ones."""
+    tensors = {name: found for name, found in built_in.items() if found is not None}
+    for statistic in STATISTICS.values():
+        if statistic.observe is not None:
+            tensors[statistic.name] = statistic.observe(rows())
+    return Reductions(num_tokens=num_tokens, tensors=tensors)
+
+
+def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
     """Reduce K, V or q of one layer per head: [B, H, S, D], H a multiple of `num_heads`.
 
     Falcon repeats its KV heads before it caches them; a server does not, so the amax of the copies
@@ -40,19 +62,19 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     histogram = None
     if role is not Role.Q and len(batch.kv_sample):
         histogram = count_bins(tokens_first(x)[batch.rows("kv_sample", x.device)])
-    return ObservedTensor(
-        num_tokens=batch.num_tokens,
+    return _complete(
+        batch.num_tokens,
+        lambda: tokens_first(counted),
         amax=amax.reshape(num_heads, -1).amax(1),
         positions=positions if spans is batch.spans else None,
         histogram=histogram,
-        rows=lambda: tokens_first(counted),
     )
 
 
 # --- inputs of linears -------------------------------------------------------------------------
 
 
-def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> ObservedTensor:
+def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     """Reduce the input of a linear per channel: [..., C], leading axes ending in (B, S) or flat.
 
     Raises:
@@ -68,12 +90,12 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> ObservedTens
         amax, positions = _join([channel_amax(part) for part in parts])
     num_rows = x.shape[:-1].numel()
     is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
-    return ObservedTensor(
-        num_tokens=batch.num_tokens if is_whole else num_rows,
+    return _complete(
+        batch.num_tokens if is_whole else num_rows,
+        lambda: flat,
         amax=amax,
         positions=positions,
         histogram=_input_histogram(batch, x, flat),
-        rows=lambda: flat,
     )
 
 
@@ -113,9 +135,7 @@ def _join(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 # --- inputs of experts -------------------------------------------------------------------------
 
 
-def observe_expert_input(
-    batch: BatchView, call: ExpertsCall, hidden: torch.Tensor
-) -> ObservedTensor:
+def observe_expert_input(batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> Reductions:
     """Reduce the input of gate and up, [N, C], per channel and per expert."""
     rows, index = hidden, call.index
     if batch.kept is not None:
@@ -126,8 +146,9 @@ def observe_expert_input(
     histogram = None
     if len(batch.input_sample):
         histogram = count_bins(hidden[batch.rows("input_sample", hidden.device)])
-    return ObservedTensor(
-        num_tokens=batch.num_tokens,
+    return _complete(
+        batch.num_tokens,
+        lambda: rows,
         amax=channel_amax(rows),
         positions=_position_amax(batch, per_row, batch.rows("ranges", rows.device)),
         histogram=histogram,
@@ -135,11 +156,10 @@ def observe_expert_input(
             per_row.repeat_interleave(index.shape[1], 0), experts, call.num_experts
         ),
         expert_counts=expert_counts(experts, call.num_experts),
-        rows=lambda: rows,
     )
 
 
-def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> ObservedTensor:
+def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> Reductions:
     """Reduce the input of down, [N * K, C] sorted by expert, per channel and per expert."""
     experts, order = torch.sort(call.index.flatten())
     tokens = order // call.index.shape[1]
@@ -152,14 +172,14 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
     per_block = group_amax(counted, call.block)
     ranges = batch.rows("all_ranges", rows.device)[tokens]
     num_routed = torch.zeros(call.num_experts, dtype=torch.int64, device=rows.device)
-    return ObservedTensor(
-        num_tokens=batch.num_tokens,
+    return _complete(
+        batch.num_tokens,
+        lambda: counted,
         amax=channel_amax(counted),
         positions=_position_amax(batch, per_block.amax(1, keepdim=True), ranges),
         histogram=_down_histogram(batch, call, counted, tokens),
         experts=segment_amax(per_block, experts, call.num_experts),
         expert_counts=num_routed.scatter_add_(0, experts, is_counted),
-        rows=lambda: counted,
     )
 
 
