@@ -107,9 +107,9 @@ def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:
 
 
 def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:
-    """Call no scale used for a model type that is unknown: its attention may lack a place for it.
+    """Withdraw the verdict `used` for an unknown model type, whose attention may not take scales.
 
-    What stops any model (no quantization_config, a missing shard, a number that is no scale) stays.
+    Faults that stop every model (no quantization_config, a missing shard) keep their verdict.
     """
     return CheckReport(
         engines={

@@ -57,7 +57,7 @@ def quantize(
         plan: what to write.
         out: the folder, which appears only when it is complete; until then it is `OUT.partial`.
         device: where to compute.
-        progress: is told of the bytes written.
+        progress: receives the number of bytes written.
         resume: continue an interrupted run of the same plan.
         force: replace an existing output.
         inputs: other files that are read, which the output must not replace.

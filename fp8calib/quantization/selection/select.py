@@ -105,7 +105,7 @@ class UnquantizedMatrix:
     """For a stack of experts, the names of its linears in engines."""
     ends: tuple[str, ...] = ()
     """Ends of the paths of its linears, or of modules around them, that begin at a numbered layer.
-    They match under any prefix that an engine uses, and no quantized linear ends so."""
+    They match under any prefix an engine uses; the path of no quantized linear ends like them."""
 
     @property
     def linears(self) -> tuple[str, ...]:

@@ -59,11 +59,12 @@ def choose_memory_mode(
     """Hold the model whole where it fits, else plan to stream it.
 
     `probe` is called only for a model that is streamed. Hidden states that do not fit into memory
-    are written to `scratch`. At least `total_bytes` are read, and each further pass over the layers
-    has a share of the first pass's work, `further_walks`.
+    are written to `scratch`. At least `total_bytes` are read. `further_walks` gives the work of each
+    further pass over the layers, as a share of the first.
 
     Raises:
-        UsageError: the model fits in neither way, or it does not fit whole: `cannot_stream`.
+        UsageError: the model fits neither whole nor streamed; or it does not fit whole, and
+            `cannot_stream` is given.
     """
     if (whole := plan_whole(subject, limits, scratch)) is not None:
         return MemoryMode(plan=whole, model=subject.model, weights=subject.weights)
