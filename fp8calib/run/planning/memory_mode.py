@@ -59,7 +59,7 @@ def choose_memory_mode(
     """Hold the model whole where it fits, else plan to stream it.
 
     `probe` is called only for a model that is streamed. Hidden states that do not fit into memory
-    are written to `scratch`. At least `total_bytes` are read. `further_walks` gives the work of each
+    are written to `scratch`. At least `total_bytes` are read. `further_walks` is the work of each
     further pass over the layers, as a share of the first.
 
     Raises:
