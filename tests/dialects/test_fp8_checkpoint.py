@@ -304,8 +304,8 @@ def test_what_is_not_fp8_comes_as_it_is_stored_and_scales_are_out_of_sight(tmp_p
     assert torch.equal(checkpoint.read("model.norm.weight"), norm)
     assert checkpoint.dtype("model.norm.weight") == torch.bfloat16
     assert checkpoint.tensors[WEIGHT].shape == (2, 4)
-    assert WEIGHT in checkpoint
-    assert f"{LINEAR}.weight_scale" not in checkpoint
+    assert WEIGHT in checkpoint.tensors
+    assert f"{LINEAR}.weight_scale" not in checkpoint.tensors
     assert checkpoint.folder == tmp_path
     assert checkpoint.load_config()["model_type"] == "llama"
 

@@ -336,7 +336,7 @@ def test_numbers_smaller_than_a_byte_are_quantized_already(
 def test_groups_of_which_a_part_is_left_are_known(tmp_path: Path) -> None:
     found = pick(tmp_path / "a", make_tensors(), "*.k_proj", "*.o_proj")
     taken = [matrix.module for matrix in found.quantized]
-    split = list_split_groups(taken, found.list_unquantized())
+    split = list_split_groups(taken, [item.module for item in found.unquantized])
     assert split == [f"{LAYER}.self_attn.q_proj+k_proj+v_proj"]
 
 

@@ -182,9 +182,6 @@ class Fp8Checkpoint:
             upper_bound=scheme.upper_bound,
         )
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
     def close(self) -> None:
         """Close all files; a later read opens its file again."""
         self._checkpoint.close()

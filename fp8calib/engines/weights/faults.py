@@ -31,7 +31,7 @@ class QuantizedLinear:
     shape: tuple[int, int]
     """[out, in]."""
     scheme: str
-    """`fp8-static`, `fp8-dynamic`, `w8a16` or `fp8-block`."""
+    """The name of its scheme, or of the nearest one."""
     block: tuple[int, int] | None = None
     """Rows and columns of a block; None without block scales."""
 

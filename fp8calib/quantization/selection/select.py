@@ -123,10 +123,6 @@ class Selection:
     """Unquantized experts that are written with a tensor each, as those of other layers are: vLLM
     0.32.0 expects all experts of a model in stacks, or none (`models/llama4.py`)."""
 
-    def list_unquantized(self) -> list[str]:
-        """List the paths of unquantized matrices, including every stacked expert."""
-        return [module for item in self.unquantized for module in (item.module, *item.experts)]
-
 
 def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection:
     """Choose the linears to quantize: every 2-D `*.weight`, but for defaults and `ignore`.
