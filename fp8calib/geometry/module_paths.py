@@ -19,12 +19,22 @@ def matches_pattern(pattern: str, *paths: str) -> bool:
     """Tell whether a glob, or `re:` and an expression, matches one of `paths` from end to end.
 
     Raises:
-        ValueError: what follows `re:` is no regular expression.
+        ValueError: `re:` is not followed by a regular expression.
     """
     if not pattern.startswith("re:"):
         return any(fnmatchcase(path, pattern) for path in paths)
+    return matches_expression(pattern.removeprefix("re:"), *paths, is_whole=True)
+
+
+def matches_expression(expression: str, *paths: str, is_whole: bool = False) -> bool:
+    """Tell whether a regular expression matches the start of one of `paths`, or all of one.
+
+    Raises:
+        ValueError: it is not a regular expression.
+    """
+    match = re.fullmatch if is_whole else re.match
     try:
-        return any(re.fullmatch(pattern.removeprefix("re:"), path) for path in paths)
+        return any(match(expression, path) for path in paths)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"not a regular expression: {error}") from error
 

@@ -1,6 +1,7 @@
 """Write an FP8 checkpoint from an unquantized one, shard by shard.
 
-Weights pass through buffers of a megabyte: memory depends on the size of no model, shard or tensor.
+Weights pass through buffers of a megabyte, so that memory does not grow with the model, a shard or
+a tensor.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     make_fbgemm_finder,
     make_fp8_finder,
     make_scheme,
-    matches_expression,
+    matches_entry,
     read_block,
     read_list,
     refuse_ignored,
@@ -95,7 +95,7 @@ def _find_target(path: Path, module: str, targets: Mapping[str, object]) -> str 
         return module
     expressions = sorted(target for target in targets if target.startswith("re:"))
     for target in expressions:
-        if matches_expression(path, module, target.removeprefix("re:")):
+        if matches_entry(path, module, target.removeprefix("re:")):
             return target
     is_embedding = any(mark in module.rpartition(".")[2] for mark in _EMBEDDING_MARKS)
     kind = "Embedding" if is_embedding else "Linear"

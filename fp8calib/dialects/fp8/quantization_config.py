@@ -14,9 +14,9 @@ from pathlib import Path
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
+from fp8calib.geometry.module_paths import matches_expression
 
 Fields = Mapping[str, object]
-"""What config.json calls a quantization config."""
 _WEIGHT_GRANULARITIES = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)
 _MAX_BOUND = 1e38
 _OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
@@ -72,16 +72,16 @@ def weight_contradiction(path: Path, module: str, says: str) -> ContradictionErr
     return contradiction(path, f"{module}: its weight is FP8, but {says}")
 
 
-def matches_expression(path: Path, module: str, expression: str) -> bool:
-    """Tell whether an expression of the config at `path` matches the start of a module's path.
+def matches_entry(path: Path, module: str, expression: str) -> bool:
+    """Tell whether an expression in the config at `path` matches the start of a module's path.
 
     Raises:
         VerificationError: the expression is invalid.
     """
     try:
-        return re.match(expression, module) is not None
-    except (re.error, RecursionError, OverflowError) as error:
-        fault = f"re:{expression!a:.80} is not a regular expression: {error}"
+        return matches_expression(expression, module)
+    except ValueError as error:
+        fault = f"re:{expression!a:.80} is {error}"
         raise refusal(path, fault, hint="correct the quantization config") from error
 
 
@@ -199,7 +199,7 @@ def _is_named(
     path: Path, module: str, pattern: str, is_covered: Callable[[str, str], bool]
 ) -> bool:
     if pattern.startswith("re:"):
-        return matches_expression(path, module, pattern.removeprefix("re:"))
+        return matches_entry(path, module, pattern.removeprefix("re:"))
     return module == pattern or is_covered(module, pattern)
 
 

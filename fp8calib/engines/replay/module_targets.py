@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.geometry.module_paths import matches_expression
 
 _NESTED_QUANTIFIER = re.compile(r"\)[*+{?]")
 _LONGEST = 1000
@@ -29,8 +30,6 @@ def matches_target(target: object, *names: str) -> bool:
     if len(pattern) > _LONGEST or _NESTED_QUANTIFIER.search(pattern):
         raise Refusal(f"target {target!a:.60}: check does not evaluate this expression", fix=_FIX)
     try:
-        return any(re.match(pattern, name) for name in names)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise Refusal(
-            f"target {target!a:.60}: not a regular expression: {error}", fix=_FIX
-        ) from error
+        return matches_expression(pattern, *names)
+    except ValueError as error:
+        raise Refusal(f"target {target!a:.60}: {error}", fix=_FIX) from error

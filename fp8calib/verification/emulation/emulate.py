@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
+from fp8calib.fp8.amax import tokens_first
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions
@@ -114,7 +115,7 @@ class EmulationHooks:
         before, after = x, fake
         if self._kept is not None:
             kept = self._kept.to(x.device)
-            before, after = _tokens(x)[kept], fake.map(lambda t: _tokens(t)[kept])
+            before, after = tokens_first(x)[kept], fake.map(lambda t: tokens_first(t)[kept])
         damage = measure_damage(
             before,
             after,
@@ -167,11 +168,6 @@ class EmulationHooks:
         elif self._kept is not None and int(self._kept[-1]) < len(rows):
             rows = rows[self._kept.to(rows.device)]
         return rows
-
-
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """Lay heads side by side, one row per token: [B*S, H*D]."""
-    return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class EmulatedModel:
