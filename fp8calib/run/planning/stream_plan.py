@@ -199,13 +199,14 @@ def plan_streamed(
     Raises:
         ModelError: a weight is missing or has another shape.
     """
-    model, geometry, weights = subject.model, subject.geometry, subject.weights
-    loader = PartLoader(model, weights, subject.checkpoint, dtype=dtype, device=device)
+    loader = PartLoader(
+        subject.model, subject.weights, subject.checkpoint, dtype=dtype, device=device
+    )
     return StreamPlanner(
         subject,
         limits,
-        [loader.measure(part) for part in layer_parts(geometry, loader)],
-        outside_bytes=loader.measure(part_outside_layers(model, geometry, weights, loader)).placed,
+        [loader.measure(part) for part in layer_parts(subject.geometry, loader)],
+        outside_bytes=loader.measure(part_outside_layers(subject.geometry, loader)).placed,
         scratch=scratch,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -17,13 +16,6 @@ from fp8calib.machine.units import format_gib
 
 _ALIGNMENT = 64
 _SEGMENT_BYTES = 64 * 2**20
-
-
-@dataclass(slots=True)
-class _Slot:
-    leaves: list[Any]
-    """Tensors on the CPU, whose memory is reused; other leaves unchanged."""
-    spec: Any
 
 
 class HiddenStateStore:
@@ -42,7 +34,7 @@ class HiddenStateStore:
         self.file_bytes = 0
         self._ram_limit_bytes = ram_limit_bytes
         self._folder = folder
-        self._slots: dict[int, _Slot] = {}
+        self._trees: dict[int, Any] = {}
         self._file: IO[bytes] | None = None
         self._segment = torch.zeros(0, dtype=torch.uint8)
 
@@ -53,24 +45,22 @@ class HiddenStateStore:
             CalibrationError: it fits neither into memory nor onto the disk.
         """
         leaves, spec = pytree.tree_flatten(tree)
-        known = self._slots[number].leaves if number in self._slots else []
+        known = pytree.tree_leaves(self._trees.get(number, ()))
         known = [*known, *[None] * (len(leaves) - len(known))]
         kept = [self._copy(leaf, room) for leaf, room in zip(leaves, known, strict=False)]
-        self._slots[number] = _Slot(kept, spec)
+        self._trees[number] = pytree.tree_unflatten(kept, spec)
 
     def get(self, number: int, device: torch.device) -> Any:
         """Load a tree onto a device; on the CPU its tensors are the stored ones, not copies."""
-        slot = self._slots[number]
-        return pytree.tree_unflatten([_to(leaf, device) for leaf in slot.leaves], slot.spec)
-
-    def __contains__(self, number: object) -> bool:
-        return number in self._slots
+        return pytree.tree_map_only(
+            torch.Tensor, lambda leaf: leaf.to(device, non_blocking=True), self._trees[number]
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._slots.clear()
+        self._trees.clear()
         self._segment = torch.zeros(0, dtype=torch.uint8)
         if self._file is not None:
             self._file.close()
@@ -120,7 +110,3 @@ class HiddenStateStore:
                 hint="use fewer --samples, a shorter --seq-len, a larger --memory, or another disk",
             ) from error
         return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-def _to(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf

@@ -20,6 +20,7 @@ from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Site
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
+from fp8calib.run.streaming.layer_steps import LayerState
 from fp8calib.stats.calibration_stats import STATS_NAME
 from fp8calib.stats.merge import merge_sites
 from fp8calib.stats.statistic import SiteStats
@@ -95,9 +96,7 @@ class LayerJournal:
             )
         new.mkdir()
         digests = [
-            _save_state(
-                _detached(store.get(number, torch.device("cpu"))), new / _name_state(number)
-            )
+            _save_state(store.get(number, torch.device("cpu")), new / _name_state(number))
             for number in range(len(self._sequences))
         ]
         self._journal.save_file(new / STATS_NAME, merge_sites([self.sites, sites]))
@@ -111,32 +110,30 @@ class LayerJournal:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _save_state(state: object, path: Path) -> str:
-    """Write a state through to the disk, and give its digest."""
+def _save_state(state: LayerState, path: Path) -> str:
+    """Write a state through to the disk, and give its digest.
+
+    Tensors are copied out of shared memory, with their strides.
+    """
+    copied = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: torch.empty_like(tensor).copy_(tensor), tuple(state)
+    )
     with path.open("w+b") as file:
-        torch.save(state, file)
+        torch.save(copied, file)
         file.flush()
         os.fsync(file.fileno())
         file.seek(0)
         return hashlib.file_digest(file, _DIGEST).hexdigest()
 
 
-def _load_state(path: Path, digest: str) -> object:
+def _load_state(path: Path, digest: str) -> LayerState:
     with path.open("rb") as file:
         if hashlib.file_digest(file, _DIGEST).hexdigest() != digest:
             msg = f"{path.name} has changed since it was written"
             raise ValueError(msg)
         file.seek(0)
-        return torch.load(file, weights_only=True)
+        return LayerState(*torch.load(file, weights_only=True))
 
 
 def _name_state(number: int) -> str:
     return f"state-{number:06}.pt"
-
-
-def _detached(tree: object) -> object:
-    """Copy tensors out of shared memory, with their strides."""
-    return pytree.tree_map(
-        lambda leaf: torch.empty_like(leaf).copy_(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-        tree,
-    )

@@ -21,25 +21,10 @@ from fp8calib.run.forward.observed_batches import BackOff, BatchObserver, cut_in
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.streaming.layer_journal import LayerJournal
 from fp8calib.run.streaming.model import StreamedLayer, StreamedModel, Streaming
-from fp8calib.run.streaming.probe import Probe, probe_layer
+from fp8calib.run.streaming.probe import Probe
 from fp8calib.run.streaming.runner import StreamedRunner
 from fp8calib.stats.merge import merge_sites
 from fp8calib.stats.statistic import SiteStats
-
-
-class _CountedProgress:
-    """Passes progress on, and can undo it."""
-
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self._advance = advance
-        self._steps = 0
-
-    def __call__(self, steps: int) -> None:
-        self._advance(steps)
-        self._steps += steps
-
-    def undo(self) -> None:
-        self(-self._steps)
 
 
 class LayerObserver:
@@ -71,11 +56,8 @@ class LayerObserver:
         A micro-batch that does not fit into memory is halved, and the measurements doubled.
         """
         try:
-            with (
-                self._runner(streaming) as runner,
-                runner.first_layer(batch) as first,
-            ):
-                return probe_layer(self._streamed, first, on_layer_read=self._observe_layer)
+            with self._runner(streaming) as runner:
+                return runner.probe(batch, on_layer_read=self._observe_layer)
         except OutOfMemoryInForward:
             size = len(batch.lengths) // 2
             if not size:
@@ -116,16 +98,22 @@ class LayerObserver:
                 one sequence does not fit into memory.
         """
         size = max(len(batch.lengths) for batch in batches)
+        counted = 0
+
+        def count(steps: int) -> None:
+            nonlocal counted
+            counted += steps
+            advance(steps)
+
         while True:
-            counted = _CountedProgress(advance)
             try:
-                return self._observe_once(batches, streaming, counted, journal)
+                return self._observe_once(batches, streaming, count, journal)
             except OutOfMemoryInForward:
                 size //= 2
                 if not size:
                     raise
             return_memory_of(self._streamed.device)
-            counted.undo()
+            count(-counted)
             self.recorder.forget()
             on_back_off(BackOff(first=batches[0].first, batch_size=size))
             batches = [part for batch in batches for part in cut_into(batch, size)]

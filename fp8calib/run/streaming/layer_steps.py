@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,16 +20,16 @@ from torch.utils import _pytree as pytree
 from fp8calib.data.plan import Batch
 from fp8calib.errors import ModelError
 from fp8calib.run.forward.decoder import Decoder
-from fp8calib.run.streaming.buffers import NO_STREAMING_HINT
+
+NO_STREAMING_HINT = "it cannot be streamed: leave out --memory, or use a larger machine"
 
 
-@dataclass(slots=True, kw_only=True)
-class LayerState:
+class LayerState(NamedTuple):
     """The state of a micro-batch after a layer."""
 
     output: Any
     """The output of the layer: a tensor or a tuple of tensors."""
-    shared: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    shared: dict[str, dict[Any, Any]]
     """What layers wrote for later ones into a mapping passed to all of them (shared K and V)."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +14,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.machine.allocator import keep_freed_memory
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.run.streaming.buffers import compute_buffers, computed_names
 from fp8calib.run.streaming.embeddings import EmbeddingRows, embeddings_by_row, open_embeddings
 from fp8calib.run.streaming.hidden_states import HiddenStateStore
-from fp8calib.run.streaming.layer_steps import LayerState
-from fp8calib.run.streaming.weights import HeldTensors, ModelPart, PartLoader, PartReader
+from fp8calib.run.streaming.layer_steps import NO_STREAMING_HINT
+from fp8calib.run.streaming.weights import HeldTensors, ModelPart, PartLoader, set_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,8 @@ class StreamedModel:
         embeddings: the rows of embeddings in memory, by the name of the weight.
     """
 
-    def __init__(self, model: PreTrainedModel, geometry: ModelGeometry, loader: PartLoader) -> None:
-        self.model = model
+    def __init__(self, geometry: ModelGeometry, loader: PartLoader) -> None:
+        self.model = loader.model
         self.geometry = geometry
         self.device = torch.device(loader.device)
         self.embeddings: Mapping[str, EmbeddingRows] = {}
@@ -71,15 +73,31 @@ class StreamedModel:
 
     @contextmanager
     def layers(self, *, until: int | None = None) -> Iterator[Iterator[StreamedLayer]]:
-        """Iterate over the layers, or the first `until`; each is read while the one before runs."""
-        with PartReader(self._loader, self._parts[:until]) as reading:
-            self._begin_next = reading.begin_next
-            yield (
-                StreamedLayer(
-                    layer=layer, part=part, held=held, weights=self._loader.source_over(held)
-                )
-                for layer, (part, held) in zip(self.geometry.layers, reading, strict=False)
-            )
+        """Iterate over the layers, or the first `until`; each is read ahead, in a thread.
+
+        The next one is read from `placed` or `skip_layer` on: two are in memory at a time.
+        """
+        layers = self.geometry.layers[:until]
+        unread = zip(layers, self._parts, strict=False)
+        reading: deque[Future[StreamedLayer]] = deque()
+
+        def begin_next() -> None:
+            if not reading and (following := next(unread, None)) is not None:
+                reading.append(pool.submit(self._read, *following))
+
+        def finished() -> Iterator[StreamedLayer]:
+            for _ in layers:
+                begin_next()
+                yield reading.popleft().result()
+
+        with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
+            self._begin_next = begin_next
+            yield finished()
+
+    def _read(self, layer: Layer, part: ModelPart) -> StreamedLayer:
+        held = self._loader.read(part)
+        weights = self._loader.weights.reading_from(held)
+        return StreamedLayer(layer=layer, part=part, held=held, weights=weights)
 
     @contextmanager
     def placed(self, layer: StreamedLayer, *, keep: bool = False) -> Iterator[None]:
@@ -101,29 +119,21 @@ class StreamedModel:
         All are dropped when the context closes. What does not run (a vision tower) is not read.
         """
         inside = set(find_text_decoder(self.model)[1].modules())
-        placed: list[ModelPart] = []
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
                 if module not in inside and any(True for _ in module.parameters(recurse=False)):
-                    hook = self._placing_hook(name, module, placed)
+                    hook = self._placing_hook(name, module, stack)
                     stack.callback(module.register_forward_pre_hook(hook).remove)
-            stack.callback(self._drop_all, placed)
             yield
 
-    def _drop_all(self, parts: Sequence[ModelPart]) -> None:
-        for part in parts:
-            self._loader.drop(part)
-
-    def _placing_hook(
-        self, name: str, module: nn.Module, placed: list[ModelPart]
-    ) -> Callable[..., None]:
+    def _placing_hook(self, name: str, module: nn.Module, stack: ExitStack) -> Callable[..., None]:
         own = {f"{name}.{leaf}" for leaf in dict(module.named_parameters(recurse=False))}
 
         def hook(*_: object) -> None:
             if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-                part = self._loader.part(lambda parameter: parameter in own)
+                part = self._loader.part(own.__contains__)
                 self._loader.place(part, self._loader.read(part))
-                placed.append(part)
+                stack.callback(self._loader.drop, part)
 
         return hook
 
@@ -151,10 +161,9 @@ def open_streamed(
     keep_freed_memory()
     dtype, device = streaming.dtype, streaming.device
     loader = PartLoader(model, weights, checkpoint, dtype=dtype, device=device)
-    stored = frozenset(made for group in weights.parameters.values() for made in group)
-    compute_buffers(model, stored, device)
-    streamed = StreamedModel(model, geometry, loader)
-    outside = part_outside_layers(model, geometry, weights, loader)
+    _compute_buffers(loader)
+    streamed = StreamedModel(geometry, loader)
+    outside = part_outside_layers(geometry, loader)
     with open_embeddings(
         model, weights, checkpoint, tokens, dtype=dtype, device=device
     ) as streamed.embeddings:
@@ -163,36 +172,24 @@ def open_streamed(
 
 
 def layer_parts(geometry: ModelGeometry, loader: PartLoader) -> list[ModelPart]:
-    """Gather the parameters of each decoder layer.
-
-    Raises:
-        ModelError: a weight is missing or has another shape.
-    """
+    """Gather the parameters of each decoder layer."""
     return [
         loader.part(lambda name, path=layer.module: name.startswith(f"{path}."))  # type: ignore[misc]
         for layer in geometry.layers
     ]
 
 
-def part_outside_layers(
-    model: PreTrainedModel, geometry: ModelGeometry, weights: WeightSource, loader: PartLoader
-) -> ModelPart:
-    """Gather the text decoder's parameters outside its layers, without embeddings read by row.
-
-    Raises:
-        ModelError: a weight is missing or has another shape.
-    """
-    path, _ = find_text_decoder(model)
+def part_outside_layers(geometry: ModelGeometry, loader: PartLoader) -> ModelPart:
+    """Gather the text decoder's parameters outside its layers, without embeddings read by row."""
+    path, _ = find_text_decoder(loader.model)
     own = tuple(f"{layer.module}." for layer in geometry.layers)
-    stored = frozenset(made for group in weights.parameters.values() for made in group)
-    left_out = computed_names(model, stored) | {
-        f"{name}.weight" for name in embeddings_by_row(model, weights)
-    }
+    computed = {name for name, _ in loader.model.named_buffers() if not loader.is_stored(name)}
+    embeddings = {f"{name}.weight" for name in embeddings_by_row(loader.model, loader.weights)}
     return loader.part(
         lambda name: (
             name.startswith(f"{path}." if path else "")
             and not name.startswith(own)
-            and name not in left_out
+            and name not in computed | embeddings
         )
     )
 
@@ -202,7 +199,35 @@ def open_hidden_states(streaming: Streaming) -> HiddenStateStore:
     return HiddenStateStore(ram_limit_bytes=streaming.hidden_ram_bytes, folder=streaming.scratch)
 
 
-def load_state(store: HiddenStateStore, number: int, device: torch.device) -> LayerState:
-    """Load the state of a micro-batch."""
-    output, shared = store.get(number, device)
-    return LayerState(output=output, shared=shared)
+def _compute_buffers(loader: PartLoader) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies, scales, masks).
+
+    transformers computes them where it initialises weights, which does nothing to weights without
+    memory. It runs twice on different values: a buffer that keeps them is not computed there.
+    """
+    model = loader.model
+    names = [
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if buffer.is_meta and not loader.is_stored(name)
+    ]
+    if not names:
+        return  # computed when the model was opened before
+    first, second = (_initialise(model, names, fill) for fill in (0, 1))
+    path = find_text_decoder(model)[0]
+    for name in names:
+        if name.startswith(f"{path}.") and not torch.equal(first[name], second[name]):
+            raise ModelError(
+                f"{type(model).__name__}: the buffer {name} is neither stored nor computed",
+                hint=NO_STREAMING_HINT,
+            )
+        set_tensor(model, name, second[name].to(loader.device))
+
+
+def _initialise(model: PreTrainedModel, names: Sequence[str], fill: int) -> dict[str, torch.Tensor]:
+    for name in names:
+        set_tensor(model, name, torch.full_like(model.get_buffer(name), fill, device="cpu"))
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.initialize_weights()
+    return {name: model.get_buffer(name).clone() for name in names}

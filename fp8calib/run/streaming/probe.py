@@ -33,45 +33,42 @@ class Probe:
     """The state of the micro-batch that is stored for the next layer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstLayer:
-    """The first layer of a model, not read yet, and a function that runs a batch through it."""
-
-    layers: Iterator[StreamedLayer]
-    run: Callable[[], LayerState]
-
-
 def ignore_layer(_: StreamedLayer) -> None:
     """Do nothing with a layer."""
 
 
 def probe_layer(
     streamed: StreamedModel,
-    first: FirstLayer,
+    layers: Iterator[StreamedLayer],
+    run: Callable[[], LayerState],
     *,
     on_layer_read: Callable[[StreamedLayer], None] = ignore_layer,
     change_layer: Callable[[StreamedLayer], None] = ignore_layer,
     keep: bool = False,
 ) -> Probe:
-    """Measure the first layer.
+    """Measure the first of `layers`, through which `run` runs a micro-batch.
 
     `on_layer_read` is called when its tensors have been read, and `change_layer` when they are
     placed; with `keep` they stay in memory, to restore the weights.
     """
     started = time.monotonic()
-    layer = next(first.layers)
+    layer = next(layers)
     was_read = time.monotonic()
     on_layer_read(layer)
     with streamed.placed(layer, keep=keep):
         change_layer(layer)
         was_placed = time.monotonic()
-        run_s, batch_bytes, state = _measure_run(first.run, streamed.device)
+        run_s, batch_bytes, state = _measure_run(run, streamed.device)
     return Probe(
         read_s=was_read - started,
         place_s=was_placed - was_read,
         run_s=run_s,
         batch_bytes=batch_bytes,
-        state_bytes=_size_bytes(state),
+        state_bytes=sum(
+            leaf.numel() * leaf.itemsize
+            for leaf in pytree.tree_leaves(state)
+            if isinstance(leaf, torch.Tensor)
+        ),
     )
 
 
@@ -110,8 +107,3 @@ def _time(run: Callable[[], LayerState], device: torch.device) -> tuple[float, L
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.monotonic() - started, state
-
-
-def _size_bytes(state: LayerState) -> int:
-    leaves = pytree.tree_leaves((state.output, state.shared))
-    return sum(x.numel() * x.itemsize for x in leaves if isinstance(x, torch.Tensor))

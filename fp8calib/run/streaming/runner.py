@@ -7,8 +7,8 @@ and its weights are dropped. Every site sees the same batches in the same order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from fp8calib.data.plan import Batch
 from fp8calib.errors import CalibrationError
@@ -21,10 +21,9 @@ from fp8calib.run.streaming.model import (
     StreamedLayer,
     StreamedModel,
     Streaming,
-    load_state,
     open_hidden_states,
 )
-from fp8calib.run.streaming.probe import FirstLayer
+from fp8calib.run.streaming.probe import Probe, probe_layer
 
 
 class _NonfiniteError(Exception):
@@ -76,9 +75,8 @@ class StreamedRunner:
         except _NonfiniteError as error:
             raise self._locate(error) from None
 
-    @contextmanager
-    def first_layer(self, batch: Batch) -> Iterator[FirstLayer]:
-        """Open the first layer alone, to probe it with one micro-batch."""
+    def probe(self, batch: Batch, *, on_layer_read: Callable[[StreamedLayer], None]) -> Probe:
+        """Measure the first layer on one micro-batch (`probe_layer`)."""
         with ExitStack() as stack:
             steps = stack.enter_context(open_steps(self._decoder, self._streamed.layer_modules()))
             layers = stack.enter_context(self._streamed.layers(until=1))
@@ -86,7 +84,7 @@ class StreamedRunner:
             def run() -> LayerState:
                 return self._run_batch(steps, 0, batch, None, checks=False)
 
-            yield FirstLayer(layers=layers, run=run)
+            return probe_layer(self._streamed, layers, run, on_layer_read=on_layer_read)
 
     def _locate(self, found: _NonfiniteError) -> CalibrationError:
         """Run the layers down to the failed one again, for each sequence alone."""
@@ -136,10 +134,10 @@ class StreamedRunner:
     ) -> None:
         index, unchecked = layer.layer.index, []
         for number, batch in enumerate(batches):
-            before = load_state(store, number, self._decoder.device) if index else None
+            before = store.get(number, self._decoder.device) if index else None
             after = self._run_batch(steps, index, batch, before, checks=number == 0)
             if self._has_next(layer):
-                store.put(number, (after.output, after.shared))
+                store.put(number, after)
             unchecked.append(batch)
             advance(batch.num_tokens)
             if self._observer.is_check_due(unchecked) or number == len(batches) - 1:

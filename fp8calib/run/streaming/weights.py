@@ -7,10 +7,8 @@ in which transformers itself loads them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import nn
@@ -106,14 +104,18 @@ class PartLoader:
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        self._model = model
-        self._weights = weights
-        self._checkpoint = checkpoint
+        self.model = model
+        self.weights = weights
         self.device = device
+        self._checkpoint = checkpoint
         self._known = model.state_dict(keep_vars=True)
         self._maker = {made: key for key, group in weights.parameters.items() for made in group}
         self._tied = _tied_names(model)
         self._dtype_of = _dtypes_by_name(model, dtype)
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the checkpoint holds this parameter or buffer."""
+        return name in self._maker
 
     def part(self, is_wanted: Callable[[str], bool]) -> ModelPart:
         """Collect the parameters and persistent buffers whose names are wanted.
@@ -126,11 +128,13 @@ class PartLoader:
         if missing := sorted(set(names) - set(wanted)):
             raise missing_error(self._checkpoint.folder, missing)
         keys = {self._maker[parameter] for parameter in wanted.values()}
-        taken = self._weights.tensor_names(keys)
+        taken = self.weights.tensor_names(keys)
+        single = self.weights.single_tensors
         for name, parameter in wanted.items():
-            self._check_shape(name, self._weights.single_tensors.get(parameter))
-        order = {name: place for place, name in enumerate(self._checkpoint.tensors)}
-        return ModelPart(wanted=wanted, tensors=tuple(sorted(taken, key=order.__getitem__)))
+            if parameter in single:
+                self._require_shape(name, self._checkpoint.tensors[single[parameter]].shape)
+        tensors = tuple(name for name in self._checkpoint.tensors if name in taken)
+        return ModelPart(wanted=wanted, tensors=tensors)
 
     def measure(self, part: ModelPart) -> PartSize:
         """Compute the bytes of a part from the shapes of its tensors."""
@@ -145,7 +149,7 @@ class PartLoader:
 
     def _copies(self, name: str, key: str) -> int:
         """Count the copies: joining makes two (stacks, and gate beside up), casting one."""
-        names = self._weights.tensor_names([key])
+        names = self.weights.tensor_names([key])
         if len(names) > 1:
             return 2
         return int(any(self._checkpoint.dtype(stored) != self._target(name) for stored in names))
@@ -153,10 +157,6 @@ class PartLoader:
     def read(self, part: ModelPart) -> HeldTensors:
         """Read the tensors of a part as stored."""
         return HeldTensors(self._checkpoint, part.tensors)
-
-    def source_over(self, held: HeldTensors) -> WeightSource:
-        """Give a source of the model's parameters that reads from `held`."""
-        return self._weights.reading_from(held)
 
     def place(self, part: ModelPart, held: HeldTensors, *, keep: bool = False) -> None:
         """Load a part into the model; held tensors are dropped once used, unless `keep` is set.
@@ -168,27 +168,27 @@ class PartLoader:
         for name, parameter in part.wanted.items():
             by_key.setdefault(self._maker[parameter], []).append(name)
         for key, names in by_key.items():
-            source = self._weights.reading_from(_Casting(held, self._target(names[0])))
+            source = self.weights.reading_from(_Casting(held, self._target(names[0])))
             made = source.read_all(key)
-            stored = tuple(self._weights.tensor_names([key]))
+            stored = tuple(self.weights.tensor_names([key]))
             if not keep:
                 held.release(stored)
             for name in names:
                 tensor = made[part.wanted[name]].to(self._target(name))
                 held.copy_shared(tensor, stored)
-                self._set(name, tensor)
+                self._require_shape(name, tensor.shape)
+                set_tensor(self.model, name, tensor.to(self.device))
 
     def drop(self, part: ModelPart) -> None:
         """Drop a part and return its memory to the system."""
         for name in part.wanted:
-            _assign(self._model, name, self._known[name])
+            set_tensor(self.model, name, self._known[name])
         return_freed_memory()
 
-    def _set(self, name: str, tensor: torch.Tensor) -> None:
-        expected = self._known[name]
-        if tensor.shape != expected.shape:
-            raise mismatch_error(self._checkpoint.folder, name, tensor.shape, expected.shape)
-        _assign(self._model, name, tensor.to(self.device))
+    def _require_shape(self, name: str, found: Sequence[int]) -> None:
+        expected = self._known[name].shape
+        if tuple(found) != tuple(expected):
+            raise mismatch_error(self._checkpoint.folder, name, found, expected)
 
     def _target(self, name: str) -> torch.dtype:
         return self._dtype_of(name, self._known[name].dtype)
@@ -196,53 +196,9 @@ class PartLoader:
     def _find(self, name: str) -> str | None:
         return next((n for n in (name, *self._tied.get(name, ())) if n in self._maker), None)
 
-    def _check_shape(self, name: str, stored: str | None) -> None:
-        if stored is None:
-            return
-        found, expected = self._checkpoint.tensors[stored].shape, self._known[name].shape
-        if found != tuple(expected):
-            raise mismatch_error(self._checkpoint.folder, name, found, expected)
 
-
-class PartReader:
-    """Reads each part ahead of its use, in a thread; a context manager.
-
-    Iterating waits for each part's tensors. The next part is read from `begin_next` on, which is
-    called once the tensors are placed: two parts are in memory at a time.
-    """
-
-    def __init__(self, weights: PartLoader, parts: Sequence[ModelPart]) -> None:
-        self._weights = weights
-        self._parts = parts
-        self._pending: Future[HeldTensors] | None = None
-        self._begun = 0
-
-    def __enter__(self) -> Self:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def begin_next(self) -> None:
-        """Begin to read the next part, if there is one and it is not being read already."""
-        if self._pending is None and self._begun < len(self._parts):
-            self._pending = self._pool.submit(self._weights.read, self._parts[self._begun])
-            self._begun += 1
-
-    def __iter__(self) -> Iterator[tuple[ModelPart, HeldTensors]]:
-        for part in self._parts:
-            self.begin_next()
-            yield part, self._take()
-
-    def _take(self) -> HeldTensors:
-        assert self._pending is not None  # noqa: S101 -- the caller began
-        held = self._pending.result()
-        self._pending = None
-        return held
-
-
-def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:
+def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace a parameter or buffer of a model."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:

@@ -26,10 +26,9 @@ from fp8calib.run.streaming.model import (
     StreamedLayer,
     StreamedModel,
     Streaming,
-    load_state,
     open_hidden_states,
 )
-from fp8calib.run.streaming.probe import FirstLayer, Probe, probe_layer
+from fp8calib.run.streaming.probe import Probe, probe_layer
 from fp8calib.verification.compare.comparison import (
     Advance,
     ComparisonResult,
@@ -106,9 +105,8 @@ class StreamedComparison:
             def run() -> LayerState:
                 return [self._try(steps, lane, batch) for lane in lanes][-1]
 
-            first = FirstLayer(layers=layers, run=run)
             keep = any(lane.by_layer for lane in lanes)
-            return probe_layer(self._streamed, first, change_layer=change, keep=keep)
+            return probe_layer(self._streamed, layers, run, change_layer=change, keep=keep)
 
     def _try(self, steps: LayerSteps, lane: _Lane, batch: Batch) -> LayerState:
         with self._open_hooks(lane, 0):
@@ -182,10 +180,10 @@ class StreamedComparison:
         num_layers = len(self._streamed.geometry.layers)
         for place, batch in enumerate(batches):
             key = lane.number * len(batches) + place
-            before = load_state(store, key, self._decoder.device) if index else None
+            before = store.get(key, self._decoder.device) if index else None
             checks = lane.number == 0 and place == 0
             after = self._run_batch(steps, lane, index, batch, before, checks=checks)
-            store.put(key, (after.output, after.shared))
+            store.put(key, after)
             done, after_this = (batch.num_tokens * i // num_layers for i in (index, index + 1))
             advance(after_this - done)
 
@@ -236,9 +234,9 @@ class StreamedComparison:
         with self._changed(lane, None):
             for place, batch in enumerate(batches):
                 key = lane.number * len(batches) + place
-                before = load_state(store, key, self._decoder.device)
+                before = store.get(key, self._decoder.device)
                 hidden = steps.finish(batch, self._cache(lane), before)
-                store.put(key, (hidden, {}))
+                store.put(key, LayerState(hidden, {}))
 
     def _score(
         self,
@@ -252,7 +250,7 @@ class StreamedComparison:
             logits = self._whole_logits(head.logits, scores.vocab_size)
             for place, batch in enumerate(batches):
                 keys = [lane.number * len(batches) + place for lane in lanes]
-                states = [load_state(store, key, device).output for key in keys]
+                states = [store.get(key, device).output for key in keys]
                 scores.add(batch, states, logits)
 
     def _whole_logits(self, logits: Logits, vocab_size: int) -> Logits:
