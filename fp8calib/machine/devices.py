@@ -9,12 +9,14 @@ import torch
 from fp8calib.errors import UsageError
 
 
-def find_device(name: str) -> str:
-    """Convert a name to the one torch uses (`cpu`, `cuda:0`); this machine must have the device.
+def choose_device(name: str) -> str:
+    """Convert a name to the one torch uses (`cpu`, `cuda:0`); `auto` is the first GPU, or the CPU.
 
     Raises:
         UsageError: it is not a device, or the machine does not have it.
     """
+    if name == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return name
     found = re.fullmatch(r"cuda(?::(\d+))?", name)

@@ -13,6 +13,9 @@ from typing import Self
 
 _ROOT = Path("/")
 _SAMPLE_EVERY_S = 0.02
+_V2_NAMES = ("memory.max", "memory.current", "file", "shmem")
+_V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem")
+"""Files with the limit and the use of a group; page cache and tmpfs in its `memory.stat`."""
 _V1_UNLIMITED = 2**60
 """cgroup v1 spells "no limit" as the largest multiple of a page below 2^63."""
 
@@ -91,25 +94,15 @@ def _group_bytes(root: Path) -> Iterator[int]:
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _v2_bytes(root / "sys/fs/cgroup", PurePosixPath(path))
+            mount, names = root / "sys/fs/cgroup", _V2_NAMES
         elif "memory" in controllers.split(","):
-            yield from _v1_bytes(root / "sys/fs/cgroup/memory", PurePosixPath(path))
-
-
-def _v2_bytes(mount: Path, path: PurePosixPath) -> Iterator[int]:
-    for folder in _upwards(mount, path):
-        limit = _read_number(folder / "memory.max")
-        used = _read_number(folder / "memory.current")
-        if limit is not None and used is not None:
-            yield limit - used + _cached(folder, "file", "shmem")
-
-
-def _v1_bytes(mount: Path, path: PurePosixPath) -> Iterator[int]:
-    for folder in _upwards(mount, path):
-        limit = _read_number(folder / "memory.limit_in_bytes")
-        used = _read_number(folder / "memory.usage_in_bytes")
-        if limit is not None and used is not None and limit < _V1_UNLIMITED:
-            yield limit - used + _cached(folder, "total_cache", "total_shmem")
+            mount, names = root / "sys/fs/cgroup/memory", _V1_NAMES
+        else:
+            continue
+        for folder in _upwards(mount, PurePosixPath(path)):
+            limit, used = (_read_number(folder / name) for name in names[:2])
+            if limit is not None and used is not None and limit < _V1_UNLIMITED:
+                yield limit - used + _cached(folder, *names[2:])
 
 
 def _upwards(mount: Path, path: PurePosixPath) -> Iterator[Path]:

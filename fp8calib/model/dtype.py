@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -51,7 +52,8 @@ def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tupl
     flag = next((name for name in _BF16_FLAGS if name in flags), None)
     if flag is not None:
         return "bfloat16", f"the processor has {flag}"
-    needed = _num_elements(checkpoint) * 4 * _HEADROOM
+    num_elements = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+    needed = num_elements * 4 * _HEADROOM
     available = available_bytes()
     if needed > available:
         return "bfloat16", (
@@ -60,15 +62,8 @@ def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tupl
     return "float32", f"the processor has neither {' nor '.join(_BF16_FLAGS)}"
 
 
-def _num_elements(checkpoint: Checkpoint) -> int:
-    return sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
-
-
 def _cpu_flags() -> frozenset[str]:
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return frozenset()
-    for line in cpuinfo.read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    found = re.search(r"^flags.*:(.*)", text, re.MULTILINE)
+    return frozenset() if found is None else frozenset(found[1].split())

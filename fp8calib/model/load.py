@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import (
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import CalibrationError, ModelError, first_line
-from fp8calib.machine.devices import find_device
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 HUB_FILES = [
@@ -309,13 +308,6 @@ def mismatch_error(
         f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
         hint="config.json and weights belong to two models; download both again",
     )
-
-
-def choose_device(device: str) -> str:
-    """Resolve `auto` to the first GPU or the CPU; check that any other device exists."""
-    if device == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-    return find_device(device)
 
 
 def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""A model ready to be calibrated, and the list of weights and sites that are not observed."""
+"""A model matched with its checkpoint, and the list of weights and sites that are not observed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.model.structure import ModelStructure, find_structure
-from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.topology.search import is_linear
+from fp8calib.model.dtype import stored_dtype
+from fp8calib.model.topology.find import find_geometry, find_text_decoder
+from fp8calib.model.topology.search import UnobservedWeight, is_linear
+from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
 
@@ -21,26 +22,37 @@ _UNUSED = "in the checkpoint, but not part of the text decoder: neither loaded n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedModel(ModelStructure):
-    """A model, its geometry, and the modules that the recipe excludes from calibration."""
+class PreparedModel:
+    """A model, with or without weights, and where to find them."""
 
+    model: PreTrainedModel
+    geometry: ModelGeometry
+    unobserved: tuple[UnobservedWeight, ...]
+    weights: WeightSource
     ignored: frozenset[str]
+    """The modules that the recipe excludes from calibration."""
 
 
-def prepare(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> PreparedModel:
+def prepare(
+    model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe | None = None
+) -> PreparedModel:
     """Find the geometry of `model` and match the recipe's patterns with its modules.
 
     Raises:
         ModelError: the architecture is not understood.
         RecipeError: a pattern matches no module.
     """
-    found = find_structure(model, checkpoint)
+    weights = WeightSource(model, checkpoint)
+    geometry, unobserved = find_geometry(
+        model, weights.single_tensors, checkpoint_dtype=stored_dtype(checkpoint)
+    )
+    patterns = recipe.observe.ignore if recipe else ()
     return PreparedModel(
         model=model,
-        geometry=found.geometry,
-        unobserved=found.unobserved,
-        weights=found.weights,
-        ignored=match_modules(recipe.observe.ignore, _module_names(found.geometry)),
+        geometry=geometry,
+        unobserved=unobserved,
+        weights=weights,
+        ignored=match_modules(patterns, _module_names(geometry)),
     )
 
 
@@ -63,8 +75,8 @@ def list_skipped(
         Skipped(site=module, why="excluded by the recipe (observe.ignore)")
         for module in sorted(prepared.ignored)
     ]
-    skipped += [Skipped(site=name, why=why) for name, why in _outside(prepared.model)]
-    skipped += [Skipped(site=name, why=why) for name, why in _between_layers(prepared)]
+    skipped += _outside(prepared.model)
+    skipped += _between_layers(prepared)
     skipped += [Skipped(site=name, why=_UNUSED) for name in prepared.weights.unused]
     return skipped
 
@@ -87,16 +99,17 @@ def _without_own_cache(geometry: ModelGeometry) -> Iterator[Skipped]:
             yield Skipped(site=f"{attention.module}.k/v", why=why)
 
 
-def _between_layers(prepared: PreparedModel) -> Iterator[tuple[str, str]]:
+def _between_layers(prepared: PreparedModel) -> Iterator[Skipped]:
     """List the linears of the text decoder that are outside the decoder layers."""
     path, decoder = find_text_decoder(prepared.model)
     layers = prepared.geometry.layers[0].module.rpartition(".")[0]
     for name, module in decoder.named_modules(prefix=path):
         if is_linear(module) and not name.startswith(f"{layers}."):
-            yield name, "a linear outside the decoder layers, which engines do not quantize"
+            why = "a linear outside the decoder layers, which engines do not quantize"
+            yield Skipped(site=name, why=why)
 
 
-def _outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+def _outside(model: PreTrainedModel) -> Iterator[Skipped]:
     """List the modules outside the text decoder that have weights."""
     path, _ = find_text_decoder(model)
     node: nn.Module = model
@@ -106,7 +119,9 @@ def _outside(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             if name == step or next(child.parameters(), None) is None:
                 continue
             if child is model.get_output_embeddings():
-                yield name, "not run: calibration needs no logits, and engines do not quantize it"
+                why = "not run: calibration needs no logits, and engines do not quantize it"
+                yield Skipped(site=name, why=why)
             else:
-                yield f"{above}{name}", f"{type(child).__name__}: not part of the text decoder"
+                why = f"{type(child).__name__}: not part of the text decoder"
+                yield Skipped(site=f"{above}{name}", why=why)
         node, above = node.get_submodule(step), f"{above}{step}."

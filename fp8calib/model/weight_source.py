@@ -134,7 +134,7 @@ class WeightSource:
         parts = self._find(parameter)
         if len(parts) == 1 and parts[0][1] is None:
             return {parameter: self._checkpoint.read(parts[0][0])}
-        return self._convert_all(parameter, parts)
+        return self._convert(parameter, parts)
 
     def read(self, parameter: str) -> torch.Tensor:
         """Read one parameter in the layout of the model and the dtype of the checkpoint.
@@ -142,10 +142,7 @@ class WeightSource:
         Raises:
             ModelError: the checkpoint holds no tensor for it.
         """
-        parts = self._find(parameter)
-        if len(parts) == 1 and parts[0][1] is None:
-            return self._checkpoint.read(parts[0][0])
-        return self._convert(parameter, parts)
+        return self.read_all(parameter)[parameter]
 
     def read_rows(self, parameter: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of a parameter that is one whole tensor of the checkpoint."""
@@ -160,9 +157,9 @@ class WeightSource:
                 yield self._checkpoint.read_rows(name, expert, expert + 1)[0]
         elif all(pattern is not None and "*" in pattern for _, pattern in parts):
             for one_expert in _by_expert(parts):
-                yield self._convert(parameter, one_expert)[0]
+                yield self._convert(parameter, one_expert)[parameter][0]
         else:
-            yield from self._convert(parameter, parts)
+            yield from self._convert(parameter, parts)[parameter]
 
     def _find(self, parameter: str) -> list[tuple[str, str | None]]:
         if parameter not in self._parts:
@@ -171,10 +168,7 @@ class WeightSource:
             )
         return self._parts[parameter]
 
-    def _convert(self, parameter: str, parts: list[tuple[str, str | None]]) -> torch.Tensor:
-        return self._convert_all(parameter, parts)[parameter]
-
-    def _convert_all(
+    def _convert(
         self, parameter: str, parts: list[tuple[str, str | None]]
     ) -> dict[str, torch.Tensor]:
         converter = deepcopy(self._converters[str(parts[0][1])])

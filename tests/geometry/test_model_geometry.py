@@ -7,7 +7,6 @@ import pytest
 from fp8calib.geometry.model_geometry import Linear, Part
 from fp8calib.geometry.sites import Role
 from fp8calib.model.topology.layouts import (
-    Heads,
     contiguous_qkv,
     gate_up_parts,
     grouped_qkv,
@@ -16,8 +15,8 @@ from fp8calib.model.topology.layouts import (
 )
 from tests.dialects.handmade import make_attention, make_geometry
 
-FOUR_TWO = Heads(num_heads=4, num_kv_heads=2, k_head_dim=2, v_head_dim=2)
-TWO_TWO = Heads(num_heads=2, num_kv_heads=2, k_head_dim=2, v_head_dim=2)
+FOUR_TWO = (4, 2, 2)
+TWO_TWO = (2, 2, 2)
 
 
 def rows(parts: tuple[Part, ...]) -> dict[str, list[int]]:
@@ -25,7 +24,7 @@ def rows(parts: tuple[Part, ...]) -> dict[str, list[int]]:
 
 
 def test_stacked_rows_are_all_q_then_all_k_then_all_v() -> None:
-    assert rows(contiguous_qkv(FOUR_TWO)) == {
+    assert rows(contiguous_qkv(*FOUR_TWO)) == {
         "q_proj": [0, 1, 2, 3, 4, 5, 6, 7],
         "k_proj": [8, 9, 10, 11],
         "v_proj": [12, 13, 14, 15],
@@ -33,7 +32,7 @@ def test_stacked_rows_are_all_q_then_all_k_then_all_v() -> None:
 
 
 def test_grouped_rows_are_the_heads_of_one_kv_head_together() -> None:
-    assert rows(grouped_qkv(FOUR_TWO)) == {
+    assert rows(grouped_qkv(*FOUR_TWO)) == {
         "q_proj": [0, 1, 2, 3, 8, 9, 10, 11],
         "k_proj": [4, 5, 12, 13],
         "v_proj": [6, 7, 14, 15],
@@ -41,7 +40,7 @@ def test_grouped_rows_are_the_heads_of_one_kv_head_together() -> None:
 
 
 def test_interleaved_rows_are_q_k_v_of_each_head() -> None:
-    assert rows(grouped_qkv(TWO_TWO)) == {
+    assert rows(grouped_qkv(*TWO_TWO)) == {
         "q_proj": [0, 1, 6, 7],
         "k_proj": [2, 3, 8, 9],
         "v_proj": [4, 5, 10, 11],
@@ -66,10 +65,10 @@ def test_plain_projections_are_all_their_rows() -> None:
 @pytest.mark.parametrize(
     ("parts", "units", "expected"),
     [
-        (contiguous_qkv(FOUR_TWO), range(2, 4), [[4, 5, 6, 7], [], []]),
-        (contiguous_qkv(FOUR_TWO), range(1, 2), [[2, 3], [10, 11], [14, 15]]),
-        (grouped_qkv(FOUR_TWO), range(1, 2), [[2, 3], [12, 13], [14, 15]]),
-        (grouped_qkv(FOUR_TWO), range(1, 3), [[2, 3, 8, 9], [], []]),
+        (contiguous_qkv(*FOUR_TWO), range(2, 4), [[4, 5, 6, 7], [], []]),
+        (contiguous_qkv(*FOUR_TWO), range(1, 2), [[2, 3], [10, 11], [14, 15]]),
+        (grouped_qkv(*FOUR_TWO), range(1, 2), [[2, 3], [12, 13], [14, 15]]),
+        (grouped_qkv(*FOUR_TWO), range(1, 3), [[2, 3, 8, 9], [], []]),
         (gate_up_parts(8, interleaved=True), range(2, 4), [[4, 6], [5, 7]]),
     ],
 )

@@ -11,8 +11,8 @@ import torch
 from fp8calib.cli.calibrate.job import CalibrateJob, CalibrateSettings
 from fp8calib.data.shares import select_batches
 from fp8calib.errors import UsageError
+from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import ProcessRank
-from fp8calib.model.load import choose_device
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.observed_batches import BackOff

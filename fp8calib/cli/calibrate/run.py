@@ -56,10 +56,11 @@ from fp8calib.dialects.write import (
 )
 from fp8calib.errors import ExportError, Fp8CalibError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
+from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import DTYPES, choose_dtype
-from fp8calib.model.load import ModelSource, build_skeleton, choose_device, load_model, open_source
+from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe

@@ -26,7 +26,7 @@ from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.structure import find_structure
+from fp8calib.model.prepared import prepare
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, fits_heads
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -81,7 +81,7 @@ def run_extract(settings: ExtractSettings) -> None:
         if_quantized="--model must be the unquantized model",
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
-        geometry = find_structure(build_skeleton(source), checkpoint).geometry
+        geometry = prepare(build_skeleton(source), checkpoint).geometry
         fingerprint = fingerprint_model(source.raw_config, checkpoint)
         extracted = _extract(settings, geometry, checkpoint, fingerprint)
     _show(settings, extracted)

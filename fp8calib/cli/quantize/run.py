@@ -18,7 +18,7 @@ from fp8calib.cli.quantize.report import (
 )
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme, list_without_calibration
-from fp8calib.machine.devices import find_device
+from fp8calib.machine.devices import choose_device
 from fp8calib.quantization.calibrated_scales import Calibrated, check_stats_model, find_scales
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import NO_SCALES, PlanSettings, QuantizePlan, make_plan
@@ -57,7 +57,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
         ExportError: the statistics do not fit, or the disk cannot hold the output.
     """
     asked = _resolve(settings)
-    device = torch.device("cpu" if settings.device == "auto" else find_device(settings.device))
+    device = torch.device("cpu" if settings.device == "auto" else choose_device(settings.device))
     stats = None if settings.stats is None else load_stats(settings.stats)
     reader = DequantizedCheckpoint if settings.dequantize else Checkpoint
     with reader.open(_find_folder(settings), require_config=True) as checkpoint:

@@ -12,9 +12,7 @@ from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.model.load import (
-    choose_device,
-)
+from fp8calib.machine.devices import choose_device
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import load_gate

@@ -29,7 +29,7 @@ from fp8calib.model.load import (
     load_tokenizer,
     open_source,
 )
-from fp8calib.model.structure import find_structure
+from fp8calib.model.prepared import prepare
 from fp8calib.run.planning.memory_mode import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -89,7 +89,7 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
     )
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         dtype, why = choose_dtype(settings.dtype, device=options.device, checkpoint=checkpoint)
-        found = find_structure(build_skeleton(source), checkpoint)
+        found = prepare(build_skeleton(source), checkpoint)
         target = Target(
             checkpoint=checkpoint,
             fingerprint=fingerprint_model(source.raw_config, checkpoint),

@@ -14,7 +14,6 @@ from fp8calib.model.topology.layouts import (
     CACHELESS_MIXERS,
     FUSED_QKV,
     PRESCALED_QUERY,
-    Heads,
 )
 from fp8calib.model.topology.search import GeometrySearch, is_linear, linear_features
 
@@ -87,19 +86,21 @@ def _attention(
 ) -> Attention:
     producer = _producer(search.config, before, index, module)
     latent = _is_latent(search.config, module)
-    heads = _heads(search.config, module, None if producer is None else before[producer])
+    num_heads = _num_heads(search.config, module)
+    source = None if producer is None else before[producer].attention
+    num_kv_heads, k_head_dim, v_head_dim = _kv_heads(search.config, module, num_heads, source)
     sliding = _layer_type(search.config, index) == "sliding_attention" or (
         getattr(search.config, "layer_types", None) is None
     )
-    scale = heads.k_head_dim**-0.5 if search.config.model_type in PRESCALED_QUERY else 1.0
+    scale = k_head_dim**-0.5 if search.config.model_type in PRESCALED_QUERY else 1.0
     return Attention(
         module=path,
         checkpoint_module=_checkpoint_module(search, path, module),
         kind="latent" if latent else "heads",
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        k_head_dim=heads.k_head_dim,
-        v_head_dim=heads.v_head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        k_head_dim=k_head_dim,
+        v_head_dim=v_head_dim,
         sliding_window=getattr(search.config, "sliding_window", None) if sliding else None,
         producer=producer,
         query_divisor=scale,
@@ -139,27 +140,14 @@ def _is_latent(config: Any, module: nn.Module) -> bool:
     return getattr(config, "kv_lora_rank", None) is not None and hasattr(module, "kv_b_proj")
 
 
-def _heads(config: Any, module: nn.Module, producer: Layer | None) -> Heads:
-    num_heads = _num_heads(config, module)
-    if producer is not None and producer.attention is not None:
-        source = producer.attention
-        return Heads(
-            num_heads=num_heads,
-            num_kv_heads=source.num_kv_heads,
-            k_head_dim=source.k_head_dim,
-            v_head_dim=source.v_head_dim,
-        )
+def _kv_heads(
+    config: Any, module: nn.Module, num_heads: int, producer: Attention | None
+) -> tuple[int, int, int]:
+    """Find the number of KV heads, and the sizes of a head of K and of V."""
+    if producer is not None:
+        return producer.num_kv_heads, producer.k_head_dim, producer.v_head_dim
     if _is_latent(config, module):
-        return Heads(
-            num_heads=num_heads,
-            num_kv_heads=1,
-            k_head_dim=config.kv_lora_rank,
-            v_head_dim=config.qk_rope_head_dim,
-        )
-    return _heads_from_weights(config, module, num_heads)
-
-
-def _heads_from_weights(config: Any, module: nn.Module, num_heads: int) -> Heads:
+        return 1, config.kv_lora_rank, config.qk_rope_head_dim
     sizes = {
         name: linear_features(linear)
         for name, linear in module.named_children()
@@ -180,12 +168,7 @@ def _heads_from_weights(config: Any, module: nn.Module, num_heads: int) -> Heads
         )
     if num_kv_heads < 1:
         raise ModelError(f"{type(module).__name__}: cannot determine its KV heads from {sizes}")
-    return Heads(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        k_head_dim=head_dim,
-        v_head_dim=v_head_dim,
-    )
+    return num_kv_heads, head_dim, v_head_dim
 
 
 def _num_heads(config: Any, module: nn.Module) -> int:

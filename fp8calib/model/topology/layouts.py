@@ -6,48 +6,24 @@ between families and cannot be derived from its shape.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fp8calib.geometry.model_geometry import Part, Shard
 
 ATTENTION_SHARDS: dict[str, Shard] = {
-    "q_proj": "column",
-    "k_proj": "column",
-    "v_proj": "column",
-    "q_b_proj": "column",
-    "kv_b_proj": "column",
-    "q_a_proj": "replicated",
-    "kv_a_proj_with_mqa": "replicated",
-    "o_proj": "row",
-    "out_proj": "row",
-    "dense": "row",
-    "c_proj": "row",
-    "wo": "row",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "column"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "replicated"),
+    **dict.fromkeys(("o_proj", "out_proj", "dense", "c_proj", "wo"), "row"),
 }
 """Projections of attention modules that are not fused."""
 
 FUSED_QKV = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack")
 
-MLP_SHARDS: dict[str, Shard] = {
-    "gate_proj": "column",
-    "up_proj": "column",
-    "down_proj": "row",
-    "w1": "column",
-    "w3": "column",
-    "w2": "row",
-    "fc1": "column",
-    "fc2": "row",
-    "c_fc": "column",
-    "c_proj": "row",
-    "fc_in": "column",
-    "fc_out": "row",
-    "dense_h_to_4h": "column",
-    "dense_4h_to_h": "row",
-    "gate_up_proj": "column",
-    "input_linear": "column",
-    "output_linear": "row",
-}
 FUSED_GATE_UP = ("gate_up_proj", "input_linear")
+MLP_SHARDS: dict[str, Shard] = {
+    **dict.fromkeys(("gate_proj", "w1", "up_proj", "w3", *FUSED_GATE_UP), "column"),
+    **dict.fromkeys(("fc1", "c_fc", "fc_in", "dense_h_to_4h"), "column"),
+    **dict.fromkeys(("down_proj", "w2", "fc2", "c_proj", "fc_out"), "row"),
+    **dict.fromkeys(("dense_4h_to_h", "output_linear"), "row"),
+}
 
 CONTIGUOUS_QKV = frozenset(
     {"phi3", "phi4_multimodal", "gpt2", "gpt_bigcode", "mpt", "dbrx", "imagegpt"}
@@ -77,16 +53,6 @@ CACHELESS_MIXERS = (
 CACHELESS_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """Head counts and sizes of one attention module."""
-
-    num_heads: int
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-
-
 def heads_part(name: str, num_heads: int, out_features: int) -> Part:
     """Describe a projection whose rows are `num_heads` contiguous heads of equal size."""
     return Part(name=name, count=num_heads, unit=out_features // num_heads, per_group=num_heads)
@@ -109,35 +75,31 @@ def gate_up_parts(out_features: int, *, interleaved: bool = False) -> tuple[Part
     return gate, up
 
 
-def contiguous_qkv(heads: Heads) -> tuple[Part, Part, Part]:
+def contiguous_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
     """Describe [all q; all k; all v]."""
-    size, num_q, num_kv = heads.k_head_dim, heads.num_heads, heads.num_kv_heads
-    firsts = (0, num_q * size, (num_q + num_kv) * size)
-    counts = (num_q, num_kv, num_kv)
-    q, k, v = (
-        Part(name=name, count=count, unit=size, first=first, per_group=count)
-        for name, count, first in zip(("q_proj", "k_proj", "v_proj"), counts, firsts, strict=True)
+    parts = (
+        ("q_proj", num_heads, 0),
+        ("k_proj", num_kv_heads, num_heads),
+        ("v_proj", num_kv_heads, num_heads + num_kv_heads),
     )
-    return q, k, v
+    return tuple(
+        Part(name=name, count=count, unit=head_dim, first=first * head_dim, per_group=count)
+        for name, count, first in parts
+    )
 
 
-def grouped_qkv(heads: Heads) -> tuple[Part, Part, Part]:
+def grouped_qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
     """Describe [q heads; k; v] per KV head; with one q head each it is GPT-NeoX's layout."""
-    size, groups = heads.k_head_dim, heads.num_kv_heads
-    per_group = heads.num_heads // groups
-    stride = (per_group + 2) * size
-    q = Part(
-        name="q_proj",
-        count=heads.num_heads,
-        unit=size,
-        per_group=per_group,
-        group_stride=stride,
-    )
-    k, v = (
-        Part(name=name, count=groups, unit=size, first=first, per_group=1, group_stride=stride)
-        for name, first in (
-            ("k_proj", per_group * size),
-            ("v_proj", (per_group + 1) * size),
+    num_q = num_heads // num_kv_heads
+    parts = (("q_proj", num_q, 0), ("k_proj", 1, num_q), ("v_proj", 1, num_q + 1))
+    return tuple(
+        Part(
+            name=name,
+            count=per_group * num_kv_heads,
+            unit=head_dim,
+            first=first * head_dim,
+            per_group=per_group,
+            group_stride=(num_q + 2) * head_dim,
         )
+        for name, per_group, first in parts
     )
-    return q, k, v

@@ -16,7 +16,6 @@ from fp8calib.model.topology.layouts import (
     FUSED_QKV,
     INTERLEAVED_QKV,
     MLP_SHARDS,
-    Heads,
     contiguous_qkv,
     gate_up_parts,
     grouped_qkv,
@@ -75,8 +74,7 @@ def _linear(
 ) -> Linear:
     full = f"{path}.{name}"
     in_features, out_features = linear_features(module)
-    suffix = name.rpartition(".")[2]
-    section, root, shard, parts = _classify(search, attention, path, name, (suffix, out_features))
+    section, root, shard, parts = _classify(search, attention, path, name, out_features)
     return Linear(
         module=full,
         section=section,
@@ -94,36 +92,24 @@ _Classified = tuple[Section, str, Shard, tuple[Part, ...]]
 
 
 def _classify(
-    search: GeometrySearch,
-    attention: Attention | None,
-    path: str,
-    name: str,
-    linear: tuple[str, int],
+    search: GeometrySearch, attention: Attention | None, path: str, name: str, out_features: int
 ) -> _Classified:
-    suffix, out_features = linear
-    full = f"{path}.{name}"
-    if attention is not None and full.startswith(f"{attention.module}."):
+    suffix = name.rpartition(".")[2]
+    if attention is not None and f"{path}.{name}".startswith(f"{attention.module}."):
         return _classify_attention(search, attention, suffix, out_features)
     head, _, rest = name.partition(".")
-    mlp_root = f"{path}.{head}" if rest else path
     if suffix in MLP_SHARDS and "attn" not in head and "attention" not in head:
-        parts = _mlp_parts(suffix, out_features)
-        return "mlp", mlp_root, MLP_SHARDS[suffix], parts
+        is_fused = suffix in FUSED_GATE_UP
+        parts = gate_up_parts(out_features) if is_fused else (rows_part(suffix, out_features),)
+        return "mlp", f"{path}.{head}" if rest else path, MLP_SHARDS[suffix], parts
     return "other", path, "replicated", (rows_part(suffix, out_features),)
-
-
-def _mlp_parts(suffix: str, out_features: int) -> tuple[Part, ...]:
-    if suffix in FUSED_GATE_UP:
-        return gate_up_parts(out_features)
-    return (rows_part(suffix, out_features),)
 
 
 def _classify_attention(
     search: GeometrySearch, attention: Attention, suffix: str, out_features: int
 ) -> _Classified:
     if suffix in FUSED_QKV and suffix not in ATTENTION_SHARDS:
-        parts: tuple[Part, ...] = _fused_qkv(search, attention, suffix)
-        return "attention", attention.module, "column", parts
+        return "attention", attention.module, "column", _fused_qkv(search, attention, suffix)
     if suffix not in ATTENTION_SHARDS:
         return "other", attention.module, "replicated", (rows_part(suffix, out_features),)
     shard = ATTENTION_SHARDS[suffix]
@@ -135,22 +121,17 @@ def _classify_attention(
 
 
 def _fused_qkv(search: GeometrySearch, attention: Attention, suffix: str) -> tuple[Part, ...]:
-    heads = Heads(
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        k_head_dim=attention.k_head_dim,
-        v_head_dim=attention.v_head_dim,
-    )
+    heads = attention.num_heads, attention.num_kv_heads, attention.k_head_dim
     family = search.config.model_type
     if family == "falcon":
         is_grouped = search.config.new_decoder_architecture or not search.config.multi_query
-        return grouped_qkv(heads) if is_grouped else contiguous_qkv(heads)
+        return grouped_qkv(*heads) if is_grouped else contiguous_qkv(*heads)
     if family == "gpt_bigcode" and not search.config.multi_query:
-        return grouped_qkv(heads)
+        return grouped_qkv(*heads)
     if family in CONTIGUOUS_QKV:
-        return contiguous_qkv(heads)
+        return contiguous_qkv(*heads)
     if family in INTERLEAVED_QKV:
-        return grouped_qkv(heads)
+        return grouped_qkv(*heads)
     raise ModelError(
         f"{search.config.model_type}: the order of q, k and v rows inside {attention.module}."
         f"{suffix} is not known (looked for the family in fp8calib.model.topology.layouts)"
@@ -159,11 +140,7 @@ def _fused_qkv(search: GeometrySearch, attention: Attention, suffix: str) -> tup
 
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers runs this module by its experts interface."""
-    return (
-        hasattr(module, "is_transposed")
-        and hasattr(module, "has_gate")
-        and (hasattr(module, "down_proj"))
-    )
+    return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "down_proj"))
 
 
 def _expert_linears(path: str, name: str, module: nn.Module) -> Iterator[Linear]:
@@ -171,7 +148,8 @@ def _expert_linears(path: str, name: str, module: nn.Module) -> Iterator[Linear]
     owner: Any = module
     head, _, rest = name.partition(".")
     fused = "gate_up_proj" if owner.has_gate else "up_proj"
-    hidden, intermediate = _expert_sizes(owner)
+    _, rows, columns = owner.down_proj.shape
+    hidden, intermediate = (columns, rows) if owner.is_transposed else (rows, columns)
     names = ("gate_proj", "up_proj", "down_proj") if owner.has_gate else ("up_proj", "down_proj")
     block = expert_block(intermediate)
     for suffix in names:
@@ -190,11 +168,6 @@ def _expert_linears(path: str, name: str, module: nn.Module) -> Iterator[Linear]
             weight_name=weight_name,
             checkpoint_name=None,
         )
-
-
-def _expert_sizes(experts: Any) -> tuple[int, int]:
-    _, rows, columns = experts.down_proj.shape
-    return (columns, rows) if experts.is_transposed else (rows, columns)
 
 
 def expert_block(intermediate: int) -> int:
