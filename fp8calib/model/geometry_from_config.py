@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import without_quantization
 from fp8calib.checkpoint.tensor_file import TensorFile
@@ -53,15 +55,11 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
 
 def is_known(config: Mapping[str, object]) -> bool:
     """Whether transformers itself has the model type, so that its layers are known."""
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- slow to import
-
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in CONFIG_MAPPING
 
 
 def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 -- slow to import
-
     try:
         plain = _restore_floats(without_quantization(config))
     except RecursionError as error:

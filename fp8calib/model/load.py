@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -108,9 +110,6 @@ def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_
 
 
 def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 -- only hub ids need it
-    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
-
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError, ValueError) as error:

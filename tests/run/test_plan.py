@@ -76,9 +76,9 @@ def test_a_whole_model_counts_every_weight_once(subject: PlanInputs, tmp_path: P
     plan = plan_whole(subject, limits(2**30), tmp_path)
     assert plan is not None
     buffers = 4 * 4 * 2  # the rotary frequencies of half a head, twice
-    assert plan.peak.parts["weights"] == 2 * LAYER + 2 * EMBEDDING + NORM + buffers
-    assert plan.peak.parts["statistics"] == 11
-    assert plan.peak.parts["process"] == 1000 + 96 * 2**20
+    assert plan.peak["weights"] == 2 * LAYER + 2 * EMBEDDING + NORM + buffers
+    assert plan.peak["statistics"] == 11
+    assert plan.peak["process"] == 1000 + 96 * 2**20
     assert plan.read_bytes == 2 * LAYER + 2 * EMBEDDING + NORM
     assert not plan.streams
 
@@ -88,7 +88,7 @@ def test_a_model_larger_than_the_limit_is_not_held_whole(
 ) -> None:
     plan = plan_whole(subject, limits(2**30), tmp_path)
     assert plan is not None
-    needed = plan.peak.total_bytes
+    needed = sum(plan.peak.values())
     assert plan_whole(subject, limits(needed), tmp_path) is not None
     assert plan_whole(subject, limits(needed - 1), tmp_path) is None
 
@@ -97,10 +97,10 @@ def test_on_a_gpu_the_memory_of_the_gpu_decides(subject: PlanInputs, tmp_path: P
     plan = plan_whole(subject, limits(2**30, device=2**30), tmp_path)
     assert plan is not None
     assert plan.device_peak is not None
-    needed = plan.device_peak.total_bytes
+    needed = sum(plan.device_peak.values())
     assert needed > 2 * LAYER + 2 * EMBEDDING
     assert plan_whole(subject, limits(2**30, device=needed - 1), tmp_path) is None
-    assert "weights" not in plan.peak.parts
+    assert "weights" not in plan.peak
 
 
 def test_a_streamed_model_needs_two_layers(subject: PlanInputs, tmp_path: Path) -> None:
@@ -108,33 +108,33 @@ def test_a_streamed_model_needs_two_layers(subject: PlanInputs, tmp_path: Path) 
     assert plan.streams
     assert plan.num_layers == 2
     assert plan.read_bytes == 2 * LAYER + NORM + 50 * 32 * 4
-    assert plan.peak.parts["layers"] == 2 * LAYER
-    assert plan.peak.parts["embedding"] == 50 * 32 * 4
-    assert plan.peak.parts["around the layers"] == NORM
+    assert plan.peak["layers"] == 2 * LAYER
+    assert plan.peak["embedding"] == 50 * 32 * 4
+    assert plan.peak["around the layers"] == NORM
     assert plan.scratch_bytes == 0
     # 5120 bytes wait of a micro-batch of 40 tokens; there are 100 tokens.
-    assert plan.peak.parts["hidden states"] == 5120 * 100 // 40
+    assert plan.peak["hidden states"] == 5120 * 100 // 40
 
 
 def test_a_probe_that_measured_more_than_the_formula_counts(
     subject: PlanInputs, tmp_path: Path
 ) -> None:
     making = planner(subject, limits(2**30), tmp_path)
-    formula = making.plan().peak.parts["micro-batch"]
+    formula = making.plan().peak["micro-batch"]
     small, large = (replace(PROBE, batch_bytes=size) for size in (formula - 1, formula + 1))
-    assert making.plan(small).peak.parts["micro-batch"] == formula
-    assert making.plan(large).peak.parts["micro-batch"] == formula + 1
+    assert making.plan(small).peak["micro-batch"] == formula
+    assert making.plan(large).peak["micro-batch"] == formula + 1
 
 
 def test_a_mask_counts_where_transformers_builds_one(subject: PlanInputs, tmp_path: Path) -> None:
     # A token: attention 2 * 32 wide in 4 copies and 2 in fp32, and the hidden state in 4.
     plain = 40 * (64 * (4 * 4 + 2 * 4) + 32 * 4 * 4)
-    assert planner(subject, limits(2**30), tmp_path).plan().peak.parts["micro-batch"] == plain
+    assert planner(subject, limits(2**30), tmp_path).plan().peak["micro-batch"] == plain
     padded = replace(subject, work=replace(WORK, is_padded=True))
-    found = planner(padded, limits(2**30), tmp_path).plan().peak.parts["micro-batch"]
+    found = planner(padded, limits(2**30), tmp_path).plan().peak["micro-batch"]
     assert found == plain + 2 * 20 * 20 * (1 + 4)
     subject.model.config.attention_chunk_size = 16
-    found = planner(subject, limits(2**30), tmp_path).plan().peak.parts["micro-batch"]
+    found = planner(subject, limits(2**30), tmp_path).plan().peak["micro-batch"]
     assert found == plain + 2 * 20 * 20 * (1 + 4)
 
 
@@ -142,11 +142,11 @@ def test_hidden_states_fill_the_remaining_memory_and_the_rest_is_on_disk(
     subject: PlanInputs, tmp_path: Path
 ) -> None:
     room = planner(subject, limits(2**30), tmp_path).plan(PROBE)
-    bare = room.peak.total_bytes - room.hidden_ram_bytes
+    bare = sum(room.peak.values()) - room.hidden_ram_bytes
     tight = planner(subject, limits(bare + 4000), tmp_path).plan(PROBE)
     assert tight.hidden_ram_bytes == 4000
     assert tight.scratch_bytes == 12800 - 4000
-    assert tight.peak.total_bytes == bare + 4000
+    assert sum(tight.peak.values()) == bare + 4000
 
 
 def test_a_limit_that_is_too_small_names_the_smallest_that_works(
@@ -174,8 +174,8 @@ def test_a_gpu_holds_the_layer_and_the_host_the_tensors_read_ahead(
 ) -> None:
     plan = planner(subject, limits(2**30, device=2**30), tmp_path).plan()
     assert plan.device_peak is not None
-    assert plan.device_peak.parts["layers"] == LAYER
-    assert plan.peak.parts.keys() == {"process", "layers", "hidden states"}
+    assert plan.device_peak["layers"] == LAYER
+    assert plan.peak.keys() == {"process", "layers", "hidden states"}
     with pytest.raises(UsageError, match="on the GPU"):
         planner(subject, limits(2**30, device=LAYER), tmp_path).plan()
 
@@ -185,7 +185,7 @@ def test_a_full_disk_is_refused_before_the_run(
 ) -> None:
     making = planner(subject, limits(2**30), tmp_path)
     room = making.plan(PROBE)
-    bare = room.peak.total_bytes - room.hidden_ram_bytes
+    bare = sum(room.peak.values()) - room.hidden_ram_bytes
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 12799})())
     with pytest.raises(UsageError, match="hidden states have to be stored"):
         planner(subject, limits(bare), tmp_path).plan(PROBE)

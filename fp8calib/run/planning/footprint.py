@@ -6,7 +6,7 @@ layer. What else a layer allocates is measured by the probe (`fp8calib.run.strea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -64,18 +64,6 @@ class Workload:
             num_distinct=num_distinct,
             is_padded=any(batch.mask is not None for batch in batches),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """Bytes of memory by purpose."""
-
-    parts: Mapping[str, int]
-
-    @property
-    def total_bytes(self) -> int:
-        """The sum of all parts."""
-        return sum(self.parts.values())
 
 
 def peak_of_layers(layers: Sequence[PartSize], *, keep: bool) -> int:

@@ -13,7 +13,6 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import (
     SLACK_BYTES,
-    Footprint,
     Workload,
     batch_bytes,
     change_bytes,
@@ -48,10 +47,10 @@ class RunPlan:
     why: str
     num_layers: int
     read_bytes: int
-    peak: Footprint
-    """Anonymous memory, hidden states included."""
+    peak: Mapping[str, int]
+    """Bytes of anonymous memory by purpose, hidden states included."""
     limit_bytes: int
-    device_peak: Footprint | None = None
+    device_peak: Mapping[str, int] | None = None
     hidden_ram_bytes: int = 0
     scratch: Path
     scratch_bytes: int = 0
@@ -64,10 +63,10 @@ class RunPlan:
             "why": self.why,
             "layers": self.num_layers,
             "read_bytes": self.read_bytes,
-            "peak_bytes": self.peak.total_bytes,
-            "peak_parts": dict(self.peak.parts),
+            "peak_bytes": sum(self.peak.values()),
+            "peak_parts": dict(self.peak),
             "memory_limit_bytes": self.limit_bytes,
-            "device_peak_bytes": None if self.device_peak is None else self.device_peak.total_bytes,
+            "device_peak_bytes": sum(self.device_peak.values()) if self.device_peak else None,
             "scratch_bytes": self.scratch_bytes,
             "scratch_folder": str(self.scratch) if self.scratch_bytes else None,
             "expected_s": self.expected_s,
@@ -78,42 +77,53 @@ class RunPlan:
         yield self.why
         if not self.streams:
             return
-        parts = ", ".join(f"{name} {format_gib(size)}" for name, size in self.peak.parts.items())
         yield (
             f"plan: {self.num_layers} layers, {format_gib(self.read_bytes)} to read, peak memory "
-            f"{format_gib(self.peak.total_bytes)} ({parts})"
+            f"{describe_peak(self.peak)}"
         )
         scratch = f"{format_gib(self.scratch_bytes)} of hidden states in {self.scratch}"
         time = "" if self.expected_s is None else f", about {format_duration(self.expected_s)}"
         yield f"plan: scratch disk {scratch if self.scratch_bytes else 'none'}{time}"
 
 
+def describe_peak(peak: Mapping[str, int]) -> str:
+    """Describe memory by purpose, the total first."""
+    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in peak.items())
+    return f"{format_gib(sum(peak.values()))} ({parts})"
+
+
 def plan_whole(subject: PlanInputs, limits: Limits, scratch: Path) -> RunPlan | None:
     """Plan to hold the whole model in memory; None where it does not fit."""
-    needs = whole_parts(subject)
-    own = {"process": limits.process_bytes + SLACK_BYTES}
-    if limits.device_bytes is None:
-        peak, device_peak = Footprint(parts={**own, **needs}), None
-        needed, limit, where = peak.total_bytes, limits.host_bytes, limits.host_why
-    else:
-        peak, device_peak = Footprint(parts=own), Footprint(parts=needs)
-        needed, limit, where = device_peak.total_bytes, limits.device_bytes, "free on the GPU"
-    if needed > limit:
+    fits, numbers = compare_whole(subject, limits)
+    if not fits:
         return None
-    there = f"{format_gib(limit)} are {where}"
+    needs = _whole_parts(subject)
+    own = {"process": limits.process_bytes + SLACK_BYTES}
+    on_gpu = limits.device_bytes is not None
     return RunPlan(
         streams=False,
-        why=f"the model is held whole: it needs {format_gib(needed)}, {there}",
+        why=f"the model is held whole: it needs {numbers}",
         num_layers=len(subject.geometry.layers),
         read_bytes=subject.checkpoint.total_size_bytes,
-        peak=peak,
+        peak=own if on_gpu else {**own, **needs},
         limit_bytes=limits.host_bytes,
-        device_peak=device_peak,
+        device_peak=needs if on_gpu else None,
         scratch=scratch,
     )
 
 
-def whole_parts(subject: PlanInputs) -> dict[str, int]:
+def compare_whole(subject: PlanInputs, limits: Limits) -> tuple[bool, str]:
+    """Compare what the whole model needs with the limit: whether it fits, and both in words."""
+    needed = sum(_whole_parts(subject).values())
+    if limits.device_bytes is None:
+        needed += limits.process_bytes + SLACK_BYTES
+        limit, where = limits.host_bytes, limits.host_why
+    else:
+        limit, where = limits.device_bytes, "free on the GPU"
+    return needed <= limit, f"{format_gib(needed)}, {format_gib(limit)} are {where}"
+
+
+def _whole_parts(subject: PlanInputs) -> dict[str, int]:
     """Compute the bytes of a run with the whole model in memory, without the process itself."""
     inside = working_parts(subject, head=True)
     loading = loading_bytes(subject.geometry, subject.weights, subject.itemsize)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +14,19 @@ from fp8calib.errors import UsageError
 from fp8calib.machine.units import format_gib
 from fp8calib.run.planning.footprint import (
     SLACK_BYTES,
-    Footprint,
     head_bytes,
     hidden_bytes,
     layer_flops,
     peak_of_layers,
 )
 from fp8calib.run.planning.limits import Limits
-from fp8calib.run.planning.plan import PlanInputs, RunPlan, whole_parts, working_parts
+from fp8calib.run.planning.plan import (
+    PlanInputs,
+    RunPlan,
+    compare_whole,
+    describe_peak,
+    working_parts,
+)
 from fp8calib.run.streaming.model import layer_parts, part_outside_layers
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import PartLoader, PartSize
@@ -49,7 +54,7 @@ class StreamPlanner:
         self._outside_bytes = outside_bytes
         self._scratch = scratch
         # Before a probe: it replaces embeddings by some of their rows, and the model gets smaller.
-        self._why = _explain(subject, limits)
+        self._why = f"streaming layer by layer: the model needs {compare_whole(subject, limits)[1]}"
 
     def plan(
         self,
@@ -71,10 +76,11 @@ class StreamPlanner:
         """
         peak = self._host_peak(probe)
         self._check_host(peak)
-        device_peak = self._device_peak(probe)
+        on_gpu = self._limits.device_bytes is not None
+        device_peak = self._streamed_parts(probe, on_device=True) if on_gpu else None
         self._check_device(device_peak)
         hidden = self._hidden_bytes(probe)
-        in_ram = min(hidden, self._limits.host_bytes - peak.total_bytes)
+        in_ram = min(hidden, self._limits.host_bytes - sum(peak.values()))
         scratch = hidden - in_ram
         self._check_disk(scratch * self._limits.sharers)
         return RunPlan(
@@ -82,7 +88,7 @@ class StreamPlanner:
             why=self._why,
             num_layers=len(self._layers),
             read_bytes=max(self._read_bytes(1 + len(further_walks)), total_bytes),
-            peak=Footprint(parts={**peak.parts, "hidden states": in_ram}),
+            peak={**peak, "hidden states": in_ram},
             limit_bytes=self._limits.host_bytes,
             device_peak=device_peak,
             hidden_ram_bytes=in_ram,
@@ -93,18 +99,13 @@ class StreamPlanner:
             else sum(self._expect_s(probe, share) for share in (1.0, *further_walks)),
         )
 
-    def _host_peak(self, probe: Probe | None) -> Footprint:
+    def _host_peak(self, probe: Probe | None) -> dict[str, int]:
         own = {"process": self._limits.process_bytes + SLACK_BYTES}
         if self._limits.device_bytes is None:
-            return Footprint(parts={**own, **self._streamed_parts(probe)})
+            return {**own, **self._streamed_parts(probe)}
         stored = [replace(layer, placed=0) for layer in self._layers]
         keep = self._subject.work.changes_weights
-        return Footprint(parts={**own, "layers": peak_of_layers(stored, keep=keep)})
-
-    def _device_peak(self, probe: Probe | None) -> Footprint | None:
-        if self._limits.device_bytes is None:
-            return None
-        return Footprint(parts=self._streamed_parts(probe, on_device=True))
+        return {**own, "layers": peak_of_layers(stored, keep=keep)}
 
     def _streamed_parts(self, probe: Probe | None, *, on_device: bool = False) -> dict[str, int]:
         subject = self._subject
@@ -118,7 +119,9 @@ class StreamPlanner:
         beside = {"embedding": self._embedding_bytes(), "around the layers": self._outside_bytes}
         at_layers = layers + sum(inside.values())
         # The head runs after the last layer is dropped: only what it needs beyond a layer counts.
-        head = max(_head_bytes(subject) - at_layers, 0)
+        logits = subject.logits_bytes
+        head_needs = head_bytes(subject.model, subject.itemsize) + logits if logits else 0
+        head = max(head_needs - at_layers, 0)
         return {**beside, "layers": layers, **inside, **({"head": head} if head else {})}
 
     def _embedding_bytes(self) -> int:
@@ -150,26 +153,25 @@ class StreamPlanner:
             expected += probe.run_s * num_batches * head / max(flops[0], 1)
         return expected
 
-    def _check_host(self, peak: Footprint) -> None:
-        limits, needed = self._limits, peak.total_bytes
+    def _check_host(self, peak: Mapping[str, int]) -> None:
+        limits, needed = self._limits, sum(peak.values())
         if needed <= limits.host_bytes:
             return
-        parts = ", ".join(f"{name} {format_gib(size)}" for name, size in peak.parts.items())
         smallest = math.ceil((needed + _ROUNDED_BYTES) / _GIB * 100) / 100
         shrink = "a smaller --batch-size or --seq-len needs less"
         raise UsageError(
-            f"even layer by layer the model needs {format_gib(needed)} ({parts}), but "
+            f"even layer by layer the model needs {describe_peak(peak)}, but "
             f"{format_gib(limits.host_bytes)} are {limits.host_why}",
             hint=f"the smallest --memory that works is {smallest:.2f}; {shrink}"
             if limits.is_given
             else f"use a machine with more memory; {shrink}",
         )
 
-    def _check_device(self, peak: Footprint | None) -> None:
+    def _check_device(self, peak: Mapping[str, int] | None) -> None:
         free = self._limits.device_bytes
-        if peak is not None and free is not None and peak.total_bytes > free:
+        if peak is not None and free is not None and (needed := sum(peak.values())) > free:
             raise UsageError(
-                f"even layer by layer the model needs {format_gib(peak.total_bytes)} on the GPU, "
+                f"even layer by layer the model needs {format_gib(needed)} on the GPU, "
                 f"but {format_gib(free)} are free",
                 hint="use a smaller --batch-size or --seq-len, or --device cpu",
             )
@@ -209,19 +211,3 @@ def plan_streamed(
         outside_bytes=loader.measure(part_outside_layers(subject.geometry, loader)).placed,
         scratch=scratch,
     )
-
-
-def _head_bytes(subject: PlanInputs) -> int:
-    if not subject.logits_bytes:
-        return 0
-    return head_bytes(subject.model, subject.itemsize) + subject.logits_bytes
-
-
-def _explain(subject: PlanInputs, limits: Limits) -> str:
-    needed = sum(whole_parts(subject).values())
-    if limits.device_bytes is None:
-        needed += limits.process_bytes + SLACK_BYTES
-        there = f"{format_gib(limits.host_bytes)} are {limits.host_why}"
-    else:
-        there = f"{format_gib(limits.device_bytes)} are free on the GPU"
-    return f"streaming layer by layer: the model needs {format_gib(needed)}, {there}"

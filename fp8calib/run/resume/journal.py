@@ -91,8 +91,14 @@ class Journal:
         """The statistics of earlier runs."""
         self._folder = folder
         self._text_hashes = text_hashes
-        self._shard = shard or Share()
-        self._batch_size = batch_size
+        share = shard or Share()
+        self._shard = StatsShard(
+            index=share.index,
+            count=share.count,
+            batch_size=batch_size,
+            sequences=(),
+            is_checkpoint=True,
+        )
         self.warn = warn
         self._rank = rank
         self._cost_s = 0.0
@@ -191,16 +197,7 @@ class Journal:
             header=self.header,
             sites=sites,
             text_hashes=self._text_hashes,
-            shard=self._make_shard(sequences),
-        )
-
-    def _make_shard(self, sequences: tuple[tuple[int, int], ...]) -> StatsShard:
-        return StatsShard(
-            index=self._shard.index,
-            count=self._shard.count,
-            batch_size=self._batch_size,
-            sequences=sequences,
-            is_checkpoint=True,
+            shard=self._shard.model_copy(update={"sequences": sequences}),
         )
 
     def load_file(self, path: Path) -> CalibrationStats:
@@ -225,8 +222,7 @@ class Journal:
         return stats
 
     def _explain_other_shard(self, stats: CalibrationStats) -> str:
-        found = _shard_of(stats)
-        here = self._make_shard(())
+        found, here = _shard_of(stats), self._shard
         if (found.index, found.count) != (here.index, here.count):
             return f"{found.describe()}, and {here.describe()}"
         if found.count > 1 and found.batch_size != here.batch_size:

@@ -57,9 +57,8 @@ class EmbeddingRows:
     def read_others(self, read_rows: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """Read the same rows of another embedding, for `replaced`."""
         ids = (self._row_of >= 0).nonzero().flatten()
-        pieces = _read_runs(ids, lambda start, stop: read_rows(start, stop).to(self._dtype))
         rows = torch.empty_like(self._rows, device="cpu")
-        rows[self._row_of[ids]] = _join(pieces, len(ids))
+        rows[self._row_of[ids]] = _gather(ids, read_rows, self._dtype)
         return rows.to(self._device)
 
     @contextmanager
@@ -82,32 +81,26 @@ class EmbeddingRows:
     def _read(self, ids: torch.Tensor) -> None:
         new = torch.unique(ids)
         new = new[self._row_of[new] < 0]
-        pieces = _read_runs(new, lambda start, stop: self._read_rows(start, stop).to(self._dtype))
-        rows = torch.cat([self._rows.cpu(), *pieces]) if len(self._rows) else None
+        rows = _gather(new, self._read_rows, self._dtype)
         self._row_of[new] = torch.arange(len(self._rows), len(self._rows) + len(new))
-        if rows is None:
-            rows = _join(pieces, len(new))
+        if len(self._rows):
+            rows = torch.cat([self._rows.cpu(), rows])
         self._rows = rows.to(self._device)
         self._embedding.weight = nn.Parameter(self._rows, requires_grad=False)
 
 
-def _read_runs(
-    ids: torch.Tensor, read_rows: Callable[[int, int], torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Read consecutive rows together, up to a limit."""
+def _gather(
+    ids: torch.Tensor, read_rows: Callable[[int, int], torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Read rows in the order of `ids`, consecutive ones together up to a limit: [ids, C]."""
     starts = torch.cat([torch.ones(1, dtype=torch.bool), ids[1:] != ids[:-1] + 1])
-    for run in torch.tensor_split(ids, starts.nonzero().flatten()[1:]):
-        for piece in torch.split(run, _ROWS_AT_ONCE):
-            yield read_rows(int(piece[0]), int(piece[-1]) + 1)
-
-
-def _join(pieces: Iterator[torch.Tensor], num_rows: int) -> torch.Tensor:
-    first = next(pieces)
-    rows = torch.empty(num_rows, first.shape[1], dtype=first.dtype)
-    rows[: len(first)] = first
-    done = len(first)
-    for piece in pieces:
-        rows[done : done + len(piece)] = piece
+    runs = torch.tensor_split(ids, starts.nonzero().flatten()[1:])
+    rows, done = torch.empty(0), 0
+    for piece in (piece for run in runs for piece in torch.split(run, _ROWS_AT_ONCE)):
+        read = read_rows(int(piece[0]), int(piece[-1]) + 1)
+        if not done:
+            rows = torch.empty(len(ids), read.shape[1], dtype=dtype)
+        rows[done : done + len(piece)] = read
         done += len(piece)
     return rows
 
