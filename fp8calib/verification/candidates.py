@@ -20,8 +20,6 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.scales.compute import compute_kv_scales
-from fp8calib.scales.rules import AMAX, Rule
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
@@ -70,12 +68,6 @@ class OpenedCandidate:
         if self.found is not None:
             return self.found.table.origin
         return None if self.stats is None else self.stats.origin
-
-    def kv_table(self, fmt: Fp8Format, rule: Rule = AMAX) -> ScaleTable | None:
-        """Give its KV scales (of statistics: per tensor); None without any."""
-        if self.found is not None:
-            return self.found.table
-        return None if self.stats is None else compute_kv_scales(self.stats, fmt, rule=rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,8 +95,8 @@ def emulate(
     hooks = hooks or EmulationHooks(emulation.quantizers)
     with emulated(
         subject.model, subject.geometry, emulation, hooks, originals=subject.originals
-    ) as runner:
-        return [runner.run(batch) for batch in batches]
+    ) as run:
+        return [run(batch) for batch in batches]
 
 
 # --- casts -------------------------------------------------------------------------------------

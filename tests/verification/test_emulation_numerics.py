@@ -116,15 +116,15 @@ def test_the_vllm_cpu_cache_multiplies_by_the_reciprocal_and_rounds_toward_zero(
     llama: Subject,
 ) -> None:
     for role in (Role.K, Role.V):
-        found = quantizers(llama, find_emulated("vllm-cpu")[1])[role].fake_quantize(X)
+        found = quantizers(llama, find_emulated("vllm-cpu")[1])[role].fake(X).values
         assert torch.equal(found, by_reciprocal(X, THIRD, down=True))
         assert not torch.equal(found, by_reciprocal(X, THIRD))
 
 
 def test_the_vllm_gpu_cache_divides_and_rounds_to_nearest(llama: Subject) -> None:
     found = quantizers(llama, find_emulated("vllm")[1])
-    assert torch.equal(found[Role.K].fake_quantize(X), cast(X, THIRD))
-    assert torch.equal(found[Role.Q].fake_quantize(X), by_reciprocal(X, THIRD))
+    assert torch.equal(found[Role.K].fake(X).values, cast(X, THIRD))
+    assert torch.equal(found[Role.Q].fake(X).values, by_reciprocal(X, THIRD))
 
 
 def test_the_sglang_cache_divides_in_the_dtype_of_the_model_and_takes_q_at_one(
@@ -135,13 +135,13 @@ def test_the_sglang_cache_divides_in_the_dtype_of_the_model_and_takes_q_at_one(
     quotient = x / torch.tensor(THIRD).to(torch.bfloat16)
     codes = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
     expected = (codes.float() * torch.tensor(THIRD)).to(torch.bfloat16)
-    assert torch.equal(found[Role.K].fake_quantize(x), expected)
-    assert torch.equal(found[Role.Q].fake_quantize(x), cast(x, 1.0))
+    assert torch.equal(found[Role.K].fake(x).values.to(x.dtype), expected)
+    assert torch.equal(found[Role.Q].fake(x).values, cast(x, 1.0))
 
 
 def test_the_tgi_cache_multiplies_by_the_reciprocal(llama: Subject) -> None:
     found = quantizers(llama, find_emulated("tgi")[1])
-    assert torch.equal(found[Role.V].fake_quantize(X), by_reciprocal(X, THIRD))
+    assert torch.equal(found[Role.V].fake(X).values, by_reciprocal(X, THIRD))
     assert Role.Q not in found
 
 
@@ -156,10 +156,10 @@ def test_tgi_rounds_the_one_scale_of_its_own_dialect_to_bfloat16(llama: Subject)
 
 def test_the_largest_of_a_layers_heads_serves_them_all_in_vllm_cpu(llama: Subject) -> None:
     found = quantizers(llama, find_emulated("vllm-cpu")[1], ((0.01, 0.07),), per_head=True)
-    assert torch.equal(found[Role.K].fake_quantize(X), by_reciprocal(X, 0.07, down=True))
+    assert torch.equal(found[Role.K].fake(X).values, by_reciprocal(X, 0.07, down=True))
     own = quantizers(llama, find_emulated("vllm")[1], ((0.01, 0.07),), per_head=True)[Role.K]
     expected = cast(X, torch.tensor([0.01, 0.07]).reshape(1, 2, 1, 1))
-    assert torch.equal(own.fake_quantize(X), expected)
+    assert torch.equal(own.fake(X).values, expected)
 
 
 @pytest.mark.parametrize("engine", ["sglang", "tgi"])
@@ -196,7 +196,7 @@ def test_an_e5m2_cache_has_no_scales_in(engine: str, llama: Subject) -> None:
     expected = cast(x, 1.0, torch.float8_e5m2)
     if engine == "vllm-cpu":
         expected = search_down(x, 1.0, torch.float8_e5m2)
-    assert torch.equal(ones[Role.K].fake_quantize(x), expected)
+    assert torch.equal(ones[Role.K].fake(x).values, expected)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
     scales = row_scales(x).clamp(min=1 / (448 * 512))
     assert float(scales[3]) == pytest.approx(1 / (448 * 512))
     expected = (x * (1.0 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales
-    assert torch.equal(found.fake_quantize(x), expected)
+    assert torch.equal(found.fake(x).values, expected)
     assert not torch.equal(expected, cast(x, scales))
 
 
@@ -267,10 +267,10 @@ def test_groups_have_scales_that_are_powers_of_two_in_vllm(llama: Subject) -> No
     for piece in INPUTS.split(128, 1):
         scales = [2.0 ** ceil_log2(float(row.abs().max()) / 448) for row in piece]
         pieces.append(cast(piece, torch.tensor(scales).unsqueeze(1)))
-    assert torch.equal(found.fake_quantize(INPUTS), torch.cat(pieces, 1))
+    assert torch.equal(found.fake(INPUTS).values, torch.cat(pieces, 1))
     plain = scheme_of(llama, "fp8-block", find_emulated("sglang")[1]).quantizers[Q_INPUT]
     expected = torch.cat([cast_rows(piece) for piece in INPUTS.split(128, 1)], 1)
-    assert torch.equal(plain.fake_quantize(INPUTS), expected)
+    assert torch.equal(plain.fake(INPUTS).values, expected)
 
 
 def test_powers_of_two_are_exact_over_the_whole_range() -> None:
@@ -293,8 +293,8 @@ def test_static_scales_are_multiplied_by_their_reciprocal_or_ignored(
     }
     scale = float(stats.sites[Q_INPUT].amax.max()) / 448
     x = near_ties(scale)
-    assert torch.equal(static["vllm"].fake_quantize(x), by_reciprocal(x, scale))
-    assert torch.equal(static["reference"].fake_quantize(x), cast(x, torch.tensor(scale)))
+    assert torch.equal(static["vllm"].fake(x).values, by_reciprocal(x, scale))
+    assert torch.equal(static["reference"].fake(x).values, cast(x, torch.tensor(scale)))
     assert not torch.equal(by_reciprocal(x, scale), cast(x, torch.tensor(scale)))
     assert static["tgi"].scale is Granularity.TOKEN
     scheme_of(llama, "fp8-static", find_emulated("tgi")[1])  # needs no statistics: it takes none
@@ -357,6 +357,6 @@ def test_what_fp16_flushes_is_lost_where_weights_go_through_it(tmp_path: Path) -
 @pytest.mark.parametrize("fmt", [E4M3FNUZ, E5M2])
 def test_the_formats_of_the_profiles_have_their_own_largest_value(fmt: Any, llama: Subject) -> None:
     dtype = getattr(torch, f"float8_{fmt.name}")
-    found = quantizers(llama, PLAIN, (1e-4,), fmt=fmt)[Role.K].fake_quantize(X)
+    found = quantizers(llama, PLAIN, (1e-4,), fmt=fmt)[Role.K].fake(X).values
     assert torch.equal(found, partial(cast, dtype=dtype)(X, 1e-4))
     assert float(found.max()) <= LARGEST[dtype] * 1.0001e-4

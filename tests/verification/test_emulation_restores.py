@@ -128,8 +128,8 @@ def test_an_error_inside_leaves_nothing_behind(
     def run_and_fail() -> None:
         with emulated(
             subject.model, subject.geometry, emulation, hooks, originals=subject.originals
-        ) as runner:
-            runner.run(PADDED)
+        ) as run:
+            run(PADDED)
             assert any(module._forward_pre_hooks for module in subject.model.modules())
             raise error
 

@@ -44,7 +44,7 @@ def test_every_bfloat16_is_divided_saturated_and_cast_as_torch_does(
     fmt: Fp8Format, dtype: torch.dtype, largest: float, normal: float, scale: float
 ) -> None:
     del largest, normal
-    found = Quantizer(fmt=fmt, scale=torch.tensor(scale)).fake_quantize(NUMBERS)
+    found = Quantizer(fmt=fmt, scale=torch.tensor(scale)).fake(NUMBERS).values
     assert torch.equal(found, cast(NUMBERS, torch.tensor(scale), dtype))
 
 
@@ -55,7 +55,7 @@ def test_every_bfloat16_rounds_toward_zero_as_a_search_does(
     del largest, normal
     scale = torch.tensor(0.0371)
     quantizer = Quantizer(fmt=fmt, scale=scale, rounding=Rounding.TOWARD_ZERO)
-    found = quantizer.fake_quantize(NUMBERS)
+    found = quantizer.fake(NUMBERS).values
     assert torch.equal(found, search_down(NUMBERS, scale, dtype))
 
 
@@ -64,18 +64,18 @@ def test_numbers_by_hand() -> None:
     quantizer = Quantizer(fmt=E4M3FN, scale=torch.tensor(0.5))
     x = torch.tensor([9.2, -9.2, 8.5, 9.5, 300.0, 0.0005, 0.0004882, -0.0])
     expected = torch.tensor([9.0, -9.0, 8.0, 10.0, 224.0, 2.0**-10, 0.0, -0.0])
-    found = quantizer.fake_quantize(x)
+    found = quantizer.fake(x).values
     assert found.tolist() == expected.tolist()
     assert found.signbit().tolist() == expected.signbit().tolist()
     down = Quantizer(fmt=E4M3FN, scale=torch.tensor(0.5), rounding=Rounding.TOWARD_ZERO)
-    assert down.fake_quantize(x).tolist() == [9.0, -9.0, 8.0, 9.0, 224.0, 0.0, 0.0, -0.0]
+    assert down.fake(x).values.tolist() == [9.0, -9.0, 8.0, 9.0, 224.0, 0.0, 0.0, -0.0]
 
 
-def test_the_dtype_and_the_tensor_that_was_given_stay() -> None:
+def test_values_are_fp32_and_the_tensor_that_was_given_stays() -> None:
     x = draw(3, 4).to(torch.bfloat16)
     before = x.clone()
-    found = Quantizer(fmt=E4M3FN, scale=torch.tensor(0.01)).fake_quantize(x)
-    assert found.dtype is torch.bfloat16
+    found = Quantizer(fmt=E4M3FN, scale=torch.tensor(0.01)).fake(x).values
+    assert found.dtype is torch.float32
     assert torch.equal(x, before)
 
 
@@ -92,23 +92,23 @@ def test_dynamic_scales_cover_a_tensor_a_token_or_128_channels(shape: tuple[int,
         Granularity.GROUP: cast_groups(x),
     }
     for dynamic, values in expected.items():
-        assert torch.equal(Quantizer(fmt=E4M3FN, scale=dynamic).fake_quantize(x), values), dynamic
+        assert torch.equal(Quantizer(fmt=E4M3FN, scale=dynamic).fake(x).values, values), dynamic
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (128, 128), (64, 400), (129, 1)])
 def test_blocks_are_128_by_128_and_the_last_ones_are_cut(shape: tuple[int, int]) -> None:
     weight = draw(*shape)
-    found = Quantizer(fmt=E4M3FN, scale=Granularity.BLOCK).fake_quantize(weight)
+    found = Quantizer(fmt=E4M3FN, scale=Granularity.BLOCK).fake(weight).values
     assert torch.equal(found, cast_blocks(weight))
     stacked = torch.stack([weight, weight * 3])
-    found = Quantizer(fmt=E4M3FN, scale=Granularity.BLOCK).fake_quantize(stacked)
+    found = Quantizer(fmt=E4M3FN, scale=Granularity.BLOCK).fake(stacked).values
     assert torch.equal(found, torch.stack([cast_blocks(weight), cast_blocks(weight * 3)]))
 
 
 @pytest.mark.parametrize("dynamic", Granularity)
 def test_zeros_stay_zeros(dynamic: Granularity) -> None:
     x = torch.zeros(4, 200)
-    assert torch.equal(Quantizer(fmt=E4M3FN, scale=dynamic).fake_quantize(x), x)
+    assert torch.equal(Quantizer(fmt=E4M3FN, scale=dynamic).fake(x).values, x)
 
 
 def test_dynamic_scales_keep_their_bounds() -> None:
@@ -118,7 +118,7 @@ def test_dynamic_scales_keep_their_bounds() -> None:
     )
     x = torch.tensor([[1.0, 0.3], [448.0, 50.0], [56.0, 1.0]])
     assert quantizer.scale_for(x).flatten().tolist() == pytest.approx([0.2, 100 / 448, 0.2])
-    assert quantizer.fake_quantize(x)[1, 0] == pytest.approx(100.0, rel=1e-6)
+    assert quantizer.fake(x).values[1, 0] == pytest.approx(100.0, rel=1e-6)
 
 
 # --- engines' ways of dividing -----------------------------------------------------------------
@@ -268,8 +268,8 @@ def test_a_power_of_two_on_a_scale_changes_nothing_inside_the_range(
     x = signs * torch.exp2(low + (high - low) * exponents) * scale
     # The quotient may differ from x by an ulp: still far from both ends.
     settings_ = {"fmt": fmt, "rounding": rounding, "by_reciprocal": by_reciprocal}
-    one = Quantizer(scale=scale, **settings_).fake_quantize(x)  # type: ignore[arg-type]
-    other = Quantizer(scale=scale * 2.0**octaves, **settings_).fake_quantize(x)  # type: ignore[arg-type]
+    one = Quantizer(scale=scale, **settings_).fake(x).values  # type: ignore[arg-type]
+    other = Quantizer(scale=scale * 2.0**octaves, **settings_).fake(x).values  # type: ignore[arg-type]
     assert torch.equal(one, other)
 
 
@@ -281,5 +281,5 @@ def test_a_power_of_two_changes_something_where_values_clip_or_underflow() -> No
         1.0: [384.0, 5 * 2.0**-9],
         2.0: [384.0, 3 * 2.0**-8],
     }.items():
-        found = Quantizer(fmt=E4M3FN, scale=torch.tensor(scale)).fake_quantize(x)
+        found = Quantizer(fmt=E4M3FN, scale=torch.tensor(scale)).fake(x).values
         assert found.tolist() == expected

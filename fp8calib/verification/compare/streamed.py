@@ -103,14 +103,13 @@ class StreamedComparison:
             layers = stack.enter_context(self._streamed.layers(until=1))
 
             def run() -> LayerState:
-                return [self._try(steps, lane, batch) for lane in lanes][-1]
+                for lane in lanes:
+                    with self._open_hooks(lane, 0):
+                        after = self._run_batch(steps, lane, 0, batch, None)
+                return after
 
             keep = any(lane.by_layer for lane in lanes)
             return probe_layer(self._streamed, layers, run, change_layer=change, keep=keep)
-
-    def _try(self, steps: LayerSteps, lane: _Lane, batch: Batch) -> LayerState:
-        with self._open_hooks(lane, 0):
-            return self._run_batch(steps, lane, 0, batch, None)
 
     # --- the models -----------------------------------------------------------------------------
 

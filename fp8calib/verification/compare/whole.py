@@ -69,9 +69,9 @@ class WholeComparison:
         """Run batches under one emulation; give the last hidden state [B, S, C] of each."""
         with emulated(
             self._model, self._geometry, emulation, hooks, originals=self._originals
-        ) as runner:
+        ) as run:
             for batch in group:
-                yield runner.run(batch)
+                yield run(batch)
                 advance(batch.num_tokens)
 
     def _groups(

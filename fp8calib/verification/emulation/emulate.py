@@ -6,7 +6,7 @@ the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -170,23 +170,6 @@ class EmulationHooks:
         return rows
 
 
-class EmulatedModel:
-    """The text decoder of a model under one emulation; made by `emulated`."""
-
-    def __init__(self, decoder: Decoder, geometry: ModelGeometry, hooks: EmulationHooks) -> None:
-        self._decoder = decoder
-        self._attentions = own_attentions(geometry)
-        self._hooks = hooks
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Run one batch and give its last hidden state: [B, S, C]."""
-        self._hooks.begin_batch(batch)
-        cache = HookedCache(self._decoder.config, self._attentions, (), self._hooks)
-        hidden = self._decoder.run(batch, cache)
-        self._hooks.end_batch()
-        return hidden
-
-
 @contextmanager
 def emulated(
     model: PreTrainedModel,
@@ -195,17 +178,25 @@ def emulated(
     hooks: EmulationHooks,
     *,
     originals: ParameterReader,
-) -> Iterator[EmulatedModel]:
-    """Run `model` under `emulation` while the context is open.
+) -> Iterator[Callable[[Batch], torch.Tensor]]:
+    """Emulate while the context is open; give the function from a batch to its last hidden state.
 
     The hooks, made for the same emulation, keep their measurements across contexts. When the
     context closes, changed weights are read again from `originals`.
     """
+    decoder, attentions = Decoder(model), own_attentions(geometry)
+
+    def run(batch: Batch) -> torch.Tensor:
+        hooks.begin_batch(batch)
+        hidden = decoder.run(batch, HookedCache(decoder.config, attentions, (), hooks))
+        hooks.end_batch()
+        return hidden
+
     with (
         changed_weights(model, emulation.weights, originals, hooks.damage),
         open_emulation_hooks(model, geometry, emulation, hooks),
     ):
-        yield EmulatedModel(Decoder(model), geometry, hooks)
+        yield run
 
 
 def open_emulation_hooks(

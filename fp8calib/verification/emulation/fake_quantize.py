@@ -81,10 +81,6 @@ class Quantizer:
             return is_equal and replace(self, scale=b) == other
         return a is b and self == other
 
-    def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize and dequantize; the result has the shape and dtype of `x`."""
-        return self.fake(x).values.to(x.dtype)
-
     def fake(self, x: torch.Tensor) -> FakeQuantized:
         """Quantize and dequantize in fp32, and keep what measuring the damage needs."""
         scale = self.scale_for(x)

@@ -42,14 +42,12 @@ class StoredWeights:
     ) -> Iterator[tuple[WeightParameter, torch.Tensor]]:
         """Copy the stored weights over the values, expert by expert."""
         for parameter in self.parameters:
-            target = values[parameter.name]
-            pieces = target if parameter.num_experts else target.unsqueeze(0)
             damage = [
                 self._copy(piece, found.to(piece.device), limits, parameter.name)
                 for piece, found, limits in zip(
-                    pieces,
-                    _read(self.source, parameter),
-                    _read(self.clip_limits, parameter),
+                    parameter.pieces(values[parameter.name]),
+                    parameter.read_pieces(self.source),
+                    parameter.read_pieces(self.clip_limits),
                     strict=True,
                 )
             ]
@@ -95,13 +93,6 @@ def find_clipped(
     at_the_end = 1 - 2.0 ** -(fmt.mantissa_bits + 1) - _SLACK
     beyond &= found.abs() >= limits * at_the_end
     return beyond.float() * (2 * fmt.max)
-
-
-def _read(source: ParameterReader, parameter: WeightParameter) -> Iterator[torch.Tensor]:
-    if parameter.num_experts:
-        yield from source.read_experts(parameter.name)
-    else:
-        yield source.read(parameter.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,18 @@ class WeightParameter:
 
     def slices(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """Give views [out, in] of the parameter: one, or one per expert."""
-        stacked = parameter if self.num_experts else parameter.unsqueeze(0)
-        return [part.T if self.is_transposed else part for part in stacked]
+        return [part.T if self.is_transposed else part for part in self.pieces(parameter)]
+
+    def pieces(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Give a view of the parameter as a stack: of experts, or of one."""
+        return parameter if self.num_experts else parameter.unsqueeze(0)
+
+    def read_pieces(self, source: ParameterReader) -> Iterator[torch.Tensor]:
+        """Read the `pieces`, one at a time."""
+        if self.num_experts:
+            yield from source.read_experts(self.name)
+        else:
+            yield source.read(self.name)
 
 
 class WeightChange(Protocol):
@@ -195,24 +205,16 @@ def changed_weights(
     touched: list[WeightParameter] = []
     try:
         for change in changes:
-            touched += change.parameters
             _require_in_memory(change.parameters, values)
+            touched += change.parameters
             for parameter, sums in change.apply(values):
                 damage.update(dict.fromkeys(parameter.sites, sums))
         yield
     finally:
         for parameter in touched:
-            _restore(values[parameter.name], parameter, originals)
-
-
-def _restore(value: torch.Tensor, parameter: WeightParameter, originals: ParameterReader) -> None:
-    if value.is_meta:
-        return
-    if not parameter.num_experts:
-        value.copy_(originals.read(parameter.name))
-        return
-    for piece, original in zip(value, originals.read_experts(parameter.name), strict=True):
-        piece.copy_(original)
+            pieces = parameter.pieces(values[parameter.name])
+            for piece, original in zip(pieces, parameter.read_pieces(originals), strict=True):
+                piece.copy_(original)
 
 
 def _require_in_memory(
