@@ -103,10 +103,11 @@ class StreamedComparison:
             layers = stack.enter_context(self._streamed.layers(until=1))
 
             def run() -> LayerState:
+                states = []  # of every model: the measured memory includes them
                 for lane in lanes:
                     with self._open_hooks(lane, 0):
-                        after = self._run_batch(steps, lane, 0, batch, None)
-                return after
+                        states.append(self._run_batch(steps, lane, 0, batch, None))
+                return states[-1]
 
             keep = any(lane.by_layer for lane in lanes)
             return probe_layer(self._streamed, layers, run, change_layer=change, keep=keep)
