@@ -79,6 +79,6 @@ class Numerics:
 
 
 SMALLEST_TOKEN_SCALE = 1 / (E4M3FN.max * 512)
-"""The lower bound of a per-token scale in the kernels of vLLM and in those TGI takes from it."""
+"""The lower bound of a per-token scale in the kernels of vLLM and in those that TGI uses."""
 SMALLEST_GROUP_SCALE = 1e-10 / E4M3FN.max
 """The lower bound of a group's scale in vLLM and SGLang: 1e-10 bounds the amax."""

@@ -50,7 +50,7 @@ def find_scale_serving(
     """Find who serves KV scales that were written for a model.
 
     Args:
-        written: the overlay, the JSON or the file of tensors, where it is now.
+        written: the overlay, or the file of scales, where it is now.
         target: where it will be.
         geometry: the shape of the model.
         model: the model's folder.
@@ -60,10 +60,11 @@ def find_scale_serving(
     if written.is_dir():
         reports = _replay_folder(written, geometry, tp)
         return _collect(reports, lambda launch: launch.spell(str(target), tp=tp))
-    if written.suffix == ".json":
-        reports = _replay_json(written, geometry, tp, model)
-        return _collect(reports, lambda launch: launch.spell(model_name, scales=str(target), tp=tp))
-    return Serving(commands=(), limitations=tuple(_limit_tensor_file(written, geometry, tp, model)))
+    if written.suffix == ".safetensors":
+        limitations = _limit_tensor_file(written, geometry, tp, model)
+        return Serving(commands=(), limitations=tuple(limitations))
+    reports = _replay_file(written, geometry, tp, model)
+    return _collect(reports, lambda launch: launch.spell(model_name, scales=str(target), tp=tp))
 
 
 def find_checkpoint_serving(written: Path, target: Path, geometry: ModelGeometry | None) -> Serving:
@@ -95,7 +96,7 @@ def _replay_folder(path: Path, geometry: ModelGeometry, tp: int) -> Reports:
     return [(engine, report.engines[engine.key]) for engine in asked]
 
 
-def _replay_json(path: Path, geometry: ModelGeometry, tp: int, model: Path) -> Reports:
+def _replay_file(path: Path, geometry: ModelGeometry, tp: int, model: Path) -> Reports:
     asked = list(_list_engines())
     keys = [engine.key for engine in asked]
     report = check_file(path, geometry, keys, tp, model=open_folder(model))
@@ -103,7 +104,7 @@ def _replay_json(path: Path, geometry: ModelGeometry, tp: int, model: Path) -> R
 
 
 def _replay_weights(path: Path) -> Reports:
-    """Replay what engines do with a checkpoint's weights alone, whatever its layers are."""
+    """Replay what engines do with the weights of a checkpoint, without its geometry."""
     nothing = ModelGeometry(architecture="", model_type="", checkpoint_dtype="", layers=())
     weights = WeightReplay(open_folder(path), nothing, 1)
     return [

@@ -13,7 +13,7 @@ from fp8calib.engines.registry import (
     list_defaults,
     list_emulated,
     list_replayed,
-    register,
+    register_engine,
 )
 from fp8calib.errors import UsageError
 from tests.engines.check_handmade import PER_HEAD, PER_TENSOR, ask, save_folder, spell
@@ -73,4 +73,4 @@ def test_vllm_on_a_cpu_loads_what_vllm_loads(tmp_path: Path, quantization: objec
 
 def test_a_key_is_registered_once() -> None:
     with pytest.raises(ValueError, match="engine vllm is registered already"):
-        register(ENGINES["vllm"])
+        register_engine(ENGINES["vllm"])

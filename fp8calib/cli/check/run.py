@@ -119,6 +119,6 @@ def _open_model(settings: CheckSettings, path: Path, *, is_folder: bool) -> Scal
             raise UsageError(f"--model {settings.model}: this is a file, not a model folder")
         return open_folder(folder)
     if not is_folder:
-        hint = "the file alone does not tell the layers and their attention"
+        hint = "the file does not name the layers that have attention"
         raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
     return open_folder(path)

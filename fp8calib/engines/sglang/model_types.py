@@ -7,26 +7,9 @@ from collections.abc import Mapping
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 JSON_TYPES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mimo",
-    "mimo_v2",
-    "mimo_v2_flash",
-    "opt",
-    "glm4",
-    "glm5_next",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "exaone4",
-    "solar",
-    "arcee",
-    "apertus",
-    "internlm3",
-    "iquestcoder",
-    "ministral3",
-    "mistral",
-    "phi3",
+    *("llama", "qwen2", "qwen3", "mimo", "mimo_v2", "mimo_v2_flash", "opt", "glm4", "glm5_next"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4", "solar", "arcee", "apertus", "internlm3"),
+    *("iquestcoder", "ministral3", "mistral", "phi3"),
 )
 """Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); the last
 five are subclasses of llama's. llama4's class inherits it too, but its inner model does not."""

@@ -49,7 +49,7 @@ _WEIGHT_RULES = (
         dialect="compressed-tensors",
         schemes=("fp8-block",),
         effect=Effect.REFUSED,
-        why="it takes the scales of blocks for scales of rows, and stops",
+        why="it reads the scales of blocks as scales of rows, and stops",
         source="TGI layers/compressed_tensors/w8an_fp.py",
     ),
     WeightRule(

@@ -27,29 +27,9 @@ from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 
 _TYPES_WITH_KV_SCALES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "phi",
-    "phi3",
-    "cohere",
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gpt_neox",
-    "gpt2",
-    "gptj",
-    "RefinedWeb",
-    "RefinedWebModel",
-    "falcon",
-    "gpt_bigcode",
-    "starcoder2",
-    "granite",
+    *("llama", "mistral", "mixtral", "qwen2", "gemma", "gemma2", "gemma3", "gemma3_text", "phi"),
+    *("phi3", "cohere", "dbrx", "deepseek_v2", "deepseek_v3", "gpt_neox", "gpt2", "gptj"),
+    *("RefinedWeb", "RefinedWebModel", "falcon", "gpt_bigcode", "starcoder2", "granite"),
 )
 """Model types whose modeling files call `get_kv_scales` (TGI db931fc); llama's file runs phi3 and
 granite."""

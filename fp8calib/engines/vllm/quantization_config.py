@@ -18,21 +18,9 @@ KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK"
 
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")
 _WITHOUT_KV = (
-    "awq",
-    "auto_awq",
-    "auto_gptq",
-    "gptq",
-    "gptq_marlin",
-    "awq_marlin",
-    "humming",
-    "experts_int8",
-    "moe_wna16",
-    "torchao",
-    "inc",
-    "auto-round",
-    "mxfp4",
-    "gpt_oss_mxfp4",
-    "deepseek_v4_fp8",
+    *("awq", "auto_awq", "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming"),
+    *("experts_int8", "moe_wna16", "torchao", "inc", "auto-round", "mxfp4", "gpt_oss_mxfp4"),
+    *("deepseek_v4_fp8",),
 )
 """Methods without parameters for KV scales: scales in the checkpoint are ignored."""
 MODELOPT_ALGORITHMS = (

@@ -46,6 +46,11 @@ _CONFIG_KEYS = (
     "text_config.quantization_config",
     "compression_config",
 )
+_NO_GROUPS = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
+_NEEDS_FLASH_ATTENTION = (
+    "per-head scales need FlashAttention 3 or later; on a backend that takes one number (a CPU), "
+    "the largest of a layer serves all its heads"
+)
 _NO_PARAMETER = "vLLM's model has no parameter of that name and ignores it without a warning: 1.0"
 
 
@@ -60,21 +65,11 @@ def replay_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Engine
     files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
     require_readable(folder, files)
     context = LoadContext(folder, geometry, files)
-    quantization = find_quantization(folder, keys=_CONFIG_KEYS)
-    if quantization is None:
-        return _check_unquantized(context)
+    quantization = find_quantization(folder, keys=_CONFIG_KEYS) or {}
     method = find_kv_method(quantization, beside=folder.modelopt)
     if method is None:
         return _check_unquantized(context)
-    loaded = _load(context, method, _list_excluded(quantization, method))
-    _check_shapes(context, quantization, method)
-    if method is KvMethod.COMPRESSED_TENSORS:
-        layers = _check_compressed(context, loaded, tp)
-    else:
-        layers = [_judge(context, method, loaded, *item) for item in _list_attentions(geometry)]
-    if method is not KvMethod.NONE:
-        _note_loaded(context, method)
-    _note_conditions(context, method)
+    layers = _judge_layers(context, quantization, method, tp)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
     report = EngineReport(layers=tuple(layers), problems=tuple(context.problems))
@@ -86,6 +81,28 @@ def replay_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Engine
         e5m2=_E5M2,
         fnuz_device="AMD gfx94x" if is_unchanged else "",
     )
+
+
+def _judge_layers(
+    context: LoadContext, quantization: Mapping[str, object], method: KvMethod, tp: int
+) -> list[LayerVerdict]:
+    loaded = _load(context, method, _list_excluded(quantization, method))
+    scheme = quantization.get("kv_cache_scheme")
+    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+    _check_shapes(context, method, per_head=per_head)
+    if method is KvMethod.COMPRESSED_TENSORS:
+        if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
+            raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
+        layers = _judge_compressed_layers(context, loaded, tp, per_head=per_head)
+    else:
+        attentions = _list_attentions(context.geometry)
+        layers = [_judge(context, method, loaded, *item) for item in attentions]
+    if method is not KvMethod.NONE:
+        _note_loaded(context, method)
+    if per_head:
+        context.problems.append(_NEEDS_FLASH_ATTENTION)
+    _note_conditions(context, method, has_scheme=isinstance(scheme, dict))
+    return layers
 
 
 def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
@@ -175,12 +192,8 @@ def _judge_bare_layer(context: LoadContext, index: int, attention: Attention) ->
     return context.judge_absent_layer(index, why=why, fix=fix)
 
 
-def _check_shapes(
-    context: LoadContext, quantization: Mapping[str, object], method: KvMethod
-) -> None:
+def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> None:
     """Refuse scales of q and zero points whose shape fits no parameter."""
-    scheme = quantization.get("kv_cache_scheme")
-    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
     for stored in list_queries(context):
         if not per_head:
             require_scalar(stored, "vLLM")
@@ -202,15 +215,9 @@ def _fits_query(stored: StoredScale, attention: Attention) -> bool:
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
-def _check_compressed(
-    context: LoadContext, loaded: dict[Slot, StoredScale], tp: int
+def _judge_compressed_layers(
+    context: LoadContext, loaded: dict[Slot, StoredScale], tp: int, *, per_head: bool
 ) -> list[LayerVerdict]:
-    quantization = find_quantization(context.folder, keys=_CONFIG_KEYS) or {}
-    scheme = quantization.get("kv_cache_scheme")
-    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
-    if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
-        why = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
-        raise Refusal(why, fix="add config_groups, with a group that matches nothing")
     verdicts = []
     for index, attention in _list_attentions(context.geometry):
         if not _has_kv_scales(context, attention):
@@ -270,16 +277,9 @@ def _judge_heads(context: LoadContext, stored: StoredScale, num_heads: int, tp: 
     return judge_number(largest, f"the largest of {stored.numel} heads, {stored}")
 
 
-def _note_conditions(context: LoadContext, method: KvMethod) -> None:
-    quantization = find_quantization(context.folder, keys=_CONFIG_KEYS) or {}
-    scheme = quantization.get("kv_cache_scheme")
-    if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
-        context.problems.append(
-            "per-head scales need FlashAttention 3 or later; on a backend that takes one number (a "
-            "CPU), the largest of a layer serves all its heads"
-        )
+def _note_conditions(context: LoadContext, method: KvMethod, *, has_scheme: bool) -> None:
     turns_on = method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
-    if context.scales and not (turns_on and isinstance(scheme, dict)):
+    if context.scales and not (turns_on and has_scheme):
         context.problems.append(
             "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
         )
