@@ -95,7 +95,7 @@ def _without_own_cache(geometry: ModelGeometry) -> Iterator[Skipped]:
         if attention is None:
             yield Skipped(site=layer.module, why=f"{layer.mixer} caches no K and V")
         elif attention.producer is not None:
-            why = f"uses the K and V of layer {attention.producer}, and their scales"
+            why = f"reads the K and V of layer {attention.producer}, and carries its scale"
             yield Skipped(site=f"{attention.module}.k/v", why=why)
 
 
@@ -119,7 +119,7 @@ def _outside(model: PreTrainedModel) -> Iterator[Skipped]:
             if name == step or next(child.parameters(), None) is None:
                 continue
             if child is model.get_output_embeddings():
-                why = "not run: calibration needs no logits, and engines do not quantize it"
+                why = "not run: calibration needs no logits, engines leave it as it is"
                 yield Skipped(site=name, why=why)
             else:
                 why = f"{type(child).__name__}: not part of the text decoder"

@@ -63,7 +63,7 @@ def test_json_holds_the_promised_keys(calibrated: tuple[Path, Outcome]) -> None:
     assert report["coverage"]["skipped"] == [
         {
             "site": "lm_head",
-            "why": "not run: calibration needs no logits, and engines do not quantize it",
+            "why": "not run: calibration needs no logits, engines leave it as it is",
         }
     ]
 
