@@ -52,9 +52,9 @@ def _starts(path: str) -> bool:
 class Page:
     """One page in a browser of its own, which ends with the `with` block."""
 
-    def __init__(self, chromium: str, *, numerics: Path) -> None:
+    def __init__(self, chromium: str, *, profile: Path) -> None:
         self.events: list[dict[str, Any]] = []
-        self._command = [chromium, *FLAGS, f"--user-data-dir={numerics}", "about:blank"]
+        self._command = [chromium, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self._last_id = 0
         self._unread = b""
         self._session = ""
