@@ -1,7 +1,8 @@
-"""How checkpoints hold the experts of a layer in one tensor, by model type.
+"""How checkpoints stack the experts of a layer in one tensor, by model type.
 
-Read from transformers 5.23 and tried against its forward passes; engines load the same experts from
-one tensor each, `X.experts.E.gate_proj.weight`, `up_proj` and `down_proj`, all [out, in].
+Engines load a tensor for each expert instead: `X.experts.E.gate_proj.weight`, `up_proj` and
+`down_proj`, all [out, in]. Source: transformers 5.23, `models/*/modeling_*.py` except where another
+file is named; compared with its forward passes.
 """
 
 from __future__ import annotations
@@ -12,36 +13,24 @@ from enum import StrEnum
 
 
 class Order(StrEnum):
-    """Which way round a stack holds the matrix of an expert."""
+    """The order of the axes of a stack."""
 
     OUT_IN = "[experts, out, in]"
     IN_OUT = "[experts, in, out]"
     EITHER = "[experts, out, in] or [experts, in, out]"
-    """Checkpoints of both kinds are about; the model's hidden size tells."""
+    """Published checkpoints have either order; the model's hidden size tells which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A tensor of a layer's experts."""
+    """A tensor that holds projections of all experts of a layer."""
 
     ending: str
-    """Of its name."""
+    """The end of its name."""
     projections: tuple[str, ...]
-    """What lies in it, one after another along the outputs."""
+    """The projections it holds, concatenated along the outputs."""
     base: str = ".experts"
-    """What stands for the ending where experts have a tensor each, before their number."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayout:
-    """How a model type stacks its experts."""
-
-    stacks: tuple[Stack, ...]
-    order: Order
-    source: str
-    """The file of transformers 5.23 that says so."""
-    is_split_in_transformers: bool
-    """transformers loads quantized experts with a tensor each too; else it leaves them out."""
+    """Replaces `ending` in the names of experts with a tensor each; their number follows."""
 
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -50,79 +39,51 @@ _PARAMETERS = (
     Stack(ending=".experts.gate_up_proj", projections=_GATE_UP),
     Stack(ending=".experts.down_proj", projections=_DOWN),
 )
-_ARIA = (
-    Stack(ending=".experts.fc1.weight", projections=_GATE_UP),
-    Stack(ending=".experts.fc2.weight", projections=_DOWN),
-)
-_GRANITE = (
-    Stack(ending=".input_linear.weight", projections=_GATE_UP),
-    Stack(ending=".output_linear.weight", projections=_DOWN),
-)
 
 
-def _plain(file: str, *, is_split: bool = True) -> ExpertLayout:
-    return ExpertLayout(
-        stacks=_PARAMETERS,
-        order=Order.OUT_IN,
-        source=f"models/{file}",
-        is_split_in_transformers=is_split,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayout:
+    """How a model type stacks its experts."""
+
+    stacks: tuple[Stack, ...] = _PARAMETERS
+    order: Order = Order.OUT_IN
+    is_split_in_transformers: bool = True
+    """Whether transformers, too, loads quantized experts from a tensor each; if not, it does not
+    load them at all."""
 
 
-def _granite(file: str) -> ExpertLayout:
-    return ExpertLayout(
-        stacks=(*_GRANITE, *_PARAMETERS),
-        order=Order.OUT_IN,
-        source=f"models/{file}",
-        is_split_in_transformers=False,
-    )
-
-
-_QWEN3_VL = ExpertLayout(
-    stacks=_PARAMETERS,
-    order=Order.EITHER,
-    source="conversion_mapping.py (Transpose with check_dims)",
+_ARIA = ExpertLayout(
+    stacks=(
+        Stack(ending=".experts.fc1.weight", projections=_GATE_UP),
+        Stack(ending=".experts.fc2.weight", projections=_DOWN),
+        *_PARAMETERS,
+    ),
+    order=Order.IN_OUT,
     is_split_in_transformers=False,
 )
-_LLAMA4 = ExpertLayout(
-    stacks=_PARAMETERS,
-    order=Order.IN_OUT,
-    source="models/llama4/modeling_llama4.py (Llama4TextExperts)",
-    is_split_in_transformers=True,
-)
-_ARIA_LAYOUT = ExpertLayout(
-    stacks=(*_ARIA, *_PARAMETERS),
-    order=Order.IN_OUT,
-    source="models/aria/modeling_aria.py (AriaExperts)",
+_GRANITE = ExpertLayout(
+    stacks=(
+        Stack(ending=".input_linear.weight", projections=_GATE_UP),
+        Stack(ending=".output_linear.weight", projections=_DOWN),
+        *_PARAMETERS,
+    ),
     is_split_in_transformers=False,
 )
-_GEMMA4 = _plain("gemma4/modeling_gemma4.py", is_split=False)
+_QWEN3_VL = ExpertLayout(order=Order.EITHER, is_split_in_transformers=False)
+"""`conversion_mapping.py`: Transpose with check_dims."""
 EXPERT_LAYOUTS: Mapping[str, ExpertLayout] = {
-    "aria": _ARIA_LAYOUT,
-    "aria_text": _ARIA_LAYOUT,
-    "deepseek_v3": _plain("deepseek_v3/modeling_deepseek_v3.py"),
-    "ernie4_5_moe": _plain("ernie4_5_moe/modeling_ernie4_5_moe.py"),
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
-    "glm4_moe": _plain("glm4_moe/modeling_glm4_moe.py"),
-    "glm4_moe_lite": _plain("glm4_moe_lite/modeling_glm4_moe_lite.py"),
-    "granitemoe": _granite("granitemoe/modeling_granitemoe.py"),
-    "granitemoehybrid": _granite("granitemoehybrid/modeling_granitemoehybrid.py"),
-    "granitemoeshared": _granite("granitemoeshared/modeling_granitemoeshared.py"),
-    "hunyuan_v1_moe": _plain("hunyuan_v1_moe/modeling_hunyuan_v1_moe.py"),
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
-    "olmoe": _plain("olmoe/modeling_olmoe.py"),
-    "qwen2_moe": _plain("qwen2_moe/modeling_qwen2_moe.py"),
-    "qwen3_5_moe": _plain("qwen3_5_moe/modeling_qwen3_5_moe.py"),
-    "qwen3_5_moe_text": _plain("qwen3_5_moe/modeling_qwen3_5_moe.py"),
-    "qwen3_moe": _plain("qwen3_moe/modeling_qwen3_moe.py"),
-    "qwen3_next": _plain("qwen3_next/modeling_qwen3_next.py"),
-    "qwen3_vl_moe": _QWEN3_VL,
-    "qwen3_vl_moe_text": _QWEN3_VL,
+    **dict.fromkeys(("aria", "aria_text"), _ARIA),
+    **dict.fromkeys(("gemma4", "gemma4_text"), ExpertLayout(is_split_in_transformers=False)),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    **dict.fromkeys(("llama4", "llama4_text"), ExpertLayout(order=Order.IN_OUT)),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), _QWEN3_VL),
+    **dict.fromkeys(("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite"), ExpertLayout()),
+    **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe"), ExpertLayout()),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), ExpertLayout()),
 }
-"""By model type. Published in stacks: aria, gemma4, granitemoe*, llama4, qwen3_5_moe,
-qwen3_vl_moe. The others are stacked by `save_pretrained(save_original_format=False)`."""
+"""By model type. Checkpoints of aria, gemma4, granitemoe*, llama4, qwen3_5_moe and qwen3_vl_moe are
+published with stacks; the others have them if `save_pretrained(save_original_format=False)` wrote
+them."""
 
 UNSERVED_STACKS: Mapping[str, str] = {
     "dbrx": "vLLM 0.32.0 loads no tensors of single experts for dbrx (models/dbrx.py), and a stack "
@@ -130,16 +91,19 @@ UNSERVED_STACKS: Mapping[str, str] = {
     "gpt_oss": "gate and up lie in turn and have biases, and vLLM 0.32.0 loads FP8 experts of "
     "gpt_oss from Quark's own stacks alone (models/gpt_oss.py)",
 }
-"""Model types whose stacks are known, and why they stay as they are."""
+"""Model types whose stacks are known but not split, and why."""
 
 
 def find_stack(layout: ExpertLayout, name: str) -> Stack | None:
-    """Find the kind of stack that a tensor is by its name; None when it is none."""
+    """Find the stack that a tensor of this name is; None if it is none."""
     return next((stack for stack in layout.stacks if name.endswith(stack.ending)), None)
 
 
 def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None, object]:
-    """Find the first model type of a config that has a layout, that, and the hidden size."""
+    """Find the first model type in a config that has a layout: the type, its layout, hidden size.
+
+    The type is empty, and the others None, where there is none.
+    """
     for inner in _list_configs(config):
         kind = inner.get("model_type")
         if isinstance(kind, str) and kind in EXPERT_LAYOUTS and "hidden_size" in inner:
@@ -148,7 +112,7 @@ def find_layout(config: Mapping[str, object]) -> tuple[str, ExpertLayout | None,
 
 
 def list_types(config: Mapping[str, object]) -> set[str]:
-    """Give every `model_type` of a config and the configs inside it."""
+    """List every `model_type` of a config and of the configs inside it."""
     types = (inner.get("model_type") for inner in _list_configs(config))
     return {kind for kind in types if isinstance(kind, str)}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -161,31 +162,30 @@ def open_hooks(
         ignored: paths of modules without hooks.
     """
     modules = dict(model.named_modules())
+    experts: dict[nn.Module, tuple[str, int]] = {}
     with ExitStack() as stack:
         if query:
-            stack.enter_context(_hook_queries(modules, geometry, hooks, ignored))
-        if inputs:
-            stack.enter_context(_hook_linears(modules, geometry, hooks, ignored))
-            stack.enter_context(_hook_experts(modules, geometry, hooks, ignored))
-        yield
-
-
-# --- linears -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _hook_linears(
-    modules: Mapping[str, nn.Module],
-    geometry: ModelGeometry,
-    hooks: TensorHooks,
-    ignored: Collection[str],
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        for _, linear in geometry.linears():
-            if not linear.num_experts and linear.module not in ignored:
-                hook = _input_hook(linear, hooks)
-                handle = modules[linear.module].register_forward_pre_hook(hook, with_kwargs=True)
+            attentions = {
+                modules[attention.module]: attention
+                for _, attention in geometry.attentions()
+                if attention.module not in ignored
+            }
+            # Not the function but its lookup is wrapped: transformers chooses the mask by its name.
+            attend = _query_hook(attentions, hooks)
+            stack.enter_context(_wrapped_lookup(AttentionInterface, attend))
+        for _, linear in geometry.linears() if inputs else ():
+            path = linear.module.rpartition(".")[0] if linear.num_experts else linear.module
+            if path in ignored:
+                continue
+            if linear.num_experts:
+                experts[modules[path]] = (path, linear.expert_block)
+            else:
+                see = _input_hook(linear, hooks)
+                handle = modules[path].register_forward_pre_hook(see, with_kwargs=True)
                 stack.callback(handle.remove)
+        if inputs:
+            run = _experts_hook(experts, hooks)
+            stack.enter_context(_wrapped_lookup(ExpertsInterface, run))
         yield
 
 
@@ -198,43 +198,30 @@ def _input_hook(linear: Linear, hooks: TensorHooks) -> Callable[..., Any]:
     return hook
 
 
-# --- queries -----------------------------------------------------------------------------------
+def _query_hook(
+    attentions: Mapping[nn.Module, Attention], hooks: TensorHooks
+) -> Callable[..., Any]:
+    def attend(
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if (attention := attentions.get(module)) is not None:
+            query = hooks.on_query(attention, query)
+        return function(module, query, *args, **kwargs)
+
+    return attend
 
 
 @contextmanager
-def _hook_queries(
-    modules: Mapping[str, nn.Module],
-    geometry: ModelGeometry,
-    hooks: TensorHooks,
-    ignored: Collection[str],
-) -> Iterator[None]:
-    attentions = {
-        modules[attention.module]: attention
-        for _, attention in geometry.attentions()
-        if attention.module not in ignored
-    }
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if (attention := attentions.get(module)) is not None:
-                query = hooks.on_query(attention, query)
-            return function(module, query, *args, **kwargs)
-
-        return attend
-
-    # The lookup is wrapped because transformers chooses the mask by the registered function's name.
-    with _wrapped_lookup(AttentionInterface, wrap):
-        yield
-
-
-@contextmanager
-def _wrapped_lookup(
-    interface: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
+def _wrapped_lookup(interface: Any, hook: Callable[..., Any]) -> Iterator[None]:
+    """Call `hook` instead of the functions of an interface; it receives the function first."""
     original = interface.get_interface
 
     def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return wrap(original(self, name, default))
+        return partial(hook, original(self, name, default))
 
     interface.get_interface = get_interface
     try:
@@ -243,56 +230,40 @@ def _wrapped_lookup(
         interface.get_interface = original
 
 
-# --- experts -----------------------------------------------------------------------------------
+def _experts_hook(
+    experts: Mapping[nn.Module, tuple[str, int]], hooks: TensorHooks
+) -> Callable[..., Any]:
+    def run(
+        function: Callable[..., Any],
+        module: nn.Module,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if module not in experts:
+            return function(module, hidden, index, *args, **kwargs)
+        path, block = experts[module]
+        call = ExpertsCall(path=path, module=module, block=block, index=index)
+        hidden = hooks.on_expert_input(call, hidden)
+        with _hook_down(call, hooks):
+            return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, index, *args, **kwargs)
 
-
-@contextmanager
-def _hook_experts(
-    modules: Mapping[str, nn.Module],
-    geometry: ModelGeometry,
-    hooks: TensorHooks,
-    ignored: Collection[str],
-) -> Iterator[None]:
-    blocks: dict[nn.Module, tuple[str, int]] = {}
-    for _, linear in geometry.linears():
-        path = linear.module.rpartition(".")[0]
-        if linear.num_experts and path not in ignored:
-            blocks[modules[path]] = (path, linear.expert_block)
-
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(
-            module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> Any:
-            if module not in blocks:
-                return function(module, hidden, index, *args, **kwargs)
-            path, block = blocks[module]
-            call = ExpertsCall(path=path, module=module, block=block, index=index)
-            hidden = hooks.on_expert_input(call, hidden)
-            with _hook_down(call, hooks):
-                return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, index, *args, **kwargs)
-
-        return run
-
-    with _wrapped_lookup(ExpertsInterface, wrap):
-        yield
+    return run
 
 
 @contextmanager
 def _hook_down(call: ExpertsCall, hooks: TensorHooks) -> Iterator[None]:
     """Install the hook on the input of down, whose rows `grouped_mm` sorts by expert."""
     module = call.module
-    if not module.has_gate:
-        hook = module.act_fn.register_forward_hook(
-            lambda _module, _args, output: hooks.on_expert_down(call, output)
-        )
-        try:
-            yield
-        finally:
-            hook.remove()
-        return
-    apply_gate = module._apply_gate
-    module._apply_gate = lambda gate_up: hooks.on_expert_down(call, apply_gate(gate_up))
-    try:
+    with ExitStack() as stack:
+        if module.has_gate:
+            apply_gate = module._apply_gate
+            module._apply_gate = lambda gate_up: hooks.on_expert_down(call, apply_gate(gate_up))
+            stack.callback(delattr, module, "_apply_gate")
+        else:
+            hook = module.act_fn.register_forward_hook(
+                lambda _module, _args, output: hooks.on_expert_down(call, output)
+            )
+            stack.callback(hook.remove)
         yield
-    finally:
-        del module._apply_gate

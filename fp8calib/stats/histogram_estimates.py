@@ -1,18 +1,18 @@
-"""Estimate from a histogram what a scale clips, what it flushes to zero, and its error.
+"""Estimate from a histogram what a scale clips, and its squared error.
 
-A histogram counts the magnitudes in a bin, not where in the bin they are. They are assumed to be
+A histogram counts the magnitudes in each bin, not where in the bin they are. They are assumed to be
 spread evenly in log2 over the bin, so a bound inside a bin splits its count in proportion. Bin 0
-mixes zeros with magnitudes below 2**-40; all are assumed to be zeros.
+counts zeros and magnitudes below 2**-40; all are assumed to be zeros.
 
-Calibration samples its histograms (`StatsHeader.histogram_sequences`), so one may miss the largest
-magnitudes. Of those the amax is known: it is counted as one value.
+A histogram may miss the largest magnitudes, because calibration samples the tokens it counts
+(`StatsHeader.histogram_sequences`). The amax is exact: it is counted as one value.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from math import inf, isfinite, log10
+from math import isfinite
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.stats.histogram import NUM_BINS, lower_edge
 
 Doubles = NDArray[np.float64]
-"""numpy: torch starts threads for some hundred values, and 5 ms become 280 on a busy machine."""
+"""numpy, because torch starts threads even for a few hundred values: 280 ms instead of 5 on a busy
+machine."""
 _POINT = 1 + 2.0**-20
 """The ratio of the edges of a bin that stands for a single value."""
 _AT_THE_EDGE = 1 + 2.0**-18
@@ -34,8 +35,8 @@ def clipped_share(
 ) -> float:
     """Estimate the share, 0 to 1, of all counted values for which |x| / scale exceeds fmt.max.
 
-    Zeros count as values. `amax`, where it is given, is one of the values, the largest. An empty
-    histogram clips nothing.
+    Zeros count as values. `amax`, if given, is the largest of the values. The share of an empty
+    histogram is 0.
     """
     spread = spread_counts(histogram, amax=amax)
     if not spread.total:
@@ -44,41 +45,12 @@ def clipped_share(
     return max(1 - covered / spread.total, 0.0)
 
 
-def flushed_share(
-    histogram: torch.Tensor, scale: float, fmt: Fp8Format, *, amax: float | None = None
-) -> float:
-    """Estimate the share, 0 to 1, of non-zero values that round to zero.
-
-    These are the values with |x| / scale below half of the smallest subnormal. Bin 0 is left out of
-    numerator and denominator, because its values may be zeros; where they are not, the true share
-    is larger. A histogram without other values flushes nothing.
-    """
-    spread = spread_counts(histogram, amax=amax)
-    num_nonzero = spread.total - spread.num_zeros
-    if not num_nonzero:
-        return 0.0
-    flushed = spread.count_below(scale * fmt.smallest_subnormal / 2) - spread.num_zeros
-    return flushed / num_nonzero
-
-
-def expected_sqnr_db(
-    histogram: torch.Tensor, scale: float, fmt: Fp8Format, *, amax: float | None = None
-) -> float:
-    """Estimate the signal-to-quantization-noise ratio in dB; inf without noise.
-
-    Values are divided by `scale`, saturated and rounded to nearest.
-    """
-    spread = spread_counts(histogram, amax=amax)
-    noise = float(spread.squared_errors(np.array([scale]), fmt)[0])
-    return 10 * log10(spread.sum_of_squares / noise) if noise else inf
-
-
 def spread_counts(histogram: torch.Tensor, *, amax: float | None = None) -> Spread:
     """Spread the counts of a histogram, int64 [NUM_BINS], over their bins.
 
-    Where `amax` is given, one value is placed there. It is one of the highest bin with a count, if
-    that bin reaches up to the amax, and otherwise an additional one, which sampling missed. The
-    last bin of the histogram has no upper edge; it ends at 2**24, or at a larger `amax`.
+    If `amax` is given, one value is placed there. It is taken from the highest bin with a count if
+    that bin reaches up to the amax; otherwise it is added, because sampling missed it. The last bin
+    of a histogram has no upper edge; it ends at 2**24, or at a larger `amax`.
     """
     edges, counts = _bin_edges(), histogram[1:].numpy().astype(np.float64)
     if amax is not None and counts.any():
@@ -113,11 +85,6 @@ class Spread:
     def total(self) -> float:
         """The number of values, zeros included."""
         return self.num_zeros + float(self.counts.sum())
-
-    @property
-    def sum_of_squares(self) -> float:
-        """The sum of squares: the power of the signal, not divided by the count."""
-        return float(self._moments_below(self.edges[-1:])[2][0])
 
     def count_below(self, bound: float) -> float:
         """Count the values under `bound` (> 0), zeros included."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.histogram_estimates import clipped_share
 from fp8calib.verification.emulation.fake_quantize import Damage, ScaleRange
@@ -22,15 +21,6 @@ def index_layers(geometry: ModelGeometry) -> dict[str, int]:
     return attentions | {linear.module: layer.index for layer, linear in geometry.linears()}
 
 
-def sqnr_db(sums: torch.Tensor) -> float | None:
-    """Give the signal-to-quantization-noise ratio; None without noise or without signal."""
-    damage = Damage(*sums)
-    signal, noise = float(damage.signal), float(damage.noise)
-    if not signal or not noise:
-        return None
-    return 10 * math.log10(signal / noise)
-
-
 def list_layers(
     candidate: str,
     damage: Mapping[Site, torch.Tensor],
@@ -38,32 +28,25 @@ def list_layers(
     layer_of: Mapping[str, int],
 ) -> list[LayerResult]:
     """Make the rows of one candidate, the most damaged site first."""
-    rows = [
-        LayerResult(
-            candidate=candidate,
-            site=str(site),
-            layer=layer_of[site.module],
-            role=site.role.value,
-            sqnr_db=sqnr_db(sums),
-            clipped=_share(Damage(*sums).clipped, sums),
-            flushed=_share(Damage(*sums).flushed, sums),
-            amax=float(Damage(*sums).amax),
-            scale=scales[site].largest,
-            smallest_scale=_smallest(scales[site]),
-            scale_per=scales[site].per,
+    rows = []
+    for site, sums in damage.items():
+        found, scale = Damage(*sums.tolist()), scales[site]
+        rows.append(
+            LayerResult(
+                candidate=candidate,
+                site=str(site),
+                layer=layer_of[site.module],
+                role=site.role.value,
+                sqnr_db=found.sqnr_db,
+                clipped=found.clipped_share,
+                flushed=found.flushed_share,
+                amax=found.amax,
+                scale=scale.largest,
+                smallest_scale=None if scale.smallest == scale.largest else scale.smallest,
+                scale_per=scale.per,
+            )
         )
-        for site, sums in damage.items()
-    ]
     return sorted(rows, key=lambda row: (row.sqnr_db is None, row.sqnr_db or 0.0, row.site))
-
-
-def _smallest(scales: ScaleRange) -> float | None:
-    return None if scales.smallest == scales.largest else scales.smallest
-
-
-def _share(part: torch.Tensor, sums: torch.Tensor) -> float:
-    total = float(Damage(*sums).num_elements)
-    return float(part) / total if total else 0.0
 
 
 UNSCALED, SCALED, PER_HEAD = "unscaled", "scaled", "per-head"
@@ -76,26 +59,22 @@ def diagnose(
     calibration_clipped: Mapping[Site, float],
 ) -> tuple[DiagnosisResult, ...]:
     """Compare the kinds of scales on K and V of every layer."""
-    sites: Iterable[Site] = dict.fromkeys(site for _, site in found)
+    damage = {key: Damage(*sums.tolist()) for key, sums in found.items()}
+    sqnr_db = {key: each.sqnr_db for key, each in damage.items()}
     return tuple(
         DiagnosisResult(
             site=str(site),
             layer=layer_of[site.module],
-            unscaled_db=_find_db(found, UNSCALED, site),
-            unscaled_clipped=_share(Damage(*found[UNSCALED, site]).clipped, found[UNSCALED, site]),
-            unscaled_flushed=_share(Damage(*found[UNSCALED, site]).flushed, found[UNSCALED, site]),
-            scaled_db=_find_db(found, SCALED, site),
-            per_head_db=_find_db(found, PER_HEAD, site),
+            unscaled_db=sqnr_db[UNSCALED, site],
+            unscaled_clipped=damage[UNSCALED, site].clipped_share,
+            unscaled_flushed=damage[UNSCALED, site].flushed_share,
+            scaled_db=sqnr_db.get((SCALED, site)),
+            per_head_db=sqnr_db.get((PER_HEAD, site)),
             calibration_clipped=calibration_clipped.get(site),
         )
-        for site in sites
-        if site.role in (Role.K, Role.V)
+        for site in dict.fromkeys(site for _, site in found)
+        if site.role in KV_ROLES
     )
-
-
-def _find_db(found: Mapping[tuple[str, Site], torch.Tensor], kind: str, site: Site) -> float | None:
-    sums = found.get((kind, site))
-    return None if sums is None else sqnr_db(sums)
 
 
 def clipped_unscaled(stats: CalibrationStats, fmt: Fp8Format) -> dict[Site, float]:
@@ -103,5 +82,5 @@ def clipped_unscaled(stats: CalibrationStats, fmt: Fp8Format) -> dict[Site, floa
     return {
         site: clipped_share(seen.histogram, 1.0, fmt, amax=float(seen.amax.max()))
         for site, seen in stats.sites.items()
-        if site.role in (Role.K, Role.V) and seen.histogram is not None
+        if site.role in KV_ROLES and seen.histogram is not None
     }

@@ -240,7 +240,7 @@ def _find_overflow(candidate: Candidate, compared: ComparisonResult) -> str:
     """Describe values that overflow because the engine does not saturate; empty without any."""
     for site, sums in compared.damage[candidate.name].items():
         quantizer = candidate.emulation.quantizers.get(site)
-        count = float(Damage(*sums).clipped)
+        count = Damage(*sums.tolist()).clipped
         if quantizer is not None and not quantizer.saturates and count:
             return f"{count:.0f} values of {site} into NaN or inf; here they are saturated"
     return ""

@@ -159,7 +159,7 @@ def test_an_interruption_inside_an_update_keeps_the_last_checkpoint(
     with opened(tmp_path / "model") as subject:
         whole = as_bytes(subject.calibrate(), tmp_path)
         calls = 0
-        from fp8calib.observe.accumulators import SiteAccumulator  # noqa: PLC0415
+        from fp8calib.observe.recorder import SiteAccumulator  # noqa: PLC0415
 
         observe = SiteAccumulator.observe
 

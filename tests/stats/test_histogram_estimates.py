@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.stats.histogram import NUM_BINS, count_bins
-from fp8calib.stats.histogram_estimates import clipped_share, expected_sqnr_db, flushed_share
+from fp8calib.stats.histogram_estimates import clipped_share, spread_counts
 
 FOREIGN = {
     E4M3FN: (ml_dtypes.float8_e4m3fn, 448.0, 2.0**-9),
@@ -49,6 +49,24 @@ def noise_of(x: np.ndarray, scale: float, fmt: Fp8Format) -> float:
     dtype, largest, _ = FOREIGN[fmt]
     scaled = np.clip(x.astype(np.float64) / scale, -largest, largest).astype(np.float32)
     return float(((scaled.astype(dtype).astype(np.float64) * scale - x) ** 2).sum())
+
+
+def flushed_share(
+    histogram: torch.Tensor, scale: float, fmt: Fp8Format, *, amax: float | None = None
+) -> float:
+    """Give the share of the values outside bin 0 that are below half of the smallest subnormal."""
+    spread = spread_counts(histogram, amax=amax)
+    below = spread.count_below(scale * FOREIGN[fmt][2] / 2) - spread.num_zeros
+    return below / max(spread.total - spread.num_zeros, 1)
+
+
+def expected_sqnr_db(
+    histogram: torch.Tensor, scale: float, fmt: Fp8Format, *, amax: float | None = None
+) -> float:
+    """Give the ratio of signal and noise; at the second scale all values become zero."""
+    spread = spread_counts(histogram, amax=amax)
+    noise, signal = spread.squared_errors(np.array([scale, 2.0**200]), fmt)
+    return 10 * math.log10(signal / noise) if noise else math.inf
 
 
 # --- by hand -----------------------------------------------------------------------------------

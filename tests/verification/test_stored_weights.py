@@ -94,7 +94,7 @@ def count_clipped(subject: Subject, weights: tuple[WeightChange, ...]) -> dict[s
     damage: dict[Site, torch.Tensor] = {}
     with changed_weights(subject.model, weights, subject.originals, damage):
         pass
-    return {site.module: int(Damage(*sums).clipped) for site, sums in damage.items()}
+    return {site.module: int(Damage(*sums.tolist()).clipped) for site, sums in damage.items()}
 
 
 def count_by_hand(subject: Subject, folder: Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ Shapes: B batch, H heads, S sequence, D head size, C channels, O outputs, I inpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
@@ -171,18 +172,35 @@ def _find_range(quantizer: Quantizer) -> ScaleRange:
 
 
 class Damage(NamedTuple):
-    """Sums over the elements of a tensor, each fp64 0-dim on the tensor's device."""
+    """What quantization did to the elements of a tensor, from the sums of `measure_damage`."""
 
-    signal: torch.Tensor
-    """Of x squared."""
-    noise: torch.Tensor
-    """Of (quantized x - x) squared."""
-    clipped: torch.Tensor
+    signal: float
+    """The sum of x squared."""
+    noise: float
+    """The sum of (quantized x - x) squared."""
+    clipped: float
     """How many exceeded the largest value of the format."""
-    flushed: torch.Tensor
+    flushed: float
     """How many nonzero elements became zero."""
-    num_elements: torch.Tensor
-    amax: torch.Tensor
+    num_elements: float
+    amax: float
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """The signal-to-quantization-noise ratio; None without noise or without signal."""
+        if not self.signal or not self.noise:
+            return None
+        return 10 * math.log10(self.signal / self.noise)
+
+    @property
+    def clipped_share(self) -> float:
+        """The share of all elements that clipped."""
+        return self.clipped / self.num_elements if self.num_elements else 0.0
+
+    @property
+    def flushed_share(self) -> float:
+        """The share of all elements that became zero."""
+        return self.flushed / self.num_elements if self.num_elements else 0.0
 
 
 def measure_damage(
@@ -193,7 +211,7 @@ def measure_damage(
     saturates: bool = True,
     flush_stride: int = 1,
 ) -> torch.Tensor:
-    """Sum up what quantization did to `x`: fp64 [6], in the order of `Damage`.
+    """Sum up what quantization did to `x`: fp64 [6] on its device, in the order of `Damage`.
 
     Zeros are counted in one of `flush_stride` tokens (the last axis but one) and extrapolated:
     counting them takes longer than everything else. Without `saturates`, only values that would
