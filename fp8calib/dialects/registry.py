@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from fp8calib.dialects.dialect import Dialect
 from fp8calib.dialects.kv.foreign import AUTOFP8, COMPRESSED_TENSORS, MODELOPT, QUARK, TRTLLM
 from fp8calib.dialects.kv.json import VLLM_JSON
@@ -57,16 +55,6 @@ def find_dialect(format_name: str) -> Dialect:
             hint=f"known formats: {', '.join(list_format_names())}",
         )
     return dialect
-
-
-def check_formats(names: Iterable[str]) -> None:
-    """Refuse unknown formats.
-
-    Raises:
-        UsageError: naming the first, and the known formats.
-    """
-    for name in names:
-        find_dialect(name)
 
 
 def list_scale_suffixes() -> tuple[str, ...]:

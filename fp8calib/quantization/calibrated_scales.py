@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -34,17 +34,6 @@ from fp8calib.stats.fingerprint import fingerprint_model
 
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> those of all other families."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrated:
-    """Scales from statistics, and notes on them for the user."""
-
-    scales: CalibratedScales
-    notes: tuple[str, ...]
-
-
-_NONE_FOUND = Calibrated(scales=NO_SCALES, notes=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +67,7 @@ def find_kv_scales(
     checkpoint: Checkpoint,
     dialect: CheckpointDialect,
     choice: Choice = PLAIN_CHOICE,
-) -> Calibrated:
+) -> CalibratedScales:
     """Compute the scales of K and V; none where the statistics do not have them.
 
     Raises:
@@ -86,7 +75,7 @@ def find_kv_scales(
     """
     pairs = [attention for _, attention in stats.geometry.attentions()]
     if not any(pair.site(Role.K) in stats.sites for pair in pairs):
-        return _NONE_FOUND
+        return NO_SCALES
     table = compute_kv_scales(stats, E4M3FN, rule=choice.rule, fallback=choice.fallback)
     named: dict[str, torch.Tensor] = {}
     for pair in pairs:
@@ -95,9 +84,7 @@ def find_kv_scales(
             value = table.scales[pair.site(role)].values[0]
             names = dialect.name_kv(pair, role, has_projections)
             named |= dict.fromkeys(names, value)
-    return Calibrated(
-        scales=CalibratedScales(inputs={}, kv=named), notes=tuple(_explain_substitutes(table))
-    )
+    return CalibratedScales(inputs={}, kv=named, notes=tuple(_explain_substitutes(table)))
 
 
 def find_scales(
@@ -106,22 +93,24 @@ def find_scales(
     settings: PlanSettings,
     selection: Selection,
     choice: Choice = PLAIN_CHOICE,
-) -> Calibrated:
+) -> CalibratedScales:
     """Compute all scales that a checkpoint takes from statistics: of K and V, and of static inputs.
 
     Raises:
         ExportError: the statistics have no data for a site.
     """
     kv = find_kv_scales(stats, checkpoint, settings.dialect, choice)
-    inputs = _NONE_FOUND
+    inputs = NO_SCALES
     if settings.scheme.has_static_inputs:
         inputs = find_input_scales(
             stats, selection.quantized, shares_scales=settings.shares_scales, choice=choice
         )
-    scales = CalibratedScales(inputs=inputs.scales.inputs, kv=kv.scales.kv)
-    if scales.inputs or scales.kv:
-        scales = replace(scales, origin=stats.origin)
-    return Calibrated(scales=scales, notes=(*inputs.notes, *kv.notes))
+    return CalibratedScales(
+        inputs=inputs.inputs,
+        kv=kv.kv,
+        origin=stats.origin if inputs.inputs or kv.kv else None,
+        notes=(*inputs.notes, *kv.notes),
+    )
 
 
 def find_input_scales(
@@ -130,7 +119,7 @@ def find_input_scales(
     *,
     shares_scales: bool,
     choice: Choice = PLAIN_CHOICE,
-) -> Calibrated:
+) -> CalibratedScales:
     """Compute a static scale for the input of every quantized linear.
 
     Args:
@@ -152,10 +141,7 @@ def find_input_scales(
         for module, group in groups.items():
             largest[group] = torch.maximum(largest[group], found[module])
         found = {module: largest[group] for module, group in groups.items()}
-    return Calibrated(
-        scales=CalibratedScales(inputs=found, kv={}),
-        notes=tuple(_explain_substitutes(inputs.table)),
-    )
+    return CalibratedScales(inputs=found, kv={}, notes=tuple(_explain_substitutes(inputs.table)))
 
 
 def list_unmeasured(stats: CalibrationStats, quantized: Collection[Matrix]) -> list[str]:

@@ -62,6 +62,8 @@ class CalibratedScales:
     """By the name of the tensor."""
     origin: CalibrationOrigin | None = None
     """The model and the text they come from; None where unknown, or where there are no scales."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about them."""
 
 
 NO_SCALES = CalibratedScales(inputs={}, kv={})

@@ -21,7 +21,6 @@ from fp8calib.geometry.tensor_parallel import (
     owned_blocks,
     owned_channels,
     owned_rows,
-    rank_range,
 )
 from fp8calib.scales.rules import AMAX, ClipRange, Rule, find_clip_range
 from fp8calib.scales.scale_table import (
@@ -30,6 +29,7 @@ from fp8calib.scales.scale_table import (
     ScaleSource,
     ScaleTable,
     fill_missing,
+    max_per_rank,
     scale_of,
 )
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -201,12 +201,6 @@ def _kv_scale(
     else:
         values = _scales_or_nan(max_per_rank(amax, tp), fmt)
     return Scale(values=values, source=_source(values, unseen=unseen))
-
-
-def max_per_rank(values: torch.Tensor, tp: int) -> torch.Tensor:
-    """Take the maximum over the heads of each tensor-parallel rank: [heads] -> [tp]."""
-    ranges = (rank_range(len(values), tp, rank) for rank in range(tp))
-    return torch.stack([values[heads.start : heads.stop].max() for heads in ranges])
 
 
 def _share_latent(scales: dict[Site, Scale], attention: Attention) -> None:

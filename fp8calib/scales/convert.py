@@ -17,8 +17,7 @@ from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import check_heads, rank_range
-from fp8calib.scales.compute import max_per_rank
-from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable
+from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable, max_per_rank
 
 _NOT_PER_HEAD = "every head gets the one scale of its layer: scales per head gain nothing here"
 

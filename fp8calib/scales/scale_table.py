@@ -12,6 +12,7 @@ from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.geometry.tensor_parallel import rank_range
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 SMALLEST_SCALE = 2.0**-126
@@ -23,6 +24,12 @@ def scale_of(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     # By a tensor of its device: by a number, CUDA would multiply with the reciprocal, 1 ulp off.
     most = amax.new_full((), fmt.max, dtype=torch.float32)
     return (amax.to(torch.float32) / most).clamp(min=SMALLEST_SCALE)
+
+
+def max_per_rank(values: torch.Tensor, tp: int) -> torch.Tensor:
+    """Take the maximum over the heads of each tensor-parallel rank: [heads] -> [tp]."""
+    ranges = (rank_range(len(values), tp, rank) for rank in range(tp))
+    return torch.stack([values[heads.start : heads.stop].max() for heads in ranges])
 
 
 class Fallback(StrEnum):
@@ -56,10 +63,6 @@ class Scale:
     source: ScaleSource
     is_substitute: bool = False
     """No value was computed from the site's own statistics."""
-
-    def per_rank(self) -> list[float]:
-        """Give one number per rank (per-tensor scales only)."""
-        return [float(value) for value in self.values]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ def make(
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
     settings = PlanSettings(scheme=find_scheme(scheme), dialect=CHECKPOINT_DIALECTS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
-        scales = find_scales(stats, checkpoint, settings, select(checkpoint)).scales
+        scales = find_scales(stats, checkpoint, settings, select(checkpoint))
     ignored = (ignore,) if ignore else ()
     return run(folder / "model", folder / "out", scheme, form, scales=scales, ignore=ignored).out
 

@@ -39,7 +39,7 @@ def pick(folder: Path, *ignore: str) -> tuple[Matrix, ...]:
 
 
 def find(stats: CalibrationStats, folder: Path, *, shared: bool = True) -> dict[str, float]:
-    scales = find_input_scales(stats, pick(folder), shares_scales=shared).scales.inputs
+    scales = find_input_scales(stats, pick(folder), shares_scales=shared).inputs
     return {name: float(value) for name, value in scales.items()}
 
 
@@ -109,14 +109,14 @@ def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
     rest = pick(tmp_path, option)
     assert not any(".experts." in matrix.module for matrix in rest)
     assert any(".shared_expert." in matrix.module for matrix in rest)
-    assert len(find_input_scales(stats, rest, shares_scales=True).scales.inputs) == len(rest)
+    assert len(find_input_scales(stats, rest, shares_scales=True).inputs) == len(rest)
 
 
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
     _, stats, truth = calibrated("llama", tmp_path / "model")
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         for form in CHECKPOINT_DIALECTS.values():
-            kv = find_kv_scales(stats, checkpoint, form).scales.kv
+            kv = find_kv_scales(stats, checkpoint, form).kv
             assert len(kv) == 4
             for layer, pairs in truth.kv.items():
                 for place, role in enumerate("kv"):
@@ -134,7 +134,7 @@ def test_statistics_without_a_cache_give_no_kv_scales(tmp_path: Path) -> None:
         found = find_kv_scales(
             replace(stats, sites=sites), checkpoint, CHECKPOINT_DIALECTS["compressed-tensors"]
         )
-    assert found.scales.kv == {}
+    assert found.kv == {}
 
 
 def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None
     zoo.save("llama", folder, max_shard_size="40KB")
     _, stats = run_calibration(folder, make_plan(draw([20, 20])))
     with Checkpoint.open(folder) as checkpoint:
-        kv = find_kv_scales(stats, checkpoint, CHECKPOINT_DIALECTS["compressed-tensors"]).scales.kv
+        kv = find_kv_scales(stats, checkpoint, CHECKPOINT_DIALECTS["compressed-tensors"]).kv
     out = run(
         folder, tmp_path / "out", "fp8-dynamic", scales=CalibratedScales(inputs={}, kv=kv)
     ).out
@@ -169,8 +169,8 @@ def test_inputs_of_dead_linears_get_a_usable_scale(tmp_path: Path) -> None:
     found = find_input_scales(stats, pick(tmp_path / "model"), shares_scales=True)
     layer = [
         value.item()
-        for name, value in found.scales.inputs.items()
+        for name, value in found.inputs.items()
         if "layers.0" in name and "down_proj" not in name
     ]
-    assert found.scales.inputs[site.module].item() == max(layer)
+    assert found.inputs[site.module].item() == max(layer)
     assert any(note.startswith(f"{site}: ") for note in found.notes)

@@ -48,8 +48,8 @@ def one(values: torch.Tensor) -> Iterator[LinearWeight]:
 def test_fused_parts_have_scales_of_their_own() -> None:
     spread = torch.tensor([0.5, 0.5, 0.25, 0.25]).unsqueeze(1).expand(4, 3)
     found = adopt_scales(make_table(tp=2), one(torch.ones(4, 3)), one(spread)).scales
-    assert found[SITES["gate"]].per_rank() == [0.5, 0.5]
-    assert found[SITES["up"]].per_rank() == [0.25, 0.25]
+    assert found[SITES["gate"]].values.tolist() == [0.5, 0.5]
+    assert found[SITES["up"]].values.tolist() == [0.25, 0.25]
     assert {scale.source for scale in found.values()} == {ScaleSource.OBSERVED}
     assert not any(scale.is_substitute for scale in found.values())
 
@@ -68,9 +68,9 @@ def test_what_is_not_quantized_is_measured_rank_by_rank() -> None:
     weight[0, 1] = -224.0
     found = adopt_scales(make_table(tp=2), one(weight), one(torch.zeros(4, 3))).scales
     gate, up = found[SITES["gate"]], found[SITES["up"]]
-    assert gate.per_rank() == [0.5, 9.0]
+    assert gate.values.tolist() == [0.5, 9.0]
     assert (gate.source, gate.is_substitute) == (ScaleSource.ALL_ZERO, False)
-    assert up.per_rank() == [9.0, 9.0]
+    assert up.values.tolist() == [9.0, 9.0]
     assert (up.source, up.is_substitute) == (ScaleSource.ALL_ZERO, True)
 
 

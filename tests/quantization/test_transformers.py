@@ -74,7 +74,7 @@ def test_logits_are_those_the_emulation_predicts(
 ) -> None:
     with Checkpoint.open(folder) as checkpoint:
         taken = select(checkpoint).quantized
-    inputs = find_input_scales(stats, taken, shares_scales=True).scales.inputs
+    inputs = find_input_scales(stats, taken, shares_scales=True).inputs
     scales = CalibratedScales(inputs=inputs, kv={}) if scheme == "fp8-static" else NO_SCALES
     out = run(folder, tmp_path / "out", scheme, scales=scales).out
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

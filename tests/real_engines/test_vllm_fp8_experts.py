@@ -50,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
                 settings = PlanSettings(
                     scheme=find_scheme(scheme), dialect=CHECKPOINT_DIALECTS[form]
                 )
-                scales = find_scales(stats, checkpoint, settings, select(checkpoint)).scales
+                scales = find_scales(stats, checkpoint, settings, select(checkpoint))
                 out = folder / f"{form}-{scheme}"
                 run(folder / "model", out, scheme, form, scales=scales)
                 outs[family, form, scheme] = out

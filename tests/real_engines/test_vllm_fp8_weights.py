@@ -51,7 +51,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
             settings = PlanSettings(
                 scheme=find_scheme(scheme), dialect=CHECKPOINT_DIALECTS[form], shares_scales=shared
             )
-            scales = find_scales(stats, checkpoint, settings, select(checkpoint)).scales
+            scales = find_scales(stats, checkpoint, settings, select(checkpoint))
             out = folder / f"{form}-{scheme}-{shared}"
             run(folder / "model", out, scheme, form, scales=scales, shares_scales=shared)
             outs[form, scheme, shared] = out

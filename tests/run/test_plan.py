@@ -19,7 +19,7 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload, loading_bytes, peak_of_layers
 from fp8calib.run.planning.limits import Limits, find_limits
 from fp8calib.run.planning.plan import PlanInputs, plan_whole
-from fp8calib.run.planning.stream_plan import StreamPlanner, plan_streamed
+from fp8calib.run.planning.stream_plan import StreamPlanner
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import PartSize
 from tests import zoo
@@ -69,7 +69,7 @@ def limits(host: int, *, device: int | None = None, is_given: bool = True) -> Li
 
 def planner(subject: PlanInputs, found: Limits, scratch: Path) -> StreamPlanner:
     device = "cpu" if found.device_bytes is None else "cuda:0"
-    return plan_streamed(subject, found, dtype=torch.float32, device=device, scratch=scratch)
+    return StreamPlanner(subject, found, dtype=torch.float32, device=device, scratch=scratch)
 
 
 def test_a_whole_model_counts_every_weight_once(subject: PlanInputs, tmp_path: Path) -> None:

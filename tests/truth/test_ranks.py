@@ -81,7 +81,7 @@ def test_fused_q_k_v_are_cut_by_heads(family: str, tp: int, tmp_path: Path) -> N
     weight = dict(model.named_parameters())[f"{path}.{name}.weight"].detach().numpy()
     heads = split_qkv(family, weight.T if family == "gpt2" else weight)
     for part, blocks in heads.items():
-        found = table.scales[Site(f"{path}.{part}", Role.WEIGHT)].per_rank()
+        found = table.scales[Site(f"{path}.{part}", Role.WEIGHT)].values.tolist()
         for rank in range(tp):
             owned = kv_heads_of_rank(len(blocks), tp, rank)
             assert found[rank] == scale(np.concatenate([blocks[head] for head in owned]))
@@ -107,12 +107,12 @@ def test_llama_is_cut_as_an_engine_cuts_it(tp: int, tmp_path: Path) -> None:
             "mlp.down_proj": weights[f"{layer}.mlp.down_proj.weight"][:, column],
         }
         for name, weight in expected.items():
-            found = table.scales[Site(f"{layer}.{name}", Role.WEIGHT)].per_rank()[rank]
+            found = table.scales[Site(f"{layer}.{name}", Role.WEIGHT)].values.tolist()[rank]
             assert found == scale(weight), name
         channels = {"self_attn.o_proj": row, "mlp.down_proj": column}
         for name in expected:
             x = np.concatenate(truth.inputs[f"{layer}.{name}"])[:, channels.get(name, slice(None))]
-            found = table.scales[Site(f"{layer}.{name}", Role.INPUT)].per_rank()[rank]
+            found = table.scales[Site(f"{layer}.{name}", Role.INPUT)].values.tolist()[rank]
             assert found == pytest.approx(scale(x), rel=1e-6), name
 
 
@@ -126,7 +126,7 @@ def test_kv_scales_cover_the_heads_of_their_rank(tp: int, tmp_path: Path) -> Non
             site = Site(f"model.layers.{layer}.self_attn", role)
             for rank in range(tp):
                 expected = scale(heads[kv_heads_of_rank(2, tp, rank)])
-                assert table.scales[site].per_rank()[rank] == expected
+                assert table.scales[site].values.tolist()[rank] == expected
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -149,7 +149,7 @@ def test_experts_are_cut_one_by_one(family: str, tmp_path: Path) -> None:
             ("gate_proj", Role.INPUT): inputs.first[expert],
         }
         for (name, role), values in expected.items():
-            found = table.scales[Site(f"{path}.{expert}.{name}", role)].per_rank()[rank]
+            found = table.scales[Site(f"{path}.{expert}.{name}", role)].values.tolist()[rank]
             assert found == pytest.approx(scale(values), rel=1e-5), (expert, name, role)
 
 
@@ -169,7 +169,7 @@ def test_one_latent_scale_covers_both_parts_on_every_rank(factor: float, tmp_pat
         assert (rotary > latent) == (factor > 1)
         for role in (Role.K, Role.V):
             site = Site(f"model.layers.{layer}.self_attn", role)
-            assert table.scales[site].per_rank() == [scale(np.array([latent, rotary]))] * 4
+            assert table.scales[site].values.tolist() == [scale(np.array([latent, rotary]))] * 4
 
 
 def test_layers_that_share_a_cache_carry_the_scale_of_the_layer_that_writes_it(
@@ -180,7 +180,7 @@ def test_layers_that_share_a_cache_carry_the_scale_of_the_layer_that_writes_it(
     for sharing, producer in ((2, 0), (3, 1)):
         heads = brute_force.head_amax([pair[0] for pair in truth.kv[producer]], 2)
         site = Site(f"model.layers.{sharing}.self_attn", Role.K)
-        assert table.scales[site].per_rank() == [scale(heads)]
+        assert table.scales[site].values.tolist() == [scale(heads)]
 
 
 @pytest.mark.parametrize(("tp", "what"), [(3, "attention heads"), (8, "attention heads")])

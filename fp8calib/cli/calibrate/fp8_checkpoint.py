@@ -113,8 +113,8 @@ def _quantize(
         settings = replace(settings, ignore=tuple(unmeasured))
         selection = select(job.checkpoint, ignore=unmeasured)
     choice = Choice(rule=job.recipe.scales.rule, fallback=job.recipe.scales.fallback)
-    calibrated = find_scales(stats, job.checkpoint, settings, selection, choice)
-    plan = make_plan(job.checkpoint, settings, selection, scales=calibrated.scales)
+    scales = find_scales(stats, job.checkpoint, settings, selection, choice)
+    plan = make_plan(job.checkpoint, settings, selection, scales=scales)
     bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
     written = quantize(
         job.checkpoint, plan, folder / scheme, device=torch.device("cpu"), progress=bar

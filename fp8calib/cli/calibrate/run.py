@@ -47,7 +47,7 @@ from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.data.plan import DataPlan
-from fp8calib.dialects.registry import check_formats, find_dialect
+from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import (
     check_export,
     check_overlay_source,
@@ -128,7 +128,8 @@ def _show_finished(job: CalibrateJob, report: Mapping[str, Any]) -> None:
 @contextmanager
 def _open_job(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
     recipe = settings.recipe
-    check_formats(recipe.formats)
+    for name in recipe.formats:
+        find_dialect(name)  # refuses unknown ones
     _check_observed(recipe)
     device = choose_device(settings.device)
     check_device_map(settings.device_map, settings.device)

@@ -12,7 +12,7 @@ from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
-from fp8calib.dialects.registry import check_formats, find_dialect
+from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
@@ -43,7 +43,8 @@ class ExportSettings:
 def run_export(settings: ExportSettings) -> None:
     """Write every requested format from statistics alone."""
     recipe = settings.recipe
-    check_formats(recipe.formats)
+    for name in recipe.formats:
+        find_dialect(name)  # refuses unknown ones
     _check_weights(settings)
     stats = load_stats(settings.stats)
     fmt = FP8_FORMATS[recipe.scales.fp8_dtype]

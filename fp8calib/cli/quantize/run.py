@@ -19,9 +19,15 @@ from fp8calib.cli.quantize.report import (
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme, list_without_calibration
 from fp8calib.machine.devices import choose_device
-from fp8calib.quantization.calibrated_scales import Calibrated, check_stats_model, find_scales
+from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
-from fp8calib.quantization.plan import NO_SCALES, PlanSettings, QuantizePlan, make_plan
+from fp8calib.quantization.plan import (
+    NO_SCALES,
+    CalibratedScales,
+    PlanSettings,
+    QuantizePlan,
+    make_plan,
+)
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantization.selection.select import Selection, select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
@@ -63,8 +69,8 @@ def run_quantize(settings: QuantizeSettings) -> None:
     with reader.open(_find_folder(settings), require_config=True) as checkpoint:
         check_unquantized(checkpoint)
         selection = select(checkpoint, ignore=asked.ignore)
-        calibrated = _find_scales(stats, checkpoint, asked, selection)
-        plan = make_plan(checkpoint, asked, selection, scales=calibrated.scales)
+        scales = _find_scales(stats, checkpoint, asked, selection)
+        plan = make_plan(checkpoint, asked, selection, scales=scales)
         started = time.monotonic()
         written = _write(settings, checkpoint, plan, device)
         outcome = Outcome(
@@ -75,7 +81,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
             source_bytes=checkpoint.total_size_bytes,
             duration_s=time.monotonic() - started,
             stats=stats,
-            notes=calibrated.notes,
+            notes=scales.notes,
         )
     show_quantization_report(build_quantization_report(outcome), as_json=settings.as_json)
 
@@ -112,9 +118,9 @@ def _find_scales(
     checkpoint: Checkpoint,
     asked: PlanSettings,
     selection: Selection,
-) -> Calibrated:
+) -> CalibratedScales:
     if stats is None:
-        return Calibrated(scales=NO_SCALES, notes=())
+        return NO_SCALES
     check_stats_model(stats, checkpoint)
     return find_scales(stats, checkpoint, asked, selection)
 

@@ -21,7 +21,7 @@ _EXPANDED_NOTE = (
 )
 
 
-def find_rank_files(files: ScaleFiles) -> list[Path]:
+def _find_rank_files(files: ScaleFiles) -> list[Path]:
     """List the rank files of TensorRT-LLM or AMMO."""
     named = files.tensor_names.items()
     return [path for path, names in named if any(RANK_FILE_MARK in name for name in names)]
@@ -50,11 +50,7 @@ def _read_modelopt(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
 def _read_trtllm(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     from fp8calib.dialects.kv.rank_files import read_ranks  # noqa: PLC0415 -- imports torch
 
-    return read_ranks(files, find_rank_files(files), geometry)
-
-
-def _recognise_trtllm(files: ScaleFiles) -> bool:
-    return bool(find_rank_files(files))
+    return read_ranks(files, _find_rank_files(files), geometry)
 
 
 COMPRESSED_TENSORS = Dialect(
@@ -92,7 +88,7 @@ MODELOPT = Dialect(
 TRTLLM = Dialect(
     name="trtllm",
     description="rank files of TensorRT-LLM and AMMO, one kv_cache_scaling_factor per layer",
-    recognise=_recognise_trtllm,
+    recognise=lambda files: bool(_find_rank_files(files)),
     read=_read_trtllm,
     scale_suffixes=(RANK_FILE_MARK,),
     per_tp=True,

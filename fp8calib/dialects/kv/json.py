@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
     from fp8calib.scales.scale_table import ScaleTable
 
-KV_CACHE_KEYS = ("kv_cache", "scaling_factor")
 NO_CACHE_SCALE = 1.0
 """For layers without K and V: readers require every layer's index."""
 
@@ -56,7 +55,7 @@ VLLM_JSON = Dialect(
     read=_read,
     requires_dtype=True,
     scale_suffixes=(),
-    json_keys=KV_CACHE_KEYS,
+    json_keys=("kv_cache", "scaling_factor"),
     per_tp=True,
     joins_kv=True,
     lists_all_layers=True,

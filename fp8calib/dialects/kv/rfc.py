@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.dialects.dialect import Dialect, ParsedScales, ScaleFiles, WriteJob
-from fp8calib.dialects.kv.json import KV_CACHE_KEYS, list_kv_scales
+from fp8calib.dialects.dialect import ParsedScales, ScaleFiles, WriteJob
+from fp8calib.dialects.kv.json import VLLM_JSON, list_kv_scales
 from fp8calib.geometry.sites import Role, Site
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def _read(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     return read_json(files, geometry, rank_prefix=_RANK, requires_model_type=False)
 
 
-RFC = Dialect(
+RFC = replace(
+    VLLM_JSON,
     name="rfc",
     description="vLLM's FP8 RFC (discussions 2461, 3218) to the letter: `kv_cache`, `mlp`, "
     "`attention`",
@@ -104,11 +106,5 @@ RFC = Dialect(
     write=_write,
     recognise=_recognise,
     read=_read,
-    requires_dtype=True,
-    scale_suffixes=(),
-    json_keys=KV_CACHE_KEYS,
-    per_tp=True,
     has_linears=True,
-    joins_kv=True,
-    lists_all_layers=True,
 )

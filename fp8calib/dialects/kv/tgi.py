@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8calib.dialects.dialect import Dialect, ScaleFiles, WriteJob
+from fp8calib.dialects.dialect import Dialect, WriteJob
 from fp8calib.dialects.kv.kv_scales import read_kv_scales
 
 
@@ -25,17 +25,13 @@ def _write(job: WriteJob, folder: Path) -> None:
     job.save_checkpoint(folder, scales, config_updates=updates, fmt=None)
 
 
-def _recognise(files: ScaleFiles) -> bool:
-    return bool(files.spellings)
-
-
 TGI_CHECKPOINT = Dialect(
     name="tgi",
     description="an overlay with `kv_scale` and `kv_cache_torch_dtype`, the format of TGI's pull "
     "request 2028",
     path_pattern="tgi",
     write=_write,
-    recognise=_recognise,
+    recognise=lambda files: bool(files.spellings),
     read=read_kv_scales,
     needs_model=True,
     joins_kv=True,

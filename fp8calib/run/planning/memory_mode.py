@@ -13,7 +13,7 @@ from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.limits import Limits
 from fp8calib.run.planning.plan import PlanInputs, RunPlan, plan_whole
-from fp8calib.run.planning.stream_plan import plan_streamed
+from fp8calib.run.planning.stream_plan import StreamPlanner
 from fp8calib.run.streaming.model import Streaming
 from fp8calib.run.streaming.probe import Probe
 
@@ -72,7 +72,7 @@ def choose_memory_mode(
         raise cannot_stream
     model = build_skeleton(source, dtype=DTYPES[dtype])
     weights = WeightSource(model, subject.checkpoint)
-    planner = plan_streamed(
+    planner = StreamPlanner(
         replace(subject, model=model, weights=weights),
         limits,
         dtype=DTYPES[dtype],

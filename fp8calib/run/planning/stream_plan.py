@@ -29,7 +29,7 @@ from fp8calib.run.planning.plan import (
 )
 from fp8calib.run.streaming.model import layer_parts, part_outside_layers
 from fp8calib.run.streaming.probe import Probe, expect_duration
-from fp8calib.run.streaming.weights import PartLoader, PartSize
+from fp8calib.run.streaming.weights import PartLoader
 
 _GIB = 2**30
 _ROUNDED_BYTES = 2**25
@@ -43,15 +43,24 @@ class StreamPlanner:
         self,
         subject: PlanInputs,
         limits: Limits,
-        layers: list[PartSize],
         *,
-        outside_bytes: int,
+        dtype: torch.dtype,
+        device: str,
         scratch: Path,
     ) -> None:
+        """Measure the layers by their shapes; the model is built without weights, in `dtype`.
+
+        Raises:
+            ModelError: a weight is missing or has another shape.
+        """
+        loader = PartLoader(
+            subject.model, subject.weights, subject.checkpoint, dtype=dtype, device=device
+        )
+        outside = part_outside_layers(subject.geometry, loader)
+        self._layers = [loader.measure(part) for part in layer_parts(subject.geometry, loader)]
+        self._outside_bytes = loader.measure(outside).placed
         self._subject = subject
         self._limits = limits
-        self._layers = layers
-        self._outside_bytes = outside_bytes
         self._scratch = scratch
         # Before a probe: it replaces embeddings by some of their rows, and the model gets smaller.
         self._why = f"streaming layer by layer: the model needs {compare_whole(subject, limits)[1]}"
@@ -184,30 +193,3 @@ class StreamPlanner:
                 f"there, but {format_gib(free)} are free",
                 hint="use fewer --samples, a larger --memory, or another disk",
             )
-
-
-def plan_streamed(
-    subject: PlanInputs,
-    limits: Limits,
-    *,
-    dtype: torch.dtype,
-    device: str,
-    scratch: Path,
-) -> StreamPlanner:
-    """Make the planner of a streamed run from the shapes of the model's layers.
-
-    The model of `subject` is built without weights, in `dtype`.
-
-    Raises:
-        ModelError: a weight is missing or has another shape.
-    """
-    loader = PartLoader(
-        subject.model, subject.weights, subject.checkpoint, dtype=dtype, device=device
-    )
-    return StreamPlanner(
-        subject,
-        limits,
-        [loader.measure(part) for part in layer_parts(subject.geometry, loader)],
-        outside_bytes=loader.measure(part_outside_layers(subject.geometry, loader)).placed,
-        scratch=scratch,
-    )
