@@ -43,13 +43,19 @@ class CheckpointDialect:
     """Make the `quantization_config`."""
     make_extra_files: _MakeConfig = lambda *_: {}
     """Make the JSON files beside config.json, by name."""
-    name_kv: Callable[[Attention, Role, bool], tuple[str, ...]]
-    """Name the scale of K or V, given whether the checkpoint has a tensor for k_proj."""
+    names_kv_by_projection: bool = False
+    """The scales of K and V are beside those of k_proj and v_proj, where there are such."""
 
     @property
     def schemes(self) -> list[str]:
         """List the schemes that it can express, by name."""
         return list_expressible(self.name)
+
+    def name_kv(self, attention: Attention, role: Role, has_projections: bool) -> tuple[str, ...]:
+        """Name the scale of K or V, given whether the checkpoint has a tensor for k_proj."""
+        if self.names_kv_by_projection and has_projections:
+            return (f"{attention.checkpoint_module}.{role}_proj.{role}_scale",)
+        return name_scales(attention, role)
 
     def name_scale(self, module: str, scheme: Scheme) -> str:
         """Name the scale of a linear's weight."""
@@ -84,16 +90,6 @@ def find_checkpoint_dialect(name: str, scheme: Scheme) -> CheckpointDialect:
             f"{', '.join(scheme.dialects)}",
         )
     return dialect
-
-
-def _name_plain(attention: Attention, role: Role, _: bool) -> tuple[str, ...]:
-    return name_scales(attention, role)
-
-
-def _name_by_projection(attention: Attention, role: Role, has_projections: bool) -> tuple[str, ...]:
-    if not has_projections:
-        return name_scales(attention, role)
-    return (f"{attention.checkpoint_module}.{role}_proj.{role}_scale",)
 
 
 def _make_quantizer(strategy: Config, *, dynamic: bool) -> Config:
@@ -237,21 +233,19 @@ CHECKPOINT_DIALECTS: Mapping[str, CheckpointDialect] = {
             name="compressed-tensors",
             scalar_shape=(1,),
             make_config=_make_compressed_tensors_config,
-            name_kv=_name_plain,
         ),
         CheckpointDialect(
             name="autofp8",
             scalar_shape=(),
             block_scale_name="weight_scale_inv",
             make_config=_make_autofp8_config,
-            name_kv=_name_plain,
         ),
         CheckpointDialect(
             name="modelopt",
             scalar_shape=(),
             make_config=_make_modelopt_config,
             make_extra_files=_make_modelopt_files,
-            name_kv=_name_by_projection,
+            names_kv_by_projection=True,
         ),
     )
 }

@@ -19,7 +19,8 @@ from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
-from fp8calib.quantization.selection.select import Matrix, Selection
+from fp8calib.quantization.selection.matrices import Matrix
+from fp8calib.quantization.selection.select import Selection
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -218,7 +219,7 @@ def _lay_out_shards(
             entry = checkpoint.tensors[name]
             by_file[file].append(
                 OutputTensor(
-                    name=name, dtype=entry.dtype, shape=entry.shape, content=CopiedTensor(name)
+                    name=name, dtype=entry.dtype, shape=entry.shape, content=CopiedTensor()
                 )
             )
     last = checkpoint.weight_files[-1].name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
 from fp8calib.quantization.plan import QuantizePlan, write_json
 from fp8calib.quantization.shard_layout import ShardLayout
-from fp8calib.quantization.shard_writer import ShardWriter, WriteProgress
+from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 
@@ -46,7 +46,7 @@ def quantize(
     out: Path,
     *,
     device: torch.device,
-    progress: WriteProgress,
+    advance: Callable[[int], None],
     resume: bool = False,
     force: bool = False,
     inputs: Collection[Path] = (),
@@ -58,7 +58,7 @@ def quantize(
         plan: what to write.
         out: the folder, which appears only when it is complete; until then it is `OUT.partial`.
         device: where to compute.
-        progress: receives the number of bytes written.
+        advance: called with numbers of bytes that are written.
         resume: continue an interrupted run of the same plan.
         force: replace an existing output.
         inputs: other files that are read, which the output must not replace.
@@ -84,11 +84,11 @@ def quantize(
         scales = WeightScales(plan, reader)
         for shard in plan.shards:
             if shard.name in finished:
-                progress.advance(shard.data_bytes)
+                advance(shard.data_bytes)
                 continue
             temporary = staging / f"{shard.name}.unfinished"
             writer = ShardWriter(shard, reader, scales, plan.settings.scheme)
-            all_zero = writer.write(temporary, progress)
+            all_zero = writer.write(temporary, advance)
             journal.add(shard, all_zero)
             temporary.replace(staging / shard.name)
         _write_side_files(staging, plan)

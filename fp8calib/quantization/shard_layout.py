@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
-from fp8calib.quantization.selection.select import Matrix
+from fp8calib.quantization.selection.matrices import Matrix
 
 
-@dataclass(frozen=True, slots=True)
 class CopiedTensor:
-    """A tensor that is copied from the source."""
-
-    tensor: str
+    """A tensor that is copied from the source, under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlicedMatrix:
+class _OfMatrix:
+    matrix: Matrix
+
+
+class SlicedMatrix(_OfMatrix):
     """An unquantized matrix that is cut out of a stack, [out, in]."""
 
-    matrix: Matrix
 
-
-@dataclass(frozen=True, slots=True)
-class Codes:
+class Codes(_OfMatrix):
     """The FP8 codes of a quantized weight."""
 
-    matrix: Matrix
 
-
-@dataclass(frozen=True, slots=True)
-class WeightScale:
+class WeightScale(_OfMatrix):
     """The scale of a quantized weight, fp32."""
-
-    matrix: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +58,7 @@ class OutputTensor:
     @property
     def size_bytes(self) -> int:
         """Count the bytes of its data."""
-        size = ITEM_SIZE_BYTES[self.dtype]
-        for extent in self.shape:
-            size *= extent
-        return size
+        return ITEM_SIZE_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from fp8calib.fp8.amax import block_amax, row_amax
 from fp8calib.fp8.encode import encode_blocks, encode_rows
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity, Scheme
-from fp8calib.quantization.selection.select import Matrix
+from fp8calib.quantization.selection.matrices import Matrix
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -40,20 +40,13 @@ _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""
 
 
-class WriteProgress(Protocol):
-    """Receives the progress of writing."""
-
-    def advance(self, steps: int) -> None:
-        """Add bytes of the output that are written."""
-
-
 @dataclass(slots=True)
 class _Started:
     """A tensor whose chunks are being read and written."""
 
     tasks: Sequence[Future[Any]]
-    finish: Callable[[list[Any]], None]
     size_bytes: int
+    finish: Callable[[list[Any]], None]
 
 
 class ShardWriter:
@@ -76,8 +69,10 @@ class ShardWriter:
         }
         self._all_zero: list[AllZeroWeight] = []
 
-    def write(self, path: Path, progress: WriteProgress) -> list[AllZeroWeight]:
+    def write(self, path: Path, advance: Callable[[int], None]) -> list[AllZeroWeight]:
         """Write the file, and list the weights that are all zeros, whole or in part.
+
+        `advance` is called with numbers of bytes that are written.
 
         Raises:
             ModelError: a weight cannot be read, or holds NaN or infinity.
@@ -91,10 +86,10 @@ class ShardWriter:
             for item in self._start_all():
                 started.append(item)
                 while len(started) > 1 and sum(len(each.tasks) for each in started) > _TASKS_AHEAD:
-                    _finish(started[0], progress)
+                    _finish(started[0], advance)
                     started.popleft()
             for item in started:
-                _finish(item, progress)
+                _finish(item, advance)
         finally:
             _cancel(started)
             os.close(self._file)
@@ -106,32 +101,28 @@ class ShardWriter:
             if isinstance(content, Constant):
                 self._put_scale(tensor, content.value)
             elif isinstance(content, CopiedTensor):
-                yield self._start_copy(tensor, content.tensor)
+                yield self._start_copy(tensor)
             elif isinstance(content, SlicedMatrix):
                 yield self._start_slice(tensor, content.matrix)
             elif isinstance(content, Codes):
                 yield self._start_codes(tensor, content.matrix)
 
-    def _start_copy(self, tensor: OutputTensor, source: str) -> _Started:
+    def _start_copy(self, tensor: OutputTensor) -> _Started:
         step = 4 * CHUNK_BYTES
 
         def copy(offset: int) -> None:
             stop = min(offset + step, tensor.size_bytes)
-            span = self._reader.checkpoint.read_bytes(source, offset, stop)
+            span = self._reader.checkpoint.read_bytes(tensor.name, offset, stop)
             self._put(self._shard.starts[tensor.name] + offset, span.numpy().data)
 
-        tasks = [
-            self._reader.pool.submit(copy, offset) for offset in range(0, tensor.size_bytes, step)
-        ]
-        return _Started(tasks, lambda _: None, tensor.size_bytes)
+        return self._start(tensor, copy, range(0, tensor.size_bytes, step))
 
     def _start_slice(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         def copy(rows: range) -> None:
             values = self._reader.read(matrix, rows).to(TORCH_DTYPES[tensor.dtype])
             self._put_rows(tensor, rows, values)
 
-        tasks = [self._reader.pool.submit(copy, rows) for rows in split_rows(matrix)]
-        return _Started(tasks, lambda _: None, tensor.size_bytes)
+        return self._start(tensor, copy, split_rows(matrix))
 
     def _start_codes(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         if self._scheme.weights is Granularity.TENSOR:
@@ -147,8 +138,7 @@ class ShardWriter:
 
         self._note(all_zero)
         self._put_scale(self._places[matrix.module], scale)
-        tasks = [self._reader.pool.submit(quantize, rows) for rows in split_rows(matrix)]
-        return _Started(tasks, lambda _: None, tensor.size_bytes)
+        return self._start(tensor, quantize, split_rows(matrix))
 
     def _start_per_part(self, tensor: OutputTensor, matrix: Matrix) -> _Started:
         """Start a weight with a scale per row or block, for which one reading is enough."""
@@ -170,9 +160,18 @@ class ShardWriter:
             self._note(all_zero)
             self._put_scale(self._places[matrix.module], scale)
 
-        parts = split_rows(matrix, block[0])
-        tasks = [self._reader.pool.submit(quantize, rows) for rows in parts]
-        return _Started(tasks, finish, tensor.size_bytes)
+        return self._start(tensor, quantize, split_rows(matrix, block[0]), finish)
+
+    def _start(
+        self,
+        tensor: OutputTensor,
+        write: Callable[[Any], Any],
+        parts: Iterable[Any],
+        finish: Callable[[list[Any]], None] = lambda _: None,
+    ) -> _Started:
+        """Start to write the parts of a tensor; `finish` gets all results, in their order."""
+        tasks = [self._reader.pool.submit(write, part) for part in parts]
+        return _Started(tasks, tensor.size_bytes, finish)
 
     def _put_rows(self, tensor: OutputTensor, rows: range, values: torch.Tensor) -> None:
         row_bytes = tensor.size_bytes // tensor.shape[0]
@@ -194,9 +193,9 @@ class ShardWriter:
             self._all_zero.append(all_zero)
 
 
-def _finish(started: _Started, progress: WriteProgress) -> None:
+def _finish(started: _Started, advance: Callable[[int], None]) -> None:
     started.finish([task.result() for task in started.tasks])
-    progress.advance(started.size_bytes)
+    advance(started.size_bytes)
 
 
 def _cancel(started: Iterable[_Started]) -> None:

@@ -370,7 +370,7 @@ def test_stacks_that_are_stored_in_fp8_are_quantized_anew(tmp_path: Path) -> Non
     with DequantizedCheckpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, settings, select(checkpoint))
         device = torch.device("cpu")
-        quantize(checkpoint, plan, tmp_path / "fp8", device=device, progress=Silent())
+        quantize(checkpoint, plan, tmp_path / "fp8", device=device, advance=Silent().advance)
     written = load_file(tmp_path / "fp8" / "model.safetensors")
     rows, columns = np.arange(300) // 128, np.arange(HIDDEN) // 128
     for expert in range(EXPERTS):

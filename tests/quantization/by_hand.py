@@ -140,7 +140,7 @@ def run(
             plan,
             out,
             device=torch.device("cpu"),
-            progress=Silent(),
+            advance=Silent().advance,
             resume=resume,
             force=force,
         )

@@ -62,7 +62,7 @@ def run(source: Path, out: Path, scheme: str, *ignore: str) -> dict[str, torch.T
         check_unquantized(checkpoint)
         asked = PlanSettings(scheme=found, dialect=dialect, ignore=ignore)
         plan = make_plan(checkpoint, asked, select(checkpoint, ignore=ignore))
-        quantize(checkpoint, plan, out, device=torch.device("cpu"), progress=Silent())
+        quantize(checkpoint, plan, out, device=torch.device("cpu"), advance=Silent().advance)
     return read(out)
 
 

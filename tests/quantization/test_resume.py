@@ -53,7 +53,7 @@ def stop(source: Path, out: Path, signal_number: int | None = None, scheme: str 
             select(checkpoint),
         )
         progress = Stopping(plan.shards[0].data_bytes, signal_number)
-        quantize(checkpoint, plan, out, device=torch.device("cpu"), progress=progress)
+        quantize(checkpoint, plan, out, device=torch.device("cpu"), advance=progress.advance)
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def _quantize(
     plan = make_plan(job.checkpoint, settings, selection, scales=scales)
     bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
     written = quantize(
-        job.checkpoint, plan, folder / scheme, device=torch.device("cpu"), progress=bar
+        job.checkpoint, plan, folder / scheme, device=torch.device("cpu"), advance=bar.advance
     )
     outcome = Outcome(
         plan=plan,

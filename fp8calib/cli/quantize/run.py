@@ -140,7 +140,7 @@ def _write(
             plan,
             settings.out,
             device=device,
-            progress=bar,
+            advance=bar.advance,
             resume=settings.resume,
             force=settings.force,
             inputs=inputs,

@@ -8,14 +8,9 @@ from dataclasses import dataclass, replace
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.engines.weights.faults import name_fused_group
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.module_paths import split_expert
-from fp8calib.quantization.selection.expert_matrices import (
-    ExpertMatrix,
-    ExpertStacks,
-    StackPosition,
-)
+from fp8calib.quantization.selection.matrices import SUFFIX, ExpertStacks, Matrix
 from fp8calib.quantization.selection.patterns import (
     TOWER,
     Reason,
@@ -25,7 +20,6 @@ from fp8calib.quantization.selection.patterns import (
     spell_options,
 )
 
-_SUFFIX = ".weight"
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 _CONV1D_TYPES = frozenset(
     {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
@@ -34,7 +28,6 @@ _CONV1D_TYPES = frozenset(
 _SMALLEST_MATRIX = 16
 """A tensor with a shorter side in its last two axes is a convolution kernel."""
 _EXPERTS = re.compile(r"(.+\.experts)\..+")
-_LAYER = re.compile(r"(.*?\.\d+)\.")
 HEAD = "lm_head"
 _HEADS: Mapping[str, str] = {
     "biogpt": "output_projection",
@@ -55,40 +48,6 @@ _PARTIAL_CONFIGS = frozenset(
     {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
 )
 """A config with one of these has a text model as a part, and engines give it another prefix."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
-    """The weight of one linear, [rows, columns]: outputs by inputs."""
-
-    module: str
-    """The linear's path in the checkpoint."""
-    shape: tuple[int, int]
-    dtype: str
-    """In the spelling of safetensors."""
-    position: StackPosition | None = None
-    """Its position in a stack; None where it is a whole tensor of the source."""
-
-    @property
-    def tensor(self) -> str:
-        """Name the tensor it is written to."""
-        return self.module + _SUFFIX
-
-    @property
-    def source(self) -> str:
-        """Name the tensor it is read from."""
-        return self.tensor if self.position is None else self.position.tensor
-
-    @property
-    def layer(self) -> str:
-        """Name the layer it belongs to; empty outside the numbered layers."""
-        found = _LAYER.match(self.module)
-        return found.group(1) if found else ""
-
-    @property
-    def fused_group(self) -> str:
-        """Name the fused projection that engines load it into."""
-        return name_fused_group(self.module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +98,11 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
         ModelError: there is nothing to quantize, or the layout of a weight is unknown.
     """
     config = checkpoint.load_config()
-    stacks = ExpertStacks(config, {n: entry.shape for n, entry in checkpoint.tensors.items()})
+    stacks = ExpertStacks(config, checkpoint.tensors)
     split = {name: stacks.split(name) for name in checkpoint.tensors}
     experts = [matrix.module for inside in split.values() for matrix in inside]
     matrices = (
-        name.removesuffix(_SUFFIX)
+        name.removesuffix(SUFFIX)
         for name, entry in checkpoint.tensors.items()
         if split[name] or _is_linear(name, entry) or _is_stacked(name, entry)
     )
@@ -160,7 +119,7 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
     for name, entry in checkpoint.tensors.items():
         if len(entry.shape) < 2 or 0 in entry.shape:
             continue
-        module = name.removesuffix(_SUFFIX)
+        module = name.removesuffix(SUFFIX)
         inside = split[name]
         reason = _find_reason(module, entry, ignored, vocab_sizes)
         reason = reason or _find_reason_of_experts(name, inside, ignored)
@@ -170,9 +129,9 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
             reason = _ENCODER_TOWER
         if reason is not None:
             unquantized.append(_make_unquantized(name, entry, reason, inside))
-            unquantized_experts += _make_expert_matrices(inside, entry.dtype)
+            unquantized_experts += inside
         elif inside:
-            quantized += _make_expert_matrices(inside, entry.dtype)
+            quantized += inside
         elif _is_stacked(name, entry):
             raise _unknown_stack(checkpoint, name, entry, stacks.explain_unknown())
         elif _is_linear(name, entry):
@@ -198,7 +157,7 @@ def _list_tied_heads(checkpoint: Checkpoint, config: Mapping[str, object]) -> li
     """Name the output heads that share the tensor of the embedding."""
     heads = dict.fromkeys((HEAD, _HEADS.get(str(config.get("model_type")), HEAD)))
     is_tied = config.get("tie_word_embeddings", True)
-    return [head for head in heads if is_tied and f"{head}{_SUFFIX}" not in checkpoint]
+    return [head for head in heads if is_tied and f"{head}{SUFFIX}" not in checkpoint]
 
 
 def _find_ends(
@@ -231,18 +190,11 @@ def _list_ends(module: str, *, only_outermost: bool = False) -> Iterator[str]:
         yield end
 
 
-def _make_expert_matrices(inside: Collection[ExpertMatrix], dtype: str) -> Iterator[Matrix]:
-    return (
-        Matrix(module=item.module, shape=item.shape, dtype=dtype, position=item.position)
-        for item in inside
-    )
-
-
 def _make_unquantized(
-    name: str, entry: TensorEntry, reason: Reason, inside: Collection[ExpertMatrix]
+    name: str, entry: TensorEntry, reason: Reason, inside: Collection[Matrix]
 ) -> UnquantizedMatrix:
     return UnquantizedMatrix(
-        module=name.removesuffix(_SUFFIX),
+        module=name.removesuffix(SUFFIX),
         why=reason.why,
         is_linear=_is_linear(name, entry),
         tree=reason.tree,
@@ -251,7 +203,7 @@ def _make_unquantized(
 
 
 def _is_linear(name: str, entry: TensorEntry) -> bool:
-    return name.endswith(_SUFFIX) and len(entry.shape) == 2
+    return name.endswith(SUFFIX) and len(entry.shape) == 2
 
 
 def _find_reason(
@@ -268,9 +220,9 @@ def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
     """Find the modules with the projections of a first-generation Mamba mixer."""
     found = (
         {
-            name.removesuffix(f".{sign}{_SUFFIX}")
+            name.removesuffix(f".{sign}{SUFFIX}")
             for name in checkpoint.tensors
-            if name.endswith(f".{sign}{_SUFFIX}")
+            if name.endswith(f".{sign}{SUFFIX}")
         }
         for sign in _MAMBA_SIGNS
     )
@@ -278,7 +230,7 @@ def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _find_reason_of_experts(
-    name: str, inside: Collection[ExpertMatrix], ignored: Mapping[str, str]
+    name: str, inside: Collection[Matrix], ignored: Mapping[str, str]
 ) -> Reason | None:
     """Find the pattern for which a stack of experts stays unquantized; None when there is none.
 

@@ -1,10 +1,13 @@
-"""Find the matrices in a tensor of stacked experts, by model type, hidden size and shape."""
+"""The weights of linears, and how to find those of stacked experts in their tensor."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.engines.weights.faults import name_fused_group
 from fp8calib.geometry.expert_layouts import (
     UNSERVED_STACKS,
     ExpertLayout,
@@ -15,6 +18,8 @@ from fp8calib.geometry.expert_layouts import (
     list_types,
 )
 
+SUFFIX = ".weight"
+_LAYER = re.compile(r"(.*?\.\d+)\.")
 _STACK_AXES = 3
 
 
@@ -31,21 +36,44 @@ class StackPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertMatrix:
-    """The weight of one projection of one expert."""
+class Matrix:
+    """The weight of one linear, [rows, columns]: outputs by inputs."""
 
     module: str
-    """Its path where every expert has its own tensor."""
+    """The linear's path in the checkpoint; of an expert, that where each has its own tensor."""
     shape: tuple[int, int]
-    """[out, in]."""
-    position: StackPosition
+    dtype: str
+    """In the spelling of safetensors."""
+    position: StackPosition | None = None
+    """Its position in a stack; None where it is a whole tensor of the source."""
+
+    @property
+    def tensor(self) -> str:
+        """Name the tensor it is written to."""
+        return self.module + SUFFIX
+
+    @property
+    def source(self) -> str:
+        """Name the tensor it is read from."""
+        return self.tensor if self.position is None else self.position.tensor
+
+    @property
+    def layer(self) -> str:
+        """Name the layer it belongs to; empty outside the numbered layers."""
+        found = _LAYER.match(self.module)
+        return found.group(1) if found else ""
+
+    @property
+    def fused_group(self) -> str:
+        """Name the fused projection that engines load it into."""
+        return name_fused_group(self.module)
 
 
 class ExpertStacks:
     """The expert stacks of a checkpoint, described by config.json and the shapes of tensors."""
 
-    def __init__(self, config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
+    def __init__(self, config: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> None:
+        self._tensors = tensors
         self._type, self._layout, self._hidden_size = find_layout(config)
         self._unserved = next(
             (why for kind, why in UNSERVED_STACKS.items() if kind in list_types(config)), None
@@ -62,7 +90,7 @@ class ExpertStacks:
             f"hidden size {self._hidden_size}"
         )
 
-    def split(self, name: str) -> tuple[ExpertMatrix, ...]:
+    def split(self, name: str) -> tuple[Matrix, ...]:
         """List the matrices of a stack, expert by expert; none when its layout is unknown."""
         stack = find_stack(self._layout, name) if self._layout else None
         if stack is None or self._layout is None:
@@ -72,12 +100,12 @@ class ExpertStacks:
             turns = self._list_turns_beside(self._layout, stack, name)
         if len(turns) != 1:
             return ()
-        shape = self._shapes[name]
-        return tuple(_list_matrices(stack, name, shape, is_transposed=turns[0]))
+        entry = self._tensors[name]
+        return tuple(_list_matrices(stack, name, entry, is_transposed=turns[0]))
 
     def _list_turns(self, layout: ExpertLayout, stack: Stack, name: str) -> list[bool]:
         """List the orientations that fit a stack's shape: whether it is transposed."""
-        shape = self._shapes.get(name, ())
+        shape = self._tensors[name].shape if name in self._tensors else ()
         turns = _ORIENTATIONS[layout.order] if len(shape) == _STACK_AXES else ()
         return [turn for turn in turns if self._fits(stack, shape, is_transposed=turn)]
 
@@ -111,16 +139,17 @@ def _orient(shape: tuple[int, ...], *, is_transposed: bool) -> tuple[int, int]:
 
 
 def _list_matrices(
-    stack: Stack, name: str, shape: tuple[int, ...], *, is_transposed: bool
-) -> Iterator[ExpertMatrix]:
-    outputs, inputs = _orient(shape, is_transposed=is_transposed)
+    stack: Stack, name: str, entry: TensorEntry, *, is_transposed: bool
+) -> Iterator[Matrix]:
+    outputs, inputs = _orient(entry.shape, is_transposed=is_transposed)
     rows = outputs // len(stack.projections)
     base = name.removesuffix(stack.ending) + stack.base
-    for expert in range(shape[0]):
+    for expert in range(entry.shape[0]):
         for number, projection in enumerate(stack.projections):
-            yield ExpertMatrix(
+            yield Matrix(
                 module=f"{base}.{expert}.{projection}",
                 shape=(rows, inputs),
+                dtype=entry.dtype,
                 position=StackPosition(
                     tensor=name, expert=expert, first=number * rows, is_transposed=is_transposed
                 ),
