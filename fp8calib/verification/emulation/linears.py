@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -158,122 +158,96 @@ def emulate_checkpoint(
         VerificationError: the checkpoint quantizes no linear of the model, quantizes one in part,
             lacks one, or quantizes the output head or an embedding.
     """
-    stored = [
-        parameter
-        for group in find_parameters(geometry, dict(model.named_modules()), routers=True)
-        for parameter in group
-        if _is_stored(parameter, checkpoint, source)
-    ]
+    found = _Matched(checkpoint, source, model)
+    groups = find_parameters(geometry, dict(model.named_modules()), routers=True)
+    stored = [parameter for group in groups for parameter in group if found.is_stored(parameter)]
     if not stored:
         raise VerificationError(
             f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",
             hint="name the model that the checkpoint was made from",
         )
-    others = _list_others(model, stored)
-    for name in sorted(others):
-        _require_tensors(name, checkpoint, source)
-    _refuse_embeddings(model, checkpoint, source)
+    others = found.list_others(stored)
+    found.refuse_embeddings()
     plain = StoredWeights(
         parameters=(),
         source=source,
         fmt=checkpoint.fmt,
         clip_limits=WeightSource(model, ClipLimits(checkpoint)),
-        scales=dict(_stored_scales(stored, checkpoint, source)),
+        scales={parameter.name: found.scales_of(parameter) for parameter in stored},
     )
     blocks = Quantizer(fmt=checkpoint.fmt, scale=Granularity.BLOCK, power_of_two=True)
-    changes = tuple(
-        replace(
-            plain,
-            parameters=(parameter,),
-            again=blocks
-            if numerics.group_scales_power_of_two and _has_groups(parameter, checkpoint, source)
-            else None,
-        )
-        for parameter in stored
-    )
-    inputs = dict(_stored_inputs(stored, checkpoint, source, numerics))
-    return inputs, (*changes, *_copied(others, source, is_changed))
-
-
-def _stored_scales(
-    stored: list[WeightParameter], checkpoint: Fp8Checkpoint, source: WeightSource
-) -> Iterator[tuple[str, ScaleRange]]:
+    changes: list[WeightChange] = []
+    inputs: dict[Site, Quantizer] = {}
     for parameter in stored:
-        names = sorted(source.tensor_names([parameter.name]))
-        scales = torch.cat([checkpoint.weight_scale(name).flatten() for name in names])
-        yield parameter.name, ScaleRange.of(scales, per=checkpoint.granularity(names[0]))
-
-
-def _list_others(model: LoadedModel, stored: list[WeightParameter]) -> set[str]:
-    """List the unquantized parameters of the text decoder."""
-    names = {name for name, _ in model.named_parameters()} - {p.name for p in stored}
-    return {name for name in names if is_of_decoder(name, model)}
-
-
-def _refuse_embeddings(model: LoadedModel, checkpoint: Fp8Checkpoint, source: WeightSource) -> None:
-    quantized = sorted(source.tensor_names(list_ends(model)) & checkpoint.quantized)
-    if quantized:
-        raise VerificationError(
-            f"{checkpoint.folder}: {quantized[0]} is an embedding or the output head, "
-            "which are not emulated in FP8",
-            hint="exclude lm_head and embeddings from quantization, as every tool does by default",
-        )
-
-
-def _copied(
-    others: Collection[str], source: WeightSource, is_changed: Callable[[str], bool]
-) -> Iterator[WeightChange]:
-    for name in sorted(others):
-        names = source.tensor_names([name])
-        if names and any(map(is_changed, names)):
-            parameter = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
-            yield CopiedParameter(parameters=(parameter,), source=source)
-
-
-def _is_stored(parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource) -> bool:
-    names = _require_tensors(parameter.name, checkpoint, source)
-    quantized = names & checkpoint.quantized
-    if quantized and quantized != names:
-        missing = sorted(names - quantized)
-        raise VerificationError(
-            f"{checkpoint.folder}: {parameter.name} is FP8 in part: {missing[0]} is not"
-        )
-    return bool(quantized)
-
-
-def _require_tensors(
-    parameter: str, checkpoint: Fp8Checkpoint, source: WeightSource
-) -> frozenset[str]:
-    names = source.tensor_names([parameter])
-    if not names:
-        strangers = ", ".join(source.unused[:3]) or "none"
-        raise VerificationError(
-            f"{checkpoint.folder}: there is no weight for {parameter}",
-            hint=f"tensors there that the model does not have: {strangers}",
-        )
-    return names
-
-
-def _has_groups(
-    parameter: WeightParameter, checkpoint: Fp8Checkpoint, source: WeightSource
-) -> bool:
-    """Tell whether the inputs of a weight are scaled per group, and the weight per block."""
-    names = source.tensor_names([parameter.name])
-    return any(checkpoint.activation(name).kind is InputScaling.GROUP for name in names)
-
-
-def _stored_inputs(
-    stored: list[WeightParameter],
-    checkpoint: Fp8Checkpoint,
-    source: WeightSource,
-    numerics: Numerics,
-) -> Iterator[tuple[Site, Quantizer]]:
-    for parameter in stored:
-        found = {checkpoint.activation(name) for name in source.tensor_names([parameter.name])}
-        quantizer = _input_quantizer(parameter, found, checkpoint, numerics)
+        activations = found.activations_of(parameter)
+        has_groups = any(each.kind is InputScaling.GROUP for each in activations)
+        again = blocks if numerics.group_scales_power_of_two and has_groups else None
+        changes.append(replace(plain, parameters=(parameter,), again=again))
+        quantizer = _input_quantizer(parameter, activations, checkpoint, numerics)
         if quantizer is not None:
-            for site in parameter.sites:
-                yield Site(site.module, Role.INPUT), quantizer
+            inputs |= {Site(site.module, Role.INPUT): quantizer for site in parameter.sites}
+    for name, tensors in others.items():
+        if any(map(is_changed, tensors)):
+            parameter = WeightParameter(name=name, sites=(), is_transposed=False, num_experts=0)
+            changes.append(CopiedParameter(parameters=(parameter,), source=source))
+    return inputs, tuple(changes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """An FP8 checkpoint, matched with the parameters of the model it was made from."""
+
+    checkpoint: Fp8Checkpoint
+    source: WeightSource
+    model: LoadedModel
+
+    def tensors_of(self, parameter: str) -> frozenset[str]:
+        """Give the tensors that a parameter is made from; there must be one."""
+        names = self.source.tensor_names([parameter])
+        if not names:
+            strangers = ", ".join(self.source.unused[:3]) or "none"
+            raise VerificationError(
+                f"{self.checkpoint.folder}: there is no weight for {parameter}",
+                hint=f"tensors there that the model does not have: {strangers}",
+            )
+        return names
+
+    def is_stored(self, parameter: WeightParameter) -> bool:
+        """Tell whether the weight is FP8 in the checkpoint, and refuse one that is in part."""
+        names = self.tensors_of(parameter.name)
+        unquantized = sorted(names - self.checkpoint.quantized)
+        if unquantized and len(unquantized) < len(names):
+            raise VerificationError(
+                f"{self.checkpoint.folder}: {parameter.name} is FP8 in part: {unquantized[0]} is "
+                "not"
+            )
+        return not unquantized
+
+    def list_others(self, stored: list[WeightParameter]) -> dict[str, frozenset[str]]:
+        """Give the tensors of the unquantized parameters of the text decoder."""
+        names = {name for name, _ in self.model.named_parameters()} - {p.name for p in stored}
+        inside = sorted(name for name in names if is_of_decoder(name, self.model))
+        return {name: self.tensors_of(name) for name in inside}
+
+    def refuse_embeddings(self) -> None:
+        names = self.source.tensor_names(list_ends(self.model))
+        if quantized := sorted(names & self.checkpoint.quantized):
+            raise VerificationError(
+                f"{self.checkpoint.folder}: {quantized[0]} is an embedding or the output head, "
+                "which are not emulated in FP8",
+                hint="exclude lm_head and embeddings from quantization, as every tool does by "
+                "default",
+            )
+
+    def scales_of(self, parameter: WeightParameter) -> ScaleRange:
+        names = sorted(self.source.tensor_names([parameter.name]))
+        scales = torch.cat([self.checkpoint.weight_scale(name).flatten() for name in names])
+        return ScaleRange.of(scales, per=self.checkpoint.granularity(names[0]))
+
+    def activations_of(self, parameter: WeightParameter) -> set[Activation]:
+        """Give how the config quantizes the inputs of a weight's tensors."""
+        names = self.source.tensor_names([parameter.name])
+        return {self.checkpoint.activation(name) for name in names}
 
 
 def _input_quantizer(
