@@ -1,4 +1,4 @@
-"""The verb: run calibration data through a model and gather its statistics."""
+"""Run calibration data through a model and collect its statistics."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def calibrate(
     streaming: Streaming | None = None,
     share: WorkShare = WHOLE,
 ) -> CalibrationStats:
-    """Gather the statistics that `recipe` asks for; `plan` is None when it asks for weights alone.
+    """Collect the statistics that `recipe` asks for; `plan` is None if it asks for weights only.
 
-    With `streaming` the model has no weights yet: they are read layer by layer, each once, and the
-    statistics are the same, bit for bit. Of several processes only the first one returns them all.
+    With `streaming` the model has no weights yet: those of each layer are read once, and the
+    statistics are the same, bit for bit. Of several processes only the first returns them all.
 
     Raises:
         UsageError: there are fewer batches than shards.
@@ -101,15 +101,10 @@ def make_header(
     *,
     compute_dtype: str | None = None,
 ) -> StatsHeader:
-    """Make the header of a run's statistics before the run, without what is skipped.
+    """Make the header of a run's statistics, without the skipped sites, which the run finds.
 
-    Args:
-        prepared: the model, with or without its weights.
-        plan: the data.
-        source: where the model is from.
-        checkpoint: its weights.
-        recipe: what is observed.
-        compute_dtype: the dtype the model computes in; None for that of the weights in `prepared`.
+    `prepared` may be without weights. `compute_dtype` is the dtype that the model computes in; None
+    means the dtype of `prepared`.
     """
     return StatsHeader(
         geometry=prepared.geometry,
@@ -129,7 +124,7 @@ def make_header(
 
 
 def text_hashes_of(plan: DataPlan | None) -> torch.Tensor:
-    """Give the hashes of a run's text, none where it has none."""
+    """Give the hashes of a run's text; an empty tensor without a text."""
     return torch.zeros(0, dtype=torch.int64) if plan is None else plan.text.hashes
 
 
@@ -230,7 +225,7 @@ def _activations(
 
 @contextmanager
 def _checkpoints(recorder: Recorder, journal: Journal | None) -> Iterator[Callable[[], None]]:
-    """Save the statistics of a recorder when due, at the end, and at an interruption."""
+    """Save a recorder's statistics at intervals, at the end, and on an interruption."""
     if journal is None:
         yield lambda: None
         return
@@ -247,6 +242,6 @@ def _require_kv(prepared: PreparedModel, sites: Mapping[Site, SiteStats]) -> Non
         is_own = attention.producer is None and attention.module not in prepared.ignored
         if is_own and attention.site(Role.K) not in sites:
             raise CalibrationError(
-                f"layer {layer.index} ({layer.mixer}) never wrote to the KV cache, though its "
-                "topology says it keeps one"
+                f"layer {layer.index} ({layer.mixer}) has a KV cache by its topology, but never "
+                "wrote to it"
             )

@@ -1,4 +1,4 @@
-"""The size of a KV cache, from a geometry or, for unknown models, from config.json alone."""
+"""The size of a KV cache, from a geometry, or for an unknown model from its config.json."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def kv_bytes_per_token(geometry: ModelGeometry) -> tuple[int, int]:
 def estimate_kv_bytes(config: Mapping[str, object]) -> tuple[int, int] | None:
     """Give the bytes of KV cache per token over all layers, before and in FP8.
 
-    None where the config does not tell layers, heads and their size by the usual names. Layers
-    that read another layer's cache count as if they had one.
+    None if the config has no usual key for the number of layers, of heads or for their size. Layers
+    that read another layer's cache count as if they had their own.
     """
     text = next((inner for key in _INNER_CONFIGS if isinstance(inner := config.get(key), dict)), {})
     fields = {**config, **text}
@@ -41,7 +41,7 @@ def _count_layers(fields: Mapping[str, object]) -> int | None:
 
 
 def _count_elements(fields: Mapping[str, object]) -> int | None:
-    """Count the numbers that one layer caches per token."""
+    """Give how many numbers one layer caches per token."""
     latent, rotary = _take(fields, "kv_lora_rank"), _take(fields, "qk_rope_head_dim")
     if latent is not None and rotary is not None:
         return latent + rotary

@@ -1,7 +1,7 @@
 """The shape of a model, as far as scales depend on it.
 
-A `ModelGeometry` is found once on a live model (`fp8calib.model.topology`) and travels in the stats
-file, so that every export, at any tensor-parallel degree, can be made without the model.
+A `ModelGeometry` is found once from a model's modules (`fp8calib.model.topology`) and stored in the
+stats file. Exports at any tensor-parallel degree therefore need no model.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ Shard = Literal["column", "row", "replicated"]
 Section = Literal["attention", "mlp", "other"]
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """A record that cannot be changed, and accepts no unknown fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Part(_Frozen):
+class Part(Frozen):
     """The output rows of one logical projection inside a (possibly fused) weight.
 
-    The rows come in `count` units of `unit` consecutive rows: a head of q, k or v, or one row of an
-    MLP projection. Unit u begins at
-    `first + (u // per_group) * group_stride + (u % per_group) * unit`, which covers stacked
+    They are `count` units of `unit` consecutive rows. A unit is a head of q, k or v, or one row of
+    an MLP projection. Unit u begins at row
+    `first + (u // per_group) * group_stride + (u % per_group) * unit`. This describes stacked
     ([q;k;v]), interleaved (q k v per head) and grouped (q..q k v) layouts.
     """
 
@@ -48,14 +50,14 @@ class Part(_Frozen):
         return self.first + group * self.group_stride + place * self.unit
 
 
-class Linear(_Frozen):
+class Linear(Frozen):
     """A linear projection of a decoder layer, or one projection of all experts of a layer."""
 
     module: str
     """Path in the model. For experts, the experts' module and the projection's name."""
     section: Section
     root: str
-    """Path of the attention or MLP module that keys of JSON dialects are relative to."""
+    """Path of the attention or MLP module to which keys of JSON dialects are relative."""
     in_features: int
     out_features: int
     shard: Shard
@@ -69,7 +71,7 @@ class Linear(_Frozen):
     """The tensor in the checkpoint, where exactly one tensor is the whole weight."""
 
     def logical(self, part: Part, expert: int | None = None) -> str:
-        """Path of `part` as if nothing were fused: `...attn.q_proj`, `...experts.3.up_proj`."""
+        """Path of `part` if nothing were fused: `...attn.q_proj`, `...experts.3.up_proj`."""
         parent = self.module.rpartition(".")[0]
         middle = "" if expert is None else f"{expert}."
         return f"{parent}.{middle}{part.name}"
@@ -84,7 +86,7 @@ class Linear(_Frozen):
         return tuple(range(self.num_experts)) if self.num_experts else (None,)
 
 
-class Attention(_Frozen):
+class Attention(Frozen):
     """An attention module that reads a KV cache."""
 
     module: str
@@ -100,21 +102,21 @@ class Attention(_Frozen):
     producer: int | None = None
     """The layer whose K and V this layer reads instead of its own (shared KV)."""
     query_divisor: float = 1.0
-    """What the model multiplied q by before attention; engines cache and quantize q without it."""
+    """The model multiplies q by this before attention; engines quantize q without it."""
 
     def site(self, role: Role) -> Site:
-        """Name the k, v or q site of this module."""
+        """Give the k, v or q site of this module."""
         return Site(self.module, role)
 
     @property
     def kv_elements_per_token(self) -> int:
-        """How many numbers a server caches per token, 0 when another layer holds them."""
+        """How many numbers a server caches per token; 0 if the layer reads another's cache."""
         if self.producer is not None:
             return 0
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
 
 
-class Layer(_Frozen):
+class Layer(Frozen):
     """A decoder layer."""
 
     index: int
@@ -126,7 +128,7 @@ class Layer(_Frozen):
     linears: tuple[Linear, ...]
 
 
-class ModelGeometry(_Frozen):
+class ModelGeometry(Frozen):
     """Everything about a model that scales and their files depend on."""
 
     architecture: str
@@ -135,8 +137,8 @@ class ModelGeometry(_Frozen):
     checkpoint_dtype: str
     layers: tuple[Layer, ...]
     num_draft_layers: int = 0
-    """Layers behind these that a checkpoint holds for multi-token prediction: a draft model's, with
-    a cache of its own."""
+    """Layers for multi-token prediction that the checkpoint stores after these. A draft model runs
+    them, with its own cache."""
 
     def linears(self) -> Iterator[tuple[Layer, Linear]]:
         """Every linear with its layer, in the model's order."""
@@ -158,11 +160,7 @@ class ModelGeometry(_Frozen):
 
 
 def find_difference(one: ModelGeometry, other: ModelGeometry) -> str:
-    """Say where two models differ in what is computed; names in a checkpoint do not count.
-
-    Returns:
-        The first place, in words; empty where there is none.
-    """
+    """Describe the first difference of two models, except names in a checkpoint; empty if none."""
     for name in ("architecture", "model_type"):
         if (own := getattr(one, name)) != (there := getattr(other, name)):
             return f"its {name} is {own}, not {there}"
@@ -173,7 +171,7 @@ def find_difference(one: ModelGeometry, other: ModelGeometry) -> str:
 
 
 def _bare(layer: Layer) -> Layer:
-    """Leave out what a checkpoint calls things."""
+    """Remove the names in a checkpoint."""
     attention = layer.attention and layer.attention.model_copy(update={"checkpoint_module": ""})
     linears = (each.model_copy(update={"checkpoint_name": None}) for each in layer.linears)
     return layer.model_copy(update={"attention": attention, "linears": tuple(linears)})

@@ -1,4 +1,4 @@
-"""Paths of modules: patterns that match them, and experts in them."""
+"""Match the paths of modules with patterns, and find the number of an expert in them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
 def list_paths(module: str) -> Iterator[str]:
-    """List the paths of the modules that hold a module, its own last: `a`, `a.b`, `a.b.c`."""
+    """List the paths of a module and all its parents, outermost first: `a`, `a.b`, `a.b.c`."""
     parts = module.split(".")
     return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
 
 
 def matches_pattern(pattern: str, *paths: str) -> bool:
-    """Tell whether a glob, or `re:` and an expression, matches one of `paths` from end to end.
+    """Tell whether a glob, or `re:` and an expression, matches the whole of one of `paths`.
 
     Raises:
         ValueError: `re:` is not followed by a regular expression.
@@ -27,7 +27,7 @@ def matches_pattern(pattern: str, *paths: str) -> bool:
 
 
 def matches_expression(expression: str, *paths: str, is_whole: bool = False) -> bool:
-    """Tell whether a regular expression matches the start of one of `paths`, or all of one.
+    """Tell whether a regular expression matches the start, or the whole, of one of `paths`.
 
     Raises:
         ValueError: it is not a regular expression.
@@ -40,12 +40,12 @@ def matches_expression(expression: str, *paths: str, is_whole: bool = False) -> 
 
 
 def split_expert(module: str) -> tuple[str, int, str] | None:
-    """Split a path inside an expert: of all experts, the expert's number, the rest; else None."""
+    """Split a path in an expert: the path of all experts, its number, the rest; else None."""
     found = _EXPERT.fullmatch(module)
     return (found[1], int(found[2]), found[3]) if found else None
 
 
 def span_experts(module: str) -> str:
-    """Put `*` for an expert's number: the result is the same for all experts of a layer."""
+    """Replace an expert's number by `*`, so that all experts of a layer have the same path."""
     found = split_expert(module)
     return f"{found[0]}.*.{found[2]}" if found else module

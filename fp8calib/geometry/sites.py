@@ -1,4 +1,4 @@
-"""A site: the place in a model where a tensor is observed or scaled."""
+"""Sites: the places in a model where tensors are observed or scaled."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class Site:
 
     @classmethod
     def parse(cls, text: str) -> Site:
-        """Read `model.layers.7.self_attn.v`; ValueError when the role is none of ours."""
+        """Parse `model.layers.7.self_attn.v`; ValueError if the role is unknown."""
         module, _, role = text.rpartition(".")
         return cls(module, Role(role))

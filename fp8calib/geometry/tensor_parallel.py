@@ -1,7 +1,7 @@
 """Which heads, rows and channels each tensor-parallel rank owns.
 
-The split is the one of Megatron-style engines (vLLM `model_executor/layers/linear.py`): contiguous,
-equal parts; KV heads are replicated when there are fewer of them than ranks.
+The split is that of Megatron-style engines (vLLM `model_executor/layers/linear.py`): contiguous,
+equal parts. KV heads are replicated if there are fewer than ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
 
 
 def rank_range(count: int, tp: int, rank: int) -> range:
-    """Units of `count` that `rank` of `tp` owns; a shared one when there are fewer than ranks."""
+    """Give the units, of `count`, that `rank` of `tp` owns; one shared unit if they are too few."""
     if count < tp:
         owned = rank * count // tp
         return range(owned, owned + 1)
@@ -19,9 +19,10 @@ def rank_range(count: int, tp: int, rank: int) -> range:
 
 
 def check_heads(geometry: ModelGeometry, tp: int) -> None:
-    """Refuse a degree that does not divide the attention heads, or neither divides the KV heads.
+    """Refuse a degree that does not fit the heads of attention.
 
-    Latent attention caches one latent that is whole on every rank, so only its query heads count.
+    It must divide the attention heads, and divide the KV heads or be a multiple of them. Every rank
+    caches the whole latent of latent attention, so that has no KV heads to divide.
     """
     _check_positive(tp)
     for layer, attention in geometry.attentions():
@@ -34,13 +35,14 @@ def check_heads(geometry: ModelGeometry, tp: int) -> None:
         kv = attention.num_kv_heads
         if attention.kind == "heads" and kv % tp and tp % kv:
             raise UsageError(
-                f"--tp {tp} and the {kv} KV heads of layer {layer.index}: none divides the other",
+                f"--tp {tp} and the {kv} KV heads of layer {layer.index}: neither divides the "
+                "other",
                 hint="use a degree that divides the KV heads, or a multiple of their number",
             )
 
 
 def check_linears(geometry: ModelGeometry, tp: int) -> None:
-    """Refuse what `check_cuts` does, and a degree that cuts the stored blocks of experts."""
+    """Refuse what `check_cuts` refuses, and a degree that splits stored blocks of experts."""
     check_cuts(geometry, tp)
     for _, linear in geometry.linears():
         if linear.num_experts and linear.section != "other" and linear.shard != "replicated":
@@ -48,7 +50,7 @@ def check_linears(geometry: ModelGeometry, tp: int) -> None:
 
 
 def check_cuts(geometry: ModelGeometry, tp: int) -> None:
-    """Refuse a degree that does not cut every attention and MLP weight into equal parts."""
+    """Refuse a degree that does not split every attention and MLP weight into equal parts."""
     for layer, linear in geometry.linears():
         if linear.section == "other" or linear.shard == "replicated":
             continue
@@ -74,7 +76,7 @@ def owned_channels(linear: Linear, tp: int, rank: int) -> range:
 
 
 def owned_blocks(linear: Linear, tp: int, rank: int) -> range:
-    """List the stored blocks of an expert projection's cut axis that `rank` owns."""
+    """List the blocks that `rank` owns on the split axis of an expert's projection."""
     num_channels = linear.in_features if linear.shard == "row" else linear.out_features
     return rank_range(num_channels // linear.expert_block, tp, rank)
 
@@ -98,6 +100,6 @@ def _check_blocks(linear: Linear, tp: int) -> None:
     if num_blocks % tp:
         raise UsageError(
             f"--tp {tp}: the stats keep {num_blocks} blocks of {linear.expert_block} channels per "
-            f"expert of {linear.module}, which {tp} ranks cannot share evenly",
+            f"expert of {linear.module}, which cannot be split evenly over {tp} ranks",
             hint=f"use a divisor of {num_blocks}",
         )

@@ -11,40 +11,42 @@ import torch
 from fp8calib.stats.positions import split_positions
 
 HISTOGRAM_SEQUENCES = 8
-"""Every how many sequences one enters the histograms; amax and counts always see all of them."""
+"""One sequence in so many enters the histograms; amax and counts are those of all sequences."""
 INPUT_HISTOGRAM_TOKENS = 4
-"""Every how many tokens of those one enters the histograms of inputs; of K and V all do."""
+"""One token in so many of these enters the histograms of inputs; all enter those of K and V."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchView:
     """Which tokens of a batch count.
 
-    Rows are tokens in batch-major order, `shape` is (B, S), `first` the global index of its first
-    sequence. `kept` lists the rows that are no padding, by range of positions; None when all are
-    kept. The sampled rows enter histograms (none in most batches); they depend on the global
-    sequence index and the position only.
+    Rows are the tokens of the batch, sequence by sequence. The sampled rows enter the histograms;
+    they depend only on a sequence's global index and the positions in it, and most batches have
+    none.
     """
 
     shape: tuple[int, int]
+    """(B, S)."""
     first: int
+    """The global index of the first sequence."""
     num_tokens: int
     quarter: int
     kept: torch.Tensor | None
+    """The rows that are no padding, sorted by range of positions; None if all are kept."""
     spans: tuple[tuple[int, int], ...]
-    """The bounds of each range of positions: in `kept`, or without it in every sequence."""
+    """The bounds of each range of positions: in `kept`, or in every sequence if that is None."""
     kv_sample: torch.Tensor
     input_sample: torch.Tensor
     _on_device: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
-        """Tokens of the batch, padding included."""
+        """The number of tokens in the batch, padding included."""
         return self.shape[0] * self.shape[1]
 
     @property
     def all_ranges(self) -> torch.Tensor:
-        """The range of positions of every row, padding too: int64 [B * S]."""
+        """The range of positions of every row, padding included: int64 [B * S]."""
         sizes = [stop - first for first, stop in split_positions(self.shape[1])]
         return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).repeat(self.shape[0])
 
@@ -55,11 +57,11 @@ class BatchView:
 
     @property
     def sampling_stride(self) -> int:
-        """Every how many rows one is sampled where rows do not reveal their sequence."""
+        """One row in so many is sampled where the sequences of rows are not known."""
         return max(self.num_rows // max(len(self.input_sample), 1), 1)
 
     def rows(self, which: str, device: torch.device) -> torch.Tensor:
-        """Give one of the index lists on `device`, moved there once a batch."""
+        """Give one of the index lists on `device`; it is moved there once per batch."""
         key = (which, device)
         if key not in self._on_device:
             index: torch.Tensor = getattr(self, which)
@@ -70,7 +72,7 @@ class BatchView:
 def view_batch(
     shape: tuple[int, int], lengths: tuple[int, ...], first: int, quarter: int
 ) -> BatchView:
-    """Work out which rows of a right-padded batch count.
+    """Find which rows of a right-padded batch count.
 
     Args:
         shape: (B, S) of the batch.

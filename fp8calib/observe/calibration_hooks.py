@@ -1,4 +1,4 @@
-"""The hooks of calibration: a recorder sees every tensor; none is changed."""
+"""The hooks of calibration: a recorder observes the tensors and changes none."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def open_calibration_hooks(
     *,
     ignored: Collection[str],
 ) -> Iterator[Callable[[], HookedCache]]:
-    """Show the tensors of `model` to a recorder while the context is open.
+    """Record the tensors of `model` while the context is open.
 
     Args:
         model: the model, unquantized.
         geometry: its geometry.
-        recorder: sees the tensors.
-        observe: which of K and V, q, and the inputs of linears it sees.
-        ignored: paths of modules it does not see.
+        recorder: observes the tensors.
+        observe: which tensors it observes: K and V, q, the inputs of linears.
+        ignored: paths of modules that it does not observe.
 
     Yields:
-        Makes the cache for one forward pass; it holds the hook of K and V.
+        A function that makes the cache for one forward pass, with the hook on K and V.
     """
     hooks = CalibrationHooks(recorder)
     config = model.config.get_text_config(decoder=True)
@@ -48,7 +48,7 @@ def open_calibration_hooks(
 
 
 class CalibrationHooks:
-    """Shows the hooked tensors to a recorder."""
+    """Passes the hooked tensors to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -1,6 +1,6 @@
-"""K and V hooks for generation: any cache stores what the hooks return.
+"""Hooks on K and V for generation: the model's own cache stores what the hooks return.
 
-`HookedCache` stores nothing, which is enough for one forward pass; generation reads the cache back.
+`HookedCache` stores nothing, so it serves one forward pass only. Generation reads its cache again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8calib.observe.hooks import TensorHooks, find_attention, own_attentions
 def open_cache_hooks(
     model: PreTrainedModel, geometry: ModelGeometry, hooks: TensorHooks
 ) -> Iterator[None]:
-    """Install hooks on K and V before they enter the cache, whichever cache `model` is called with.
+    """Install hooks on K and V before they enter the cache that `model` is called with.
 
     No other model may run in this process while the context is open.
     """
@@ -55,7 +55,7 @@ def _hooked_updates(geometry: ModelGeometry, hooks: TensorHooks) -> Iterator[Non
 
 
 class _UnaskedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
-    """The cache of a call that asked for none."""
+    """The cache of a call that did not ask for one; it is not returned."""
 
 
 @contextmanager

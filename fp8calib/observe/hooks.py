@@ -1,8 +1,8 @@
-"""Hooks that see, and may replace, the tensors of a running model.
+"""Hooks that observe, and may replace, the tensors of a running model.
 
 A context manager installs the hooks and removes them; no module keeps any state. K and V are hooked
-where a server stores them (`Cache.update`), q where attention receives it, the inputs of linears in
-forward pre-hooks, and those of experts in transformers' experts interface.
+where a server stores them (`Cache.update`), and q where attention receives it. Inputs of linears
+are hooked by forward pre-hooks, and those of experts by transformers' experts interface.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ExpertsCall:
     """Path of the experts' module."""
     module: Any
     block: int
-    """How many consecutive channels of the cut axis share one stored amax."""
+    """How many consecutive channels of the axis that ranks split share one stored amax."""
     index: torch.Tensor
-    """The experts each token goes to: [N, K]."""
+    """The experts that each token is routed to: [N, K]."""
 
     @property
     def num_experts(self) -> int:
@@ -42,10 +42,9 @@ class ExpertsCall:
 
 
 class TensorHooks(Protocol):
-    """What the hooks do: each method is given tensors and returns what replaces them.
+    """What the hooks do: each method receives tensors and returns their replacements.
 
-    Shapes: B batch, S sequence, H heads, D head size, N tokens, K experts a token goes to, C
-    channels.
+    Shapes: B batch, S sequence, H heads, D head size, N tokens, K experts per token, C channels.
     """
 
     def on_kv(
@@ -89,7 +88,7 @@ class HookedCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         layer_idx: int,
-        *args: Any,  # noqa: ARG002 -- the base class passes layer options on
+        *args: Any,  # noqa: ARG002 -- the signature of the base class
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V as the hooks return them ([B, H, S, D] each)."""
@@ -133,7 +132,7 @@ def _unexpected(
 
 
 def own_attentions(geometry: ModelGeometry) -> dict[int, Attention]:
-    """Map layer index to attention, for the layers that store their own K and V."""
+    """Map the index of each layer that stores its own K and V to its attention."""
     return {
         layer.index: attention
         for layer, attention in geometry.attentions()
@@ -151,15 +150,15 @@ def open_hooks(
     inputs: bool,
     ignored: Collection[str] = (),
 ) -> Iterator[None]:
-    """Install all hooks but those of K and V (`HookedCache`) while the context is open.
+    """Install all hooks except those on K and V (`HookedCache`) while the context is open.
 
     Args:
         model: the model, unquantized.
         geometry: its geometry.
-        hooks: what to do with the tensors.
-        query: hook q.
-        inputs: hook the inputs of linears and experts.
-        ignored: paths of modules without hooks.
+        hooks: receive the tensors.
+        query: whether to hook q.
+        inputs: whether to hook the inputs of linears and experts.
+        ignored: paths of modules that get no hooks.
     """
     modules = dict(model.named_modules())
     experts: dict[nn.Module, tuple[str, int]] = {}
@@ -170,7 +169,7 @@ def open_hooks(
                 for _, attention in geometry.attentions()
                 if attention.module not in ignored
             }
-            # Not the function but its lookup is wrapped: transformers chooses the mask by its name.
+            # The lookup is wrapped, since transformers chooses the mask by the registered name.
             attend = _query_hook(attentions, hooks)
             stack.enter_context(_wrapped_lookup(AttentionInterface, attend))
         for _, linear in geometry.linears() if inputs else ():

@@ -1,7 +1,6 @@
-"""The recorder: the running statistics of every site, batch by batch.
+"""Collect the running statistics of every site, batch by batch.
 
-They stay on the device of the observed tensors; the host waits for no device until `check_finite`
-or `stats` is called.
+They stay on the device of the observed tensors. Only `check_finite` and `stats` wait for a device.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ _REMEMBERED_INPUTS = 4
 
 @dataclass(slots=True)
 class SiteAccumulator:
-    """The running statistics of one site.
+    """The running statistics of one site, on the device of its tensors.
 
-    The amax is kept per quarter of the data until the quarter ends: `progress` comes from that.
+    The amax of the current quarter of the data is kept apart, for `progress`.
     """
 
     count: int = 0
     quarter: torch.Tensor | None = None
-    """The amax of the open quarter; the tensor is used again for the next quarter."""
+    """The amax of the open quarter; the next quarter reuses the tensor."""
     is_open: bool = False
-    """Whether `quarter` holds something that `tensors` does not."""
+    """Whether `quarter` is not yet part of `tensors`."""
     progress: list[torch.Tensor | None] = field(default_factory=lambda: [None] * NUM_QUARTERS)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the name of their statistic; `amax` is that of the closed quarters."""
@@ -61,16 +60,16 @@ class SiteAccumulator:
         self.is_open = False
 
     def freeze(self) -> SiteStats:
-        """Give the statistics on the CPU; no quarter may be open."""
+        """Return the statistics on the CPU; no quarter may be open."""
         progress = [0.0 if amax is None else float(amax) for amax in self.progress]
         tensors = {name: tensor.cpu() for name, tensor in self.tensors.items()}
         return SiteStats(count=self.count, tensors=tensors, progress=torch.tensor(progress))
 
 
 class Recorder:
-    """Collects statistics batch by batch; `begin_batch` first, then the observations.
+    """Collects statistics batch by batch: `begin_batch`, the observations, `end_batch`.
 
-    A batch counts when it ends; one that is interrupted leaves no trace.
+    A batch counts when it ends; an interrupted batch changes nothing.
     """
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class Recorder:
         self._quarter = 0
         self._batch: BatchView | None = None
         self._inputs: list[tuple[torch.Tensor, int, Reductions]] = []
-        """The last inputs, each with its version: the next linear may read the same tensor."""
+        """The last inputs with their versions: the next linear may read the same tensor."""
 
     @property
     def batch(self) -> BatchView:
@@ -152,7 +151,7 @@ class Recorder:
         return next(bad)
 
     def stats(self) -> dict[Site, SiteStats]:
-        """Close the open quarter and give all statistics, on the CPU."""
+        """Close the open quarter and return all statistics, on the CPU."""
         self._close_quarter()
         return {site: running.freeze() for site, running in self._running.items()}
 

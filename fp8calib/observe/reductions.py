@@ -1,4 +1,4 @@
-"""Reduce the tensors that the hooks see to the statistics of one batch, without padding."""
+"""Reduce the hooked tensors of one batch to statistics, without padding."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from fp8calib.stats.statistic import STATISTICS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reductions:
-    """The statistics of one tensor in one batch; a batch counts only when it is complete."""
+    """The statistics of one tensor in one batch."""
 
     num_tokens: int
     tensors: Mapping[str, torch.Tensor]
-    """By the name of their statistic; their shapes are those of `SiteStats`, but `positions` ends
-    with the last range that the batch reaches."""
+    """By the name of their statistic, in the shapes of `SiteStats`. `positions` may be shorter:
+    its last range is then the last that the batch reaches."""
 
 
 def _complete(
     num_tokens: int, rows: Callable[[], torch.Tensor], **built_in: torch.Tensor | None
 ) -> Reductions:
-    """Add the statistics that reduce `rows()`, [N, channels], to the built-in ones."""
+    """Add the statistics that are not built in; they reduce `rows()`, [N, channels]."""
     tensors = {name: found for name, found in built_in.items() if found is not None}
     for statistic in STATISTICS.values():
         if statistic.observe is not None:
@@ -48,8 +48,8 @@ def _complete(
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
     """Reduce K, V or q of one layer per head: [B, H, S, D], H a multiple of `num_heads`.
 
-    Falcon repeats its KV heads before it caches them; a server does not, so the amax of the copies
-    is folded into the head they come from.
+    Falcon repeats its KV heads before it caches them, and a server does not. A head's amax is
+    therefore that of all its copies.
     """
     counted = x
     if batch.kept is not None:
@@ -75,10 +75,11 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
 
 
 def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
-    """Reduce the input of a linear per channel: [..., C], leading axes ending in (B, S) or flat.
+    """Reduce the input of a linear per channel: [..., B, S, C] or [rows, C].
 
     Raises:
-        CalibrationError: the batch is padded, and the shape of `x` hides which rows are padding.
+        CalibrationError: the batch is padded, and the shape of `x` does not show which rows are
+            padding.
     """
     counted = _counted_rows(batch, site, x)
     flat = (x if counted is None else counted).reshape(-1, x.shape[-1])
@@ -100,7 +101,7 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
 
 
 def _counted_rows(batch: BatchView, site: Site, x: torch.Tensor) -> torch.Tensor | None:
-    """Give the rows that count, [L, N, C], N cut by `spans`; None if `x` hides its sequences."""
+    """Give the rows that count, [L, N, C], with the spans on axis N; None if they are not known."""
     if x.shape[:-1].numel() == batch.num_rows or x.shape[-3:-1] == batch.shape:
         if batch.kept is None:
             return x.reshape(-1, batch.shape[1], x.shape[-1])
@@ -125,7 +126,7 @@ def _input_histogram(
 
 
 def _join(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the maximum of the parts' maxima, and the largest value of each part."""
+    """Give the element-wise maximum of all parts, and the largest value of each part."""
     if len(parts) == 1:
         return parts[0], parts[0].amax().unsqueeze(0)
     stacked = torch.stack(list(parts))
@@ -165,7 +166,7 @@ def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor)
     tokens = order // call.index.shape[1]
     counted, is_counted = rows, torch.ones_like(experts)
     if batch.kept is not None:
-        # Padding is zeroed, not removed: how many rows it has depends on routing, and asking for
+        # Padding is zeroed, not removed: its number of rows depends on the routing, and reading
         # that number would wait for the GPU.
         is_counted = _flags(batch, "kept", call, rows.device)[tokens]
         counted = rows.masked_fill(is_counted.unsqueeze(1) == 0, 0.0)
@@ -202,7 +203,7 @@ def _down_histogram(
     is_sampled = _flags(batch, "input_sample", call, rows.device)[tokens]
     if rows.device.type == "cpu":
         return count_bins(rows[is_sampled.bool()])
-    # On a GPU the other rows are zeroed as above, and their zeros are subtracted from the count.
+    # On a GPU the other rows are zeroed, as above, and their zeros subtracted from the counts.
     histogram = count_bins(rows.masked_fill(is_sampled.unsqueeze(1) == 0, 0.0))
     histogram[0] -= (1 - is_sampled).sum() * rows.shape[1]
     return histogram

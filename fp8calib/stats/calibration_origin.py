@@ -1,7 +1,7 @@
 """The model and the text that scales were calibrated on, as scale files record them.
 
-The model's fingerprint lets readers refuse the scales of another model. The text's hashes let
-`verify` detect that it runs on the calibration text.
+Readers compare the model's fingerprint, and refuse the scales of another model. `verify` compares
+the text's hashes, and detects that it runs on the calibration text.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 SKETCH_SIZE = 512
-"""The number of text hashes in a file: the smallest ones, so that the sketches of two texts give
-the sketch of both."""
+"""A scale file stores so many text hashes, the smallest. The sketch of two texts together can
+therefore be computed from their sketches."""
 _KEYS = ("model", "data", "text")
 _FINGERPRINT_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CalibrationOrigin:
-    """The model that scales belong to, and the text they were calibrated on, where it is known."""
+    """The model that scales belong to, and the text they were calibrated on, if known."""
 
     model: str
     """`fp8calib.stats.fingerprint.fingerprint_model` of the unquantized model."""
@@ -67,8 +67,8 @@ def estimate_overlap(text: torch.Tensor, seen: torch.Tensor) -> float:
     Args:
         text: hashes of the text: int64, sorted.
         seen: all hashes of the other text, or the `SKETCH_SIZE` smallest of them: int64, sorted.
-            With a full sketch only the hashes in its range are compared; an overlap of less than
-            about a hundredth of the other text may go undetected.
+            Of a sketch, only hashes up to its largest are compared: an overlap of less than about a
+            hundredth of the other text may not be detected.
     """
     if len(seen) == SKETCH_SIZE:
         text = text[text <= seen[-1]]

@@ -1,6 +1,6 @@
-"""The statistics of a calibration, and the file that holds them.
+"""The statistics of a calibration, and the file that stores them.
 
-Nothing in them depends on how the calibration was run: batch size, processes, streaming, resuming.
+They do not depend on how the calibration was run: batch size, processes, streaming, resuming.
 """
 
 from __future__ import annotations
@@ -12,36 +12,34 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt, ValidationError
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
 from fp8calib.errors import DataError, ModelError, UsageError, shorten
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.model_geometry import Frozen, ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.statistic import STATISTICS, SiteStats
 
 STATS_NAME = "stats.safetensors"
-"""The file's name in the folder of a run."""
+"""The name of the stats file in the output folder of a run."""
 METADATA_KEY = "fp8calib"
 SHARD_KEY = "fp8calib.part"
-"""The metadata key of a shard; files of a whole run have none."""
+"""The metadata key of a shard; the file of a whole run does not have it."""
 _HINT = "pass the stats.safetensors that calibrate wrote, or calibrate again"
 
 
-class Skipped(BaseModel):
+class Skipped(Frozen):
     """A site that was not observed, and why."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     site: str
     why: str
 
 
-class StatsHeader(BaseModel):
+class StatsHeader(Frozen):
     """The run the numbers belong to, without time, path, host, rank, shard or batch size."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     kind: Literal["fp8calib-stats"] = "fp8calib-stats"
     schema_version: Literal[1] = 1
     geometry: ModelGeometry
@@ -54,23 +52,22 @@ class StatsHeader(BaseModel):
     recipe_hash: str
     compute_dtype: str
     histogram_sequences: int
-    """Every how many sequences one entered the histograms."""
+    """One sequence in so many entered the histograms."""
     input_histogram_tokens: int
-    """Every how many tokens of those entered the histograms of inputs."""
+    """One token in so many of these sequences entered the histograms of inputs."""
     skipped: tuple[Skipped, ...]
     versions: dict[str, str]
 
 
-class StatsShard(BaseModel):
-    """One shard of a run: its share of the data plan, and the sequences it has run."""
+class StatsShard(Frozen):
+    """One shard of a run, and the sequences it has run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     index: int
     """Which shard of the run, from 1."""
     count: int
     """The number of shards."""
     batch_size: int
-    """Determines the micro-batches, together with the data plan."""
+    """With the data plan it determines the micro-batches."""
     sequences: tuple[tuple[int, int], ...]
     """The sequences that were run, as sorted half-open ranges of global indices."""
     is_checkpoint: bool = False
@@ -111,14 +108,15 @@ class CalibrationStats:
         )
 
 
-class _Envelope(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Envelope(Frozen):
+    """The metadata of a stats file."""
+
     header: StatsHeader
     counts: dict[str, NonNegativeInt]
     digest: str
     """sha256 over the header, the counts and every tensor, so that damage is detected."""
     aliases: dict[str, str]
-    """Tensors equal to another one in the file, such as the shared input of q, k and v."""
+    """Tensors that are not stored, and the equal one that is: q, k and v have the same input."""
 
 
 def save_stats(stats: CalibrationStats, path: Path) -> None:
@@ -156,7 +154,7 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
     """Load a stats file, or the one in the folder `path`.
 
     Raises:
-        UsageError: there is no such file, or it holds a shard and `accepts_shard` is false.
+        UsageError: there is no such file, or it stores a shard and `accepts_shard` is false.
         DataError: the file is damaged, or not a stats file of this tool.
     """
     if path.is_dir():
@@ -179,17 +177,8 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
             raise ValueError("its digest does not match its contents")
     except ModelError as error:
         raise DataError(error.message, hint=_HINT) from error
-    except ValidationError as error:
-        raise DataError(
-            f"{path} is damaged, or of another version of this tool: {_explain(error)}",
-            hint=_HINT,
-        ) from error
-    except KeyError as error:
-        raise DataError(
-            f"{path} is damaged: {shorten(str(error))} is missing", hint=_HINT
-        ) from error
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {shorten(str(error))}", hint=_HINT) from error
+    except (KeyError, ValueError) as error:
+        raise DataError(f"{path} is damaged{_explain(error)}", hint=_HINT) from error
     if shard is not None and not accepts_shard:
         raise UsageError(
             f"{path} holds only {shard.describe()} of the statistics",
@@ -210,10 +199,15 @@ def _digest(envelope: _Envelope, tensors: Mapping[str, torch.Tensor], shard: str
     return digest.hexdigest()
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: KeyError | ValueError) -> str:
+    if isinstance(error, KeyError):
+        return f": {shorten(str(error))} is missing"
+    if not isinstance(error, ValidationError):
+        return f": {shorten(str(error))}"
     first = error.errors()[0]
     where = shorten(".".join(map(str, first["loc"])))
-    return f"{where}: {first['msg']}" if where else first["msg"]
+    reason = f"{where}: {first['msg']}" if where else first["msg"]
+    return f", or of another version of this tool: {reason}"
 
 
 def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> dict[Site, SiteStats]:
@@ -225,8 +219,7 @@ def _build_sites(envelope: _Envelope, tensors: Mapping[str, torch.Tensor]) -> di
     for key, tensor in everything.items():
         text, _, name = key.rpartition("/")
         if name not in STATISTICS:
-            msg = f"unknown tensor {key}"
-            raise ValueError(msg)
+            raise ValueError(f"unknown tensor {key}")
         by_site[text][name] = tensor
     return {
         Site.parse(text): _build_site(text, envelope.counts[text], found)
@@ -253,8 +246,7 @@ def join_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     joined: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
         if joined and first < joined[-1][1]:
-            msg = f"sequence {first} is in two shards"
-            raise ValueError(msg)
+            raise ValueError(f"sequence {first} is in two shards")
         if joined and first == joined[-1][1]:
             joined[-1] = (joined[-1][0], stop)
         else:

@@ -1,4 +1,4 @@
-"""The fingerprint of a model and the versions of packages: identity without paths or times."""
+"""What identifies a model and the software of a run: its fingerprint, and package versions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _HISTORY_KEYS = frozenset({"_name_or_path", "transformers_version"})
 
 
 def fingerprint_model(config: Mapping[str, object], checkpoint: Checkpoint) -> str:
-    """Hash the config and, of every tensor, name, dtype, shape and 4 KiB from its middle.
+    """Hash the config and, of every tensor, its name, dtype, shape and 4 KiB from its middle.
 
-    The same weights give the same fingerprint however they are sharded; any training step changes
-    the sampled bytes. Config keys that record where a model came from are left out.
+    The fingerprint does not depend on how the weights are sharded; any training step changes the
+    sampled bytes. Config keys that record where a model came from are left out.
 
     Returns:
         64 hexadecimal digits, 32 of the config and 32 of the weights.

@@ -1,8 +1,7 @@
-"""Histograms of log2|x| with integer counts: eight bins an octave from 2**-40 to 2**24.
+"""Histograms of log2|x| with integer counts: eight bins per octave from 2**-40 to 2**24.
 
-Values are truncated to bfloat16 (their upper 16 bits, the sign cleared) and then binned. The edges
-of a bin are therefore bfloat16 values, and counting is an integer operation with the same result on
-every device.
+Magnitudes are truncated to bfloat16 (their upper 16 bits) before they are binned. The edges of bins
+are therefore bfloat16 values, and every device counts the same with integer operations.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NUM_BINS = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * BINS_PER_OCTAVE + 1
 _CODES_PER_OCTAVE = 2**7
 _LOWEST_CODE = (127 + LOWEST_OCTAVE) * _CODES_PER_OCTAVE
 _NUM_CODES = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * _CODES_PER_OCTAVE + 1
-"""Codes in range, and one more: code 0 for everything below the range."""
+"""The codes in range, and one more, which counts all values below the range."""
 
 
 def lower_edge(bin_index: int) -> float:

@@ -36,14 +36,13 @@ def _join(one: SiteStats, other: SiteStats) -> SiteStats:
 
 
 def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationStats:
-    """Merge all shards of one run, in any order, to the statistics of the unsharded run.
+    """Merge all shards of one run, in any order: the result is that of the unsharded run.
 
     Args:
         named: each shard's statistics with its name in messages.
 
     Raises:
-        UsageError: the shards are of different runs, one is given twice, or one is missing; the
-            message names it.
+        UsageError: the shards are of different runs, one is given twice, or one is missing.
     """
     found = [(name, stats, _shard_of(name, stats)) for name, stats in named]
     if not found:
@@ -51,10 +50,14 @@ def merge_shards(named: Sequence[tuple[str, CalibrationStats]]) -> CalibrationSt
     found.sort(key=lambda each: each[2].index)  # the first shard names the data sources
     first_name, first, first_shard = found[0]
     for name, stats, shard in found[1:]:
-        _check_same_run(first_name, first.header, name, stats.header)
+        if difference := explain_other_run(first.header, stats.header):
+            raise UsageError(
+                f"{name} and {first_name} are of different runs: {difference}", hint=_ONE_RUN
+            )
         _check_same_division(first_name, first_shard, name, shard)
-    _check_indices([(name, shard) for name, _, shard in found])
-    _check_sequences([(name, shard) for name, _, shard in found], first.header)
+    shards = [(name, shard) for name, _, shard in found]
+    _check_indices(shards)
+    _check_sequences(shards, first.header)
     return replace(first, sites=merge_sites(stats.sites for _, stats in named), shard=None)
 
 
@@ -72,18 +75,10 @@ def _shard_of(name: str, stats: CalibrationStats) -> StatsShard:
     return stats.shard
 
 
-def _check_same_run(name: str, header: StatsHeader, other_name: str, other: StatsHeader) -> None:
-    difference = explain_other_run(header, other)
-    if difference:
-        raise UsageError(
-            f"{other_name} and {name} are of different runs: {difference}", hint=_ONE_RUN
-        )
-
-
 def explain_other_run(header: StatsHeader, other: StatsHeader) -> str:
-    """Explain how two runs differ; empty where they are the same.
+    """Explain how two runs differ; empty if they are the same.
 
-    What was skipped and the file names of equal data do not count.
+    Skipped sites, and the file names of equal data, are not compared.
     """
     return "; ".join(_differences(header, other))
 

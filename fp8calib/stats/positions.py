@@ -1,9 +1,9 @@
-"""The ranges of token positions in a sequence that have an amax of their own."""
+"""The ranges of token positions in a sequence, each of which has its own amax."""
 
 from __future__ import annotations
 
 FIRST_RANGE = 512
-"""The length of the first range; every other range is as long as all before it together."""
+"""The length of the first range; every other range is as long as all ranges before it."""
 NUM_RANGES = 12
 """The last range has no end: it holds all positions from 2**19 on."""
 
@@ -14,6 +14,6 @@ def range_starts() -> list[int]:
 
 
 def split_positions(length: int) -> list[tuple[int, int]]:
-    """Split a sequence into the ranges it reaches, as half-open intervals."""
+    """Split a sequence into the ranges of its positions, as half-open intervals."""
     starts = [start for start in range_starts() if start < length]
     return list(zip(starts, [*starts[1:], length], strict=True))

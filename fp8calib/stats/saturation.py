@@ -1,4 +1,4 @@
-"""How early the final amax was reached: in the data, and in each sequence."""
+"""How early the final amax was reached, in the data and within sequences."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Saturation(BaseModel):
 
 
 class PositionSaturation(Saturation):
-    """Shares of the final amax that tokens at early positions of a sequence reached.
+    """Shares of the final amax that were reached at early positions of a sequence.
 
     They show whether long sequences need larger scales. `slowest_site` is the site with the
-    smallest share below the first position of `below`.
+    smallest share in front of the first position in `below`.
     """
 
     below: tuple[int, ...]
-    """Positions inside a sequence, from 0; a share covers the tokens before its position."""
+    """Positions in a sequence, from 0; each share is that of the tokens before the position."""
 
     def describe(self) -> str:
         """Describe the shares in one line."""
@@ -64,7 +64,7 @@ def compute_saturation(stats: CalibrationStats) -> Saturation | None:
 
 
 def compute_position_saturation(stats: CalibrationStats) -> PositionSaturation | None:
-    """Compare the amax of the first positions with the final one; None if all were short."""
+    """Compare the amax of early positions with the final one; None if all sequences are short."""
     reached = [site.positions for site in stats.sites.values() if site.positions is not None]
     if not reached:
         return None
@@ -82,7 +82,7 @@ def _compute_shares(
     *,
     decisive: int,
 ) -> Saturation | None:
-    """Compute the shares at the first points; the slowest site is that at point `decisive`."""
+    """Compute the shares at the first points; the slowest site has the least at `decisive`."""
     shares: dict[Site, list[float]] = {}
     for site, found in stats.sites.items():
         values = get(found)

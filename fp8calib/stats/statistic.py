@@ -1,7 +1,7 @@
 """The statistics of a site, each declared once.
 
-Every statistic is an exact reduction, a maximum or an integer sum. Parts of the data may therefore
-be observed in any order and joined in any grouping, and the result is the same, bit for bit.
+Every statistic is an exact reduction: a maximum or an integer sum. Whatever the order and grouping
+in which parts of the data are observed and joined, the result is therefore the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Statistic:
     is_count: bool = False
     """int64 counts, which add up; otherwise fp32 magnitudes, of which the larger is kept."""
     observe: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Reduces one tensor of a batch, [N, channels] without padding, and never waits for its device.
-    None for the built-in statistics: `fp8calib.observe.reductions` computes those together."""
+    """Reduces one tensor of a batch, [N, channels] without padding; it must not wait for a GPU.
+    None for the built-in statistics, which `fp8calib.observe.reductions` computes together."""
     length: int | None = None
-    """Its number of elements, where a batch may give only the first of them."""
+    """The number of elements, if a batch may give only the first of them."""
     num_elements: Callable[[Linear, Role], int] | None = None
-    """The number of elements for a linear's input or weight, by which a run plans its memory.
-    None: so few that the slack of the plan covers them."""
+    """Gives the number of elements for a linear's input or weight, for the memory plan of a run.
+    None: so few that the plan's reserve covers them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,7 +41,7 @@ class Statistic:
         return torch.int64 if self.is_count else torch.float32
 
     def update(self, running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        """Join what a batch gave to the running tensor, in place; give the running tensor."""
+        """Join the tensor of a batch to the running one in place, and return the running one."""
         if running is None:
             if self.length is None:
                 return new.clone()
@@ -64,11 +64,8 @@ class Statistic:
 
     def num_bytes(self, linear: Linear, role: Role) -> int:
         """Compute the memory for a linear's input or weight."""
-        return (
-            0
-            if self.num_elements is None
-            else self.num_elements(linear, role) * self.dtype.itemsize
-        )
+        num_elements = 0 if self.num_elements is None else self.num_elements(linear, role)
+        return num_elements * self.dtype.itemsize
 
 
 def _amax_elements(linear: Linear, role: Role) -> int:
@@ -95,10 +92,10 @@ STATISTICS = {
 
 @dataclass(frozen=True, slots=True, init=False)
 class SiteStats:
-    """The statistics of one site; the properties name those that other packages use."""
+    """The statistics of one site; those that other packages use are properties."""
 
     count: int
-    """Tokens that passed (0 for weights, which are read, not run)."""
+    """The number of tokens that were observed; 0 for weights."""
     tensors: Mapping[str, torch.Tensor]
     """By the name of their statistic, in the order of `STATISTICS`."""
 
@@ -120,7 +117,7 @@ class SiteStats:
 
     @property
     def amax(self) -> torch.Tensor:
-        """Per input channel (input), per head (k, v, q), per output channel (weight): [C]."""
+        """Inputs: per input channel; k, v, q: per head; weights: per output channel: [C]."""
         return self.tensors["amax"]
 
     @property
@@ -130,7 +127,7 @@ class SiteStats:
 
     @property
     def experts(self) -> torch.Tensor | None:
-        """Experts: per expert and block of channels on the axis tensor parallelism cuts: [E, B]."""
+        """Experts: per expert and block of channels on the axis that ranks split: [E, B]."""
         return self.tensors.get("experts")
 
     @property
@@ -147,7 +144,7 @@ class SiteStats:
     def positions(self) -> torch.Tensor | None:
         """Tensor-wide amax of the tokens in each range of positions: [NUM_RANGES].
 
-        0 in ranges that no sequence reached; None where the rows do not reveal their positions.
+        0 in ranges that no sequence reached; None where the positions of rows are not known.
         """
         return self.tensors.get("positions")
 

@@ -70,7 +70,7 @@ def test_a_degree_is_positive(tp: int) -> None:
 def test_a_latent_is_whole_on_every_rank() -> None:
     latent = make_attention(0, kind="latent", num_heads=6, num_kv_heads=4)
     check_heads(make_geometry([latent]), 3)
-    with pytest.raises(UsageError, match="none divides the other"):
+    with pytest.raises(UsageError, match="neither divides the other"):
         check_heads(make_geometry([make_attention(0, num_heads=6, num_kv_heads=4)]), 3)
 
 
