@@ -74,10 +74,9 @@ DataOption = Annotated[
         "SPEC@WEIGHT mixes several. Default: builtin.",
     ),
 ]
-SamplesOption = Annotated[
-    int | None,
-    typer.Option("--samples", metavar="N", min=1, help="Number of sequences; default 512."),
-]
+SAMPLES = typer.Option(
+    "--samples", metavar="N", min=1, help="Number of sequences; default 512.", show_default=False
+)
 SeqLenOption = Annotated[
     int | None,
     typer.Option(
@@ -87,10 +86,9 @@ SeqLenOption = Annotated[
         help="Tokens per sequence; default 2048, or the model's maximum if smaller.",
     ),
 ]
-BatchSizeOption = Annotated[
-    int | None,
-    typer.Option("--batch-size", metavar="B", min=1, help="Sequences per batch; default 1."),
-]
+BATCH_SIZE = typer.Option(
+    "--batch-size", metavar="B", min=1, help="Sequences per batch; default 1.", show_default=False
+)
 NoPackOption = Annotated[
     bool,
     typer.Option(

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from fp8calib.cli.console import print_json, print_table, print_text
+from fp8calib.recipe import Recipe, load_recipe, read_recipe, recipe_files
 
-from fp8calib.cli.option_types import JsonOption
 
+def run_recipes(name: str | None, *, as_json: bool) -> None:
+    """Print the recipe called `name`, or the list of all.
 
-def recipes_command(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A recipe of fp8calib, or a YAML file.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List the recipes, or print one and explain every key.
-
-    Example: fp8calib recipes kv
+    Raises:
+        RecipeError: there is no such recipe, or it is invalid.
     """
-    from fp8calib.cli.console import print_json, print_table, print_text  # noqa: PLC0415
-    from fp8calib.recipe import (  # noqa: PLC0415
-        load_recipe,
-        read_recipe,
-        recipe_files,
-    )
-
     if name is not None:
-        recipe = load_recipe(name)
+        recipe, keys = load_recipe(name), _describe_fields(Recipe)
         if as_json:
-            print_json({"recipe": recipe.model_dump(mode="json"), "schema": _describe_keys()})
+            print_json({"recipe": recipe.model_dump(mode="json"), "schema": keys})
             return
         print_text(read_recipe(name))
-        rows = [
-            [key, text["default"], text["description"]] for key, text in _describe_keys().items()
-        ]
+        rows = [[key, text["default"], text["description"]] for key, text in keys.items()]
         print_table("keys of a recipe", ["key", "default", "meaning"], rows)
         return
     recipes = {key: load_recipe(key) for key in recipe_files()}
@@ -44,13 +30,7 @@ def recipes_command(
     print_table("recipes", ["name", "purpose"], [[k, r.description] for k, r in recipes.items()])
 
 
-def _describe_keys() -> dict[str, dict[str, str]]:
-    from fp8calib.recipe import Recipe  # noqa: PLC0415
-
-    return _describe_fields(Recipe, prefix="")
-
-
-def _describe_fields(model: Any, *, prefix: str) -> dict[str, dict[str, str]]:
+def _describe_fields(model: Any, *, prefix: str = "") -> dict[str, dict[str, str]]:
     explained: dict[str, dict[str, str]] = {}
     for name, field in model.model_fields.items():
         if hasattr(field.annotation, "model_fields"):

@@ -1,4 +1,4 @@
-"""The settings of `fp8calib calibrate`, and the job that follows from them before the run."""
+"""The job of `fp8calib calibrate`: everything decided before the run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fp8calib.calibration import PreparedModel
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.dialects.write import list_outputs
@@ -18,31 +19,13 @@ REPORT_NAME = "report.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateSettings:
-    """The command line, resolved."""
-
-    model: str
-    recipe: Recipe
-    out: Path | None
-    device: str
-    dtype: str
-    device_map: str | None
-    memory: float | None
-    """In GiB; None: what is available on the machine."""
-    resume: bool
-    shard: Share | None
-    revision: str | None
-    trust_remote_code: bool
-    force: bool
-    dry_run: bool
-    as_json: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateJob:
     """Everything decided before a weight is loaded."""
 
     settings: CalibrateSettings
+    recipe: Recipe
+    """With the command line's changes."""
+    shard: Share | None
     source: ModelSource
     checkpoint: Checkpoint
     prepared: PreparedModel
@@ -52,11 +35,6 @@ class CalibrateJob:
     device: str
     dtype: str
     dtype_why: str
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe with the command line's changes."""
-        return self.settings.recipe
 
     @property
     def owned(self) -> frozenset[str]:

@@ -66,7 +66,7 @@ def _take_batches(job: CalibrateJob, process_rank: ProcessRank) -> Sequence[Batc
     """Give the batches of this process; those that an interrupted run has done are among them."""
     if job.plan is None:
         return []
-    found = select_batches(job.plan, job.recipe.data.batch_size, job.settings.shard)
+    found = select_batches(job.plan, job.recipe.data.batch_size, job.shard)
     return Share(index=process_rank.rank + 1, count=process_rank.size).take(found)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fp8calib.cli.calibrate.job import CalibrateJob, CalibrateSettings
+from fp8calib.cli.calibrate.job import CalibrateJob
+from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.data.shares import select_batches
 from fp8calib.errors import UsageError
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import ProcessRank
-from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.resume.work_share import WorkShare
@@ -59,18 +59,13 @@ def gather_back_offs(share: WorkShare) -> tuple[BackOff, ...]:
     return tuple(BackOff(**each) for all_of_one in gathered for each in all_of_one)
 
 
-def leave_out_formats(recipe: Recipe) -> Recipe:
-    """Remove from a recipe the outputs that need the statistics of all shards."""
-    return recipe.model_copy(update={"formats": (), "quantize": None, "query_scale": False})
-
-
 def check_shard(job: CalibrateJob) -> None:
     """Refuse a shard that would be empty, before the model is loaded.
 
     Raises:
         UsageError: the recipe runs no data, or there are fewer batches than shards.
     """
-    shard = job.settings.shard
+    shard = job.shard
     if shard is None:
         return
     if job.plan is None:
@@ -83,7 +78,7 @@ def check_shard(job: CalibrateJob) -> None:
 
 def count_planned(job: CalibrateJob) -> Mapping[str, Any]:
     """Count the sequences and tokens of the planned run, and name its shard."""
-    shard = job.settings.shard
+    shard = job.shard
     found = [] if job.plan is None else select_batches(job.plan, job.recipe.data.batch_size, shard)
     return {
         "sequences": sum(len(batch.lengths) for batch in found),
@@ -109,7 +104,7 @@ def count_run(job: CalibrateJob, stats: CalibrationStats) -> Mapping[str, Any]:
 
 def describe_next(job: CalibrateJob) -> str | None:
     """Describe the next step after a shard; None after a whole run."""
-    shard = job.settings.shard
+    shard = job.shard
     if shard is None:
         return None
     return (

@@ -31,10 +31,9 @@ UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMeasurements:
-    """What the run cost, and where it ran."""
+    """What the run cost."""
 
     duration_s: float
-    device: str
     memory: Mapping[str, Any]
     """The memory mode, its plan, and the measured peak."""
     back_offs: tuple[BackOff, ...]
@@ -63,7 +62,7 @@ def build_calibration_report(
     geometry = stats.geometry
     before, after = kv_bytes_per_token(geometry)
     saturation = compute_saturation(stats)
-    reach = compute_position_saturation(stats)
+    by_position = compute_position_saturation(stats)
     counted = count_run(job, stats)
     return {
         "model": job.settings.model,
@@ -75,7 +74,7 @@ def build_calibration_report(
         "tokens_per_s": (counted["tokens"] - measured.resumed_tokens) / measured.duration_s,
         "dtype": job.dtype,
         "dtype_why": job.dtype_why,
-        "device": measured.device,
+        "device": job.device,
         "memory": dict(measured.memory),
         "batch_size": job.recipe.data.batch_size,
         "batch_back_off": [asdict(each) for each in measured.back_offs],
@@ -87,7 +86,7 @@ def build_calibration_report(
             "skipped": [item.model_dump() for item in stats.header.skipped],
         },
         "saturation": saturation.model_dump() if saturation else None,
-        "positions": reach.model_dump() if reach else None,
+        "positions": by_position.model_dump() if by_position else None,
         "expert_tokens": _expert_tokens(stats),
         "experts": count_experts(stats, job.recipe.scales.fallback),
         "kv_bytes_per_token": {"before": before, "after": after},
@@ -195,8 +194,8 @@ def show_calibration_report(
         show(f"  not observed: {item.site}: {item.why}")
     if (saturation := compute_saturation(stats)) is not None:
         show(saturation.describe())
-    if (reach := compute_position_saturation(stats)) is not None:
-        show(reach.describe())
+    if (by_position := compute_position_saturation(stats)) is not None:
+        show(by_position.describe())
     for text in describe_experts(report["experts"]):
         show(text)
     before, after = report["kv_bytes_per_token"].values()

@@ -19,7 +19,7 @@ from fp8calib.cli.calibrate.fp8_checkpoint import (
     explain_refusal,
     write_checkpoint,
 )
-from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob, CalibrateSettings
+from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob
 from fp8calib.cli.calibrate.memory import choose_calibration_mode
 from fp8calib.cli.calibrate.processes import (
     check_shard,
@@ -27,6 +27,7 @@ from fp8calib.cli.calibrate.processes import (
     describe_group,
     gather_back_offs,
 )
+from fp8calib.cli.calibrate.recipe import check_observed, resolve_recipe
 from fp8calib.cli.calibrate.report import (
     RunMeasurements,
     build_calibration_report,
@@ -34,6 +35,7 @@ from fp8calib.cli.calibrate.report import (
     save_report,
     show_calibration_report,
 )
+from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.calibrate.work_folder import (
     UnwrittenError,
     WorkFolder,
@@ -47,14 +49,14 @@ from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.data.plan import DataPlan
-from fp8calib.dialects.registry import find_dialect
+from fp8calib.data.shares import Share, parse_share
 from fp8calib.dialects.write import (
     check_export,
     check_overlay_source,
     check_replaced,
     write_formats,
 )
-from fp8calib.errors import ExportError, Fp8CalibError, UsageError
+from fp8calib.errors import ExportError, Fp8CalibError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import find_process_rank
@@ -76,10 +78,12 @@ if TYPE_CHECKING:
 
 def run_calibrate(settings: CalibrateSettings) -> None:
     """Calibrate a model and print the outcome."""
+    recipe = resolve_recipe(settings)
+    shard = None if settings.shard is None else parse_share(settings.shard)
     quiet_libraries()
     process_rank = find_process_rank(os.environ)
     settings = replace(settings, device=choose_rank_device(settings, process_rank))
-    with open_process_group(process_rank) as group, _open_job(settings) as job:
+    with open_process_group(process_rank) as group, _open_job(settings, recipe, shard) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
         header = make_job_header(job)
@@ -126,11 +130,10 @@ def _show_finished(job: CalibrateJob, report: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _open_job(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
-    recipe = settings.recipe
-    for name in recipe.formats:
-        find_dialect(name)  # refuses unknown ones
-    _check_observed(recipe)
+def _open_job(
+    settings: CalibrateSettings, recipe: Recipe, shard: Share | None
+) -> Iterator[CalibrateJob]:
+    check_observed(recipe)
     device = choose_device(settings.device)
     check_device_map(settings.device_map, settings.device)
     source = open_source(
@@ -149,6 +152,8 @@ def _open_job(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
         check_overlay_source(prepared.geometry, recipe.formats, checkpoint)
         job = CalibrateJob(
             settings=settings,
+            recipe=recipe,
+            shard=shard,
             source=source,
             checkpoint=checkpoint,
             prepared=prepared,
@@ -164,33 +169,14 @@ def _open_job(settings: CalibrateSettings) -> Iterator[CalibrateJob]:
         check_replaced_checkpoint(job)
         if refusal := explain_refusal(job):
             warn(f"{recipe.quantize} will not be written: {refusal}")
-        job = replace(job, plan=_plan(settings, source))
+        job = replace(job, plan=_plan(recipe, source))
         check_shard(job)
         yield job
 
 
-def _check_observed(recipe: Recipe) -> None:
-    """Refuse formats whose scales the recipe does not observe."""
-    observe = recipe.observe
-    if recipe.formats and not observe.kv:
-        raise UsageError(
-            f"{', '.join(recipe.formats)}: recipe {recipe.name} does not observe K and V",
-            hint="choose another recipe",
-        )
-    with_linears = [name for name in recipe.formats if find_dialect(name).has_linears]
-    if with_linears and not (observe.inputs and observe.weights):
-        raise UsageError(
-            f"{', '.join(with_linears)}: needs inputs and weights, and recipe {recipe.name} does "
-            "not observe both",
-            hint="choose another recipe",
-        )
-    if recipe.query_scale and not observe.query:
-        raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")
-
-
-def _plan(settings: CalibrateSettings, source: ModelSource) -> DataPlan | None:
-    data = settings.recipe.data
-    if not settings.recipe.observe.needs_forward:
+def _plan(recipe: Recipe, source: ModelSource) -> DataPlan | None:
+    data = recipe.data
+    if not recipe.observe.needs_forward:
         return None
     return plan_data(
         source,
@@ -210,7 +196,7 @@ def _run(
     if group is not None:
         say(describe_group(group))
     started = time.monotonic()
-    share = WorkShare(shard=job.settings.shard, journal=work.journal, group=group)
+    share = WorkShare(shard=job.shard, journal=work.journal, group=group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
             _load(job, mode, bar),
@@ -226,7 +212,6 @@ def _run(
         back_offs = gather_back_offs(share)
     measured = RunMeasurements(
         duration_s=time.monotonic() - started,
-        device=job.device,
         memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
         back_offs=back_offs,
         resumed=work.journal.done.num_sequences,

@@ -98,7 +98,7 @@ def _read_finished(
 
 
 def _is_of_run(job: CalibrateJob, header: StatsHeader, stats: CalibrationStats) -> bool:
-    shard = job.settings.shard
+    shard = job.shard
     cut = None if shard is None else (shard.index, shard.count)
     found = None if stats.shard is None else (stats.shard.index, stats.shard.count)
     return cut == found and not explain_other_run(stats.header, header)
@@ -179,7 +179,7 @@ def _open_journal(
         folder,
         header,
         text_hashes_of(job.plan),
-        shard=job.settings.shard,
+        shard=job.shard,
         batch_size=job.recipe.data.batch_size,
         warn=warn,
         rank=rank,

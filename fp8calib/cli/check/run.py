@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.cli.calibrate.job import REPORT_NAME
+from fp8calib.cli.check.settings import CheckSettings
 from fp8calib.cli.check.show import show_check_report
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
@@ -26,36 +26,22 @@ _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckSettings:
-    """The command line, resolved."""
-
-    path: Path
-    engines: tuple[str, ...]
-    tp: int
-    model: str | None
-    as_json: bool
-
-
 def run_check(settings: CheckSettings) -> int:
     """Check, print the verdicts, and return the exit code: 8 unless every engine is ok."""
+    engines = _choose_engines(settings.engine)
     quiet_libraries()
-    report = _check(settings)
+    report = _check(settings, engines)
     show_check_report(report, str(settings.path), as_json=settings.as_json)
     return 0 if report.ok else VerificationError.exit_code
 
 
-def choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Resolve the engines on the command line to keys; without any, the default ones.
-
-    Raises:
-        UsageError: an engine is unknown, or there is no replay of it.
-    """
+def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Resolve the engines on the command line to keys; without any, the default ones."""
     asked = [part.strip() for name in names or list_defaults() for part in name.split(",")]
     return tuple(dict.fromkeys(find_replayed(key).key for key in asked))
 
 
-def _check(settings: CheckSettings) -> CheckReport:
+def _check(settings: CheckSettings, engines: Sequence[str]) -> CheckReport:
     path = _fetch(settings.path)
     is_folder = _is_folder(path)
     if is_folder:
@@ -65,9 +51,9 @@ def _check(settings: CheckSettings) -> CheckReport:
     geometry = read_named_geometry(model) if is_foreign else read_geometry(model.path, model.config)
     if is_folder:
         folder = model if settings.model is None else open_folder(path)
-        report = check_folder(folder, geometry, settings.engines, settings.tp)
+        report = check_folder(folder, geometry, engines, settings.tp)
     else:
-        report = check_file(path, geometry, settings.engines, settings.tp, model=model)
+        report = check_file(path, geometry, engines, settings.tp, model=model)
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
+from fp8calib.cli.export.settings import ExportSettings
+from fp8calib.cli.option_types import split_names
+from fp8calib.cli.recipe_options import override_recipe
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
-from fp8calib.dialects.registry import find_dialect
+from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.errors import ExportError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
@@ -27,39 +28,26 @@ if TYPE_CHECKING:
     from fp8calib.cli.export.rank_weights import RankWeights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportSettings:
-    """The command line, resolved."""
-
-    stats: Path
-    out: Path
-    recipe: Recipe
-    model: str | None
-    with_weights: bool
-    force: bool
-    as_json: bool
-
-
 def run_export(settings: ExportSettings) -> None:
     """Write every requested format from statistics alone."""
-    recipe = settings.recipe
+    recipe = _resolve_recipe(settings)
     for name in recipe.formats:
         find_dialect(name)  # refuses unknown ones
-    _check_weights(settings)
+    _check_weights(settings, recipe)
     stats = load_stats(settings.stats)
     fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
     check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
-    with _open_source(settings, stats) as source:
+    with _open_source(settings, recipe, stats) as source:
         if source is not None:
             check_replaced(recipe.formats, settings.out, source)
         inputs = [settings.stats, *([source.folder] if source else [])]
         with OutputFolder(
             settings.out,
-            owned=list_outputs(recipe.formats, recipe.tp) | _list_weight_files(settings),
+            owned=list_outputs(recipe.formats, recipe.tp) | _list_weight_files(settings, recipe.tp),
             force=settings.force,
             inputs=inputs,
         ) as folder:
-            weights = _prepare_weights(settings, stats, source)
+            weights = _prepare_weights(settings, recipe, stats, source)
             written = write_formats(
                 stats,
                 recipe.formats,
@@ -73,26 +61,36 @@ def run_export(settings: ExportSettings) -> None:
                 quantized=None if weights is None else weights.tables,
             )
             files = sorted([*written.files, *(weights.write(folder) if weights else ())])
-    notes = [
-        *(weights.notes if weights else ()),
-        *map(str, written.notes),
-    ]
+    notes = [*(weights.notes if weights else ()), *map(str, written.notes)]
     for note in notes:
         warn(note)
     if settings.as_json:
-        print_json(
-            {
-                "out": str(settings.out),
-                "files": files,
-                "warnings": notes,
-            }
-        )
+        print_json({"out": str(settings.out), "files": files, "warnings": notes})
     else:
         print_text(f"written to {settings.out}: {list_top_level(files)}")
 
 
-def _check_weights(settings: ExportSettings) -> None:
-    if settings.with_weights and RFC.name not in settings.recipe.formats:
+def _resolve_recipe(settings: ExportSettings) -> Recipe:
+    names = split_names(settings.formats)
+    if not names:
+        raise UsageError(
+            "export: --format is missing",
+            hint=f"known formats: {', '.join(list_format_names())}",
+        )
+    return override_recipe(
+        "kv",
+        data={},
+        scales={
+            "rule": settings.rule,
+            "fallback": settings.fallback,
+            "fp8_dtype": settings.fp8_dtype,
+        },
+        top={"formats": names, "tp": settings.tp, "query_scale": settings.query_scale or None},
+    )
+
+
+def _check_weights(settings: ExportSettings, recipe: Recipe) -> None:
+    if settings.with_weights and RFC.name not in recipe.formats:
         raise UsageError(
             "--with-weights needs --format rfc",
             hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
@@ -101,24 +99,26 @@ def _check_weights(settings: ExportSettings) -> None:
         raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
 
 
-def _list_weight_files(settings: ExportSettings) -> frozenset[str]:
+def _list_weight_files(settings: ExportSettings, tps: Iterable[int]) -> frozenset[str]:
     if not settings.with_weights:
         return frozenset()
-    return frozenset(name for tp in settings.recipe.tp for name in name_rank_files(tp).values())
+    return frozenset(name for tp in tps for name in name_rank_files(tp).values())
 
 
 def _prepare_weights(
-    settings: ExportSettings, stats: CalibrationStats, source: Checkpoint | None
+    settings: ExportSettings, recipe: Recipe, stats: CalibrationStats, source: Checkpoint | None
 ) -> RankWeights | None:
     if not settings.with_weights or source is None:
         return None
     from fp8calib.cli.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
 
-    return prepare_weights(stats, source, settings.recipe)
+    return prepare_weights(stats, source, recipe)
 
 
 @contextmanager
-def _open_source(settings: ExportSettings, stats: CalibrationStats) -> Iterator[Checkpoint | None]:
+def _open_source(
+    settings: ExportSettings, recipe: Recipe, stats: CalibrationStats
+) -> Iterator[Checkpoint | None]:
     model = settings.model
     if model is None:
         yield None
@@ -127,14 +127,14 @@ def _open_source(settings: ExportSettings, stats: CalibrationStats) -> Iterator[
 
     with Checkpoint.open(find_folder(model, None), require_config=True) as checkpoint:
         if settings.with_weights and is_int4_source(checkpoint):
-            _refuse_overlays(settings, checkpoint)
+            _refuse_overlays(recipe.formats, checkpoint)
         else:
             _check_model(settings, stats, checkpoint)
         yield checkpoint
 
 
-def _refuse_overlays(settings: ExportSettings, checkpoint: Checkpoint) -> None:
-    names = [name for name in settings.recipe.formats if find_dialect(name).needs_model]
+def _refuse_overlays(formats: Iterable[str], checkpoint: Checkpoint) -> None:
+    names = [name for name in formats if find_dialect(name).needs_model]
     if names:
         raise UsageError(
             f"--format {names[0]}: an overlay needs the unquantized model, and the weights of "

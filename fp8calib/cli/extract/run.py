@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
+from fp8calib.cli.extract.settings import ExtractSettings
+from fp8calib.cli.option_types import split_names
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries
+from fp8calib.dialects.dialect import Dialect
 from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.read import FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import find_dialect, list_written
 from fp8calib.dialects.write import list_owned, write_table
 from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import KV_FORMATS
+from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -34,27 +36,11 @@ from fp8calib.stats.fingerprint import fingerprint_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractSettings:
-    """The command line, unresolved."""
-
-    quantized_model: Path
-    model: str
-    save_path: Path
-    format_name: str
-    source_dtype: str | None
-    fp8_dtype: str
-    tp: int | None
-    revision: str | None
-    trust_remote_code: bool
-    force: bool
-    as_json: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Extracted:
     """The scales that were written, and the notes on them."""
 
     found: FoundScales
+    dialect: Dialect
     table: ScaleTable
     taken_from: tuple[str, ...]
     """The source's files, each as folder and file name."""
@@ -72,7 +58,7 @@ def run_extract(settings: ExtractSettings) -> None:
         ExportError: the format cannot hold the scales, or cannot be written.
         VerificationError: the source's scales are incomplete, invalid, or of another model.
     """
-    _check_options(settings)
+    dialect = _check_options(settings)
     quiet_libraries()
     source = open_source(
         settings.model,
@@ -83,12 +69,19 @@ def run_extract(settings: ExtractSettings) -> None:
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         geometry = prepare(build_skeleton(source), checkpoint).geometry
         fingerprint = fingerprint_model(source.raw_config, checkpoint)
-        extracted = _extract(settings, geometry, checkpoint, fingerprint)
+        extracted = _extract(settings, dialect, geometry, checkpoint, fingerprint)
     _show(settings, extracted)
 
 
-def _check_options(settings: ExtractSettings) -> None:
-    dialect = find_dialect(settings.format_name)
+def _check_options(settings: ExtractSettings) -> Dialect:
+    """Check the options, and find the dialect of --format."""
+    names = split_names(settings.formats) or ["kv-overlay"]
+    if len(names) > 1:
+        raise UsageError(
+            f"--format {' '.join(names)}: only one format can be written to --save-path",
+            hint="run the command once for each format",
+        )
+    dialect = find_dialect(names[0])
     named = {"--source-dtype": settings.source_dtype, "--fp8-dtype": settings.fp8_dtype}
     for option, name in named.items():
         if name is not None and name not in KV_FORMATS:
@@ -99,12 +92,16 @@ def _check_options(settings: ExtractSettings) -> None:
             f"--tp {settings.tp}: {dialect.name} does not depend on the number of ranks",
             hint=f"leave out --tp, or choose --format {others}",
         )
+    return dialect
 
 
 def _extract(
-    settings: ExtractSettings, geometry: ModelGeometry, checkpoint: Checkpoint, fingerprint: str
+    settings: ExtractSettings,
+    dialect: Dialect,
+    geometry: ModelGeometry,
+    checkpoint: Checkpoint,
+    fingerprint: str,
 ) -> Extracted:
-    dialect = find_dialect(settings.format_name)
     found = read_scales(
         settings.quantized_model,
         geometry,
@@ -116,8 +113,8 @@ def _extract(
     known = found.table.origin or CalibrationOrigin.of_model(fingerprint)
     table = convert_table(
         replace(found.table, origin=known),
-        fmt=KV_FORMATS[settings.fp8_dtype],
-        tp=_choose_tp(settings, found.table),
+        fmt=KV_FORMATS[settings.fp8_dtype or E4M3FN.name],
+        tp=_choose_tp(settings, dialect, found.table),
         per_head=dialect.per_head,
     )
     taken_from = _name_files(found)
@@ -142,6 +139,7 @@ def _extract(
         )
     return Extracted(
         found=found,
+        dialect=dialect,
         table=table,
         taken_from=taken_from,
         files=files,
@@ -157,11 +155,11 @@ def _extract(
     )
 
 
-def _choose_tp(settings: ExtractSettings, table: ScaleTable) -> int:
+def _choose_tp(settings: ExtractSettings, dialect: Dialect, table: ScaleTable) -> int:
     """Choose the ranks: those of --tp, or those found if the format and the model allow them."""
     if settings.tp is not None:
         return settings.tp
-    is_kept = find_dialect(settings.format_name).per_tp and fits_heads(table.geometry, table.tp)
+    is_kept = dialect.per_tp and fits_heads(table.geometry, table.tp)
     return table.tp if is_kept else 1
 
 
@@ -187,15 +185,14 @@ def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
 
 
 def _build_report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
-    table, name = extracted.table, settings.format_name
-    dialect = find_dialect(name)
+    table, dialect = extracted.table, extracted.dialect
     before, after = kv_bytes_per_token(table.geometry)
     return {
         "save_path": str(settings.save_path),
         "files": list(extracted.files),
         "dialect": extracted.found.dialect,
         "source_dtype": extracted.found.table.fmt.name,
-        "format": name,
+        "format": dialect.name,
         "fp8_dtype": table.fmt.name,
         "tp": table.tp,
         "taken_from": list(extracted.taken_from),

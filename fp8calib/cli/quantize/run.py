@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from fp8calib.cli.quantize.report import (
     build_quantization_report,
     show_quantization_report,
 )
+from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme, list_without_calibration
 from fp8calib.machine.devices import choose_device
@@ -33,25 +33,6 @@ from fp8calib.quantization.selection.select import Selection, select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeSettings:
-    """The command line, unresolved."""
-
-    model: str
-    scheme: str
-    out: Path
-    stats: Path | None
-    form: str
-    ignore: tuple[str, ...]
-    shares_scales: bool
-    dequantize: bool
-    device: str
-    resume: bool
-    revision: str | None
-    force: bool
-    as_json: bool
 
 
 def run_quantize(settings: QuantizeSettings) -> None:
@@ -96,7 +77,10 @@ def _resolve(settings: QuantizeSettings) -> PlanSettings:
             f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
         )
     return PlanSettings(
-        scheme=scheme, dialect=dialect, ignore=settings.ignore, shares_scales=settings.shares_scales
+        scheme=scheme,
+        dialect=dialect,
+        ignore=tuple(settings.ignore or ()),
+        shares_scales=not settings.no_shared_scales,
     )
 
 

@@ -49,12 +49,12 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
             }
         )
         return
-    reach = compute_position_saturation(stats)
-    _print_header(stats, reach)
+    by_position = compute_position_saturation(stats)
+    _print_header(stats, by_position)
     print_table("K, V and q", _KV_COLUMNS, [_format_cells(row) for row in layers])
     print_table("linears", _LINEAR_COLUMNS, [_format_cells(row) for row in linears])
-    if reach is not None:
-        _print_positions(stats, reach)
+    if by_position is not None:
+        _print_positions(stats, by_position)
     for name, counts in _list_expert_counts(stats).items():
         unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
         print_text(
@@ -65,7 +65,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
         print_text(f"not observed: {item.site}: {item.why}")
 
 
-def _print_header(stats: CalibrationStats, reach: PositionSaturation | None) -> None:
+def _print_header(stats: CalibrationStats, by_position: PositionSaturation | None) -> None:
     header = stats.header
     geometry = header.geometry
     print_text(
@@ -84,13 +84,13 @@ def _print_header(stats: CalibrationStats, reach: PositionSaturation | None) -> 
         )
     if (saturation := compute_saturation(stats)) is not None:
         print_text(saturation.describe())
-    if reach is not None:
-        print_text(reach.describe())
+    if by_position is not None:
+        print_text(by_position.describe())
 
 
-def _print_positions(stats: CalibrationStats, reach: PositionSaturation) -> None:
+def _print_positions(stats: CalibrationStats, by_position: PositionSaturation) -> None:
     """Print K, V and q by range of positions."""
-    starts = (0, *reach.below)
+    starts = (0, *by_position.below)
     rows = [
         {"site": str(site), **dict(zip(starts, found.positions.tolist(), strict=False))}
         for site, found in stats.sites.items()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.output_files import probe_output_files
 from fp8calib.cli.setup import check_device_map
-from fp8calib.cli.verify.job import ResolvedOptions, VerifySettings
+from fp8calib.cli.verify.job import ResolvedOptions
+from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
@@ -73,7 +75,7 @@ def _check_task_options(settings: VerifySettings) -> None:
         raise UsageError("--limit has no effect without --tasks", hint="add --tasks NAME")
 
 
-def _check_candidate_names(names: tuple[str, ...]) -> None:
+def _check_candidate_names(names: Sequence[str]) -> None:
     for name in names:
         if not name or not name.isprintable():
             raise UsageError(f"--scales {name!r}: must be a path of printable characters")
@@ -97,7 +99,7 @@ def _check_outputs(settings: VerifySettings) -> None:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"{path}: no such folder: {path.parent}")
         check_output_file(path)
-        for name in (settings.model, *settings.scales, *settings.data):
+        for name in (settings.model, *settings.scales, *(settings.data or ())):
             _refuse_input(path, Path(name))
     if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():
         raise UsageError(f"--report and --dump are both {outputs[0]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output_files import output_files
@@ -12,10 +13,11 @@ from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import plan_data, quiet_libraries
-from fp8calib.cli.verify.job import ResolvedOptions, TaskJob, VerifyJob, VerifySettings
+from fp8calib.cli.verify.job import ResolvedOptions, TaskJob, VerifyJob
 from fp8calib.cli.verify.memory import choose_verification_mode, open_reference
 from fp8calib.cli.verify.options import resolve_options
 from fp8calib.cli.verify.request import build_request
+from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.cli.verify.show import describe_verification_plan, show_verification
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import VerificationError
@@ -23,12 +25,7 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import choose_dtype
-from fp8calib.model.load import (
-    ModelSource,
-    build_skeleton,
-    load_tokenizer,
-    open_source,
-)
+from fp8calib.model.load import ModelSource, build_skeleton, load_tokenizer, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.run.planning.memory_mode import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
@@ -63,7 +60,8 @@ def run_verify(settings: VerifySettings) -> int:
             say(text)
         with Bar() as bar, PeakMemory() as memory:
             verified = _run(job, mode, bar)
-        verified = _with_memory(verified, mode, memory.peak_bytes)
+        measured = {**mode.as_json(), "peak_measured_bytes": memory.peak_bytes}
+        verified = _change_report(verified, memory=measured)
         for text in verified.report.warnings:
             if text not in (*job.plan.warnings, *job.warnings):
                 warn(text)
@@ -124,10 +122,10 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
 def _plan(settings: VerifySettings, source: ModelSource) -> DataPlan:
     plan = plan_data(
         source,
-        sources=settings.data,
+        sources=settings.data or (),
         samples=settings.samples,
         seq_len=settings.seq_len,
-        pack=settings.pack,
+        pack=not settings.no_pack,
         seed=0,
         part="verify",
     )
@@ -186,40 +184,37 @@ def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> VerificationResult:
         )
         if job.task_job is None:
             return verified
-        return _add_tasks(job, reference, request, verified, bar)
+        return _add_tasks(job, job.task_job, reference, request, verified, bar)
 
 
-def _with_memory(
-    verified: VerificationResult, mode: MemoryMode, peak_bytes: int | None
-) -> VerificationResult:
-    found = {"memory": {**mode.as_json(), "peak_measured_bytes": peak_bytes}}
-    return replace(verified, report=verified.report.model_copy(update=found))
+def _change_report(verified: VerificationResult, **fields: Any) -> VerificationResult:
+    return replace(verified, report=verified.report.model_copy(update=fields))
 
 
 def _add_tasks(
     job: VerifyJob,
+    task_job: TaskJob,
     reference: ReferenceModel,
     request: VerificationRequest,
     verified: VerificationResult,
     bar: Bar,
 ) -> VerificationResult:
-    assert job.task_job is not None  # noqa: S101 -- checked by the caller
     outcome = run_tasks(
         reference,
         request.candidates,
-        job.task_job.tasks,
-        job.task_job.tokenizer,
+        task_job.tasks,
+        task_job.tokenizer,
         batch_size=job.settings.batch_size,
         progress=bar,
     )
     for text in outcome.warnings:
         warn(text)
-    found = {
-        "tasks": outcome.rows,
-        "task_setup": outcome.setup,
-        "warnings": (*verified.report.warnings, *outcome.warnings),
-    }
-    return replace(verified, report=verified.report.model_copy(update=found))
+    return _change_report(
+        verified,
+        tasks=outcome.rows,
+        task_setup=outcome.setup,
+        warnings=(*verified.report.warnings, *outcome.warnings),
+    )
 
 
 def _write(settings: VerifySettings, verified: VerificationResult) -> None:
@@ -240,9 +235,6 @@ def _write(settings: VerifySettings, verified: VerificationResult) -> None:
 
 
 def _exit_code(settings: VerifySettings, report: VerifyReport) -> int:
-    failed = [
-        candidate
-        for candidate in report.candidates
-        if candidate.name != SCALE_ONE and candidate.verdict is Verdict.FAIL
-    ]
+    judged = (candidate for candidate in report.candidates if candidate.name != SCALE_ONE)
+    failed = any(candidate.verdict is Verdict.FAIL for candidate in judged)
     return VerificationError.exit_code if settings.gate and failed else 0

@@ -1,14 +1,14 @@
-"""The options of `fp8calib quantize`; heavy libraries are imported after they are parsed."""
+"""The settings of `fp8calib quantize`: its options, not yet resolved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fp8calib.cli.heavy_imports import heavy_imports
 from fp8calib.cli.option_types import ForceOption, JsonOption, RevisionOption, UnquantizedModel
 from fp8calib.fp8.schemes import SCHEMES, list_expressible
 
@@ -25,8 +25,11 @@ def _describe_dialects() -> Iterator[str]:
         yield f"{dialect}{only}"
 
 
-def quantize_command(
-    model: UnquantizedModel,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSettings:
+    """The command line."""
+
+    model: UnquantizedModel
     scheme: Annotated[
         str,
         typer.Option(
@@ -34,10 +37,10 @@ def quantize_command(
             metavar="NAME",
             help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats.",
         ),
-    ],
+    ]
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Output folder of the FP8 checkpoint.")
-    ],
+    ]
     stats: Annotated[
         Path | None,
         typer.Option(
@@ -45,7 +48,7 @@ def quantize_command(
             metavar="STATS",
             help="Statistics of a calibration, for the scales of inputs, K and V.",
         ),
-    ] = None,
+    ] = None
     form: Annotated[
         str,
         typer.Option(
@@ -53,7 +56,7 @@ def quantize_command(
             metavar="NAME",
             help=f"{', '.join(_describe_dialects())}.",
         ),
-    ] = "compressed-tensors",
+    ] = "compressed-tensors"
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,7 +66,7 @@ def quantize_command(
             "regular expression that matches the whole path; repeat for more. Heads, embeddings, "
             "norms, routers, towers and projectors are never quantized.",
         ),
-    ] = None,
+    ] = None
     no_shared_scales: Annotated[
         bool,
         typer.Option(
@@ -71,14 +74,14 @@ def quantize_command(
             help="With scales per tensor: give q, k and v, and gate and up, a weight scale each, "
             "and every expert its own input scale.",
         ),
-    ] = False,
+    ] = False
     dequantize: Annotated[
         bool,
         typer.Option(
             "--dequantize",
             help="Accept a MODEL with FP8 weights: dequantize them first.",
         ),
-    ] = False,
+    ] = False
     device: Annotated[
         str,
         typer.Option(
@@ -86,36 +89,11 @@ def quantize_command(
             metavar="auto|cpu|cuda[:i]",
             help="Device to compute on; auto is the CPU, which is faster than the disk.",
         ),
-    ] = "auto",
+    ] = "auto"
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue an interrupted run after its last finished shard."),
-    ] = False,
-    revision: RevisionOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write an FP8 checkpoint shard by shard, without loading the model.
-
-    Example: fp8calib quantize meta-llama/Llama-3.1-8B-Instruct --scheme fp8-dynamic --out llama-fp8
-    """
-    with heavy_imports():
-        from fp8calib.cli.quantize.run import QuantizeSettings, run_quantize  # noqa: PLC0415
-
-    run_quantize(
-        QuantizeSettings(
-            model=model,
-            scheme=scheme,
-            out=out,
-            stats=stats,
-            form=form,
-            ignore=tuple(ignore or ()),
-            shares_scales=not no_shared_scales,
-            dequantize=dequantize,
-            device=device,
-            resume=resume,
-            revision=revision,
-            force=force,
-            as_json=as_json,
-        )
-    )
+    ] = False
+    revision: RevisionOption = None
+    force: ForceOption = False
+    as_json: JsonOption = False

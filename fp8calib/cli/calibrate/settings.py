@@ -1,0 +1,88 @@
+"""The settings of `fp8calib calibrate`: its options, not yet resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp8calib.cli.option_types import (
+    BATCH_SIZE,
+    SAMPLES,
+    DataOption,
+    DeviceMapOption,
+    DeviceOption,
+    DtypeOption,
+    FallbackOption,
+    ForceOption,
+    FormatOption,
+    Fp8DtypeOption,
+    JsonOption,
+    MemoryOption,
+    NoPackOption,
+    QueryScaleOption,
+    RevisionOption,
+    RuleOption,
+    SeqLenOption,
+    TpOption,
+    TrustOption,
+    UnquantizedModel,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateSettings:
+    """The command line."""
+
+    model: UnquantizedModel
+    data: DataOption = None
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe",
+            metavar="NAME|FILE",
+            help="What to observe and write; see `fp8calib recipes`.",
+        ),
+    ] = "kv"
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Output folder; default ./<model>-fp8calib."),
+    ] = None
+    formats: FormatOption = None
+    tp: TpOption = None
+    samples: Annotated[int | None, SAMPLES] = None
+    seq_len: SeqLenOption = None
+    batch_size: Annotated[int | None, BATCH_SIZE] = None
+    no_pack: NoPackOption = False
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="S", help="Seed for mixing weighted data specs."),
+    ] = None
+    rule: RuleOption = None
+    fallback: FallbackOption = None
+    fp8_dtype: Fp8DtypeOption = None
+    query_scale: QueryScaleOption = False
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    device_map: DeviceMapOption = None
+    memory: MemoryOption = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and exit: run and write nothing.")
+    ] = False
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted or killed run.")
+    ] = False
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Run only part I of N (from 1); `fp8calib merge` joins the statistics.",
+        ),
+    ] = None
+    revision: RevisionOption = None
+    trust_remote_code: TrustOption = False
+    force: ForceOption = False
+    as_json: JsonOption = False

@@ -1,0 +1,32 @@
+"""Run `fp8calib show`: tell statistics from scales, and print them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.cli.show.scales import show_scales
+from fp8calib.cli.show.stats import show_stats
+from fp8calib.errors import UsageError, shorten
+from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats
+
+
+def run_show(path: Path, *, as_json: bool) -> None:
+    """Print a file, or what a folder holds.
+
+    Raises:
+        UsageError: it does not exist, or holds neither statistics nor scales.
+        DataError: it cannot be read.
+    """
+    try:
+        if not path.exists():
+            raise UsageError(f"{path}: no such file or folder")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{shorten(str(path))}: cannot be read") from error
+    if path.is_dir():
+        refuse_external_links(path)
+        path = stats if (stats := path / STATS_NAME).is_file() else path
+    if is_stats_file(path):
+        show_stats(load_stats(path, accepts_shard=True), as_json=as_json)
+    else:
+        show_scales(path, as_json=as_json)
