@@ -87,9 +87,9 @@ them."""
 
 UNSERVED_STACKS: Mapping[str, str] = {
     "dbrx": "vLLM 0.32.0 loads no tensors of single experts for dbrx (models/dbrx.py), and a stack "
-    "has room for one scale per tensor alone",
-    "gpt_oss": "gate and up lie in turn and have biases, and vLLM 0.32.0 loads FP8 experts of "
-    "gpt_oss from Quark's own stacks alone (models/gpt_oss.py)",
+    "can have only one scale per tensor",
+    "gpt_oss": "rows of gate and up alternate and have biases, and vLLM 0.32.0 loads FP8 experts "
+    "of gpt_oss only from Quark's stacks (models/gpt_oss.py)",
 }
 """Model types whose stacks are known but not split, and why."""
 

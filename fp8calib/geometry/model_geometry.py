@@ -70,6 +70,11 @@ class Linear(Frozen):
     checkpoint_name: str | None = None
     """The tensor in the checkpoint, where exactly one tensor is the whole weight."""
 
+    @property
+    def runner(self) -> str:
+        """Path of the module that runs it; one module runs all experts of a layer."""
+        return self.module.rpartition(".")[0] if self.num_experts else self.module
+
     def logical(self, part: Part, expert: int | None = None) -> str:
         """Path of `part` if nothing were fused: `...attn.q_proj`, `...experts.3.up_proj`."""
         parent = self.module.rpartition(".")[0]

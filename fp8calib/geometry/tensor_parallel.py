@@ -24,7 +24,8 @@ def check_heads(geometry: ModelGeometry, tp: int) -> None:
     It must divide the attention heads, and divide the KV heads or be a multiple of them. Every rank
     caches the whole latent of latent attention, so that has no KV heads to divide.
     """
-    _check_positive(tp)
+    if tp < 1:
+        raise UsageError(f"--tp {tp}: the tensor-parallel degree is a whole number from 1 up")
     for layer, attention in geometry.attentions():
         if attention.num_heads % tp:
             raise UsageError(
@@ -79,11 +80,6 @@ def owned_blocks(linear: Linear, tp: int, rank: int) -> range:
     """List the blocks that `rank` owns on the split axis of an expert's projection."""
     num_channels = linear.in_features if linear.shard == "row" else linear.out_features
     return rank_range(num_channels // linear.expert_block, tp, rank)
-
-
-def _check_positive(tp: int) -> None:
-    if tp < 1:
-        raise UsageError(f"--tp {tp}: the tensor-parallel degree is a whole number from 1 up")
 
 
 def _check_divides(tp: int, count: int, where: str) -> None:

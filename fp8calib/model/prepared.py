@@ -82,11 +82,8 @@ def list_skipped(
 
 
 def _module_names(geometry: ModelGeometry) -> list[str]:
-    names = [attention.module for _, attention in geometry.attentions()]
-    for _, linear in geometry.linears():
-        experts = linear.module.rpartition(".")[0] if linear.num_experts else linear.module
-        names.append(experts)
-    return list(dict.fromkeys(names))
+    attentions = (attention.module for _, attention in geometry.attentions())
+    return list(dict.fromkeys([*attentions, *(linear.runner for _, linear in geometry.linears())]))
 
 
 def _without_own_cache(geometry: ModelGeometry) -> Iterator[Skipped]:

@@ -49,8 +49,7 @@ def read_linears(
     for linear in linears:
         stacked = stacks.pop(linear.weight_name, [])
         if linear.num_experts and stacked:
-            experts = modules[linear.module.rpartition(".")[0]]
-            yield from _read_experts(experts, stacked, source)
+            yield from _read_experts(modules[linear.runner], stacked, source)
         elif not linear.num_experts:
             values = source.read(linear.weight_name)
             values = values.T if is_transposed(modules[linear.module]) else values

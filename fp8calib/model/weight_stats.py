@@ -34,12 +34,7 @@ def observe_weights(
     Raises:
         ModelError: a weight holds NaN or inf; the message names tensor and index.
     """
-    observed = [
-        linear
-        for linear in linears
-        if linear.module not in ignored
-        and not (linear.num_experts and linear.module.rpartition(".")[0] in ignored)
-    ]
+    observed = [linear for linear in linears if linear.runner not in ignored]
     per_expert: dict[str, list[tuple[SiteStats, torch.Tensor]]] = defaultdict(list)
     for weight in read_linears(model, observed, source):
         linear, stats = weight.linear, _reduce(weight.values, weight.name)

@@ -11,9 +11,9 @@ import torch
 from fp8calib.stats.positions import split_positions
 
 HISTOGRAM_SEQUENCES = 8
-"""One sequence in so many enters the histograms; amax and counts are those of all sequences."""
+"""The stride of the sequences in histograms; amax and counts are those of all sequences."""
 INPUT_HISTOGRAM_TOKENS = 4
-"""One token in so many of these enters the histograms of inputs; all enter those of K and V."""
+"""The stride of the tokens of these in histograms of inputs; those of K and V count all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class BatchView:
 
     @property
     def sampling_stride(self) -> int:
-        """One row in so many is sampled where the sequences of rows are not known."""
+        """The stride of sampled rows, where the sequences of rows are not known."""
         return max(self.num_rows // max(len(self.input_sample), 1), 1)
 
     def rows(self, which: str, device: torch.device) -> torch.Tensor:

@@ -173,7 +173,7 @@ def open_hooks(
             attend = _query_hook(attentions, hooks)
             stack.enter_context(_wrapped_lookup(AttentionInterface, attend))
         for _, linear in geometry.linears() if inputs else ():
-            path = linear.module.rpartition(".")[0] if linear.num_experts else linear.module
+            path = linear.runner
             if path in ignored:
                 continue
             if linear.num_experts:

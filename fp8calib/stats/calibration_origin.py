@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 SKETCH_SIZE = 512
-"""A scale file stores so many text hashes, the smallest. The sketch of two texts together can
+"""The number of text hashes in a scale file: the smallest. The sketch of two texts together can
 therefore be computed from their sketches."""
 _KEYS = ("model", "data", "text")
 _FINGERPRINT_DIGITS = 64

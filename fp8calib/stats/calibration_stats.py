@@ -52,9 +52,9 @@ class StatsHeader(Frozen):
     recipe_hash: str
     compute_dtype: str
     histogram_sequences: int
-    """One sequence in so many entered the histograms."""
+    """The stride of the sequences in histograms."""
     input_histogram_tokens: int
-    """One token in so many of these sequences entered the histograms of inputs."""
+    """The stride of the tokens of these sequences in histograms of inputs."""
     skipped: tuple[Skipped, ...]
     versions: dict[str, str]
 

@@ -16,7 +16,7 @@ from fp8calib.stats.calibration_stats import (
 )
 from fp8calib.stats.statistic import STATISTICS, SiteStats
 
-_ONE_RUN = "shards come from runs that differ in nothing but --shard"
+_ONE_RUN = "the runs of all shards must differ only in --shard"
 
 
 def merge_sites(parts: Iterable[Mapping[Site, SiteStats]]) -> dict[Site, SiteStats]:

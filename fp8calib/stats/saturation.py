@@ -45,7 +45,7 @@ class PositionSaturation(Saturation):
     """Shares of the final amax that were reached at early positions of a sequence.
 
     They show whether long sequences need larger scales. `slowest_site` is the site with the
-    smallest share in front of the first position in `below`.
+    smallest share before the first position in `below`.
     """
 
     below: tuple[int, ...]
@@ -82,7 +82,7 @@ def _compute_shares(
     *,
     decisive: int,
 ) -> Saturation | None:
-    """Compute the shares at the first points; the slowest site has the least at `decisive`."""
+    """Compute the shares at the first points; point `decisive` determines the slowest site."""
     shares: dict[Site, list[float]] = {}
     for site, found in stats.sites.items():
         values = get(found)

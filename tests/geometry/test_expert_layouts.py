@@ -228,7 +228,7 @@ def test_what_engines_load_no_single_experts_of_is_refused_with_the_reason(tmp_p
     assert "vLLM 0.32.0 loads no tensors of single experts for dbrx" in message
     message = refuse(tmp_path / "gpt_oss")
     assert "model.layers.0.mlp.experts.down_proj [4, 48, 32] holds several" in message
-    assert "gate and up lie in turn and have biases" in message
+    assert "rows of gate and up alternate and have biases" in message
 
 
 def stack(*shape: int) -> torch.Tensor:

@@ -63,9 +63,11 @@ def flushed_share(
 def expected_sqnr_db(
     histogram: torch.Tensor, scale: float, fmt: Fp8Format, *, amax: float | None = None
 ) -> float:
-    """Give the ratio of signal and noise; at the second scale all values become zero."""
+    """Give the ratio of signal and noise, each value spread evenly in log2 over its bin."""
     spread = spread_counts(histogram, amax=amax)
-    noise, signal = spread.squared_errors(np.array([scale, 2.0**200]), fmt)
+    low, high = spread.edges[:-1], spread.edges[1:]
+    signal = (spread.counts * (high**2 - low**2) / (2 * np.log(high / low))).sum()
+    noise = spread.squared_errors(np.array([scale]), fmt)[0]
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 

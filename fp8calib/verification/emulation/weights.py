@@ -17,6 +17,7 @@ from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.topology.search import is_transposed
 from fp8calib.scales.scale_table import scale_of
 from fp8calib.verification.emulation.fake_quantize import (
     Quantizer,
@@ -180,10 +181,10 @@ def _group_key(linear: Linear) -> tuple[str, ...]:
 
 
 def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
+    module = modules[linear.runner]
     if linear.num_experts:
-        experts = modules[linear.module.rpartition(".")[0]]
-        return bool(getattr(experts, "is_transposed", False))
-    return type(modules[linear.module]).__name__ == "Conv1D"
+        return bool(getattr(module, "is_transposed", False))
+    return is_transposed(module)
 
 
 @contextmanager
