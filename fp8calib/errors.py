@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
 
 _MAX_MESSAGE = 4000
@@ -31,6 +32,13 @@ def shorten(name: str) -> str:
     A name in a hostile file may be megabytes long or hold a terminal's control sequences.
     """
     return _escape(name[:_MAX_NAME])[:_MAX_NAME]
+
+
+def cut_list(items: Collection[object], most: int = 8) -> str:
+    """List the first few of `items`, each fit for a message, and count the others."""
+    shown = ", ".join(shorten(str(item)) for item in list(items)[:most])
+    more = len(items) - most
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def first_line(error: BaseException) -> str:

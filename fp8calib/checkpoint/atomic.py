@@ -208,14 +208,22 @@ def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
     names = _list_entries(path.resolve())
     if not names:
         return
-    strangers = sorted(names - owned)
-    if strangers:
-        shown = ", ".join(strangers[:5]) + (", ..." if len(strangers) > 5 else "")
-        message = f"{path}: the folder holds files that this command does not write: {shown}"
-        raise UsageError(message, hint="name another folder")
+    refuse_strangers(path, names - owned)
     if not force:
         message = f"{path}: the folder is not empty"
         raise UsageError(message, hint="use --force to replace its files, or another folder")
+
+
+def refuse_strangers(path: Path, names: Collection[str]) -> None:
+    """Refuse a folder that holds these entries, which would be lost.
+
+    Raises:
+        UsageError: there are any.
+    """
+    if names:
+        shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+        message = f"{path}: the folder holds files that this command does not write: {shown}"
+        raise UsageError(message, hint="name another folder")
 
 
 def _refuse_unwritable(folder: Path, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,6 +80,13 @@ def read_header(path: Path) -> ShardHeader:
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_layout(path, tensors, data_start=data_start, size_bytes=size_bytes)
     return ShardHeader(path, MappingProxyType(tensors), MappingProxyType(metadata))
+
+
+def encode_header(document: Mapping[str, object]) -> bytes:
+    """Encode a header and its length; tensors begin at a multiple of eight bytes."""
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _read_raw_header(file: BinaryIO, *, path: Path, size_bytes: int) -> bytes:

@@ -49,6 +49,11 @@ def load_json_object(
     return document
 
 
+def encode_json(document: object) -> bytes:
+    """Encode a JSON file as Hugging Face's tools do."""
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
 def parse_unique_keys(text: str) -> object:
     """Parse JSON in which no object repeats a key.
 

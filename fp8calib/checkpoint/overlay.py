@@ -17,6 +17,7 @@ import torch
 
 from fp8calib.checkpoint.atomic import explain_os_error, require_free_space, write_file_atomic
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.checkpoint.weight_index import INDEX_NAME
@@ -118,8 +119,8 @@ def write_overlay(
         raise explain_os_error(error, destination) from error
     described = {"format": "pt", **(metadata or {})}
     save_tensors(destination / plan.scales_name, scales, metadata=described)
-    _write_json(destination / INDEX_NAME, _make_index(source, plan, scales))
-    _write_json(destination / CONFIG_NAME, {**config, **config_updates})
+    write_file_atomic(destination / INDEX_NAME, encode_json(_make_index(source, plan, scales)))
+    write_file_atomic(destination / CONFIG_NAME, encode_json({**config, **config_updates}))
     return plan.skipped
 
 
@@ -254,7 +255,3 @@ def _make_index(
     )
     weight_map.update(dict.fromkeys(sorted(scales), plan.scales_name))
     return {"metadata": metadata, "weight_map": weight_map}
-
-
-def _write_json(path: Path, value: object) -> None:
-    write_file_atomic(path, (json.dumps(value, indent=2) + "\n").encode())

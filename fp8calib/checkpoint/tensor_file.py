@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save as serialize
 
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.checkpoint.header import TensorEntry, read_header
+from fp8calib.checkpoint.header import TensorEntry, encode_header, read_header
 from fp8calib.errors import ModelError, shorten
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -100,7 +100,7 @@ class TensorFile:
         if entry.start % TORCH_DTYPES[entry.dtype].itemsize:
             shift = 0  # such a tensor cannot be used unaligned
         flat = room[shift : shift + entry.size_bytes]
-        self._fill_flat(flat, entry.start)
+        self._fill_lines(flat, entry.start)
         return flat.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -179,10 +179,12 @@ class TensorFile:
     def _read_flat(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Read bytes into a new uint8 tensor, aligned for every dtype."""
         flat = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        self._fill_flat(flat, offset)
+        self._fill_lines(flat, offset)
         return flat
 
-    def _fill_lines(self, flat: torch.Tensor, offset: int, *, count: int, stride: int) -> None:
+    def _fill_lines(
+        self, flat: torch.Tensor, offset: int, *, count: int = 1, stride: int = 0
+    ) -> None:
         """Read `count` equal pieces of the file, `stride` bytes apart, into one buffer."""
         target = flat.numpy().data
         length = len(target) // count
@@ -191,9 +193,6 @@ class TensorFile:
                 self._fill(target[line * length : (line + 1) * length], offset + line * stride)
         except OSError as error:
             raise ModelError(f"{self.path}: cannot be read: {error.strerror}") from error
-
-    def _fill_flat(self, flat: torch.Tensor, offset: int) -> None:
-        self._fill_lines(flat, offset, count=1, stride=0)
 
     def _fill(self, target: memoryview, offset: int) -> None:
         descriptor = self._descriptor()
@@ -234,9 +233,7 @@ def _insert_metadata(raw: bytes, metadata: Mapping[str, str]) -> bytes:
     """Rewrite the header: safetensors orders several metadata keys differently in each process."""
     length = int.from_bytes(raw[:8], "little")
     header = {"__metadata__": dict(sorted(metadata.items())), **json.loads(raw[8 : 8 + length])}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
-    return len(text).to_bytes(8, "little") + text + raw[8 + length :]
+    return encode_header(header) + raw[8 + length :]
 
 
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_strict
-from fp8calib.errors import ModelError, shorten
+from fp8calib.errors import ModelError, cut_list
 
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -49,7 +49,7 @@ def find_weights(folder: Path) -> tuple[tuple[str, ...], WeightIndex | None]:
     if not weights:
         raise _explain_no_weights(folder, names)
     if len(weights) > 1 or _is_one_of_several(weights[0]):
-        message = f"{folder}: {INDEX_NAME} is missing, but there is {_list_some(weights)}"
+        message = f"{folder}: {INDEX_NAME} is missing, but there is {cut_list(weights, 3)}"
         raise ModelError(message, hint="download the index, which maps tensors to files")
     return (weights[0],), None
 
@@ -102,7 +102,7 @@ def _check_present(index: WeightIndex, files: Collection[str]) -> None:
     missing = [name for name in files if not (index.path.parent / name).is_file()]
     if missing:
         message = f"{index.path}: {len(missing)} of {len(files)} shards are missing: "
-        raise ModelError(message + _list_some(missing), hint="the download is incomplete")
+        raise ModelError(message + cut_list(missing, 3), hint="the download is incomplete")
 
 
 def _is_one_of_several(name: str) -> bool:
@@ -121,11 +121,11 @@ def _explain_no_weights(folder: Path, names: Collection[str]) -> ModelError:
         return ModelError(message, hint="merge it into its base model and save the result")
     if pickled:
         message = (
-            f"{folder}: the weights are pickled ({_list_some(pickled)}), which is not supported"
+            f"{folder}: the weights are pickled ({cut_list(pickled, 3)}), which is not supported"
         )
         return ModelError(message, hint=_conversion_hint(folder))
     if packed:
-        message = f"{folder}: the weights are GGUF ({_list_some(packed)}), which is not supported"
+        message = f"{folder}: the weights are GGUF ({cut_list(packed, 3)}), which is not supported"
         return ModelError(message, hint="use the safetensors model that the GGUF was made from")
     message = f"{folder}: there are no *.safetensors weights"
     return ModelError(message, hint=f"expected {SINGLE_FILE_NAME} or {INDEX_NAME} with its shards")
@@ -137,8 +137,3 @@ def _conversion_hint(folder: Path) -> str:
         f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained('converted')\""
         ", then copy the tokenizer files"
     )
-
-
-def _list_some(names: Collection[str]) -> str:
-    shown = ", ".join(map(shorten, list(names)[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

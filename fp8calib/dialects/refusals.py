@@ -1,14 +1,12 @@
-"""The error that every reader raises, and lists for its messages."""
+"""The error that every reader raises, and names for its messages."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fp8calib.errors import ModelError, VerificationError, shorten
-
-MAX_LISTED = 8
+from fp8calib.errors import ModelError, VerificationError, cut_list
 
 
 def refusal(path: Path, fault: str, *, hint: str = "") -> VerificationError:
@@ -23,13 +21,6 @@ def reading_errors() -> Iterator[None]:
         yield
     except ModelError as error:
         raise VerificationError(error.message, hint=error.hint) from error
-
-
-def cut_list(items: Collection[object]) -> str:
-    """List the first few of `items`, each fit for a message, and count the others."""
-    shown = ", ".join(shorten(str(item)) for item in list(items)[:MAX_LISTED])
-    more = len(items) - MAX_LISTED
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def name_layers(indices: Sequence[int]) -> str:

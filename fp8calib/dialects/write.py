@@ -8,6 +8,7 @@ from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 
+from fp8calib.checkpoint.atomic import refuse_strangers
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.dialects.dialect import Dialect, WriteJob
@@ -130,13 +131,7 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
     for dialect in map(find_dialect, formats):
         folder = out / dialect.path()
         if dialect.needs_model and folder.is_dir():
-            strangers = sorted({entry.name for entry in folder.iterdir()} - known)
-            if strangers:
-                shown = ", ".join(strangers[:5])
-                raise UsageError(
-                    f"{folder}: holds files that this command does not write: {shown}",
-                    hint="move them away, or choose another folder",
-                )
+            refuse_strangers(folder, {entry.name for entry in folder.iterdir()} - known)
 
 
 def write_formats(

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.model_config import find_quantization_configs
-from fp8calib.errors import CalibrationError, ModelError, first_line
+from fp8calib.errors import CalibrationError, ModelError, cut_list, first_line
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 HUB_FILES = [
@@ -291,9 +291,8 @@ def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
 
 def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
     """Make the error for parameters that a checkpoint lacks."""
-    more = f" and {len(missing) - 3} more" if missing[3:] else ""
     return ModelError(
-        f"{folder}: the checkpoint lacks {', '.join(missing[:3])}{more}; the model would run "
+        f"{folder}: the checkpoint lacks {cut_list(missing, 3)}; the model would run "
         "with random weights instead",
         hint="download the weights again, or use the config.json that they were saved with",
     )

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.geometry.model_geometry import Linear, Part
+from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.topology.layouts import gate_up_parts, rows_part
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.model.weight_source import WeightSource
@@ -30,6 +31,12 @@ class LinearWeight:
         """The name of the parameter, with the index of the expert."""
         index = "" if self.expert is None else f"[{self.expert}]"
         return f"{self.linear.weight_name}{index}"
+
+    def cut(self, part: Part, tp: int, rank: int) -> torch.Tensor:
+        """Give the rows and channels of a part that a tensor-parallel rank owns."""
+        channels = owned_channels(self.linear, tp, rank)
+        rows = self.values[owned_rows(self.linear, part, tp, rank)]
+        return rows[:, channels.start : channels.stop]
 
 
 def read_linears(

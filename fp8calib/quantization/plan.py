@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
+from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
@@ -94,7 +95,7 @@ class QuantizePlan:
         """Sum the bytes of all files."""
         sides = sum(path.stat().st_size for path in self.side_files.values())
         documents = (self.config, *self.json_files.values())
-        texts = sum(len(write_json(document)) for document in documents)
+        texts = sum(len(encode_json(document)) for document in documents)
         return sum(shard.size_bytes for shard in self.shards) + sides + texts
 
     @property
@@ -151,11 +152,6 @@ def make_plan(
         has_kv=has_kv,
         tag=tag,
     )
-
-
-def write_json(document: Mapping[str, object]) -> bytes:
-    """Encode a JSON file."""
-    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def _list_unlisted(checkpoint: Checkpoint) -> dict[str, str]:

@@ -18,10 +18,11 @@ import torch
 
 from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
-from fp8calib.quantization.plan import QuantizePlan, write_json
+from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.quantization.weight_reader import WeightReader
@@ -80,7 +81,8 @@ def quantize(
         reader = WeightReader(checkpoint, pool, device=device)
         journal = _Journal(staging)
         finished = [shard.name for shard in plan.shards if journal.has(shard)]
-        require_free_space(staging, plan.size_bytes - _count_bytes(staging, finished))
+        written = sum((staging / name).stat().st_size for name in finished)
+        require_free_space(staging, plan.size_bytes - written)
         scales = WeightScales(plan, reader)
         for shard in plan.shards:
             if shard.name in finished:
@@ -165,8 +167,4 @@ def _write_side_files(folder: Path, plan: QuantizePlan) -> None:
             path.unlink()
     copy_side_files(plan.side_files, folder)
     for name, document in {CONFIG_NAME: plan.config, **plan.json_files}.items():
-        (folder / name).write_bytes(write_json(document))
-
-
-def _count_bytes(folder: Path, names: Collection[str]) -> int:
-    return sum((folder / name).stat().st_size for name in names)
+        (folder / name).write_bytes(encode_json(document))

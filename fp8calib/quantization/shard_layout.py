@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from fp8calib.checkpoint.header import ITEM_SIZE_BYTES
+from fp8calib.checkpoint.header import ITEM_SIZE_BYTES, encode_header
 from fp8calib.quantization.selection.matrices import Matrix
 
 
@@ -107,9 +106,7 @@ def lay_out(
             "data_offsets": [offset, stop],
         }
         offset = stop
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # the data begin at a multiple of eight bytes
-    head = len(text).to_bytes(8, "little") + text
+    head = encode_header(header)
     return ShardLayout(
         name=name,
         head=head,

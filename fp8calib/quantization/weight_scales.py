@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +44,9 @@ class WeightScales:
             self._siblings[span_experts(matrix.module)].append(matrix)
             self._layers[matrix.layer].append(matrix)
 
-    def group_of(self, matrix: Matrix) -> Sequence[Matrix]:
-        """List the weights that share one per-tensor scale with this one, itself included."""
-        return self._groups[self._plan.group(matrix)]
-
     def of_group(self, matrix: Matrix) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scale that a weight shares with its group: fp32 []."""
-        amax = torch.tensor(self._reader.measure(self.group_of(matrix)))
+        amax = torch.tensor(self._reader.measure(self._groups[self._plan.group(matrix)]))
         own = torch.tensor(self._reader.measure([matrix]))
         all_zero = _count_zeros(matrix, own)
         if float(amax.max()) > 0:

@@ -44,7 +44,8 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
     }
     scales = {}
     for site, scale in table.scales.items():
-        heads = _count_heads(attentions[site], site.role)
+        attention = attentions[site]
+        heads = attention.num_heads if site.role is Role.Q else attention.num_kv_heads
         values = _convert_ranks(table, scale.values, heads, tp, per_head=per_head)
         scales[site] = replace(scale, values=_convert_format(values, factor, site))
     return ScaleTable(
@@ -90,10 +91,6 @@ def explain_joint(table: ScaleTable) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _count_heads(attention: Attention, role: Role) -> int:
-    return attention.num_heads if role is Role.Q else attention.num_kv_heads
-
-
 def _convert_ranks(
     table: ScaleTable, values: torch.Tensor, heads: int, tp: int, *, per_head: bool
 ) -> torch.Tensor:
@@ -133,7 +130,9 @@ def _convert_format(values: torch.Tensor, factor: float, site: Site) -> torch.Te
 def _explain_ranks(table: ScaleTable, fitted: ScaleTable) -> Iterator[str]:
     if table.tp in (1, fitted.tp):
         return
-    spread = "which are equal" if _has_equal_ranks(table) else "which differ"
+    all_values = (scale.values for scale in table.scales.values())
+    is_equal = all(bool((values == values[0]).all()) for values in all_values)
+    spread = "which are equal" if is_equal else "which differ"
     source = f"the scales of {table.tp} ranks, {spread}"
     if not fits_heads(table.geometry, table.tp):
         yield f"{source}, do not fit the model's heads: the largest is used everywhere"
@@ -168,10 +167,6 @@ def _explain_format(source: Fp8Format, target: Fp8Format) -> Iterator[str]:
     if covered < 1:
         percent = math.ceil((1 - covered) * 1000) / 10
         yield f"values in the top {percent:g} % of the range of {source.name} clip"
-
-
-def _has_equal_ranks(table: ScaleTable) -> bool:
-    return all(bool((scale.values == scale.values[0]).all()) for scale in table.scales.values())
 
 
 def _has_equal_pair(table: ScaleTable, attention: Attention) -> bool:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
@@ -105,10 +105,9 @@ def fill_missing(
     """
     missing = [site for site, scale in scales.items() if bool(scale.values.isnan().any())]
     if missing and fallback is Fallback.REFUSE:
-        more = f" and {len(missing) - 5} more" if missing[5:] else ""
-        listed = ", ".join(map(str, missing[:5])) + more
         raise ExportError(
-            f"no scale can be computed for {len(missing)} sites ({listed}): their amax is zero",
+            f"no scale can be computed for {len(missing)} sites ({cut_list(missing, 5)}): "
+            "their amax is zero",
             hint="--fallback layer-max takes the largest scale of the same role in the layer",
         )
     return {

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from fp8calib.checkpoint.atomic import refuse_strangers
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.console import Bar
 from fp8calib.cli.quantize.report import Outcome, build_quantization_report
-from fp8calib.errors import ExportError, ModelError, UsageError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import Choice, find_scales, list_unmeasured
@@ -56,12 +57,7 @@ def check_replaced_checkpoint(job: CalibrateJob) -> None:
     shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
     sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    strangers = sorted(found - shards - sides - {CONFIG_NAME})
-    if strangers:
-        raise UsageError(
-            f"{folder}: holds files that this command does not write: {', '.join(strangers[:5])}",
-            hint="move it away, or name another folder",
-        )
+    refuse_strangers(folder, found - shards - sides - {CONFIG_NAME})
 
 
 def write_checkpoint(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from fp8calib.cli.console import print_json, print_table, print_text, warn
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
+from fp8calib.errors import cut_list
 
 
 def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
@@ -54,8 +55,7 @@ def _group(engine: EngineReport, role: str) -> Mapping[str, list[LayerVerdict]]:
 def _format_range(indices: list[int]) -> str:
     if indices == list(range(indices[0], indices[-1] + 1)) and len(indices) > 2:
         return f"{indices[0]}-{indices[-1]}"
-    shown = ", ".join(map(str, indices[:6]))
-    return shown if len(indices) <= 6 else f"{shown} and {len(indices) - 6} more"
+    return cut_list(indices, 6)
 
 
 def _format_values(values: list[float | None]) -> str:

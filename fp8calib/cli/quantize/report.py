@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from fp8calib.checkpoint.atomic import format_size
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.serving import describe_serving
 from fp8calib.engines.serving import find_checkpoint_serving
+from fp8calib.errors import cut_list
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
@@ -97,10 +97,9 @@ def _describe_checkpoint(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _describe_unquantized(left: list[dict[str, str]]) -> Iterator[str]:
     """Describe what stays unquantized for each reason, with a few names."""
-    for why, count in Counter(item["why"] for item in left).items():
-        names = [item["module"] for item in left if item["why"] == why][:_SHOWN]
-        more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
-        yield f"  not quantized ({why}): {', '.join(names)}{more}"
+    for reason in dict.fromkeys(item["why"] for item in left):
+        names = [item["module"] for item in left if item["why"] == reason]
+        yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
 
 
 def _list_files(files: list[str]) -> str:

@@ -265,11 +265,9 @@ def _is_finite(values: torch.Tensor) -> bool:
     return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 
-def _share(
-    scales: Mapping[str, float], group_of: Callable[[str], tuple[str, str]]
-) -> dict[str, float]:
+def _share(scales: Mapping[str, float], group_of: Callable[[str], str]) -> dict[str, float]:
     """Give every scale the largest of its group."""
-    groups: dict[tuple[str, str], float] = defaultdict(float)
+    groups: dict[str, float] = defaultdict(float)
     for name, scale in scales.items():
         groups[group_of(name)] = max(groups[group_of(name)], scale)
     return {name: groups[group_of(name)] for name in scales}

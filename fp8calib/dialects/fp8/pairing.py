@@ -21,8 +21,8 @@ from fp8calib.dialects.fp8.weights import (
     list_scale_shapes,
     name_companions,
 )
-from fp8calib.dialects.refusals import cut_list, reading_errors, refusal
-from fp8calib.errors import ModelError
+from fp8calib.dialects.refusals import reading_errors, refusal
+from fp8calib.errors import ModelError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import InputScaling
 

@@ -11,6 +11,7 @@ from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
 from fp8calib.fp8.schemes import BLOCK, Granularity
+from fp8calib.geometry.module_paths import span_experts
 
 WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
     "F8_E4M3": E4M3FN,
@@ -53,18 +54,15 @@ class Fp8Weight:
     """Rows and columns that share a scale, where the granularity is `BLOCK`."""
 
     @property
-    def fused_group(self) -> tuple[str, str]:
-        """Name the weight that engines load it into: parent module and fused projection."""
+    def fused_group(self) -> str:
+        """Name the weight that engines load it into."""
         parent, _, projection = self.module.rpartition(".")
-        return parent, FUSED_NAME.get(projection, projection)
+        return f"{parent}.{FUSED_NAME.get(projection, projection)}"
 
     @property
-    def input_group(self) -> tuple[str, str]:
+    def input_group(self) -> str:
         """Name what shares one static input scale: the fused group of all experts of a layer."""
-        parent, projection = self.fused_group
-        outer, _, expert = parent.rpartition(".")
-        is_expert = expert.isdecimal() and outer.rpartition(".")[2] == "experts"
-        return (outer if is_expert else parent), projection
+        return span_experts(self.fused_group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.dialects.dialect import Spelling
-from fp8calib.dialects.refusals import cut_list, refusal
+from fp8calib.dialects.refusals import refusal
+from fp8calib.errors import cut_list
 from fp8calib.geometry.sites import KV_ROLES, Role
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from fp8calib.dialects.kv.validate import (
     check_scales,
     join_ranks,
 )
-from fp8calib.dialects.refusals import cut_list, reading_errors, refusal
-from fp8calib.errors import shorten
+from fp8calib.dialects.refusals import reading_errors, refusal
+from fp8calib.errors import cut_list, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _RANK = re.compile(r"rank(\d{1,9})(?!\d)", re.ASCII)

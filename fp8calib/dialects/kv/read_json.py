@@ -17,7 +17,8 @@ from fp8calib.dialects.kv.validate import (
     join_ranks,
 )
 from fp8calib.dialects.metadata import JSON_MEASURED_KEY, find_format, find_origin
-from fp8calib.dialects.refusals import cut_list, refusal
+from fp8calib.dialects.refusals import refusal
+from fp8calib.errors import cut_list
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")

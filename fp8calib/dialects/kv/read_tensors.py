@@ -27,7 +27,8 @@ from fp8calib.dialects.kv.validate import (
     missing_layers,
 )
 from fp8calib.dialects.metadata import find_measurement, find_recorded_format
-from fp8calib.dialects.refusals import cut_list, name_layers, reading_errors, refusal
+from fp8calib.dialects.refusals import name_layers, reading_errors, refusal
+from fp8calib.errors import cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role, Site

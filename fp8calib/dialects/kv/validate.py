@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from fp8calib.dialects.dialect import ParsedScales
-from fp8calib.dialects.refusals import cut_list, name_layers, refusal
-from fp8calib.errors import VerificationError
+from fp8calib.dialects.refusals import name_layers, refusal
+from fp8calib.errors import VerificationError, cut_list
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.scales.scale_table import SMALLEST_SCALE

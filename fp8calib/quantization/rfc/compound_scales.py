@@ -17,9 +17,8 @@ import torch
 
 from fp8calib.errors import ExportError
 from fp8calib.fp8.amax import tensor_amax
-from fp8calib.geometry.model_geometry import Linear, Part
+from fp8calib.geometry.model_geometry import Part
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import owned_channels, owned_rows
 from fp8calib.model.projections import LinearWeight
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable, scale_of
 
@@ -85,23 +84,13 @@ def _find_scale(site: Site, part: Part, spread: torch.Tensor) -> torch.Tensor:
 
 def _measure(table: ScaleTable, site: Site, part: Part, weight: LinearWeight) -> Scale:
     """Compute the scales of an unquantized projection from its magnitudes."""
-    linear, kept = weight.linear, table.scales[site]
-    amax = torch.stack(
-        [_find_amax(linear, part, weight.values, table.tp, rank) for rank in range(table.tp)]
-    )
+    ranks = range(table.tp)
+    amax = torch.stack([tensor_amax(weight.cut(part, table.tp, rank)) for rank in ranks])
     if not bool(amax.isfinite().all()):
         raise ExportError(f"{site} contains NaN or infinity", hint="download the checkpoint again")
     is_there = amax > 0
     return Scale(
-        values=torch.where(is_there, scale_of(amax, table.fmt), kept.values),
+        values=torch.where(is_there, scale_of(amax, table.fmt), table.scales[site].values),
         source=ScaleSource.OBSERVED if bool(is_there.all()) else ScaleSource.ALL_ZERO,
         is_substitute=not bool(is_there.any()),
     )
-
-
-def _find_amax(
-    linear: Linear, part: Part, values: torch.Tensor, tp: int, rank: int
-) -> torch.Tensor:
-    channels = owned_channels(linear, tp, rank)
-    own = values[owned_rows(linear, part, tp, rank), channels.start : channels.stop]
-    return tensor_amax(own)

@@ -103,15 +103,13 @@ def _put_weight(
 ) -> None:
     linear, expert = weight.linear, weight.expert
     for rank, layout in enumerate(layouts):
-        channels = owned_channels(linear, table.tp, rank)
         with (folder / layout.name).open("r+b") as file:
             for part in linear.parts:
                 module = linear.logical(part, expert)
-                rows = weight.values[owned_rows(linear, part, table.tp, rank)]
-                own = rows[:, channels.start : channels.stop]
                 scale = table.scales[Site(module, Role.WEIGHT)].values[rank]
                 file.seek(layout.starts[f"{module}.weight"])
-                file.write(_encode(own, scale, table.fmt).numpy().tobytes())
+                own = _encode(weight.cut(part, table.tp, rank), scale, table.fmt)
+                file.write(own.numpy().tobytes())
 
 
 def _encode(rows: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:

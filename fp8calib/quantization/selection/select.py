@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -108,25 +108,15 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
     )
     tied = _list_tied_heads(checkpoint, config)
     ignored = match_patterns(ignore, [*matrices, *experts, *tied])
-    vocab_sizes = frozenset(
-        size for size in _find_values(config, "vocab_size") if isinstance(size, int)
-    )
-    mixers = _find_mamba_mixers(checkpoint)
-    has_text_part = any(name.startswith(_TEXT_PART) for name in checkpoint.tensors)
+    find_reason = _make_reason_finder(checkpoint, config, ignored)
     quantized: list[Matrix] = []
     unquantized: list[UnquantizedMatrix] = []
     unquantized_experts: list[Matrix] = []
     for name, entry in checkpoint.tensors.items():
         if len(entry.shape) < 2 or 0 in entry.shape:
             continue
-        module = name.removesuffix(SUFFIX)
         inside = split[name]
-        reason = _find_reason(module, entry, ignored, vocab_sizes)
-        reason = reason or _find_reason_of_experts(name, inside, ignored)
-        if reason is None and module.rpartition(".")[0] in mixers and _is_linear(name, entry):
-            reason = _MAMBA
-        if reason is None and has_text_part and module.startswith(_ENCODER):
-            reason = _ENCODER_TOWER
+        reason = find_reason(name, entry, inside)
         if reason is not None:
             unquantized.append(_make_unquantized(name, entry, reason, inside))
             unquantized_experts += inside
@@ -136,6 +126,7 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
             raise _unknown_stack(checkpoint, name, entry, stacks.explain_unknown())
         elif _is_linear(name, entry):
             rows, columns = entry.shape
+            module = name.removesuffix(SUFFIX)
             quantized.append(Matrix(module=module, shape=(rows, columns), dtype=entry.dtype))
         else:
             unquantized.append(_make_unquantized(name, entry, Reason("not a 2-D *.weight"), ()))
@@ -206,14 +197,28 @@ def _is_linear(name: str, entry: TensorEntry) -> bool:
     return name.endswith(SUFFIX) and len(entry.shape) == 2
 
 
-def _find_reason(
-    module: str, entry: TensorEntry, ignored: Mapping[str, str], vocab_sizes: Collection[int]
-) -> Reason | None:
-    if module in ignored:
-        return Reason(f"--ignore {ignored[module]}")
-    if entry.dtype not in _FLOATS:
-        return Reason(f"stored in {entry.dtype}")
-    return find_default(module, rows=entry.shape[0], vocab_sizes=vocab_sizes)
+def _make_reason_finder(
+    checkpoint: Checkpoint, config: Mapping[str, object], ignored: Mapping[str, str]
+) -> Callable[[str, TensorEntry, Collection[Matrix]], Reason | None]:
+    """Make the function that gives the reason why a tensor stays unquantized, or None."""
+    sizes = {size for size in _find_values(config, "vocab_size") if isinstance(size, int)}
+    mixers = _find_mamba_mixers(checkpoint)
+    has_text_part = any(name.startswith(_TEXT_PART) for name in checkpoint.tensors)
+
+    def find(name: str, entry: TensorEntry, inside: Collection[Matrix]) -> Reason | None:
+        module = name.removesuffix(SUFFIX)
+        if module in ignored:
+            return Reason(f"--ignore {ignored[module]}")
+        if entry.dtype not in _FLOATS:
+            return Reason(f"stored in {entry.dtype}")
+        known = find_default(module, rows=entry.shape[0], vocab_sizes=sizes)
+        if reason := known or _find_reason_of_experts(name, inside, ignored):
+            return reason
+        if module.rpartition(".")[0] in mixers and _is_linear(name, entry):
+            return _MAMBA
+        return _ENCODER_TOWER if has_text_part and module.startswith(_ENCODER) else None
+
+    return find
 
 
 def _find_mamba_mixers(checkpoint: Checkpoint) -> frozenset[str]:

@@ -33,8 +33,8 @@ class Probe:
     """The state of the micro-batch that is stored for the next layer."""
 
 
-def ignore_layer(_: StreamedLayer) -> None:
-    """Do nothing with a layer."""
+def ignore(_: object) -> None:
+    """Do nothing with a layer, or a number of steps."""
 
 
 def probe_layer(
@@ -42,8 +42,8 @@ def probe_layer(
     layers: Iterator[StreamedLayer],
     run: Callable[[], LayerState],
     *,
-    on_layer_read: Callable[[StreamedLayer], None] = ignore_layer,
-    change_layer: Callable[[StreamedLayer], None] = ignore_layer,
+    on_layer_read: Callable[[StreamedLayer], None] = ignore,
+    change_layer: Callable[[StreamedLayer], None] = ignore,
     keep: bool = False,
 ) -> Probe:
     """Measure the first of `layers`, through which `run` runs a micro-batch.

@@ -23,7 +23,7 @@ from fp8calib.run.streaming.model import (
     Streaming,
     open_hidden_states,
 )
-from fp8calib.run.streaming.probe import Probe, probe_layer
+from fp8calib.run.streaming.probe import Probe, ignore, probe_layer
 
 
 class _NonfiniteError(Exception):
@@ -34,10 +34,6 @@ class _NonfiniteError(Exception):
         self.site = site
         self.group = group
         self.index = index
-
-
-def _ignore(_: object) -> None:
-    return None
 
 
 class StreamedRunner:
@@ -93,7 +89,7 @@ class StreamedRunner:
 
         def find_site(sequence: Batch) -> Site | None:
             try:
-                self._walk([sequence], _ignore, _ignore, until=found.index + 1)
+                self._walk([sequence], ignore, ignore, until=found.index + 1)
             except _NonfiniteError as error:
                 return error.site
             return None
