@@ -131,10 +131,6 @@ class Checkpoint:
         """Return the dtype that `read` gives."""
         return self._file(name).torch_dtype(name)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that `read` gives."""
-        return self._file(name).tensors[name].shape
-
     def file_of(self, name: str) -> Path:
         """Return the path of the file that holds a tensor."""
         return self._file(name).path

@@ -38,7 +38,7 @@ def test_one_file_is_a_checkpoint(tmp_path: Path) -> None:
         assert checkpoint.read("a").tolist() == [1.0, -2.5, 448.0]
         assert checkpoint.read_rows("b", 1, 2).tolist() == [[2.0, 0.5]]
         assert checkpoint.sample_bytes("bytes", 1) == bytes([30])
-        assert (checkpoint.dtype("b"), checkpoint.shape("b")) == (torch.bfloat16, (2, 2))
+        assert (checkpoint.dtype("b"), checkpoint.tensors["b"].shape) == (torch.bfloat16, (2, 2))
         assert "a" in checkpoint
         assert "z" not in checkpoint
 
@@ -100,7 +100,7 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["read", "dtype", "shape", "file_of"])
+@pytest.mark.parametrize("method", ["read", "dtype", "file_of"])
 def test_a_tensor_that_is_not_there_is_a_model_error(tmp_path: Path, method: str) -> None:
     with (
         Checkpoint.open(_save_sharded(tmp_path)) as checkpoint,

@@ -125,7 +125,7 @@ def _find_scales(
         raise refusal(
             checkpoint.file_of(name), fault, hint=_explain_missing(checkpoint, names.scales)
         )
-    shape = checkpoint.shape(name)
+    shape = checkpoint.tensors[name].shape
     _check_shape(checkpoint, name, scale_name, scheme)
     return Fp8Weight(
         name=name,
@@ -163,7 +163,7 @@ def _explain_missing(checkpoint: Checkpoint, candidates: Collection[str]) -> str
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, scale_name: str, scheme: StoredScheme) -> None:
-    shape, scale_shape = checkpoint.shape(name), checkpoint.shape(scale_name)
+    shape, scale_shape = checkpoint.tensors[name].shape, checkpoint.tensors[scale_name].shape
     if len(shape) not in (2, 3) or 0 in shape:
         fault = f"{name} is FP8 of shape {list(shape)}"
         hint = "FP8 weights must be [out, in] or [experts, out, in]"
@@ -197,8 +197,8 @@ def _find_input_scale(
     if not is_static:
         says = f"{CONFIG_NAME} says that inputs are {scheme.inputs}"
         raise contradiction(checkpoint.file_of(found), f"there is {found}, but {says}")
-    if checkpoint.shape(found) not in ((), (1,)):
-        fault = f"{found} has shape {list(checkpoint.shape(found))}"
+    if checkpoint.tensors[found].shape not in ((), (1,)):
+        fault = f"{found} has shape {list(checkpoint.tensors[found].shape)}"
         raise refusal(
             checkpoint.file_of(found), fault, hint="a static input scale must be one number"
         )

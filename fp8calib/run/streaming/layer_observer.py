@@ -77,7 +77,7 @@ class LayerObserver:
         with self._streamed.layers() as layers:
             for layer in layers:
                 self._observe_layer(layer)
-                self._streamed.skip_layer()
+                self._streamed.begin_next()
                 advance(1)
         return self._finish()
 

@@ -63,7 +63,8 @@ class StreamedModel:
         self.geometry = geometry
         self.device = torch.device(loader.device)
         self.embeddings: Mapping[str, EmbeddingRows] = {}
-        self._begin_next: Callable[[], None] = lambda: None
+        self.begin_next: Callable[[], None] = lambda: None
+        """Begin to read the next layer: for one that will not be placed."""
         self._loader = loader
         self._parts = layer_parts(geometry, loader)
 
@@ -75,7 +76,7 @@ class StreamedModel:
     def layers(self, *, until: int | None = None) -> Iterator[Iterator[StreamedLayer]]:
         """Iterate over the layers, or the first `until`; each is read ahead, in a thread.
 
-        The next one is read from `placed` or `skip_layer` on: two are in memory at a time.
+        The next one is read from `placed` or `begin_next` on: two are in memory at a time.
         """
         layers = self.geometry.layers[:until]
         unread = zip(layers, self._parts, strict=False)
@@ -91,7 +92,7 @@ class StreamedModel:
                 yield reading.popleft().result()
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
-            self._begin_next = begin_next
+            self.begin_next = begin_next
             yield finished()
 
     def _read(self, layer: Layer, part: ModelPart) -> StreamedLayer:
@@ -106,7 +107,7 @@ class StreamedModel:
         With `keep` the tensors that were read stay in memory too, to restore changed weights.
         """
         self._loader.place(layer.part, layer.held, keep=keep)
-        self._begin_next()
+        self.begin_next()
         try:
             yield
         finally:
@@ -136,10 +137,6 @@ class StreamedModel:
                 stack.callback(self._loader.drop, part)
 
         return hook
-
-    def skip_layer(self) -> None:
-        """Begin to read the next layer, where the present one will not be placed."""
-        self._begin_next()
 
 
 @contextmanager

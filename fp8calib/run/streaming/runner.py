@@ -113,7 +113,7 @@ class StreamedRunner:
             for layer in stack.enter_context(self._streamed.layers(until=until)):
                 on_layer_read(layer)
                 if layer.layer.index < first:
-                    self._streamed.skip_layer()
+                    self._streamed.begin_next()
                     continue
                 with self._streamed.placed(layer):
                     self._run_layer(steps, store, layer, batches, advance)
