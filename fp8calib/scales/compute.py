@@ -22,6 +22,7 @@ from fp8calib.geometry.tensor_parallel import (
     owned_channels,
     owned_rows,
 )
+from fp8calib.scales.ranks import max_per_rank
 from fp8calib.scales.rules import AMAX, ClipRange, Rule, find_clip_range
 from fp8calib.scales.scale_table import (
     Fallback,
@@ -29,7 +30,6 @@ from fp8calib.scales.scale_table import (
     ScaleSource,
     ScaleTable,
     fill_missing,
-    max_per_rank,
     scale_of,
 )
 from fp8calib.stats.calibration_stats import CalibrationStats

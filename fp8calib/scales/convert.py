@@ -12,12 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.errors import ExportError, UsageError
+from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import Fp8Format
-from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import check_heads, rank_range
-from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable, max_per_rank
+from fp8calib.geometry.tensor_parallel import check_heads
+from fp8calib.scales.ranks import convert_ranks, fits_heads
+from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable
 
 _NOT_PER_HEAD = "every head gets the one scale of its layer: scales per head gain nothing here"
 
@@ -46,7 +47,7 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
     for site, scale in table.scales.items():
         attention = attentions[site]
         heads = attention.num_heads if site.role is Role.Q else attention.num_kv_heads
-        values = _convert_ranks(table, scale.values, heads, tp, per_head=per_head)
+        values = convert_ranks(table, scale.values, heads, tp, per_head=per_head)
         scales[site] = replace(scale, values=_convert_format(values, factor, site))
     return ScaleTable(
         geometry=table.geometry,
@@ -56,15 +57,6 @@ def convert_table(table: ScaleTable, *, fmt: Fp8Format, tp: int = 1, per_head: b
         scales=scales,
         origin=table.origin,
     )
-
-
-def fits_heads(geometry: ModelGeometry, tp: int) -> bool:
-    """Whether `tp` ranks can share the model's heads."""
-    try:
-        check_heads(geometry, tp)
-    except UsageError:
-        return False
-    return True
 
 
 def explain_fit(table: ScaleTable, fitted: ScaleTable) -> tuple[str, ...]:
@@ -89,30 +81,6 @@ def explain_joint(table: ScaleTable) -> tuple[str, ...]:
     if any(site.role is Role.Q for site in table.scales):
         notes.append("q_scale is left out: this dialect cannot store it")
     return tuple(notes)
-
-
-def _convert_ranks(
-    table: ScaleTable, values: torch.Tensor, heads: int, tp: int, *, per_head: bool
-) -> torch.Tensor:
-    """Convert [tp] or [1, heads] of the table to [tp] or [1, heads] of the target."""
-    if (table.per_head, table.tp) == (per_head, 1 if per_head else tp):
-        return values
-    by_head = _spread_to_heads(table, values, heads)
-    return by_head.unsqueeze(0) if per_head else max_per_rank(by_head, tp)
-
-
-def _spread_to_heads(table: ScaleTable, values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Give each head the scale of its rank; a head that ranks share gets their largest."""
-    if table.per_head:
-        return values[0]
-    if not fits_heads(table.geometry, table.tp):
-        return values.max().expand(heads)
-    by_head = torch.zeros(heads)
-    for rank in range(table.tp):
-        owned = rank_range(heads, table.tp, rank)
-        part = by_head[owned.start : owned.stop]
-        part.copy_(part.clamp(min=float(values[rank])))
-    return by_head
 
 
 def _convert_format(values: torch.Tensor, factor: float, site: Site) -> torch.Tensor:

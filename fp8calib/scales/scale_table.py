@@ -12,7 +12,6 @@ from fp8calib.errors import ExportError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.geometry.tensor_parallel import rank_range
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 SMALLEST_SCALE = 2.0**-126
@@ -24,12 +23,6 @@ def scale_of(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     # By a tensor of its device: by a number, CUDA would multiply with the reciprocal, 1 ulp off.
     most = amax.new_full((), fmt.max, dtype=torch.float32)
     return (amax.to(torch.float32) / most).clamp(min=SMALLEST_SCALE)
-
-
-def max_per_rank(values: torch.Tensor, tp: int) -> torch.Tensor:
-    """Take the maximum over the heads of each tensor-parallel rank: [heads] -> [tp]."""
-    ranges = (rank_range(len(values), tp, rank) for rank in range(tp))
-    return torch.stack([values[heads.start : heads.stop].max() for heads in ranges])
 
 
 class Fallback(StrEnum):

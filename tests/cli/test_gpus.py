@@ -19,7 +19,7 @@ from transformers.integrations import accelerate as placing
 
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.quantization.shard_writer import ShardWriter
-from fp8calib.run.planning import memory_mode
+from fp8calib.run.planning import whole_or_streamed
 from fp8calib.scales.scale_table import scale_of
 from tests import zoo
 from tests.cli.program import Outcome, fail, snapshot, succeed
@@ -73,7 +73,7 @@ def gpus(count: int = 1) -> AbstractContextManager[None]:
 @contextmanager
 def streamed() -> Iterator[None]:
     """Let no model fit whole."""
-    with mock.patch.object(memory_mode, "plan_whole", return_value=None):
+    with mock.patch.object(whole_or_streamed, "plan_whole", return_value=None):
         yield
 
 

@@ -17,8 +17,8 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload, stats_bytes
 from fp8calib.run.planning.limits import find_limits, refuse_device_map
-from fp8calib.run.planning.memory_mode import MemoryMode, choose_memory_mode
 from fp8calib.run.planning.plan import PlanInputs
+from fp8calib.run.planning.whole_or_streamed import MemoryMode, choose_memory_mode
 from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe

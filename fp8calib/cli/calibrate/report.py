@@ -20,7 +20,7 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.observed_batches import BackOff
-from fp8calib.run.planning.memory_mode import MemoryMode
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.scale_table import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation

@@ -67,7 +67,7 @@ from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
-from fp8calib.run.planning.memory_mode import MemoryMode
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import Done, is_checkpoint
 from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats

@@ -29,7 +29,8 @@ from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.model.load import build_skeleton, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.scales.convert import convert_table, explain_fit, explain_joint, fits_heads
+from fp8calib.scales.convert import convert_table, explain_fit, explain_joint
+from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model

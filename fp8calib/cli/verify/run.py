@@ -27,7 +27,7 @@ from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import ModelSource, build_skeleton, load_tokenizer, open_source
 from fp8calib.model.prepared import prepare
-from fp8calib.run.planning.memory_mode import MemoryMode
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import OpenedCandidate, Target, open_candidate

@@ -8,7 +8,7 @@ from typing import Any
 from fp8calib.cli.console import print_table, print_text, say
 from fp8calib.cli.verify.job import VerifyJob
 from fp8calib.cli.verify.settings import VerifySettings
-from fp8calib.run.planning.memory_mode import MemoryMode
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.verification.report import (
     DiagnosisResult,
     LayerResult,

@@ -10,7 +10,7 @@ from fp8calib.fp8.formats import E5M2, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
-from fp8calib.scales.convert import fits_heads
+from fp8calib.scales.ranks import fits_heads
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 
