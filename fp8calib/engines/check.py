@@ -38,7 +38,8 @@ def check_folder(
     misfit = _find_misfit(geometry, tp)
     weights = WeightReplay(folder, geometry, tp)
     reports = {}
-    for engine in map(find_replayed, engines):
+    asked = [find_replayed(name) for name in engines]
+    for engine in asked:
         if engine.replay_folder is None:
             raise UsageError(f"--engine {engine.key}: {engine.no_folder}")
         if misfit is not None and engine.splits_heads:
@@ -49,7 +50,7 @@ def check_folder(
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
         reports[engine.key] = weights.amend(engine, report)
-    return CheckReport(engines=reports)
+    return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
 
 
 def check_file(
@@ -68,13 +69,15 @@ def check_file(
         UsageError: an engine is unknown, or nothing of it is replayed.
     """
     misfit = _find_misfit(geometry, tp)
+    asked = [find_replayed(name) for name in engines]
     return CheckReport(
         engines={
             engine.key: report_refusal(geometry, misfit)
             if misfit is not None and engine.splits_heads
             else _replay_file(engine, path, geometry, tp, model)
-            for engine in map(find_replayed, engines)
-        }
+            for engine in asked
+        },
+        versions={each.key: each.version for each in asked},
     )
 
 
@@ -111,11 +114,10 @@ def withdraw_used(report: CheckReport, model_type: str) -> CheckReport:
 
     Faults that stop every model (no quantization_config, a missing shard) keep their verdict.
     """
-    return CheckReport(
-        engines={
-            key: _withdraw_from(key, engine, model_type) for key, engine in report.engines.items()
-        }
-    )
+    engines = {
+        key: _withdraw_from(key, engine, model_type) for key, engine in report.engines.items()
+    }
+    return report.model_copy(update={"engines": engines})
 
 
 def _withdraw_from(key: str, report: EngineReport, model_type: str) -> EngineReport:

@@ -54,6 +54,15 @@ class Launch:
         return " ".join(parts)
 
 
+class Evidence(StrEnum):
+    """How it is known what an engine does."""
+
+    RUN = "run"
+    """The engine itself was run, and the results were compared."""
+    READ = "read"
+    """Its source was read."""
+
+
 class Effect(StrEnum):
     """What becomes of FP8 weights that an engine does not load as they are."""
 
@@ -80,6 +89,9 @@ class WeightRule:
     """The schemes that are loaded after all under ModelOpt's MIXED_PRECISION."""
     model_types: tuple[str, ...] = ()
     except_model_types: tuple[str, ...] = ()
+    unread_exclusion: str = ""
+    """The list of unquantized linears in ModelOpt's inline config that the engine does not read;
+    the rule is for the linears that only this list excludes."""
     endings: tuple[str, ...] = ()
     """How the paths of the linears end."""
     has_blocks: bool = False
@@ -96,11 +108,15 @@ class Engine:
     """Everything this tool knows about one inference engine."""
 
     key: str
-    """Its name on the command line."""
+    """Its name on the command line; NAME==VERSION for one of `releases`."""
     title: str
     """Its name in texts."""
     version: str
     """The release or commit for which the record is true."""
+    evidence: Evidence = Evidence.READ
+    """How its loading rules are known."""
+    releases: tuple[Engine, ...] = ()
+    """Its other releases whose rules are known, the newest first."""
     is_default: bool = False
     """`check` asks it where no --engine is given."""
     loads_like: str = ""
@@ -122,6 +138,11 @@ class Engine:
     splits_heads: bool = False
     """It distributes heads over ranks, and does not start where they do not divide."""
     weight_rules: tuple[WeightRule, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line without the version."""
+        return self.key.partition("==")[0]
 
     @property
     def release(self) -> str:

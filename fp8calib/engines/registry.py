@@ -53,35 +53,46 @@ def list_defaults() -> list[str]:
     return [key for key, engine in ENGINES.items() if engine.is_default]
 
 
-def find_emulated(key: str) -> tuple[Engine, Numerics]:
-    """Give the engine that `verify --engine KEY` emulates, and its arithmetic.
+def find_emulated(name: str) -> tuple[Engine, Numerics]:
+    """Give the engine that `verify --engine NAME[==VERSION]` emulates, and its arithmetic.
 
     Raises:
-        UsageError: there is no such engine, or no emulation of it; the message says which.
+        UsageError: there is no such engine, version or emulation; the message says which.
     """
-    engine = _find(key, list_emulated())
+    engine = _find(name, list_emulated())
     if engine.numerics is None:
-        raise _refuse(key, engine.no_numerics, list_emulated())
+        raise _refuse(name, engine.no_numerics, list_emulated())
     return engine, engine.numerics
 
 
-def find_replayed(key: str) -> Engine:
-    """Give the engine that `check --engine KEY` asks.
+def find_replayed(name: str) -> Engine:
+    """Give the engine that `check --engine NAME[==VERSION]` asks.
 
     Raises:
-        UsageError: there is no such engine, or no replay of it; the message says which.
+        UsageError: there is no such engine, version or replay; the message says which.
     """
-    engine = _find(key, list_replayed())
-    if key not in list_replayed():
-        raise _refuse(key, engine.no_folder, list_replayed())
+    engine = _find(name, list_replayed())
+    if engine.name not in list_replayed():
+        raise _refuse(name, engine.no_folder, list_replayed())
     return engine
 
 
-def _find(key: str, known: list[str]) -> Engine:
+def _find(name: str, known: list[str]) -> Engine:
+    key, _, version = name.partition("==")
     if key not in ENGINES:
-        raise _refuse(key, "unknown engine", known)
-    return ENGINES[key]
+        raise _refuse(name, "unknown engine", known)
+    releases = (ENGINES[key], *ENGINES[key].releases)
+    if key == name:
+        return releases[0]
+    # 0.32 and 0.32.0 are the same release.
+    wanted = version.removesuffix(".0")
+    found = next((each for each in releases if each.version.removesuffix(".0") == wanted), None)
+    if found is None:
+        versions = ", ".join(each.version for each in releases if each.version) or "none"
+        hint = f"known versions of {key}: {versions}"
+        raise UsageError(f"--engine {name}: unknown version", hint=hint)
+    return found
 
 
-def _refuse(key: str, why: str, known: list[str]) -> UsageError:
-    return UsageError(f"--engine {key}: {why}", hint=f"known engines: {', '.join(known)}")
+def _refuse(name: str, why: str, known: list[str]) -> UsageError:
+    return UsageError(f"--engine {name}: {why}", hint=f"known engines: {', '.join(known)}")

@@ -135,7 +135,7 @@ def _save(folder: Path, quantization: object, scales: Scales) -> None:
 def _ask(folder: Path) -> EngineReport:
     opened = open_folder(folder)
     geometry = read_geometry(folder, opened.config)
-    return check_folder(opened, geometry, ["vllm"], 1).engines["vllm"]
+    return check_folder(opened, geometry, ["vllm==0.32"], 1).engines["vllm==0.32"]
 
 
 def _finite(numbers: list[float]) -> float | None:

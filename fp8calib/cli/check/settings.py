@@ -26,7 +26,7 @@ class CheckSettings:
         list[str] | None,
         typer.Option(
             "--engine",
-            metavar="NAME",
+            metavar="NAME[==VERSION]",
             help=f"{', '.join(list_replayed())}; default {', '.join(list_defaults())}.",
         ),
     ] = None

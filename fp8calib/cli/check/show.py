@@ -16,7 +16,9 @@ def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
         return
     for name, engine in report.engines.items():
         print_table(
-            f"{name}: {_summarize(engine)}", ["layers", "", "what", "value", "why"], _rows(engine)
+            f"{name.partition('==')[0]} {report.versions[name]}: {_summarize(engine)}",
+            ["layers", "", "what", "value", "why"],
+            _rows(engine),
         )
         if engine.weights is not None:
             print_text(f"  weights {engine.weights.status}: {engine.weights.why}")

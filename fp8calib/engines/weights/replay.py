@@ -19,7 +19,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.weights.blocks import list_rank_block_faults
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, WeightFault
-from fp8calib.engines.weights.rules import list_weight_faults
+from fp8calib.engines.weights.rules import apply_rules, list_weight_faults
 from fp8calib.engines.weights.scales import list_scale_faults
 from fp8calib.errors import VerificationError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
@@ -42,6 +42,7 @@ class WeightReplay:
         self._geometry = geometry
         self._problem = ""
         self._faults: list[WeightFault] = []
+        self._weights: QuantizedWeights | None = None
         tensors = _list_tensors(folder)
         if (stack := _find_stack(tensors)) is not None:
             self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
@@ -61,7 +62,7 @@ class WeightReplay:
         if _names_alias(folder):
             self._problem = f"{_UNCHECKED}: engines accept {_ALIAS} only for some of the linears"
             return
-        weights = QuantizedWeights(
+        self._weights = QuantizedWeights(
             dialect=_name_dialect(method, schemes, tensors),
             config=folder.config,
             linears=tuple(_make_linear(each, stored[each], schemes[each]) for each in stored),
@@ -69,12 +70,13 @@ class WeightReplay:
             is_mixed=_is_mixed(folder),
         )
         self._faults += list_scale_faults(schemes, tensors)
-        self._faults += list_weight_faults(weights)
-        self._faults += list_rank_block_faults(weights, geometry, tp)
+        self._faults += list_weight_faults(self._weights)
+        self._faults += list_rank_block_faults(self._weights, geometry, tp)
 
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Add what an engine does with the weights to its report on the KV scales."""
         own = [fault for fault in self._faults if fault.engine == engine.loader]
+        own += apply_rules(engine, self._weights) if self._weights is not None else []
         refused = next((fault for fault in own if fault.effect is Effect.REFUSED), None)
         if refused is not None:
             refusal = Refusal(refused.why, fix=refused.fix)

@@ -5,25 +5,24 @@ Each engine's record has a table of rules; the rules here compare several linear
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 
-from fp8calib.engines.engine import Effect, WeightRule
-from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.engine import Effect, Engine, WeightRule
 from fp8calib.engines.weights.blocks import list_fused_block_faults
 from fp8calib.engines.weights.faults import (
-    QuantizedLinear,
     QuantizedWeights,
     WeightFault,
     list_split_experts,
     list_split_groups,
 )
+from fp8calib.errors import shorten
 from fp8calib.geometry.expert_layouts import find_layout
 
 
 def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
     """List what engines do to FP8 weights on one rank other than loading them as they are."""
     return [
-        *_apply_tables(weights),
         *_list_fused_faults(weights),
         *_list_split_expert_faults(weights),
         *list_fused_block_faults(weights),
@@ -31,17 +30,18 @@ def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
     ]
 
 
-def _apply_tables(weights: QuantizedWeights) -> Iterator[WeightFault]:
-    for engine in ENGINES.values():
-        for rule in engine.weight_rules:
-            if _holds_for(rule, weights) and (found := _find_linear(rule, weights)) is not None:
-                yield WeightFault(
-                    engine=engine.key,
-                    effect=rule.effect,
-                    why=_explain(rule, found, str(weights.config.get("model_type"))),
-                    source=rule.source,
-                    fix=rule.fix,
-                )
+def apply_rules(engine: Engine, weights: QuantizedWeights) -> Iterator[WeightFault]:
+    """List what the rules of an engine's record say about FP8 weights."""
+    for rule in engine.weight_rules:
+        find = _find_overlooked if rule.unread_exclusion else _find_linear
+        if _holds_for(rule, weights) and (found := find(rule, weights)):
+            yield WeightFault(
+                engine=engine.key,
+                effect=rule.effect,
+                why=_explain(rule, found, str(weights.config.get("model_type"))),
+                source=rule.source,
+                fix=rule.fix,
+            )
 
 
 def _holds_for(rule: WeightRule, weights: QuantizedWeights) -> bool:
@@ -53,12 +53,24 @@ def _holds_for(rule: WeightRule, weights: QuantizedWeights) -> bool:
     )
 
 
-def _find_linear(rule: WeightRule, weights: QuantizedWeights) -> QuantizedLinear | None:
-    """Find the first linear to which a rule applies."""
+def _find_overlooked(rule: WeightRule, weights: QuantizedWeights) -> str:
+    """Find the first linear that is excluded only by a list that the engine does not read."""
+    section = weights.config.get("quantization_config")
+    if not isinstance(section, Mapping) or "ignore" in section:
+        return ""
+    listed = section.get(rule.unread_exclusion)
+    patterns = listed if isinstance(listed, list) else []
+    linears = (each for each in sorted(weights.unquantized) if "embed" not in each)
+    excluded = (each for each in linears if any(fnmatchcase(each, str(p)) for p in patterns))
+    return shorten(next(excluded, ""))
+
+
+def _find_linear(rule: WeightRule, weights: QuantizedWeights) -> str:
+    """Find the path of the first FP8 linear to which a rule applies."""
     excepted = rule.not_mixed if weights.is_mixed else ()
     return next(
         (
-            each
+            each.module
             for each in weights.linears
             if (not rule.schemes or each.scheme in rule.schemes)
             and each.scheme not in excepted
@@ -66,15 +78,15 @@ def _find_linear(rule: WeightRule, weights: QuantizedWeights) -> QuantizedLinear
             and (not rule.has_blocks or each.block is not None)
             and (not rule.has_experts or each.is_expert)
         ),
-        None,
+        "",
     )
 
 
-def _explain(rule: WeightRule, example: QuantizedLinear, model_type: str) -> str:
+def _explain(rule: WeightRule, example: str, model_type: str) -> str:
     """Add the model type and an example to a rule's reason, where the rule is limited to some."""
-    is_limited = rule.has_experts or rule.endings
+    is_limited = rule.has_experts or rule.endings or rule.unread_exclusion
     why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
-    why = f"{why} ({example.module})" if is_limited else why
+    why = f"{why} ({example})" if is_limited else why
     options = " ".join(f"--ignore '{pattern}'" for pattern in rule.ignore)
     return f"{why}; {options} leaves them unquantized" if options else why
 

