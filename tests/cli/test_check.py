@@ -104,8 +104,8 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     outcome = run("check", calibrated[0] / "kv-overlay-head")
 
     assert outcome.code == 8
-    assert "vllm: ok, 2 of 2 layers served" in outcome.out
-    assert "sglang: not ok, 0 of 2 layers served" in outcome.out
+    assert "vllm 0.33.0: ok, 2 of 2 layers served" in outcome.out
+    assert "sglang 0.5.23: not ok, 0 of 2 layers served" in outcome.out
     assert "fix: " in outcome.out
     assert outcome.out.endswith("not ok\n")
     assert "FlashAttention 3" in outcome.err
