@@ -24,12 +24,12 @@ from fp8calib.geometry.module_paths import list_paths, span_experts, split_exper
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
-from fp8calib.quantization.selection.matrices import Matrix
-from fp8calib.quantization.selection.patterns import span_layers, spell_options
-from fp8calib.quantization.selection.select import Selection
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.scales.rules import AMAX, Rule, find_clip_range
 from fp8calib.scales.scale_table import Fallback, ScaleTable, scale_of
+from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.patterns import span_layers, spell_options
+from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 

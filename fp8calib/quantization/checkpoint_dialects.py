@@ -20,7 +20,7 @@ from fp8calib.fp8.schemes import (
 )
 from fp8calib.geometry.model_geometry import Attention
 from fp8calib.geometry.sites import Role
-from fp8calib.quantization.selection.select import HEAD, UnquantizedMatrix
+from fp8calib.selection.select import HEAD, UnquantizedMatrix
 
 Shape = tuple[int, ...]
 Config = dict[str, object]

@@ -20,8 +20,6 @@ from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
-from fp8calib.quantization.selection.matrices import Matrix
-from fp8calib.quantization.selection.select import Selection
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -32,6 +30,8 @@ from fp8calib.quantization.shard_layout import (
     WeightScale,
     lay_out,
 )
+from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model
 

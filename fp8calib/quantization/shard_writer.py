@@ -17,7 +17,6 @@ from fp8calib.fp8.amax import block_amax, row_amax
 from fp8calib.fp8.encode import encode_blocks, encode_rows
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity, Scheme
-from fp8calib.quantization.selection.matrices import Matrix
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -35,6 +34,7 @@ from fp8calib.quantization.weight_reader import (
 )
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 from fp8calib.scales.scale_table import scale_of
+from fp8calib.selection.matrices import Matrix
 
 _TASKS_AHEAD = 64
 """Chunks that may wait for a thread; a chunk is read only when a thread takes it."""

@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import BLOCK
-from fp8calib.quantization.selection.matrices import Matrix
+from fp8calib.selection.matrices import Matrix
 
 CHUNK_BYTES = 1 << 20
 """How much of a weight is read at once."""

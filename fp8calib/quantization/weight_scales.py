@@ -10,9 +10,9 @@ import torch
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.module_paths import span_experts
 from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.selection.matrices import Matrix
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.scales.scale_table import scale_of
+from fp8calib.selection.matrices import Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

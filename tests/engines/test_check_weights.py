@@ -21,7 +21,7 @@ from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.quantization.selection.select import select
+from fp8calib.selection.select import select
 from tests import zoo
 from tests.architectures import families
 from tests.architectures.families import FAMILIES

@@ -20,8 +20,8 @@ from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.quantization.selection.select import select
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.selection.select import select
 from tests.architectures.families import FAMILIES
 from tests.architectures.families import save as save_family
 from tests.quantization.by_hand import (

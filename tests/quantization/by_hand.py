@@ -28,7 +28,7 @@ from fp8calib.quantization.plan import (
     make_plan,
 )
 from fp8calib.quantization.quantize import Written, quantize
-from fp8calib.quantization.selection.select import select
+from fp8calib.selection.select import select
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.0"

@@ -20,8 +20,8 @@ from fp8calib.quantization.calibrated_scales import (
 )
 from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import CalibratedScales
-from fp8calib.quantization.selection.matrices import Matrix
-from fp8calib.quantization.selection.select import select
+from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests import zoo
 from tests.quantization.by_hand import run

@@ -16,9 +16,9 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.quantization.selection.select import select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.selection.select import select
 from tests.quantization.by_hand import CONFIG, LAYER, Silent, codes_of, encode, read, scale_for
 
 ROWS, COLUMNS = 300, 200

@@ -18,7 +18,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import is_finished, quantize
-from fp8calib.quantization.selection.select import select
+from fp8calib.selection.select import select
 from tests.quantization.by_hand import LAYER, Run, Silent, make_tensors, read, run, save
 
 SHARDS = 3

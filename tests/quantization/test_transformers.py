@@ -22,7 +22,7 @@ from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS
 from fp8calib.quantization.calibrated_scales import find_input_scales
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales
-from fp8calib.quantization.selection.select import select
+from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.linears import emulate_scheme

@@ -13,7 +13,7 @@ from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import PlanSettings
-from fp8calib.quantization.selection.select import select
+from fp8calib.selection.select import select
 from tests import zoo
 from tests.quantization.by_hand import run
 from tests.real_engines.vllm_job import load_in_vllm

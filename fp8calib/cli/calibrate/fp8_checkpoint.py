@@ -24,8 +24,8 @@ from fp8calib.quantization.calibrated_scales import Choice, find_scales, list_un
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.quantization.selection.select import select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.selection.select import select
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _DIALECT = "compressed-tensors"

@@ -29,9 +29,9 @@ from fp8calib.quantization.plan import (
     make_plan,
 )
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
-from fp8calib.quantization.selection.select import Selection, select
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 
 

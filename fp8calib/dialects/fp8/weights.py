@@ -38,6 +38,12 @@ FUSED_NAME = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in 
 """Projection -> the fused projection that engines load it into."""
 
 
+def name_fused_group(module: str) -> str:
+    """Name the fused weight into which engines load a linear."""
+    parent, _, projection = module.rpartition(".")
+    return f"{parent}.{FUSED_NAME.get(projection, projection)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Weight:
     """An FP8 weight and the names of its scales."""
@@ -56,8 +62,7 @@ class Fp8Weight:
     @property
     def fused_group(self) -> str:
         """Name the weight that engines load it into."""
-        parent, _, projection = self.module.rpartition(".")
-        return f"{parent}.{FUSED_NAME.get(projection, projection)}"
+        return name_fused_group(self.module)
 
     @property
     def input_group(self) -> str:

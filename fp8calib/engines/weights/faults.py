@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from fp8calib.dialects.fp8.weights import FUSED_NAME
+from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.engines.engine import Effect
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
@@ -67,12 +67,6 @@ def fault_per_engine(
     """Yield the same fault for several engines, each with its own source."""
     for engine, source in sources.items():
         yield WeightFault(engine=engine, effect=effect, why=why, source=source, fix=fix)
-
-
-def name_fused_group(module: str) -> str:
-    """Name the fused weight into which engines load a linear."""
-    parent, _, projection = module.rpartition(".")
-    return f"{parent}.{FUSED_NAME.get(projection, projection)}"
 
 
 def list_split_groups(quantized: Collection[str], unquantized: Collection[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.engines.weights.faults import name_fused_group
+from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.geometry.expert_layouts import (
     UNSERVED_STACKS,
     ExpertLayout,

@@ -10,8 +10,8 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.module_paths import split_expert
-from fp8calib.quantization.selection.matrices import SUFFIX, ExpertStacks, Matrix
-from fp8calib.quantization.selection.patterns import (
+from fp8calib.selection.matrices import SUFFIX, ExpertStacks, Matrix
+from fp8calib.selection.patterns import (
     TOWER,
     Reason,
     find_default,
