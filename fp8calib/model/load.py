@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import (
 
 from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.model_config import find_quantization_configs
-from fp8calib.errors import CalibrationError, ModelError, cut_list, first_line
+from fp8calib.errors import CalibrationError, ModelError, first_line
+from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 HUB_FILES = [
@@ -252,9 +253,11 @@ def load_model(
         ModelError: a weight is missing or has another shape, or transformers fails to load it.
     """
     placement = device_map if device_map is not None else (None if device == "cpu" else device)
+    model_class = _model_class(source)
     try:
-        model, info = _model_class(source).from_pretrained(
+        model, info = model_class.from_pretrained(
             source.folder,
+            config=_config_of(model_class, source.config),
             dtype=dtype,
             device_map=placement,
             use_safetensors=True,
@@ -277,35 +280,16 @@ def load_model(
         raise ModelError(
             f"{source.folder}: transformers cannot load the model: {_explain_load_error(error)}"
         ) from error
-    _check_loading(source.folder, info)
     loaded: PreTrainedModel = model.eval()
+    _check_loading(source.folder, loaded, info)
     return loaded
 
 
-def _check_loading(folder: Path, info: Mapping[str, Any]) -> None:
-    if missing := sorted(info.get("missing_keys") or ()):
+def _check_loading(folder: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    if missing := sorted(filter(is_run(model), info.get("missing_keys") or ())):
         raise missing_error(folder, missing)
     for name, found, expected in sorted(info.get("mismatched_keys") or ()):
         raise mismatch_error(folder, name, found, expected)
-
-
-def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
-    """Make the error for parameters that a checkpoint lacks."""
-    return ModelError(
-        f"{folder}: the checkpoint lacks {cut_list(missing, 3)}; the model would run "
-        "with random weights instead",
-        hint="download the weights again, or use the config.json that they were saved with",
-    )
-
-
-def mismatch_error(
-    folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
-) -> ModelError:
-    """Make the error for a parameter whose shape in the checkpoint is not that of the config."""
-    return ModelError(
-        f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
-        hint="config.json and weights belong to two models; download both again",
-    )
 
 
 def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -12,6 +12,11 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.dtype import stored_dtype
+from fp8calib.model.stored_parameters import (
+    check_stored_parameters,
+    list_absent,
+    list_leftovers,
+)
 from fp8calib.model.topology.find import find_geometry, find_text_decoder
 from fp8calib.model.topology.search import UnobservedWeight, is_linear
 from fp8calib.model.weight_source import WeightSource
@@ -19,6 +24,8 @@ from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
 
 _UNUSED = "in the checkpoint, but not part of the text decoder: neither loaded nor run"
+_LEFTOVER = "in the checkpoint, but not a parameter of the model: neither loaded nor run"
+_ABSENT = "not in the checkpoint, and not part of the text decoder: not run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +46,12 @@ def prepare(
     """Find the geometry of `model` and match the recipe's patterns with its modules.
 
     Raises:
-        ModelError: the architecture is not understood.
+        ModelError: the architecture is not understood, or the checkpoint does not hold the model
+            that its config describes.
         RecipeError: a pattern matches no module.
     """
     weights = WeightSource(model, checkpoint)
+    check_stored_parameters(model, weights)
     geometry, unobserved = find_geometry(
         model, weights.single_tensors, checkpoint_dtype=stored_dtype(checkpoint)
     )
@@ -77,7 +86,12 @@ def list_skipped(
     ]
     skipped += _outside(prepared.model)
     skipped += _between_layers(prepared)
-    skipped += [Skipped(site=name, why=_UNUSED) for name in prepared.weights.unused]
+    weights = prepared.weights
+    skipped += [Skipped(site=name, why=_UNUSED) for name in weights.unused]
+    leftovers = list_leftovers(prepared.model, weights)
+    skipped += [Skipped(site=name, why=_LEFTOVER) for name in leftovers]
+    absent = list_absent(prepared.model, weights)
+    skipped += [Skipped(site=name, why=_ABSENT) for name in absent]
     return skipped
 
 

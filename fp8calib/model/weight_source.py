@@ -76,6 +76,20 @@ class WeightSource:
         self._known = model.state_dict().keys()
 
     @property
+    def source(self) -> TensorSource:
+        """Where the tensors are read from."""
+        return self._checkpoint
+
+    @property
+    def unmatched(self) -> Mapping[str, tuple[str, ...]]:
+        """Names that the model has no parameter for -> the tensors that would be loaded there."""
+        return {
+            target: tuple(name for name, _ in parts)
+            for target, parts in self._parts.items()
+            if target not in self._known
+        }
+
+    @property
     def single_tensors(self) -> Mapping[str, str]:
         """Parameter -> name of its tensor, for each parameter that is one whole tensor."""
         return {

@@ -629,3 +629,17 @@ def test_layers_that_cost_much_more_than_the_others_are_left_out(
     found = succeed(*arguments, "--json").json["sensitivity"]
     assert sorted(found["skip_layers"]) == [1, 3]
     assert found["flag"].startswith("--kv-cache-dtype-skip-layers ")
+
+
+def test_tensors_that_the_model_has_no_parameter_for_are_named(
+    model: Path, held_out: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    (shard,) = (tmp_path / "m").glob("*.safetensors")
+    name = "model.layers.1.self_attn.k_scale"
+    save_file({**load_file(shard), name: torch.ones(1)}, shard, metadata={"format": "pt"})
+    printed = succeed(
+        "verify", tmp_path / "m", "--data", held_out, *QUICK, "--samples", 2, "--json"
+    )
+    expected = f"{tmp_path / 'm'}: not parameters of the model, so not loaded: {name}"
+    assert expected in printed.json["warnings"]

@@ -26,7 +26,8 @@ from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import ModelSource, build_skeleton, load_tokenizer, open_source
-from fp8calib.model.prepared import prepare
+from fp8calib.model.prepared import PreparedModel, prepare
+from fp8calib.model.stored_parameters import list_leftovers
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -113,6 +114,7 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
         yield replace(
             job,
             warnings=(
+                *_warn_of_leftovers(settings.model, found),
                 *_warn_of_overlap(job.plan, opened),
                 *_warn_of_ignored_kv(options.scheme, opened),
             ),
@@ -141,6 +143,11 @@ def _open_tasks(settings: VerifySettings, source: ModelSource) -> TaskJob | None
     tokenizer = load_tokenizer(source, int(source.text_config.vocab_size))
     say(f"loading tasks: {', '.join(settings.tasks)}")
     return TaskJob(tasks=open_tasks(settings.tasks, limit=settings.limit), tokenizer=tokenizer)
+
+
+def _warn_of_leftovers(name: str, found: PreparedModel) -> Iterator[str]:
+    if leftovers := list_leftovers(found.model, found.weights):
+        yield f"{name}: not parameters of the model, so not loaded: {', '.join(leftovers)}"
 
 
 def _warn_of_overlap(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:

@@ -180,13 +180,12 @@ def part_outside_layers(geometry: ModelGeometry, loader: PartLoader) -> ModelPar
     """Gather the text decoder's parameters outside its layers, without embeddings read by row."""
     path, _ = find_text_decoder(loader.model)
     own = tuple(f"{layer.module}." for layer in geometry.layers)
-    computed = {name for name, _ in loader.model.named_buffers() if not loader.is_stored(name)}
     embeddings = {f"{name}.weight" for name in embeddings_by_row(loader.model, loader.weights)}
     return loader.part(
         lambda name: (
             name.startswith(f"{path}." if path else "")
             and not name.startswith(own)
-            and name not in computed | embeddings
+            and name not in embeddings
         )
     )
 

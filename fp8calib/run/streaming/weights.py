@@ -17,7 +17,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.machine.allocator import return_freed_memory
-from fp8calib.model.load import mismatch_error, missing_error
+from fp8calib.model.stored_parameters import mismatch_error, missing_error, tied_names
 from fp8calib.model.weight_source import TensorSource, WeightSource
 
 
@@ -110,7 +110,7 @@ class PartLoader:
         self._checkpoint = checkpoint
         self._known = model.state_dict(keep_vars=True)
         self._maker = {made: key for key, group in weights.parameters.items() for made in group}
-        self._tied = _tied_names(model)
+        self._tied = tied_names(model)
         self._dtype_of = _dtypes_by_name(model, dtype)
 
     def is_stored(self, name: str) -> bool:
@@ -118,12 +118,17 @@ class PartLoader:
         return name in self._maker
 
     def part(self, is_wanted: Callable[[str], bool]) -> ModelPart:
-        """Collect the parameters and persistent buffers whose names are wanted.
+        """Collect the parameters and stored buffers whose names are wanted.
 
         Raises:
             ModelError: the checkpoint lacks one, or has another shape for it.
         """
-        names = [name for name in self._known if is_wanted(name)]
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        names = [
+            name
+            for name in self._known
+            if is_wanted(name) and (name not in buffers or self.is_stored(name))
+        ]
         wanted = {name: found for name in names if (found := self._find(name)) is not None}
         if missing := sorted(set(names) - set(wanted)):
             raise missing_error(self._checkpoint.folder, missing)
@@ -207,14 +212,6 @@ def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
         module._parameters[leaf] = value
     else:
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-
-
-def _tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Find, for each tied parameter, the others that share its memory."""
-    groups: dict[str, list[str]] = {}
-    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        groups.setdefault(source, [source]).append(target)
-    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
 
 
 def _dtypes_by_name(

@@ -1,0 +1,177 @@
+"""Compare the parameters of a model with the tensors of its checkpoint.
+
+Whole and streamed models are compared alike, before any weight is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import dot_natural_key
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from fp8calib.errors import ModelError, cut_list
+from fp8calib.geometry.module_paths import list_paths
+from fp8calib.model.topology.find import find_text_decoder
+from fp8calib.model.weight_source import WeightSource
+
+
+def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> None:
+    """Refuse a checkpoint that does not hold the model that its config describes.
+
+    Raises:
+        ModelError: the checkpoint lacks a parameter of the text decoder or the lm_head, has another
+            shape for a parameter, or has values for a parameter that the config switches off.
+    """
+    stored = weights.source
+    runs = is_run(model)
+    if missing := [name for name in _find_absent(model, weights) if runs(name)]:
+        raise missing_error(stored.folder, missing)
+    known = model.state_dict()
+    for name, tensor in weights.single_tensors.items():
+        found = stored.tensors[tensor].shape
+        if name in known and tuple(found) != tuple(known[name].shape):
+            raise mismatch_error(stored.folder, name, found, known[name].shape)
+    if unused := list(_find_switched_off(model, weights)):
+        raise ModelError(
+            f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, and by its config the "
+            "model has no such parameter",
+            hint="use the config.json that the weights were saved with",
+        )
+
+
+def is_run(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Make the test whether a parameter belongs to the text decoder or the lm_head."""
+    path, _ = find_text_decoder(model)
+    head = model.get_output_embeddings()
+    in_head = set() if head is None else set(head.modules())
+    return lambda name: (
+        name.startswith(f"{path}." if path else "") or _find_module(model, name) in in_head
+    )
+
+
+def list_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+    """List the parameters that the checkpoint lacks; numbers that differ are `*`."""
+    return _join_numbers(_find_absent(model, weights))
+
+
+def list_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+    """List the tensors that the model has no parameter for; numbers that differ are `*`.
+
+    Without those below the paths of `weights.unused`, and without buffers that models now compute.
+    """
+    covered = set(weights.unused)
+    names = (name for key in _find_unexpected(model, weights) for name in weights.unmatched[key])
+    return _join_numbers(name for name in names if covered.isdisjoint(list_paths(name)))
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Find, for each tied parameter, the others that share its memory."""
+    groups: dict[str, list[str]] = {}
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        groups.setdefault(source, [source]).append(target)
+    return {name: [n for n in group if n != name] for group in groups.values() for name in group}
+
+
+def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
+    """Make the error for parameters that a checkpoint lacks."""
+    return ModelError(
+        f"{folder}: the checkpoint lacks {cut_list(missing, 3)}; the model would run "
+        "with random weights instead",
+        hint="download the weights again, or use the config.json that they were saved with",
+    )
+
+
+def mismatch_error(
+    folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
+) -> ModelError:
+    """Make the error for a parameter whose shape in the checkpoint is not that of the config."""
+    return ModelError(
+        f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
+        hint="config.json and weights belong to two models; download both again",
+    )
+
+
+def _find_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+    """Find the parameters that no tensor fills, without transformers' own exceptions."""
+    stored = {made for group in weights.parameters.values() for made in group}
+    known = model.state_dict(keep_vars=True)
+    filled = {id(known[name]) for name in stored if name in known}  # one object with two names
+    tied = tied_names(model)
+    missing = (
+        name
+        for name, value in known.items()
+        if id(value) not in filled and stored.isdisjoint((name, *tied.get(name, ())))
+    )
+    return sorted(_filter(model, missing=missing).missing_keys)
+
+
+def _find_unexpected(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+    """Find the tensors without a parameter by their names in the model, as transformers does."""
+    computed = {name for name, _ in model.named_buffers()}
+    unexpected = (
+        name for name in weights.unmatched if computed.isdisjoint(_spellings(model, name))
+    )
+    return sorted(_filter(model, unexpected=unexpected).unexpected_keys, key=dot_natural_key)
+
+
+def _filter(
+    model: PreTrainedModel, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
+) -> LoadStateDictInfo:
+    """Drop the names that the model's class tells transformers to ignore."""
+    info = LoadStateDictInfo(
+        missing_keys=set(missing),
+        unexpected_keys=set(unexpected),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    model._adjust_missing_and_unexpected_keys(info)
+    return info
+
+
+def _find_switched_off(model: PreTrainedModel, weights: WeightSource) -> Iterator[str]:
+    """Find tensors, with an effect, for parameters that the config switches off."""
+    runs = is_run(model)
+    for name in _find_unexpected(model, weights):
+        leaf = name.rpartition(".")[2]
+        neutral = 1.0 if leaf == "weight" else 0.0
+        owners = [_find_module(model, each) for each in _spellings(model, name) if runs(each)]
+        if not any(owner is not None and _is_switched_off(owner, leaf) for owner in owners):
+            continue
+        for stored in weights.unmatched[name]:
+            if bool((weights.source.read(stored) != neutral).any()):
+                yield stored
+
+
+def _is_switched_off(owner: nn.Module, leaf: str) -> bool:
+    """Whether a module could have a parameter, such as a bias, and is built without it."""
+    return leaf in owner._parameters and owner._parameters[leaf] is None
+
+
+def _spellings(model: PreTrainedModel, name: str) -> tuple[str, str]:
+    """Give a name, and the name as a checkpoint of the bare decoder means it."""
+    return name, f"{model.base_model_prefix}.{name}"
+
+
+def _find_module(model: PreTrainedModel, name: str) -> nn.Module | None:
+    """Find the module that a parameter of this name would belong to."""
+    try:
+        owner: nn.Module = model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return None
+    return owner
+
+
+def _join_numbers(names: Iterable[str]) -> list[str]:
+    """Put `*` for the numbers in names where this joins several."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+    joined = (pattern if len(group) > 1 else group[0] for pattern, group in groups.items())
+    return sorted(joined, key=dot_natural_key)

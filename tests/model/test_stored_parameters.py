@@ -1,0 +1,169 @@
+"""Checkpoints that hold more or less than the model of their config: whole and streamed alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from fp8calib.errors import ModelError
+from fp8calib.geometry.sites import Role, Site
+from fp8calib.stats.calibration_stats import CalibrationStats
+from tests import zoo
+from tests.architectures import families
+from tests.architectures.test_vision_language import MODELS
+from tests.run.running import LENGTHS, as_bytes, opened, rows_of
+
+LAYER = "model.layers.0.self_attn"
+EITHER = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+
+def calibrate(folder: Path, *, streamed: bool) -> CalibrationStats:
+    with opened(folder, streamed=streamed) as subject:
+        return subject.calibrate()
+
+
+def list_skipped(folder: Path, *, streamed: bool) -> dict[str, str]:
+    skipped = calibrate(folder, streamed=streamed).header.skipped
+    return {item.site: item.why for item in skipped}
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change keys of config.json; None removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+
+
+def drop_tensors(folder: Path, part: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    left = {name: value for name, value in tensors.items() if part not in name}
+    assert len(left) < len(tensors)
+    save_file(left, path, metadata={"format": "pt"})
+
+
+def compute_first_keys(folder: Path, row: np.ndarray, head_dim: int) -> np.ndarray:
+    """Compute K of layer 0 of a llama with biases, in float64: [tokens, heads, head_dim]."""
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name: value.double().numpy() for name, value in stored.items()}
+    hidden = tensors["model.embed_tokens.weight"][row]
+    hidden = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + 1e-5)
+    hidden = hidden * tensors["model.layers.0.input_layernorm.weight"]
+    keys = hidden @ tensors[f"{LAYER}.k_proj.weight"].T + tensors[f"{LAYER}.k_proj.bias"]
+    first, second = np.split(keys.reshape(len(row), -1, head_dim), 2, axis=-1)
+    frequencies = 10000.0 ** -(np.arange(head_dim // 2) / (head_dim // 2))
+    angles = np.arange(len(row))[:, None, None] * frequencies
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("family", "head_dim", "published"),
+    [
+        (
+            "internlm3",
+            8,
+            {"attention_bias": None, "mlp_bias": None, "qkv_bias": True, "bias": True},
+        ),
+        ("iquestcoder", 128, {"head_dim": None}),
+    ],
+)
+def test_a_class_that_serves_two_configs_is_built_from_the_one_that_was_opened(
+    family: str, head_dim: int, published: dict[str, Any], streamed: bool, tmp_path: Path
+) -> None:
+    """LlamaForCausalLM runs both; LlamaConfig knows neither their names nor their defaults."""
+    folder = tmp_path / "m"
+    families.save(family, {"head_dim": head_dim, "attention_bias": True, "mlp_bias": True}, folder)
+    change_config(folder, **published)
+    stats = calibrate(folder, streamed=streamed)
+    rows = [row.numpy() for row in rows_of(LENGTHS).sequences]
+    keys = np.concatenate([compute_first_keys(folder, row, head_dim) for row in rows])
+    found = stats.sites[Site(LAYER, Role.K)].amax.numpy()
+    np.testing.assert_allclose(found, np.abs(keys).max(axis=(0, 2)), rtol=1e-5)
+
+
+@EITHER
+def test_values_of_a_parameter_that_the_config_switches_off_are_refused(
+    streamed: bool, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "m")
+    add_tensors(tmp_path / "m", **{f"{LAYER}.q_proj.bias": torch.full((32,), 0.5)})
+    with pytest.raises(ModelError, match=rf"holds {LAYER}.q_proj.bias, and by its config the"):
+        calibrate(tmp_path / "m", streamed=streamed)
+
+
+@EITHER
+def test_what_the_model_has_no_parameter_for_is_listed(streamed: bool, tmp_path: Path) -> None:
+    """Zero biases change nothing; rotary frequencies are computed."""
+    zoo.save("llama", tmp_path / "m")
+    layers = [f"model.layers.{index}.self_attn" for index in range(2)]
+    add_tensors(
+        tmp_path / "m",
+        **{f"{layer}.q_proj.bias": torch.zeros(32) for layer in layers},
+        **{f"{layer}.k_scale": torch.ones(1) for layer in layers[:1]},
+        **{f"{layer}.rotary_emb.inv_freq": torch.ones(4) for layer in layers},
+        **{"mtp.norm.weight": torch.ones(32), "mtp.proj.weight": torch.ones(32, 32)},
+    )
+    skipped = list_skipped(tmp_path / "m", streamed=streamed)
+    unknown = "in the checkpoint, but not a parameter of the model: neither loaded nor run"
+    assert skipped["model.layers.*.self_attn.q_proj.bias"] == unknown
+    assert skipped[f"{LAYER}.k_scale"] == unknown
+    assert "not part of the text decoder" in skipped["mtp"]
+    assert not any("inv_freq" in name or name.startswith("mtp.") for name in skipped)
+
+
+@EITHER
+@pytest.mark.parametrize("part", ["lm_head", "layers.1.mlp.up_proj", "model.norm"])
+def test_a_missing_parameter_that_text_needs_is_refused(
+    part: str, streamed: bool, tmp_path: Path
+) -> None:
+    zoo.save("llama", tmp_path / "m", tie_word_embeddings=False)
+    drop_tensors(tmp_path / "m", part)
+    with pytest.raises(
+        ModelError, match=rf"the checkpoint lacks \S*{part}.weight; the model would"
+    ):
+        calibrate(tmp_path / "m", streamed=streamed)
+
+
+@EITHER
+def test_a_tied_head_may_be_missing(streamed: bool, tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "m", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "m" / "model.safetensors")
+    assert not any("lacks" in why for why in list_skipped(tmp_path / "m", streamed=streamed))
+
+
+@EITHER
+def test_a_missing_vision_tower_is_listed(streamed: bool, tmp_path: Path) -> None:
+    text, vision, _, _ = MODELS["llava"]
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "m")
+    drop_tensors(tmp_path / "m", "multi_modal_projector.linear_2")
+    skipped = list_skipped(tmp_path / "m", streamed=streamed)
+    for leaf in ("weight", "bias"):
+        why = skipped[f"model.multi_modal_projector.linear_2.{leaf}"]
+        assert why == "not in the checkpoint, and not part of the text decoder: not run"
+
+
+def test_what_transformers_fills_in_itself_is_filled_in_a_streamed_model(tmp_path: Path) -> None:
+    """A.X K1's checkpoints have no score correction, which then is zero."""
+    changes = {**families.FAMILIES["deepseek_v2"], "n_shared_experts": 1}
+    families.save("axk1", changes, tmp_path / "m")
+    drop_tensors(tmp_path / "m", "e_score_correction_bias")
+    whole, streamed = (
+        as_bytes(calibrate(tmp_path / "m", streamed=way), tmp_path) for way in (False, True)
+    )
+    assert whole == streamed
