@@ -23,6 +23,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint, refuse_duplicate_tensors
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.errors import CalibrationError, ModelError, first_line
 from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_error
+from fp8calib.model.topology.find import find_text_decoder
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 HUB_FILES = [
@@ -282,6 +283,7 @@ def load_model(
         ) from error
     loaded: PreTrainedModel = model.eval()
     _check_loading(source.folder, loaded, info)
+    _attend_causally(loaded)
     return loaded
 
 
@@ -317,4 +319,23 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
             f"{_explain_load_error(error)}"
         ) from error
     built: PreTrainedModel = model.eval()
+    _attend_causally(built)
     return built
+
+
+def _attend_causally(model: PreTrainedModel) -> None:
+    """Let tokens see only those before them, as engines do with text, whatever the config says.
+
+    Where a config asks for attention in both directions (PaliGemma, EmbeddingGemma), transformers
+    5.23 gives it to some batches, depending on their padding.
+    """
+    decoder: Any = find_text_decoder(model)[1]
+    for config in (decoder.config, model.config.get_text_config(decoder=True)):
+        if getattr(config, "use_bidirectional_attention", None) in {True, "all"}:
+            config.use_bidirectional_attention = None
+        elif getattr(config, "is_causal", True):
+            continue
+        config.is_causal = True
+        for module in decoder.modules():
+            if getattr(module, "is_causal", None) is False:
+                module.is_causal = True

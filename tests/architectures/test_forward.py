@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,10 +15,13 @@ from transformers.modeling_utils import AttentionInterface
 
 from fp8calib.errors import CalibrationError
 from fp8calib.geometry.model_geometry import Attention
+from fp8calib.geometry.sites import Role
 from fp8calib.observe.calibration_hooks import CalibrationHooks
 from fp8calib.observe.hooks import HookedCache
 from fp8calib.observe.recorder import Recorder
 from tests import zoo
+from tests.architectures import families
+from tests.truth import brute_force
 from tests.truth.test_statistics import MOE, draw, make_plan, run_calibration
 
 PAD_ID = 0
@@ -79,6 +83,39 @@ def test_what_stands_on_padding_is_never_counted(family: str, tmp_path: Path) ->
         if expected.experts is not None and expected.expert_counts is not None:
             torch.testing.assert_close(found.experts, expected.experts, rtol=1e-5, atol=1e-5)
             assert torch.equal(found.expert_counts, expected.expert_counts)
+
+
+BIDIRECTIONAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma": ({"use_bidirectional_attention": True}, {}),
+    "gemma2": ({"use_bidirectional_attention": True}, {}),
+    "gemma3_text": ({"use_bidirectional_attention": True}, {"sliding_window": 5}),
+    "gemma4_text": ({"use_bidirectional_attention": "all"}, {"sliding_window": 5}),
+    "llama": ({"is_causal": False}, {}),
+}
+"""Changes of a config that ask for attention to later tokens, and what else they change: Gemma 3
+and 4 halve the window of 8."""
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("family", sorted(BIDIRECTIONAL))
+def test_no_token_sees_a_later_one_whatever_the_config_says(
+    family: str, batch_size: int, tmp_path: Path
+) -> None:
+    """K and V equal those of the same weights under a config that does not ask for it."""
+    asked, effect = BIDIRECTIONAL[family]
+    common = families.FAMILIES.get(family) or zoo.ZOO[family]
+    families.save(family, {**common, **asked}, tmp_path / "model")
+    causal = families.build(family, {**common, **effect})
+    rows = draw([20, 7, 20, 20, 13], seed=9)
+    truth = brute_force.run(causal, rows)
+    plan = make_plan(rows, packed=False)
+    prepared, stats = run_calibration(tmp_path / "model", plan, batch_size=batch_size)
+    for layer, attention in prepared.geometry.attentions():
+        keys, values = zip(*truth.kv[layer.index], strict=True)
+        for role, tensors in ((Role.K, keys), (Role.V, values)):
+            expected = brute_force.head_amax(list(tensors), attention.num_kv_heads)
+            found = stats.sites[attention.site(role)].amax.numpy()
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "gpt2"])
