@@ -61,4 +61,5 @@ def plan_data(
         pack=pack,
         seed=seed,
         part=part,
+        longest_padded=source.longest_padded,
     )

@@ -37,6 +37,8 @@ class DataPlan:
     sources: tuple[str, ...]
     """The specs as given; of a path, only its last component."""
     warnings: tuple[str, ...]
+    longest_padded: int | None = None
+    """Longer sequences are never padded: only those of one length share a batch. None: no limit."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,12 +83,13 @@ def build_plan(
     pack: bool = True,
     seed: int = 0,
     part: BuiltinPart = "calibrate",
+    longest_padded: int | None = None,
 ) -> DataPlan:
     """Read the first `samples` sequences of at most `seq_len` tokens.
 
     `tokenizer` loads the tokenizer; it is called at most once, when the first row needs it. Without
     specs, the built-in text is used; `part` selects which part of it. `seed` affects only the
-    order of weighted specs.
+    order of weighted specs. Sequences longer than `longest_padded` are never padded.
 
     Raises:
         UsageError: a spec, `samples` or `seq_len` is invalid.
@@ -112,6 +115,7 @@ def build_plan(
         text=found.text,
         sources=sources,
         warnings=tuple(_list_warnings(specs, parsed, found, samples=samples)),
+        longest_padded=longest_padded,
     )
 
 
@@ -119,15 +123,18 @@ def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Bat
     """Cut a plan into batches of at most `batch_size` neighbouring sequences.
 
     Sequence i of n belongs to group `groups * i // n`; a batch holds sequences of one group only.
-    Packed sequences of different lengths never share a batch, so packed data is never padded. The
-    batches depend only on the plan, `batch_size` and `groups`.
+    Packed sequences of different lengths never share a batch, so packed data is never padded; nor
+    are sequences longer than `plan.longest_padded`. The batches depend only on the plan,
+    `batch_size` and `groups`.
     """
     if batch_size < 1:
         raise UsageError(f"--batch-size {batch_size}: must be 1 or more", hint="use 1")
     sequences = plan.sequences
 
     def find_group(index: int) -> tuple[int, int]:
-        return groups * index // len(sequences), len(sequences[index]) if plan.packed else 0
+        length, limit = len(sequences[index]), plan.longest_padded
+        is_alike = not plan.packed and (limit is None or length <= limit)
+        return groups * index // len(sequences), 0 if is_alike else length
 
     for (group, _), found in groupby(range(len(sequences)), find_group):
         indices = list(found)

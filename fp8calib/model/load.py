@@ -57,6 +57,30 @@ class ModelSource:
         value = getattr(self.text_config, "max_position_embeddings", None)
         return int(value) if value else None
 
+    @property
+    def longest_padded(self) -> int | None:
+        """The longest sequence that may be padded; None: any.
+
+        Rotary angles that depend on the length of a batch (longrope, dynamic NTK) are those of its
+        longest sequence, padding included (transformers 5.23 `dynamic_rope_update`).
+        """
+        config = self.text_config
+        found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        sections = [found, *found.values()] if isinstance(found, dict) else []
+        limits = [
+            section.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or self.max_positions
+            for section in sections
+            if isinstance(section, dict) and _depends_on_length(section)
+        ]
+        return min((int(limit) for limit in limits if limit), default=None)
+
+
+def _depends_on_length(rope: Mapping[str, object]) -> bool:
+    kind = str(rope.get("rope_type", rope.get("type")))
+    return "dynamic" in kind or kind in {"longrope", "su"}
+
 
 def open_source(
     model: str,

@@ -31,6 +31,7 @@ class Decoder:
         self._decoder: Any = find_text_decoder(model)[1]
         self.config = model.config.get_text_config(decoder=True)
         self.device = _input_device(model)
+        self._growing = [m for m in self._decoder.modules() if _grows_with_length(m)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,6 +48,8 @@ class Decoder:
             CalibrationError: the forward pass failed.
         """
         mask = batch.mask
+        for module in self._growing:
+            _forget_lengths(module)
         try:
             output = self._decoder(
                 input_ids=batch.input_ids.to(self.device, non_blocking=True),
@@ -68,6 +71,25 @@ class Decoder:
             ) from error
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
+
+
+def _grows_with_length(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding that keeps the frequencies of the longest sequence so far.
+
+    Transformers 5.23, `dynamic_rope_update`.
+    """
+    return hasattr(module, "max_seq_len_cached") and "dynamic" in str(
+        getattr(module, "rope_type", "")
+    )
+
+
+def _forget_lengths(module: Any) -> None:
+    """Give a rotary embedding the frequencies that it had before any sequence."""
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if name.endswith("original_inv_freq"):
+            module._buffers[name.replace("original_", "")] = buffer.clone()
+    for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+        setattr(module, name, module.original_max_seq_len)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
