@@ -120,6 +120,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
         "use_mamba_kernels": False,
     },
+    "kimi_linear": {
+        **_LATENT,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "q_lora_rank": None,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {
         **_FINE_EXPERTS,
@@ -161,6 +172,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
     },
     "qwen3_5_text": {"head_dim": 16, **_DELTA},
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8},
     "seed_oss": {"head_dim": 8},
     "smollm3": {},
     "stablelm": {},
@@ -180,10 +192,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"Mamba2ForCausalLM: none of its 2 layers has a KV cache",
     ),
     "openai-gpt": (_GPT2, r"Block \(layer 0\): no attention found in it \(looked for"),
-    "recurrent_gemma": (
-        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "head_dim": 8},
-        r"RecurrentGemmaForCausalLM: none of its 3 layers has a KV cache",
-    ),
     "rwkv": (
         {"attention_hidden_size": 32},
         r"RwkvForCausalLM: none of its 2 layers has a KV cache",

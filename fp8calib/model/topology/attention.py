@@ -27,12 +27,12 @@ def find_mixer(
         ModelError: there is neither attention nor a known cacheless mixer, or the attention is not
             supported.
     """
-    candidates = _attention_modules(block)
+    candidates = _attention_modules(search, block)
     layer_type = _layer_type(search.config, index)
     if candidates and layer_type not in CACHELESS_LAYER_TYPES:
         name, module = _single_attention(candidates, block, index)
         return _attention(search, before, index, f"{path}.{name}", module), type(module).__name__
-    cacheless = _cacheless_mixer(block)
+    cacheless = _cacheless_mixer(search, block)
     if layer_type in CACHELESS_LAYER_TYPES or cacheless:
         return None, cacheless or str(layer_type)
     raise ModelError(
@@ -42,10 +42,10 @@ def find_mixer(
     )
 
 
-def _attention_modules(block: nn.Module) -> list[tuple[str, nn.Module]]:
+def _attention_modules(search: GeometrySearch, block: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, module in block.named_modules():
-        class_name = type(module).__name__.lower()
+        class_name = search.class_name(module).lower()
         is_inner = any(name.startswith(f"{outer}.") for outer, _ in found)
         if "attention" not in class_name or is_inner or not hasattr(module, "layer_idx"):
             continue
@@ -73,11 +73,12 @@ def _layer_type(config: Any, index: int) -> str | None:
     return layer_types[index] if layer_types else None
 
 
-def _cacheless_mixer(block: nn.Module) -> str:
-    for module in block.modules():
-        class_name = type(module).__name__
-        if any(part in class_name.lower() for part in CACHELESS_MIXERS):
-            return class_name
+def _cacheless_mixer(search: GeometrySearch, block: nn.Module) -> str:
+    """Find the class of a mixer without K and V; the family's name decides where no class does."""
+    for name_of in (search.class_name, lambda module: type(module).__name__):
+        for module in block.modules():
+            if any(part in name_of(module).lower() for part in CACHELESS_MIXERS):
+                return type(module).__name__
     return ""
 
 

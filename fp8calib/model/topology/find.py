@@ -58,7 +58,11 @@ def find_geometry(
     """
     prefix, decoder = find_text_decoder(model)
     config = model.config.get_text_config(decoder=True)
-    search = GeometrySearch(config=config, checkpoint_names=checkpoint_names)
+    search = GeometrySearch(
+        config=config,
+        checkpoint_names=checkpoint_names,
+        family=type(decoder).__name__.removesuffix("Model"),
+    )
     name, blocks = _decoder_layers(decoder, config.num_hidden_layers)
     path = f"{prefix}.{name}" if prefix else name
     layers: list[Layer] = []

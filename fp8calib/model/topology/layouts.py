@@ -41,7 +41,7 @@ CACHELESS_MIXERS = (
     "mamba",
     "deltanet",
     "gateddelta",
-    "kimidelta",
+    "deltaattention",
     "shortconv",
     "recurrent",
     "rwkv",
@@ -49,7 +49,10 @@ CACHELESS_MIXERS = (
     "lightning",
     "ssm",
 )
-"""Substrings of lower-case class names of token mixers that have a state instead of K and V."""
+"""Substrings of lower-case class names of token mixers that have a state instead of K and V.
+
+A family's own name is not searched: KimiLinearAttention and RecurrentGemmaAttention cache both.
+"""
 CACHELESS_LAYER_TYPES = frozenset({"linear_attention", "mamba", "conv", "recurrent", "moe", "mlp"})
 
 

@@ -25,7 +25,13 @@ class GeometrySearch:
     config: Any
     """The config of the text decoder."""
     checkpoint_names: Mapping[str, str]
+    family: str = ""
+    """What the names of the model's classes begin with, such as `KimiLinear`."""
     unobserved: list[UnobservedWeight] = field(default_factory=list)
+
+    def class_name(self, module: nn.Module) -> str:
+        """Give the name of a module's class without that of its family."""
+        return type(module).__name__.removeprefix(self.family)
 
 
 def is_linear(module: nn.Module) -> bool:
