@@ -7,7 +7,7 @@ from typing import Any
 
 
 def describe_serving(report: Mapping[str, Any], format_name: str = "") -> Iterator[str]:
-    """Give the lines for the `serving` and `limitations` of a report.
+    """Give the lines for the `serving`, `limitations` and `other_engines` of a report.
 
     `format_name` is the format of items that do not name their own.
     """
@@ -20,3 +20,17 @@ def describe_serving(report: Mapping[str, Any], format_name: str = "") -> Iterat
         what = f"{name}, {item['engine']}" if name else item["engine"]
         verdict = "cannot use it" if item["is_blocking"] else "note"
         yield f"  {what}: {verdict}: {item['why']}"
+    yield from _describe_others(report, format_name)
+
+
+def _describe_others(report: Mapping[str, Any], format_name: str) -> Iterator[str]:
+    """Say in one line for each format which further engines serve it."""
+    groups: dict[str, tuple[list[str], list[str]]] = {}
+    for item in report["other_engines"]:
+        groups.setdefault(item.get("format", format_name), ([], []))[not item["command"]].append(
+            item["name"]
+        )
+    for name, (able, unable) in groups.items():
+        what = f"{name}, other engines" if name else "other engines"
+        yes, no = (", ".join(names) or "none" for names in (able, unable))
+        yield f"  {what}: served by {yes}; not by {no} (check --engine NAME says why)"

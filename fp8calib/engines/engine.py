@@ -119,6 +119,8 @@ class Engine:
     """Its other releases whose rules are known, the newest first."""
     is_default: bool = False
     """`check` asks it where no --engine is given."""
+    is_brief: bool = False
+    """Commands that write files only say whether it serves them, in one line for all such."""
     loads_like: str = ""
     """The key of the engine whose loader this one runs; empty where it has its own."""
     launch: Launch | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fp8calib.engines.constant_scales.atom import ATOM
+from fp8calib.engines.constant_scales.lmdeploy import LMDEPLOY
+from fp8calib.engines.constant_scales.tensorrt_llm import TENSORRT_LLM
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.sglang.engine import SGLANG
@@ -10,6 +13,8 @@ from fp8calib.engines.transformers.engine import TRANSFORMERS
 from fp8calib.engines.vllm.before_0_7 import VLLM_BEFORE_0_7
 from fp8calib.engines.vllm.cpu import VLLM_CPU
 from fp8calib.engines.vllm.engine import VLLM
+from fp8calib.engines.vllm.gaudi import VLLM_GAUDI
+from fp8calib.engines.vllm.tpu import VLLM_TPU
 from fp8calib.errors import UsageError
 
 REFERENCE = Engine(
@@ -34,7 +39,10 @@ def register_engine(engine: Engine) -> None:
     ENGINES[engine.key] = engine
 
 
-for _engine in (REFERENCE, VLLM, VLLM_CPU, SGLANG, TGI, TRANSFORMERS, VLLM_BEFORE_0_7):
+for _engine in (
+    *(REFERENCE, VLLM, VLLM_CPU, SGLANG, TGI, TRANSFORMERS, VLLM_BEFORE_0_7),
+    *(TENSORRT_LLM, VLLM_TPU, VLLM_GAUDI, LMDEPLOY, ATOM),
+):
     register_engine(_engine)
 
 

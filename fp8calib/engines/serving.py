@@ -34,11 +34,23 @@ class Limitation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BriefServing:
+    """Whether an engine serves a file that is only listed by name (`Engine.is_brief`)."""
+
+    engine: str
+    name: str
+    """What `check --engine` calls it."""
+    command: str
+    """Empty where it cannot use the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """How engines serve one file or folder."""
 
     commands: tuple[ServingCommand, ...]
     limitations: tuple[Limitation, ...]
+    others: tuple[BriefServing, ...]
 
 
 Reports = Iterable[tuple[Engine, EngineReport]]
@@ -62,7 +74,7 @@ def find_scale_serving(
         return _collect(reports, lambda launch: launch.spell(str(target), tp=tp))
     if written.suffix == ".safetensors":
         limitations = _limit_tensor_file(written, geometry, tp, model)
-        return Serving(commands=(), limitations=tuple(limitations))
+        return Serving(commands=(), limitations=tuple(limitations), others=())
     reports = _replay_file(written, geometry, tp, model)
     return _collect(reports, lambda launch: launch.spell(model_name, scales=str(target), tp=tp))
 
@@ -84,9 +96,10 @@ def find_checkpoint_serving(written: Path, target: Path, geometry: ModelGeometry
 
 
 def _list_engines() -> Iterator[Engine]:
-    """List the engines with a loader of their own that is replayed."""
+    """List the replayed engines that have a loader or a server of their own."""
     for engine in ENGINES.values():
-        if not engine.loads_like and (engine.replay_folder or engine.replay_json):
+        is_own = engine.is_brief or not engine.loads_like
+        if is_own and (engine.replay_folder or engine.replay_json):
             yield engine
 
 
@@ -119,7 +132,7 @@ def _limit_tensor_file(
 ) -> Iterator[Limitation]:
     """Say when a file of tensors is read, and what happens to it where it is."""
     placed = place_tensor_file(open_folder(model), path)
-    asked = [engine for engine in _list_engines() if engine.replay_folder]
+    asked = [each for each in _list_engines() if each.replay_folder and not each.is_brief]
     report = check_folder(placed, geometry, [engine.key for engine in asked], tp)
     for engine in asked:
         if not engine.tensor_file_condition:
@@ -138,12 +151,18 @@ def _collect(
 ) -> Serving:
     commands: list[ServingCommand] = []
     limitations: list[Limitation] = []
+    others: list[BriefServing] = []
     for engine, report in reports:
         found = list(_list_limitations(engine, report, has_fp8_weights=has_fp8_weights))
+        is_blocked = any(item.is_blocking for item in found)
+        command = "" if is_blocked or engine.launch is None else spell(engine.launch)
+        if engine.is_brief:
+            others.append(BriefServing(engine=engine.title, name=engine.key, command=command))
+            continue
         limitations += found
-        if engine.launch is not None and not any(item.is_blocking for item in found):
-            commands.append(ServingCommand(engine=engine.title, command=spell(engine.launch)))
-    return Serving(commands=tuple(commands), limitations=tuple(limitations))
+        if command:
+            commands.append(ServingCommand(engine=engine.title, command=command))
+    return Serving(commands=tuple(commands), limitations=tuple(limitations), others=tuple(others))
 
 
 def _list_limitations(

@@ -61,6 +61,13 @@ def test_the_report_says_what_was_done(model: Path, stats: Path, tmp_path: Path)
     commands = {item["engine"]: item["command"] for item in report["serving"]}
     assert commands["vLLM"] == f"vllm serve {out} --kv-cache-dtype fp8"
     assert set(report["limitations"][0]) == {"engine", "why", "is_blocking"}
+    assert {item["name"]: item["command"] for item in report["other_engines"]} == {
+        "tensorrt-llm": "",
+        "vllm-tpu": f"MODEL_IMPL_TYPE=vllm vllm serve {out} --kv-cache-dtype fp8",
+        "vllm-gaudi": f"vllm serve {out} --kv-cache-dtype fp8_inc",
+        "lmdeploy": "",
+        "atom": f"python -m atom.entrypoints.openai_server --model {out} --kv-cache-dtype fp8",
+    }
     stored = load_file(out / "model.safetensors")
     assert stored["model.layers.1.self_attn.v_scale"].shape == (1,)
     assert "tokenizer.json" in report["files"]
@@ -75,6 +82,9 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     assert f"written to {out}: " in text
     assert f"serve with vLLM:\n    vllm serve {out}\n" in text
     assert "transformers: note: " in text
+    able, unable = "tensorrt-llm, vllm-tpu, vllm-gaudi, atom", "lmdeploy"
+    assert f"other engines: served by {able}; not by {unable} (check --engine NAME" in text
+    assert "ATOM" not in text
 
 
 def test_a_series_of_shards_is_not_listed_one_by_one(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.dialects.handmade import (
 from tests.zoo import save
 
 CONFIG = """{"quant_method":"compressed-tensors","format":"naive-quantized",
- "quantization_status":"compressed","ignore":["re:.*"],
+ "quantization_status":"compressed","ignore":["re:.*(?<!\\\\.attn)$"],
  "config_groups":{"group_0":{"targets":["re:^no-module$"],"weights":{"num_bits":8,"type":"float",
    "strategy":"tensor","symmetric":true,"dynamic":false}}},
  "kv_cache_scheme":{"num_bits":8,"type":"float","strategy":"STRATEGY","dynamic":false,

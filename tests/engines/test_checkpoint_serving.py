@@ -198,3 +198,25 @@ def test_vllm_takes_no_blocks_of_llama_4s_queries_and_keys(tmp_path: Path) -> No
     ):
         found = run(source, tmp_path / f"{scheme}{len(ignored)}", scheme, ignore=ignored)
         assert ("reorders the rows of q and k" in list_blocked(found).get("vLLM", "")) is is_blocked
+
+
+BRIEFLY_SERVED_BY = {
+    ("compressed-tensors", "fp8-static"): {"vllm-tpu", "vllm-gaudi", "atom"},
+    ("compressed-tensors", "fp8-dynamic"): {"tensorrt-llm", "vllm-tpu", "vllm-gaudi", "atom"},
+    ("compressed-tensors", "w8a16"): {"vllm-gaudi", "atom"},
+    ("compressed-tensors", "fp8-block"): {"tensorrt-llm", "vllm-tpu", "vllm-gaudi", "atom"},
+    ("autofp8", "fp8-static"): {"tensorrt-llm", "vllm-tpu", "vllm-gaudi", "lmdeploy", "atom"},
+    ("autofp8", "fp8-block"): {"tensorrt-llm", "vllm-tpu", "vllm-gaudi", "lmdeploy", "atom"},
+    ("modelopt", "fp8-static"): {"tensorrt-llm", "vllm-gaudi", "atom"},
+    ("modelopt", "fp8-dynamic"): {"tensorrt-llm", "atom"},
+}
+
+
+@pytest.mark.parametrize(("form", "scheme"), BRIEFLY_SERVED_BY)
+def test_further_engines_are_only_listed_by_name(tmp_path: Path, form: str, scheme: str) -> None:
+    found = make(tmp_path, form, scheme)
+    serving = find_checkpoint_serving(found.out, found.out, None)
+    assert {each.name for each in serving.others if each.command} == BRIEFLY_SERVED_BY[form, scheme]
+    assert len(serving.others) == 5
+    titles = {each.engine for each in serving.others}
+    assert not titles & {item.engine for item in (*serving.commands, *serving.limitations)}

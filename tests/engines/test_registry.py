@@ -19,9 +19,13 @@ from fp8calib.errors import UsageError
 from tests.engines.check_handmade import PER_HEAD, PER_TENSOR, ask, save_folder, spell
 
 
-def test_check_asks_four_engines_by_default_and_two_more_by_name() -> None:
+def test_check_asks_four_engines_by_default_and_seven_more_by_name() -> None:
     assert list_defaults() == ["vllm", "sglang", "tgi", "transformers"]
-    assert set(list_replayed()) == {*list_defaults(), "vllm-cpu", "vllm-0.6"}
+    of_vllm = {"vllm-cpu", "vllm-0.6", "vllm-tpu", "vllm-gaudi"}
+    assert set(list_replayed()) - set(list_defaults()) == {
+        *of_vllm,
+        *("tensorrt-llm", "lmdeploy", "atom"),
+    }
 
 
 def test_verify_emulates_those_whose_arithmetic_was_read() -> None:

@@ -94,7 +94,7 @@ def add_checkpoint_report(report: dict[str, Any], checkpoint: Mapping[str, Any])
         f"{scheme}: {item['tensor']}: all zeros in {item['count']} of {item['total']} of its scales"
         for item in checkpoint["dead"]
     ]
-    for key in ("serving", "limitations"):
+    for key in ("serving", "limitations", "other_engines"):
         report[key] += [{"format": scheme, **item} for item in checkpoint[key]]
 
 

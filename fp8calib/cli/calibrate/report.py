@@ -99,6 +99,9 @@ def build_calibration_report(
                 (name, item) for name, found in served for item in found.limitations
             )
         ],
+        "other_engines": [
+            {"format": name, **asdict(item)} for name, found in served for item in found.others
+        ],
         "warnings": [
             *(job.plan.warnings if job.plan else ()),
             *_query_warnings(job, stats),

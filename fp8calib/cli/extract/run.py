@@ -205,6 +205,7 @@ def _build_report(settings: ExtractSettings, extracted: Extracted) -> dict[str, 
         "kv_bytes_per_token": {"before": before, "after": after},
         "serving": [asdict(item) for item in extracted.serving.commands],
         "limitations": [asdict(item) for item in extracted.serving.limitations],
+        "other_engines": [asdict(item) for item in extracted.serving.others],
     }
 
 

@@ -64,6 +64,7 @@ def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
         "kv_bytes_per_token": None if size is None else {"before": size[0], "after": size[1]},
         "serving": [asdict(item) for item in serving.commands],
         "limitations": [asdict(item) for item in serving.limitations],
+        "other_engines": [asdict(item) for item in serving.others],
     }
 
 

@@ -3,7 +3,8 @@
 The weights are unchanged. The `quantization_config` has one group that matches no module: without
 any group, transformers fails on MoE models; without `ignore`, TGI looks for a target. The format is
 `naive-quantized` because TGI knows no float group in the format `dense`
-(`layers/compressed_tensors/loader.py`).
+(`layers/compressed_tensors/loader.py`). `ignore` matches no attention layer of vLLM, because vLLM
+on TPUs gives an ignored one no scales (`IGNORED`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ Strategy = Literal["tensor", "attn_head"]
 SCALAR_SHAPE = (1,)
 """The parameter of compressed-tensors 0.20, which transformers 5.23 refuses to fill from shape []
 (`core_model_loading.py:set_param_for_module`: mismatched sizes). llm-compressor stores it too."""
+IGNORED = r"re:.*(?<!\.attn)$"
+"""Every module but the attention layers of vLLM, whose paths end in `.attn`: tpu-inference b8692ff
+asks `ignore` before it gives a layer scales (`layers/vllm/quantization/compressed_tensors/
+compressed_tensors.py` get_quant_method). No linear has that ending."""
 UNLISTED_NAME = "kv_scales.safetensors"
 """A file not in the index, for TGI, which reads every file; vLLM reads only indexed files."""
 VLLM_STRICT_TYPES = ("gpt2",)
@@ -62,7 +67,7 @@ def make_quantization_config(strategy: Strategy) -> dict[str, object]:
         "quant_method": "compressed-tensors",
         "format": "naive-quantized",
         "quantization_status": "compressed",
-        "ignore": ["re:.*"],
+        "ignore": [IGNORED],
         "config_groups": {
             "group_0": {
                 "targets": ["re:^no-module$"],
