@@ -220,7 +220,7 @@ def quill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_registered_engine_is_in_the_help(quill: Path) -> None:
-    assert "transformers,vllm-0.6,quill;defaultvllm,sglang," in show_help("quill", quill, "check")
+    assert "lmdeploy,atom,quill;defaultvllm,sglang," in show_help("quill", quill, "check")
     assert "sglang,tgi,quill." in show_help("quill", quill, "verify")
 
 
