@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,51 @@ pytest.importorskip("compressed_tensors")
 
 INTEGERS = {**PER_TENSOR, "kv_cache_scheme": {**PER_TENSOR["kv_cache_scheme"], "type": "int"}}  # type: ignore[dict-item]
 HEADS = [[[0.25]], [[0.3]]]
+PAIR = {"k_scale": [0.25], "v_scale": [0.3]}
+
+
+def _scheme(**changes: object) -> dict[str, object]:
+    return {**PER_TENSOR, "kv_cache_scheme": {**PER_TENSOR["kv_cache_scheme"], **changes}}  # type: ignore[dict-item]
+
+
+SCHEMES: Sequence[Mapping[str, object]] = (
+    *(
+        {"strategy": strategy, "dynamic": dynamic}
+        for strategy in ("tensor", "Tensor", "channel", "token", "block", "tensor_group", None, "x")
+        for dynamic in (False, True, "local")
+    ),
+    *({"strategy": s, "group_size": n} for s in ("group", "tensor", None) for n in (-1, 0, 8)),
+    {"strategy": "group", "group_size": 8, "dynamic": True},
+    {"strategy": "block", "block_structure": [1, 1]},
+    {"block_structure": [1, 1]},
+    {"unknown": 1},
+    {"dynamic": None},
+    {"dynamic": 1},
+    {"symmetric": None},
+    {"num_bits": "8"},
+    {"num_bits": 5},
+    {"num_bits": 4},
+    {"type": None},
+    {"actorder": "weight"},
+    {"actorder": False},
+    {"scale_dtype": "torch.bfloat16"},
+    {"scale_dtype": "bfloat"},
+    {"observer": None},
+    {"observer_kwargs": None},
+)
+CONFIGS: Sequence[Mapping[str, object]] = (
+    {"ignore": None},
+    {"ignore": "re:.*"},
+    {"ignore": [1]},
+    {"quantization_status": "done"},
+    {"config_groups": {"g": {"targets": "Linear"}}},
+    {"config_groups": {"g": {"targets": ["re:^no$"], "unknown": 1}}},
+    {"config_groups": {"g": {"targets": ["re:^no$"], "weights": {"strategy": "x"}}}},
+    {"kv_cache_scheme": {}},
+    {"kv_cache_scheme": []},
+    {"kv_cache_scheme": "static"},
+    {"unknown": 1},
+)
 
 HANDMADE: Mapping[str, tuple[object, Mapping[str, object]]] = {
     "plain": (None, {}),
@@ -41,6 +86,16 @@ HANDMADE: Mapping[str, tuple[object, Mapping[str, object]]] = {
     "heads where one is wanted": (PER_TENSOR, {"k_scale": HEADS, "v_scale": HEADS}),
     "one number for heads": (PER_HEAD, {"k_scale": [0.25], "v_scale": [0.3]}),
     "integers": (INTEGERS, {"k_scale": [0.25], "v_scale": [0.3]}),
+    "asymmetric": (
+        _scheme(symmetric=False),
+        {**PAIR, "k_zero_point": [0.0], "v_zero_point": [0.0]},
+    ),
+    **{f"scheme {changes}": (_scheme(**changes), PAIR) for changes in SCHEMES},
+    **{f"config {changes}": ({**PER_TENSOR, **changes}, PAIR) for changes in CONFIGS},
+    **{
+        f"stored as {dtype}": (PER_TENSOR, {name: torch.ones(1, dtype=dtype) for name in PAIR})
+        for dtype in (torch.int32, torch.bool, torch.float64, torch.float16, torch.float8_e4m3fn)
+    },
     "autofp8's old kv_scale": (FP8, {"kv_scale": [0.25]}),
 }
 """The quantization_config, and the scales of every layer."""
@@ -62,7 +117,8 @@ def _save(folder: Path, quantization: object, scales: Mapping[str, object]) -> P
     for index in range(2):
         for suffix, number in scales.items():
             name = f"{LLAMA_ATTENTION.format(index)}.{suffix}"
-            tensors[name] = torch.tensor(number, dtype=torch.float32)
+            is_made = isinstance(number, torch.Tensor)
+            tensors[name] = number.clone() if is_made else torch.tensor(number)
     config = json.loads((FOLDER / "llama" / "config.json").read_text())
     if quantization is not None:
         config["quantization_config"] = quantization
@@ -83,16 +139,19 @@ def _save_folder(folder: Path, tensors: dict[str, torch.Tensor], config: dict[st
     return folder
 
 
-def _compare(folder: Path) -> EngineReport:
-    """Load the folder in transformers and hold every verdict against the modules."""
+def _compare(folder: Path, *, runs: bool = False) -> EngineReport:
+    """Load the folder in transformers and hold every verdict against the modules.
+
+    Where `runs`, the model also runs, which is the first to fail at some scales.
+    """
     opened = open_folder(folder)
     checked = check_folder(opened, find_geometry("llama"), ["transformers"], 1)
     report = checked.engines["transformers"]
     if report.layers[0].k.status is Status.REFUSED:
         with pytest.raises(Exception):  # noqa: B017, PT011 -- whatever the engine raises
-            _load(folder)
+            _load(folder, runs=runs)
         return report
-    modules, unexpected = _load(folder)
+    modules, unexpected = _load(folder, runs=runs)
     for layer in report.layers:
         for role, verdict in (("k", layer.k), ("v", layer.v)):
             held = getattr(modules[layer.layer], f"{role}_scale", None)
@@ -106,16 +165,18 @@ def _compare(folder: Path) -> EngineReport:
     return report
 
 
-def _load(folder: Path) -> tuple[list[Any], set[str]]:
+def _load(folder: Path, *, runs: bool = False) -> tuple[list[Any], set[str]]:
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", output_loading_info=True
     )
+    if runs:
+        model(torch.tensor([[1, 2, 3]]))
     return [layer.self_attn for layer in model.model.layers], set(info["unexpected_keys"])
 
 
 @pytest.mark.parametrize("name", HANDMADE)
 def test_what_is_made_by_hand(tmp_path: Path, name: str) -> None:
-    _compare(_save(tmp_path / "model", *HANDMADE[name]))
+    _compare(_save(tmp_path / "model", *HANDMADE[name]), runs=True)
 
 
 @pytest.mark.parametrize("name", TOOLS)

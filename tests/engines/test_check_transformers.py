@@ -19,7 +19,6 @@ from tests.engines.check_handmade import (
     WEIGHTS,
     ask,
     both,
-    moved_geometry,
     plain_geometry,
     save_folder,
     spell,
@@ -28,7 +27,6 @@ from tests.engines.check_handmade import (
 )
 
 PAIR = ("k_scale", "v_scale")
-OPT = "model.decoder.layers.{}.self_attn"
 
 
 def test_scales_of_shape_one_are_used_in_the_models_dtype(tmp_path: Path) -> None:
@@ -174,12 +172,12 @@ def test_groups_that_are_none_are_refused(tmp_path: Path, groups: object) -> Non
     assert statuses(ask("transformers", folder)) == both("refused")
 
 
-def test_opt_is_refused_unless_its_config_counts_kv_heads(tmp_path: Path) -> None:
-    geometry = moved_geometry(OPT, model_type="opt")
-    scales = spell(*PAIR, path=OPT)
-    plain = save_folder(tmp_path / "a", scales, quantization=PER_TENSOR, model_type="opt")
+@pytest.mark.parametrize("model_type", ["opt", "biogpt", "xglm"])
+def test_a_config_that_counts_no_kv_heads_is_refused(tmp_path: Path, model_type: str) -> None:
+    geometry = plain_geometry(model_type=model_type)
+    plain = save_folder(tmp_path / "a", spell(*PAIR), quantization=PER_TENSOR)
     counted = save_folder(
-        tmp_path / "b", scales, quantization=PER_TENSOR, model_type="opt", num_key_value_heads=4
+        tmp_path / "b", spell(*PAIR), quantization=PER_TENSOR, num_key_value_heads=4
     )
 
     assert statuses(ask("transformers", plain, geometry)) == both("refused")
@@ -204,6 +202,17 @@ def test_latent_attention_takes_scales_per_tensor_and_none_per_head(tmp_path: Pa
 
     assert ask("transformers", tensor, geometry).ok
     assert statuses(ask("transformers", head, geometry)) == [("refused", "refused")]
+
+
+def test_an_asymmetric_scheme_needs_zero_points(tmp_path: Path) -> None:
+    scheme = {**PER_TENSOR["kv_cache_scheme"], "symmetric": False}  # type: ignore[dict-item]
+    quantization = {**PER_TENSOR, "kv_cache_scheme": scheme}
+    points = spell("k_zero_point", "v_zero_point", value=0.0)
+    without = save_folder(tmp_path / "a", spell(*PAIR), quantization=quantization)
+    complete = save_folder(tmp_path / "b", spell(*PAIR) | points, quantization=quantization)
+
+    assert statuses(ask("transformers", without)) == both("misread")
+    assert ask("transformers", complete).ok
 
 
 def test_layers_that_read_anothers_cache_get_its_scale(tmp_path: Path) -> None:

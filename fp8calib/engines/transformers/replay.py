@@ -32,6 +32,11 @@ from fp8calib.engines.replay.verdicts import (
     Status,
     judge_number,
 )
+from fp8calib.engines.transformers.quantization_config import (
+    CONFIG_FIX,
+    CacheScheme,
+    read_cache_scheme,
+)
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -40,6 +45,10 @@ _UNEXPECTED_TYPES = (
 )
 """Model types whose attention compressed-tensors does not recognise (tried on 5.23): it requires a
 k_proj, v_proj, qkv_proj or kv_b_proj, and past_key_values among the arguments."""
+_UNCOUNTED_TYPES = ("biogpt", "blt", "hrm_text", "modernbert-decoder", "opt", "xglm")
+"""Model types whose config class has no num_key_value_heads, which compressed-tensors reads
+(`utils/helpers.py`, get_num_kv_heads; tried on 5.23, some only as far as the config class)."""
+_STRATEGIES = ("tensor", "attn_head")
 _REBUILT_TYPES = ("llama4_text",)
 """Model types whose experts transformers 5.23 replaces under any `quantization_config`, without
 loading their weights (`quantizers/base.py`, MODULES_TO_PATCH_FOR_QUANTIZATION; tried)."""
@@ -48,7 +57,6 @@ _REBUILT = (
     "they are random numbers"
 )
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-_FIX = "write a kv-overlay: compressed-tensors with kv_cache_scheme, scales of shape [1]"
 _UNSET = "the scale is MISSING, and the parameter holds uninitialised memory"
 
 
@@ -62,7 +70,7 @@ def replay_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
     context = LoadContext(folder, geometry, _find_files(folder))
     quantization = find_quantization(folder, keys=("quantization_config",)) or {}
     if quantization.get("quant_method") == "quark":
-        raise Refusal("a Quark checkpoint needs AMD's Quark package (ImportError)", fix=_FIX)
+        raise Refusal("a Quark checkpoint needs AMD's Quark package (ImportError)", fix=CONFIG_FIX)
     scheme = _find_scheme(quantization, folder, geometry)
     if SINGLE_FILE_NAME in folder.files and folder.has_index:
         context.problems.append(f"transformers reads {SINGLE_FILE_NAME} and ignores {INDEX_NAME}")
@@ -113,7 +121,7 @@ def _find_files(folder: ScaleFolder) -> list[str]:
 
 def _find_scheme(
     quantization: Mapping[str, object], folder: ScaleFolder, geometry: ModelGeometry
-) -> Mapping[str, object] | None:
+) -> CacheScheme | None:
     """Find the scheme that gives attention modules scales; None where they have none.
 
     Raises:
@@ -121,26 +129,26 @@ def _find_scheme(
     """
     if quantization.get("quant_method") != "compressed-tensors":
         return None
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict):
-        raise Refusal("config_groups is not an object (ValidationError)", fix=_FIX)
-    if not groups and any(linear.num_experts for _, linear in geometry.linears()):
+    scheme = read_cache_scheme(quantization)
+    has_experts = any(linear.num_experts for _, linear in geometry.linears())
+    if not quantization.get("config_groups") and has_experts:
         why = "empty config_groups on a model with experts: IndexError in get_experts_scheme"
         raise Refusal(why, fix='add a group that matches nothing: "targets": ["re:^no-module$"]')
-    scheme = quantization.get("kv_cache_scheme")
     if scheme is None or geometry.model_type in _UNEXPECTED_TYPES:
         return None
-    if not isinstance(scheme, dict):
-        raise Refusal("kv_cache_scheme is not an object (ValidationError)", fix=_FIX)
-    if geometry.model_type == "opt" and "num_key_value_heads" not in folder.config:
-        raise Refusal(
-            "OPT's config has no num_key_value_heads: ValueError", fix="serve it with vLLM"
-        )
-    return None if scheme.get("dynamic") is True else scheme
+    if geometry.model_type in _UNCOUNTED_TYPES and "num_key_value_heads" not in folder.config:
+        why = f"the config of {geometry.model_type} has no num_key_value_heads (ValueError)"
+        raise Refusal(why, fix="serve it with vLLM")
+    if scheme.dynamic is True:
+        return None
+    if scheme.granularity not in _STRATEGIES:
+        why = f"static scales per {scheme.granularity} of keys and values (TypeError)"
+        raise Refusal(f"kv_cache_scheme: {why}", fix=CONFIG_FIX)
+    return scheme
 
 
 def _judge(
-    context: LoadContext, index: int, attention: Attention, scheme: Mapping[str, object] | None
+    context: LoadContext, index: int, attention: Attention, scheme: CacheScheme | None
 ) -> LayerVerdict:
     if attention.producer is not None and scheme is not None:
         context.problems.append(
@@ -156,29 +164,44 @@ def _judge(
 
 
 def _judge_role(
-    context: LoadContext, slot: Slot, attention: Attention, scheme: Mapping[str, object] | None
+    context: LoadContext, slot: Slot, attention: Attention, scheme: CacheScheme | None
 ) -> LoadVerdict:
     if scheme is None:
         why = "reported as unexpected, and the cache is not quantized"
-        verdict = context.judge_absent(slot, why=why, fix=_FIX)
+        verdict = context.judge_absent(slot, why=why, fix=CONFIG_FIX)
         return verdict.model_copy(update={"value": None})
     stored = context.scales.get(f"{attention.checkpoint_module}.{slot[1]}_scale")
     if stored is None:
-        verdict = context.judge_absent(slot, value=None, why=_UNSET, fix=_FIX)
+        verdict = context.judge_absent(slot, value=None, why=_UNSET, fix=CONFIG_FIX)
         why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
         return verdict.model_copy(update={"why": why})
-    _check_shape(stored, attention, per_head=scheme.get("strategy") == "attn_head")
-    if (scheme.get("type", "int"), scheme.get("num_bits", 8)) != ("float", 8):
+    if not scheme.symmetric and not _has_zero_point(context, attention, slot[1]):
+        why = f"{stored}: the scheme is asymmetric, and the zero point is MISSING"
+        return LoadVerdict(status=Status.MISREAD, why=f"{why} (uninitialised)", fix=CONFIG_FIX)
+    _check_dtype(context, stored)
+    _check_shape(stored, attention, per_head=scheme.granularity == "attn_head")
+    if not scheme.is_fp8:
         why = f"{stored}: kv_cache_scheme is not FP8"
-        misread = {"status": Status.MISREAD, "why": why, "fix": _FIX}
+        misread = {"status": Status.MISREAD, "why": why, "fix": CONFIG_FIX}
         return _judge_rounded(context, stored).model_copy(update=misread)
     return _judge_rounded(context, stored)
+
+
+def _has_zero_point(context: LoadContext, attention: Attention, role: Role) -> bool:
+    return f"{attention.checkpoint_module}.{role}_zero_point" in context.scales
+
+
+def _check_dtype(context: LoadContext, stored: StoredScale) -> None:
+    dtype = context.folder.tensors[stored.file][stored.name].dtype
+    if not dtype.startswith(("F", "BF")):
+        why = f"{stored} is stored as {dtype}, which is kept: the first forward pass fails"
+        raise Refusal(f"{why} (RuntimeError)", fix="store it as a float")
 
 
 def _check_shape(stored: StoredScale, attention: Attention, *, per_head: bool) -> None:
     heads = attention.num_kv_heads
     if attention.kind == "latent" and per_head:
-        raise Refusal("attn_head scales of latent attention: RuntimeError", fix=_FIX)
+        raise Refusal("attn_head scales of latent attention: RuntimeError", fix=CONFIG_FIX)
     wanted = (heads, 1, 1) if per_head else (1,)
     if stored.shape != wanted:
         why = f"{stored} has shape {list(stored.shape)}, the parameter {list(wanted)}: RuntimeError"
