@@ -54,7 +54,7 @@ def test_models_that_remap_names_use_every_methods_own(
     assert values(report) == [(0.25, 0.25)] * 2
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "mixtral", "qwen3_moe", "opt"])
+@pytest.mark.parametrize("model_type", ["qwen2", "mixtral", "qwen2_moe", "opt"])
 def test_models_that_do_not_remap_know_the_parameters_own_name_alone(
     tmp_path: Path, model_type: str
 ) -> None:
@@ -186,17 +186,41 @@ def test_other_schemes_are_ignored(tmp_path: Path, key: str, value: object) -> N
     folder = save_folder(tmp_path / "f", spell(*PAIR), quantization=quantization)
 
     assert statuses(ask("sglang", folder)) == both("dropped")
-    assert not has_kv_method(open_folder(folder))
+    assert not has_kv_method(open_folder(folder), plain_geometry())
 
 
-def test_latent_attention_takes_modelopts_names_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "status"), [(0.25, "misread"), (1.0, "used")])
+def test_latent_attention_multiplies_what_it_stored_without_a_scale(
+    tmp_path: Path, value: float, status: str
+) -> None:
     geometry = latent_stats().header.geometry
-    names = ("k_proj.k_scale", "v_proj.v_scale")
-    modelopt = save_folder(tmp_path / "a", spell(*names, layers=1), quantization=MODELOPT)
+    names = spell("k_proj.k_scale", "v_proj.v_scale", value=value, layers=1)
+    modelopt = save_folder(tmp_path / "a", names, quantization=MODELOPT)
     overlay = save_folder(tmp_path / "b", spell(*PAIR, layers=1), quantization=PER_TENSOR)
 
-    assert ask("sglang", modelopt, geometry).ok
+    report = ask("sglang", modelopt, geometry)
+
+    assert (statuses(report), values(report)) == ([(status, status)], [(value, value)])
     assert statuses(ask("sglang", overlay, geometry)) == [("dropped", "dropped")]
+
+
+@pytest.mark.parametrize("suffixes", [PAIR, INNER, ("k_proj.output_scale", "v_proj.output_scale")])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt_oss", "glm4_moe", "lfm2"])
+def test_attention_without_parameters_for_scales_drops_them(
+    tmp_path: Path, model_type: str, suffixes: tuple[str, ...]
+) -> None:
+    folder = save_folder(tmp_path / "f", spell(*suffixes), quantization=FP8)
+
+    report = ask("sglang", folder, plain_geometry(model_type=model_type))
+
+    assert (statuses(report), values(report)) == (both("dropped"), [(1.0, 1.0)] * 2)
+
+
+def test_nvfp4_weights_give_attention_parameters_for_scales(tmp_path: Path) -> None:
+    names = spell("k_proj.k_scale", "v_proj.v_scale")
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+    assert ask("sglang", save_folder(tmp_path / "f", names, quantization=quantization)).ok
 
 
 def test_gpt2_stops_at_a_name_it_does_not_know(tmp_path: Path) -> None:
@@ -247,7 +271,10 @@ def test_scales_for_another_format_are_misread(tmp_path: Path, dtype: str) -> No
         ("qwen2", "refused", "Qwen2AudioForConditionalGeneration"),
         ("qwen2_vl_text", "refused", "Qwen2VLForConditionalGeneration"),
         ("llama", "used", "LlavaForConditionalGeneration"),
-        *((name, "used", "") for name in ("llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3")),
+        *(
+            (name, "used", "")
+            for name in ("llama", "mistral", "exaone4", "phi3", "gemma2", "gemma3")
+        ),
         *((name, "dropped", "") for name in ("qwen2", "mixtral", "qwen3_moe", "opt", "starcoder2")),
         *((name, "refused", "") for name in ("gemma", "granite", "olmo2", "stablelm", "gpt2")),
     ],

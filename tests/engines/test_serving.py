@@ -115,7 +115,7 @@ GPT2 = moved_stats("transformer.h.{}.attn", "gpt2")
         (GPT2, "kv-scales", {VLLM, SGLANG, TRANSFORMERS}),
         (of_type("mpt"), "kv-overlay", {VLLM, SGLANG, TGI, TRANSFORMERS}),
         (of_type("jamba"), "kv-overlay", {VLLM, SGLANG, TGI}),
-        (of_type("llama4_text"), "kv-overlay", {TGI}),
+        (of_type("llama4_text"), "kv-overlay", {SGLANG, TGI}),
         (of_type("dbrx"), "kv-overlay", {TRANSFORMERS}),
         (of_type("lfm2"), "kv-scales", {VLLM, SGLANG, TGI, TRANSFORMERS}),
         (of_type("bamba"), "kv-overlay-head", {VLLM, SGLANG, TGI}),

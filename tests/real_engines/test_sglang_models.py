@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.engines.sglang.model_types import TYPES_WITHOUT_KV_SCALES
 from tests.engines.check_handmade import (
     FP8,
     ask,
@@ -16,6 +17,7 @@ from tests.engines.check_handmade import (
     save_folder,
     spell,
 )
+from tests.real_engines.sglang_attention import gives_scales_a_place
 from tests.real_engines.sglang_models import load
 
 MODELS = {
@@ -62,6 +64,22 @@ MODELS = {
     "starcoder2": "Starcoder2ForCausalLM",
 }
 """Model types, and the class that SGLang has for them; their attention is called self_attn."""
+OTHERS = {
+    "arcee": "ArceeForCausalLM",
+    "dbrx": "DbrxForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "exaone_moe": "ExaoneMoEForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gptj": "GPTJForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "mellum": "MellumForCausalLM",
+    "muse_spark_text": "MuseSparkForConditionalGeneration",
+    "nemotron_h": "NemotronHForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeForConditionalGeneration",
+    "step3p5": "Step3p5ForCausalLM",
+}
+"""More of them, of which only the attention is looked at."""
 WRAPPERS = {
     "cohere2_vision": ("Cohere2VisionForConditionalGeneration", "cohere2", "Cohere2ForCausalLM"),
     "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text", ""),
@@ -104,7 +122,17 @@ def test_a_scale_is_used_dropped_or_refused_as_the_loader_does(
     report = ask("sglang", folder, plain_geometry(model_type=model_type))
     path = "model.layers.{}" + ("" if model_type in STRIPPED else ".self_attn")
     places = spell("attn.k_scale", "attn.v_scale", path=path)
+    places = places if gives_scales_a_place(MODELS[model_type]) else {}
     expect(report, spelling, lambda: load(MODELS[model_type], scales, places), places)
+
+
+@pytest.mark.parametrize("model_type", MODELS | OTHERS)
+def test_attention_has_parameters_for_scales_where_its_class_gets_the_config(
+    model_type: str,
+) -> None:
+    has_place = gives_scales_a_place((MODELS | OTHERS)[model_type])
+
+    assert has_place is (model_type not in TYPES_WITHOUT_KV_SCALES)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -125,6 +153,7 @@ def test_a_model_with_other_inputs_loads_scales_as_its_class_does(
         for place, value in spell(
             "attn.k_scale", "attn.v_scale", path=root + "layers.{}.self_attn"
         ).items()
+        if text_type not in TYPES_WITHOUT_KV_SCALES
     }
     expect(report, spelling, lambda: load(architecture, scales, places, text=text), places)
 

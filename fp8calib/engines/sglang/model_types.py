@@ -13,6 +13,24 @@ JSON_TYPES = (
 )
 """Model types whose classes have `load_kv_cache_scales` (SGLang 0.5.23 `srt/models/`); the last
 five are subclasses of llama's. llama4's class inherits it too, but its inner model does not."""
+TYPES_WITHOUT_KV_SCALES = frozenset(
+    {
+        *("exaone_moe", "falcon_h1", "glm4_moe", "glm4v_moe_text", "gpt_oss", "hunyuan_v1_dense"),
+        *(
+            "hunyuan_v1_moe",
+            "hy_v3",
+            "lfm2",
+            "lfm2_moe",
+            "llama4_text",
+            "mellum",
+            "muse_spark_text",
+        ),
+        *("qwen3", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
+        *("stablelm", "step3p5"),
+    }
+)
+"""Model types whose class creates `RadixAttention` without a `quant_config` (SGLang 0.5.23
+`srt/models/`; in stablelm the layer does not pass it on): it has no parameter for a scale."""
 MAPPING_TYPES = frozenset(
     {
         *("apertus", "arcee", "cohere", "cohere2", "dbrx", "diffusion_gemma", "exaone4", "gemma2"),

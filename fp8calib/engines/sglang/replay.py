@@ -23,13 +23,14 @@ from fp8calib.engines.replay.kv_cache_method import PairRules, is_not_positive, 
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
-from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
+from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, Status
 from fp8calib.engines.sglang.model_types import (
     FUSING_TYPES,
     LOSING_TYPES,
     MAPPING_TYPES,
     OWN_MAPPINGS,
     STRICT_TYPES,
+    TYPES_WITHOUT_KV_SCALES,
     find_sglang_type,
 )
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -61,7 +62,7 @@ def replay_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Engi
     files = find_indexed(folder, error="RuntimeError") if folder.has_index else folder.files
     require_readable(folder, files)
     context = LoadContext(folder, geometry, files)
-    fault = _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
+    fault = _find_fault(folder, geometry)
     places = {} if fault else _find_places(geometry)
     model_type = find_sglang_type(geometry)
     _refuse_strays(context, places, model_type)
@@ -76,23 +77,30 @@ def replay_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Engi
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
 
 
-def has_kv_method(folder: ScaleFolder) -> bool:
-    """Check whether a folder's config gives attention layers parameters for KV scales."""
+def has_kv_method(folder: ScaleFolder, geometry: ModelGeometry) -> bool:
+    """Check whether a model's attention layers have parameters for KV scales."""
     try:
-        return not _find_fault(find_quantization(folder, keys=_CONFIG_KEYS))
+        return not _find_fault(folder, geometry)
     except Refusal:
         return False
+
+
+def _find_fault(folder: ScaleFolder, geometry: ModelGeometry) -> str:
+    """Say why attention layers have no parameters for KV scales; empty where they have.
+
+    Raises:
+        Refusal: SGLang does not start with this config.
+    """
+    fault = _find_config_fault(find_quantization(folder, keys=_CONFIG_KEYS))
+    if not fault and geometry.model_type in TYPES_WITHOUT_KV_SCALES:
+        return f"SGLang's attention of {geometry.model_type} has no parameters for KV scales: 1.0"
+    return fault
 
 
 _E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 
 
-def _find_fault(quantization: Mapping[str, object] | None) -> str:
-    """Say why attention layers get no parameters for KV scales; empty where they do.
-
-    Raises:
-        Refusal: SGLang does not start with this config.
-    """
+def _find_config_fault(quantization: Mapping[str, object] | None) -> str:
     if quantization is None:
         return "without a quantization_config no layer has parameters for KV scales: 1.0"
     method = str(quantization.get("quant_method", "modelopt"))
@@ -128,7 +136,9 @@ def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
     scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
         algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    return "" if algorithm else "the ModelOpt config does not quantize the KV cache: 1.0"
+    # ModelOptFp4Config.from_config replaces an absent entry by "auto", which is true.
+    has_method = algorithm or "FP4" in str(section["quant_algo"])
+    return "" if has_method else "the ModelOpt config does not quantize the KV cache: 1.0"
 
 
 def _find_places(geometry: ModelGeometry) -> dict[str, Slot]:
@@ -188,10 +198,10 @@ def _refuse_strays(context: LoadContext, places: Mapping[str, Slot], model_type:
         if model_type in STRICT_TYPES and is_stray and not _is_passed(stored, model_type):
             error = "AssertionError" if model_type == "qwen3_next" else "KeyError"
             why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
-            raise Refusal(why, fix=_FIX.format(path=_example(context.geometry)))
+            raise Refusal(why, fix=_find_name_fix(context.geometry))
         if model_type in FUSING_TYPES and _PROJECTION.search(name):
             why = f"{stored}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"
-            raise Refusal(why, fix=_FIX.format(path=_example(context.geometry)))
+            raise Refusal(why, fix=_find_name_fix(context.geometry))
 
 
 def _is_passed(stored: StoredScale, model_type: str) -> bool:
@@ -201,8 +211,11 @@ def _is_passed(stored: StoredScale, model_type: str) -> bool:
     return model_type in _PASSING_SINGLE and stored.name.endswith(".kv_scale")
 
 
-def _example(geometry: ModelGeometry) -> str:
-    return next((_inner_path(attention) for _, attention in geometry.attentions()), "attn")
+def _find_name_fix(geometry: ModelGeometry) -> str:
+    if geometry.model_type in TYPES_WITHOUT_KV_SCALES:
+        return _PLACELESS_FIX
+    paths = (_inner_path(attention) for _, attention in geometry.attentions())
+    return _FIX.format(path=next(paths, "attn"))
 
 
 def _judge(
@@ -215,7 +228,34 @@ def _judge(
     path = _inner_path(attention)
     why = f"the model's loader accepts only {path}.k_scale, and warns about other names: 1.0"
     if fault:
-        fix = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
-        return context.judge_absent_layer(index, why=fault, fix=fix)
+        is_placeless = context.geometry.model_type in TYPES_WITHOUT_KV_SCALES
+        return context.judge_absent_layer(
+            index, why=fault, fix=_PLACELESS_FIX if is_placeless else _SCHEME_FIX
+        )
     rules = PairRules("SGLang", is_not_positive, why, _FIX.format(path=path))
-    return judge_pair(context, index, loaded, rules)
+    verdict = judge_pair(context, index, loaded, rules)
+    return _misread_latents(verdict) if attention.kind == "latent" else verdict
+
+
+def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
+    """Call scales of latents misread, unless they are 1.0.
+
+    The cache stores latents by a plain cast (`mem_cache/memory_pool.py`, MLATokenToKVPool), and
+    `trtllm_mla_backend.py` and `flashmla_backend.py` multiply logits by k_scale.
+    """
+    k, v = (
+        one.model_copy(update={"status": Status.MISREAD, "why": _LATENTS, "fix": _LATENTS_FIX})
+        if one.status is Status.USED and one.value != 1.0
+        else one
+        for one in (layer.k, layer.v)
+    )
+    return LayerVerdict(layer=layer.layer, k=k, v=v)
+
+
+_LATENTS = (
+    "SGLang stores latents without the scale, and its TRT-LLM and FlashMLA backends multiply the "
+    "logits by k_scale"
+)
+_LATENTS_FIX = "serve it without scales, or with scales of 1.0"
+_SCHEME_FIX = "write the kv_cache_scheme of kv-overlay: static, symmetric, per tensor"
+_PLACELESS_FIX = "serve it with another engine, or without scales"

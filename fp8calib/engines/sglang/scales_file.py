@@ -33,7 +33,7 @@ def replay_sglang_json(
     report = replay_scales_file(path, geometry, tp)
     if any(layer.k.status is Status.DEFAULTED for layer in report.layers):
         return report
-    if has_kv_method(model):
+    if has_kv_method(model, geometry):
         why = "the model's quantization_config makes k_scale a parameter: setting it is a TypeError"
         raise Refusal(why, fix="store the scales in the checkpoint")
     return report.add_problems(_EFFECT)
