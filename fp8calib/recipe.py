@@ -122,7 +122,9 @@ class Recipe(_Section):
     tp: tuple[int, ...] = Field(
         default=(1,), description="tensor-parallel degrees that per-rank formats are written for"
     )
-    query_scale: bool = Field(default=False, description="also write q_scale to overlays")
+    query_scale: bool = Field(
+        default=False, description="also write q_scale, in the formats that have a place for it"
+    )
     quantize: str | None = Field(
         default=None,
         description="also write an FP8 checkpoint of this scheme, in a folder named after it; "

@@ -79,6 +79,11 @@ def test_packages_import_each_other_in_one_direction() -> None:
             "def load() -> None:\n    import transformers",
             "Only these packages know the model libraries",
         ),
+        (
+            "verification/report.py",
+            "import transformers",
+            "Only these packages know the model libraries",
+        ),
         ("model/load.py", "import rich", "Only the command line knows its libraries"),
     ],
 )

@@ -1,10 +1,14 @@
-"""What any reader of a checkpoint's config.json needs: its name, and where it is quantized."""
+"""The keys of a checkpoint's config.json that several readers use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 CONFIG_NAME = "config.json"
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""Keys that state how many layers the model has."""
+MAX_LAYERS = 1000
+"""The largest number of layers that is believed."""
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fp8calib.dialects.registry import list_format_names
+from fp8calib.dialects.registry import list_format_names, list_query_format_names
 
 FormatOption = Annotated[
     list[str] | None,
@@ -43,7 +43,10 @@ Fp8DtypeOption = Annotated[
     typer.Option("--fp8-dtype", metavar="NAME", help="FP8 format: e4m3fn (default) or e4m3fnuz."),
 ]
 QueryScaleOption = Annotated[
-    bool, typer.Option("--query-scale", help="Also write q_scale into overlays.")
+    bool,
+    typer.Option(
+        "--query-scale", help=f"Also write q_scale; in {', '.join(list_query_format_names())}."
+    ),
 ]
 ForceOption = Annotated[
     bool,

@@ -146,11 +146,11 @@ class WriteJob:
         Raises:
             ExportError: the file cannot be written.
         """
-        from fp8calib.dialects.metadata import JSON_MEASURED_KEY  # noqa: PLC0415 -- imports torch
+        from fp8calib.dialects.metadata import JSON_ORIGIN_KEY  # noqa: PLC0415 -- imports torch
 
         origin = self.table.origin
         comment = {} if self.provenance is None else {"_comment": self.provenance.describe()}
-        measured = {} if origin is None else {JSON_MEASURED_KEY: origin.to_fields()}
+        measured = {} if origin is None else {JSON_ORIGIN_KEY: origin.to_fields()}
         text = json.dumps({**comment, **document, **measured}, indent=2, allow_nan=False)
         write_file_atomic(path, f"{text}\n".encode())
 

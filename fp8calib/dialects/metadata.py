@@ -17,10 +17,10 @@ from fp8calib.fp8.formats import KV_FORMATS, Fp8Format
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 KV_DTYPES: Mapping[str, Fp8Format] = {fmt.dtype_name: fmt for fmt in KV_FORMATS.values()}
-JSON_MEASURED_KEY = "_fp8calib"
+JSON_ORIGIN_KEY = "_fp8calib"
 """Holds the calibrated model and text."""
 DTYPE_KEY = "fp8calib.kv_cache_dtype"
-MEASURED_KEY = "fp8calib.measured_on"
+ORIGIN_KEY = "fp8calib.measured_on"
 PROVENANCE_KEY = "fp8calib.provenance"
 _BIAS = (
     "k and v of a quantized model carry the errors of its weights and activations, and so do "
@@ -55,7 +55,7 @@ def make_metadata(
     """Make the metadata of a file of scales, without what is None."""
     metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
     if origin is not None:
-        metadata[MEASURED_KEY] = json.dumps(origin.to_fields())
+        metadata[ORIGIN_KEY] = json.dumps(origin.to_fields())
     if provenance is not None:
         metadata[PROVENANCE_KEY] = provenance.to_json()
     return metadata
@@ -71,13 +71,13 @@ def find_recorded_format(file: TensorFile) -> Fp8Format | None:
     return None if dtype is None else find_format(file.path, DTYPE_KEY, dtype)
 
 
-def find_measurement(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin | None:
+def find_origin(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin | None:
     """Find the calibrated model and text recorded in any of the files.
 
     Raises:
         VerificationError: the record is damaged, or the files record several models.
     """
-    recorded = map(_find_recorded_measurement, dict.fromkeys(files))
+    recorded = map(_find_recorded_origin, dict.fromkeys(files))
     named = [found for found in recorded if found is not None]
     if len({found.model for found in named}) > 1:
         raise refusal(
@@ -86,15 +86,15 @@ def find_measurement(place: Path, files: Iterable[TensorFile]) -> CalibrationOri
     return named[0] if named else None
 
 
-def _find_recorded_measurement(file: TensorFile) -> CalibrationOrigin | None:
-    text = file.header.metadata.get(MEASURED_KEY)
+def _find_recorded_origin(file: TensorFile) -> CalibrationOrigin | None:
+    text = file.header.metadata.get(ORIGIN_KEY)
     if text is None:
         return None
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = None
-    return find_origin(file.path, MEASURED_KEY, fields)
+    return parse_origin(file.path, ORIGIN_KEY, fields)
 
 
 def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
@@ -105,7 +105,7 @@ def find_format(path: Path, key: str, dtype: object) -> Fp8Format:
     return KV_DTYPES[dtype]
 
 
-def find_origin(path: Path, key: str, fields: object) -> CalibrationOrigin:
+def parse_origin(path: Path, key: str, fields: object) -> CalibrationOrigin:
     """Parse the record of the calibrated model and text."""
     try:
         return CalibrationOrigin.from_fields(fields)

@@ -11,6 +11,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import UsageError
 from fp8calib.machine.memory import available_bytes
+from fp8calib.machine.units import GIB
 
 DTYPES = {
     "float32": torch.float32,
@@ -57,7 +58,7 @@ def choose_dtype(requested: str, *, device: str, checkpoint: Checkpoint) -> tupl
     available = available_bytes()
     if needed > available:
         return "bfloat16", (
-            f"float32 needs {needed / 2**30:.1f} GiB and {available / 2**30:.1f} GiB are free"
+            f"float32 needs {needed / GIB:.1f} GiB and {available / GIB:.1f} GiB are free"
         )
     return "float32", f"the processor has neither {' nor '.join(_BF16_FLAGS)}"
 

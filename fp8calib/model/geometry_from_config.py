@@ -13,7 +13,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.model_config import without_quantization
+from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS, without_quantization
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.errors import Fp8CalibError, ModelError, first_line, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -22,8 +22,6 @@ from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_MAX_LAYERS = 1000
 _MAX_SIZE = 1 << 31
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """Floats that JSON cannot express; transformers 5 writes them as {"__float__": NAME}."""
@@ -100,7 +98,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _check_sizes(folder: Path, section: Mapping[str, Any]) -> None:
     """Refuse absurd sizes, before transformers builds a model of that size."""
     for key, value in section.items():
-        most = _MAX_LAYERS if key in _LAYER_KEYS else _MAX_SIZE
+        most = MAX_LAYERS if key in LAYER_COUNTS else _MAX_SIZE
         if type(value) is int and abs(value) > most:
             hint = "use the config.json that the model was published with"
             raise ModelError(f"{folder}/config.json: {key!a:.60} is too large", hint=hint)

@@ -57,7 +57,7 @@ def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
     found = fingerprint_model(checkpoint.load_config(), checkpoint)
     if found != stats.header.model_fingerprint:
         raise ExportError(
-            f"{checkpoint.folder} is not the model these statistics were measured on (its "
+            f"{checkpoint.folder} is not the model these statistics were calibrated on (its "
             "fingerprint differs)",
             hint="pass the folder that calibrate was run on",
         )

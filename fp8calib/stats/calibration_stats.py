@@ -107,6 +107,15 @@ class CalibrationStats:
             model=header.model_fingerprint, data=header.data_fingerprint, text=self.text_hashes
         )
 
+    @property
+    def expert_counts(self) -> dict[str, list[int]]:
+        """The number of tokens that reached each expert, by the module of the up projections."""
+        return {
+            site.module: found.expert_counts.tolist()
+            for site, found in self.sites.items()
+            if found.expert_counts is not None and site.module.endswith(".up_proj")
+        }
+
 
 class _Envelope(Frozen):
     """The metadata of a stats file."""

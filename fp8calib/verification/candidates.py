@@ -173,10 +173,12 @@ def _check_weights(folder: Path, target: Target) -> None:
         return  # no weights beside the scales: nothing to compare
 
 
-def build_kv_candidate(name: str, table: ScaleTable, numerics: Numerics, how: str) -> Candidate:
+def build_kv_candidate(
+    name: str, table: ScaleTable, numerics: Numerics, *, origin: str, dialect: str = ""
+) -> Candidate:
     """Build a candidate that quantizes the KV cache with the scales of `table`.
 
-    `how` is the dialect of the scales, or the rule that computed them.
+    `origin` is shown to people; `dialect` is empty for scales that were computed from statistics.
     """
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
@@ -187,8 +189,8 @@ def build_kv_candidate(name: str, table: ScaleTable, numerics: Numerics, how: st
     )
     return Candidate(
         name=name,
-        description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({how}){unused}",
-        emulation=Emulation(quantizers=emulate_kv(table, numerics, dialect=how)),
+        description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}",
+        emulation=Emulation(quantizers=emulate_kv(table, numerics, dialect=dialect)),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8calib.fp8.schemes import list_without_calibration
 from scripts.benchmarks.child_process import PROGRAM, call, run_arguments, worker, write_tokens
 from scripts.benchmarks.figures import work_folder
 from scripts.benchmarks.options import make_parser
@@ -22,7 +23,6 @@ TARGET = 1.02
 ENGINES = {"reference": "as stored", "vllm": "as vLLM loads it"}
 OURS = ("fp8calib, shared scales", "fp8calib, separate scales")
 PEERS = ("llm-compressor", "ModelOpt")
-DATA_FREE = ("fp8-dynamic", "w8a16", "fp8-block")
 RECIPE = """\
 name: inputs
 description: Statistics for static FP8 weights and inputs; no KV-cache scales.
@@ -91,7 +91,7 @@ def write_static(options: Namespace) -> dict[str, Path]:
 
 def write_data_free(model: str) -> dict[str, Path]:
     """Write a checkpoint of every scheme that needs no data."""
-    written = {scheme: WORK / scheme for scheme in DATA_FREE}
+    written = {scheme: WORK / scheme for scheme in list_without_calibration()}
     for scheme, out in written.items():
         call(PROGRAM, "quantize", model, "--scheme", scheme, "--out", out)
     return written

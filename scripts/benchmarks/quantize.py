@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from fp8calib.fp8.schemes import list_without_calibration
 from scripts.benchmarks.child_process import PROGRAM, Usage, measure
 from scripts.benchmarks.figures import Figure, compare, report, work_folder
 from scripts.benchmarks.options import make_parser
@@ -20,7 +21,7 @@ from scripts.benchmarks.random_llama import Llama
 WORK = Path("build/bench-quantize")
 SECTION = "quantize"
 SOURCE, OUT = WORK / "source", WORK / "out"
-SCHEMES = ("fp8-dynamic", "w8a16", "fp8-block")
+SCHEMES = list_without_calibration()
 CAP_BYTES = 1_500_000_000
 """Limit of quantize's writable private memory."""
 NUM_LAYERS = 17

@@ -115,7 +115,7 @@ def test_an_overlay_needs_the_model(refused: Callable[..., str], stats: Path, na
 def test_another_model_is_refused(refused: Callable[..., str], stats: Path, tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "other", seed=1)
     text = refused(7, stats, "--format", "kv-overlay", "--model", tmp_path / "other")
-    assert "is not the model these statistics were measured on" in text
+    assert "is not the model these statistics were calibrated on" in text
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_another_geometry_is_refused(
     zoo.save(family, tmp_path / "other", **changes)
     quantize(tmp_path / "other", tmp_path / "int4")
     text = refuse(7, llama, tmp_path / "int4", tmp_path / "rfc")
-    assert "not the model these statistics were measured on" in text
+    assert "not the model these statistics were calibrated on" in text
     assert named in text
 
 

@@ -79,7 +79,7 @@ def make_table(subject: by_hand.Subject, values: dict[Site, float]) -> ScaleTabl
 
 def ask(subject: by_hand.Subject, tables: dict[str, ScaleTable]) -> VerifyReport:
     """Verify tables of KV scales, and scale 1.0 beside them."""
-    candidates = [build_kv_candidate(name, t, PLAIN, "test") for name, t in tables.items()]
+    candidates = [build_kv_candidate(name, t, PLAIN, origin="test") for name, t in tables.items()]
     kinds = {SCALED: emulate_kv(next(iter(tables.values())), PLAIN)} if tables else {}
     unscaled = build_unscaled(SCALE_ONE, subject.geometry, E4M3FN, PLAIN)
     request = VerificationRequest(

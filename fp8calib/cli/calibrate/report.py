@@ -137,11 +137,7 @@ def save_report(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def _expert_tokens(stats: CalibrationStats) -> dict[str, list[int]]:
-    return {
-        site.module.rpartition(".")[0]: found.expert_counts.tolist()
-        for site, found in stats.sites.items()
-        if found.expert_counts is not None and site.module.endswith(".up_proj")
-    }
+    return {name.removesuffix(".up_proj"): counts for name, counts in stats.expert_counts.items()}
 
 
 def _query_warnings(job: CalibrateJob, stats: CalibrationStats) -> Iterator[str]:

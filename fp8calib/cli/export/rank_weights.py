@@ -115,7 +115,7 @@ def _check_geometry(
     )
     if difference := find_difference(found, measured):
         raise ExportError(
-            f"{folder} is not the model these statistics were measured on: {difference}",
+            f"{folder} is not the model these statistics were calibrated on: {difference}",
             hint="pass the int4 checkpoint of the model that was calibrated",
         )
 

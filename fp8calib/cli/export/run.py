@@ -151,7 +151,7 @@ def _check_model(settings: ExportSettings, stats: CalibrationStats, checkpoint: 
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
     if fingerprint != measured:
         raise ExportError(
-            f"{settings.model} is not the model these statistics were measured on, which had "
+            f"{settings.model} is not the model these statistics were calibrated on, which had "
             f"{explain_difference(measured, fingerprint)}",
             hint="pass the model that was calibrated",
         )

@@ -37,7 +37,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
                 "part": None if stats.shard is None else stats.shard.model_dump(mode="json"),
                 "layers": layers,
                 "linears": linears,
-                "experts": _list_expert_counts(stats),
+                "experts": stats.expert_counts,
                 "positions": {
                     "first": range_starts(),
                     "amax": {
@@ -55,7 +55,7 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
     print_table("linears", _LINEAR_COLUMNS, [_format_cells(row) for row in linears])
     if by_position is not None:
         _print_positions(stats, by_position)
-    for name, counts in _list_expert_counts(stats).items():
+    for name, counts in stats.expert_counts.items():
         unseen = [str(expert) for expert, count in enumerate(counts) if count == 0]
         print_text(
             f"{name}: tokens per expert {min(counts)} to {max(counts)}"
@@ -132,14 +132,6 @@ def _linear_row(stats: CalibrationStats, linear: Linear) -> dict[str, Any]:
         "weight amax": weight,
         "weight scale": _compute_scale(weight),
         "tokens": _count_tokens(seen),
-    }
-
-
-def _list_expert_counts(stats: CalibrationStats) -> dict[str, list[int]]:
-    return {
-        site.module: found.expert_counts.tolist()
-        for site, found in stats.sites.items()
-        if found.expert_counts is not None and site.module.endswith(".up_proj")
     }
 
 

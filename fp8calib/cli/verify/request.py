@@ -98,8 +98,14 @@ def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel
     if opened.checkpoint is not None:
         return build_checkpoint(opened, model, job.target, options.numerics)
     table = _read_table(job, opened)
-    how = "statistics, amax" if opened.found is None else opened.found.dialect
-    return build_kv_candidate(opened.name, table, options.numerics, how)
+    dialect = opened.found.dialect if opened.found else ""
+    return build_kv_candidate(
+        opened.name,
+        table,
+        options.numerics,
+        origin=dialect or "statistics, amax",
+        dialect=dialect,
+    )
 
 
 def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
@@ -142,7 +148,8 @@ def _build_rules(job: VerifyJob, opened: OpenedCandidate) -> Iterator[tuple[str,
     assert opened.stats is not None  # noqa: S101 -- checked by the caller
     for rule in job.options.rules:
         table = compute_kv_scales(opened.stats, job.options.fmt, rule=rule)
-        yield str(rule), build_kv_candidate(str(rule), table, job.options.numerics, str(rule))
+        name = str(rule)
+        yield name, build_kv_candidate(name, table, job.options.numerics, origin=name)
 
 
 def _first_with_kv(job: VerifyJob) -> OpenedCandidate | None:

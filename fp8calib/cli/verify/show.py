@@ -10,6 +10,7 @@ from fp8calib.cli.verify.job import VerifyJob
 from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.verification.report import (
+    SCALE_ONE,
     DiagnosisResult,
     LayerResult,
     TaskResult,
@@ -30,7 +31,7 @@ def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, An
             "layers": len(job.target.geometry.layers),
             "weights_size_bytes": job.checkpoint.total_size_bytes,
             "engine": job.options.numerics.name,
-            "candidates": [*job.settings.scales, "scale-1.0"],
+            "candidates": [*job.settings.scales, SCALE_ONE],
             "dtype": job.dtype,
             "dtype_why": job.dtype_why,
             "device": job.options.device,

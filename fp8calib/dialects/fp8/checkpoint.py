@@ -24,7 +24,7 @@ from fp8calib.dialects.fp8.pairing import pair_tensors
 from fp8calib.dialects.fp8.quantization_config import Activation, contradiction
 from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spread_scale
 from fp8calib.dialects.kv.validate import check_scales
-from fp8calib.dialects.metadata import find_measurement
+from fp8calib.dialects.metadata import find_origin
 from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.fp8.schemes import Granularity
 
@@ -57,7 +57,7 @@ class Fp8Checkpoint:
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(pairing.others)
         self.fmt = pairing.fmt
         self.method = self._name_method(method)
-        self.origin = find_measurement(self.folder, checkpoint.files)
+        self.origin = find_origin(self.folder, checkpoint.files)
         for name in pairing.zero_points:
             self._check_zero_point(name)
         self._stored = self._load_tensor_scales()

@@ -16,7 +16,7 @@ from fp8calib.dialects.kv.validate import (
     check_scales,
     join_ranks,
 )
-from fp8calib.dialects.metadata import JSON_MEASURED_KEY, find_format, find_origin
+from fp8calib.dialects.metadata import JSON_ORIGIN_KEY, find_format, parse_origin
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -62,8 +62,8 @@ def read_json(
         values=join_ranks(path, geometry, ranks),
         tp=len(ranks),
         fmt=fmt,
-        origin=find_origin(path, JSON_MEASURED_KEY, document[JSON_MEASURED_KEY])
-        if JSON_MEASURED_KEY in document
+        origin=parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
+        if JSON_ORIGIN_KEY in document
         else None,
         files=(path,),
         notes=(ONE_FILLS_BOTH,),

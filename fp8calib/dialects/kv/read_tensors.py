@@ -26,7 +26,7 @@ from fp8calib.dialects.kv.validate import (
     list_owners,
     missing_layers,
 )
-from fp8calib.dialects.metadata import find_measurement, find_recorded_format
+from fp8calib.dialects.metadata import find_origin, find_recorded_format
 from fp8calib.dialects.refusals import name_layers, reading_errors, refusal
 from fp8calib.errors import cut_list
 from fp8calib.fp8.formats import Fp8Format
@@ -86,7 +86,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         values=values,
         per_head=_is_per_head(place, values),
         fmt=_find_format(place, config, [item.file for _, item in scales]),
-        origin=find_measurement(place, [item.file for _, item in scales]),
+        origin=find_origin(place, [item.file for _, item in scales]),
         has_weights=has_fp8_weights(files),
         files=tuple(dict.fromkeys(item.file.path for _, item in scales)),
         notes=tuple(

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.errors import ModelError, shorten
 from fp8calib.geometry.model_geometry import Attention, Layer, ModelGeometry
 
 _DRAFTS = ("num_nextn_predict_layers",)
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 _KEYS = re.compile(
@@ -26,7 +26,6 @@ _KEYS = re.compile(
 )
 _INDEX = re.compile(r"(?P<root>.*?)(?P<index>[0-9]{1,4})\.(?P<rest>[^0-9].*)", re.DOTALL)
 _LATENT = ".kv_a_proj_with_mqa."
-_MOST_LAYERS = 1000
 
 
 def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
@@ -45,8 +44,8 @@ def read_named_geometry(folder: ScaleFolder) -> ModelGeometry:
     kv_heads = _find_number(folder.config, _KV_HEADS) or heads
     is_latent = any(_LATENT in name for name in names)
     drafts = _find_number(folder.config, _DRAFTS) or 0
-    count = max(_find_number(folder.config, _LAYERS) or 0, max(modules) + 1 - drafts)
-    if count > _MOST_LAYERS:
+    count = max(_find_number(folder.config, LAYER_COUNTS) or 0, max(modules) + 1 - drafts)
+    if count > MAX_LAYERS:
         raise _unknown(folder.path, folder.config)
     return ModelGeometry(
         architecture="by names",

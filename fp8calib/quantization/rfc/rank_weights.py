@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.atomic import explain_os_error, require_free_space
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.dialects.kv.rfc import name_rank_files
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.cast import encode
@@ -24,7 +25,7 @@ from fp8calib.model.projections import LinearWeight
 from fp8calib.quantization.shard_layout import OutputTensor, ShardLayout, lay_out
 from fp8calib.scales.scale_table import ScaleTable
 
-_DTYPES = {"e4m3fn": "F8_E4M3", "e4m3fnuz": "F8_E4M3FNUZ", "e5m2": "F8_E5M2"}
+_DTYPES = {fmt: dtype for dtype, fmt in WEIGHT_FORMATS.items()}
 
 
 def write_rank_weights(
@@ -71,7 +72,7 @@ def _projections(table: ScaleTable) -> Iterator[tuple[Linear, Part, int | None]]
 
 
 def _lay_out_rank(table: ScaleTable, rank: int, name: str) -> ShardLayout:
-    dtype = _DTYPES[table.fmt.name]
+    dtype = _DTYPES[table.fmt]
     tensors: list[OutputTensor] = []
     for linear, part, expert in _projections(table):
         module = linear.logical(part, expert)

@@ -9,8 +9,8 @@ import torch
 
 from fp8calib.errors import UsageError
 from fp8calib.machine.memory import anonymous_bytes, available_bytes
+from fp8calib.machine.units import GIB
 
-_GIB = 2**30
 _RESERVED_SHARE = 0.1
 """The share of the available memory left to other programs, which may grow during the run."""
 _UNKNOWN_PROCESS_BYTES = 2**29
@@ -50,7 +50,7 @@ def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> L
         device_bytes = int(torch.cuda.mem_get_info(device)[0] * (1 - _RESERVED_SHARE))
     process = anonymous_bytes() or _UNKNOWN_PROCESS_BYTES
     found = process + int(available_bytes() * (1 - _RESERVED_SHARE)) // sharers
-    given = None if memory_gib is None else int(memory_gib * _GIB)
+    given = None if memory_gib is None else int(memory_gib * GIB)
     is_given = given is not None and given <= found
     return Limits(
         host_bytes=given if given is not None and is_given else found,

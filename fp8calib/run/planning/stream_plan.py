@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fp8calib.errors import UsageError
-from fp8calib.machine.units import format_gib
+from fp8calib.machine.units import GIB, format_gib
 from fp8calib.run.planning.footprint import (
     SLACK_BYTES,
     head_bytes,
@@ -31,7 +31,6 @@ from fp8calib.run.streaming.model import layer_parts, part_outside_layers
 from fp8calib.run.streaming.probe import Probe, expect_duration
 from fp8calib.run.streaming.weights import PartLoader
 
-_GIB = 2**30
 _ROUNDED_BYTES = 2**25
 """A margin on the smallest --memory: two runs of one command differ by less."""
 
@@ -166,7 +165,7 @@ class StreamPlanner:
         limits, needed = self._limits, sum(peak.values())
         if needed <= limits.host_bytes:
             return
-        smallest = math.ceil((needed + _ROUNDED_BYTES) / _GIB * 100) / 100
+        smallest = math.ceil((needed + _ROUNDED_BYTES) / GIB * 100) / 100
         shrink = "a smaller --batch-size or --seq-len needs less"
         raise UsageError(
             f"even layer by layer the model needs {describe_peak(peak)}, but "
