@@ -100,8 +100,8 @@ class ScaleOptions(_Section):
     )
     fallback: Fallback | None = Field(
         default=None,
-        description="scale of all-zero tensors and of experts no token reached: layer-max (the "
-        "default), one, refuse",
+        description="scale of all-zero tensors and of experts no token reached: "
+        f"{', '.join(Fallback)}; null means {Fallback.LAYER_MAX}",
     )
     fp8_dtype: Literal["e4m3fn", "e4m3fnuz"] = Field(
         default="e4m3fn", description="FP8 format that scales are computed for"

@@ -208,13 +208,13 @@ def _check_entries(path: Path, owned: frozenset[str], force: bool) -> None:
     names = _list_entries(path.resolve())
     if not names:
         return
-    refuse_strangers(path, names - owned)
+    refuse_unknown_entries(path, names - owned)
     if not force:
         message = f"{path}: the folder is not empty"
         raise UsageError(message, hint="use --force to replace its files, or another folder")
 
 
-def refuse_strangers(path: Path, names: Collection[str]) -> None:
+def refuse_unknown_entries(path: Path, names: Collection[str]) -> None:
     """Refuse a folder that holds these entries, which would be lost.
 
     Raises:

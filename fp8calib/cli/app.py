@@ -1,4 +1,4 @@
-"""The program's commands. Importing this pays for typer alone; a command imports its runner."""
+"""The commands of the program. This module imports typer alone; each command imports its runner."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fp8calib.data.specs import ACCEPTED_SUFFIXES
 from fp8calib.dialects.registry import list_format_names, list_query_format_names
+from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 
 FormatOption = Annotated[
     list[str] | None,
@@ -40,7 +42,11 @@ FallbackOption = Annotated[
 ]
 Fp8DtypeOption = Annotated[
     str | None,
-    typer.Option("--fp8-dtype", metavar="NAME", help="FP8 format: e4m3fn (default) or e4m3fnuz."),
+    typer.Option(
+        "--fp8-dtype",
+        metavar="NAME",
+        help=f"FP8 format: {' or '.join(KV_FORMATS)}; default {E4M3FN.name}.",
+    ),
 ]
 QueryScaleOption = Annotated[
     bool,
@@ -73,7 +79,7 @@ DataOption = Annotated[
     typer.Option(
         "--data",
         metavar="SPEC",
-        help="File (.jsonl .json .parquet .txt), folder, hub:NAME[:CONFIG][:SPLIT] or builtin; "
+        help=f"File ({' '.join(ACCEPTED_SUFFIXES)}), folder, hub:NAME[:CONFIG][:SPLIT] or builtin; "
         "SPEC@WEIGHT mixes several. Default: builtin.",
     ),
 ]

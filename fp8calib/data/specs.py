@@ -13,7 +13,7 @@ ACCEPTED_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 """The suffixes of data files, in upper or lower case."""
 
 _SPEC_HINT = (
-    "use a .jsonl, .json, .parquet or .txt file, a folder of them, "
+    f"use a file ({', '.join(ACCEPTED_SUFFIXES)}), a folder of them, "
     "hub:NAME[:CONFIG][:SPLIT] or builtin; SPEC@WEIGHT mixes several"
 )
 # A single word after `hub:NAME:` is a split if it is one of these, else a configuration.

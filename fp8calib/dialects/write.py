@@ -8,7 +8,7 @@ from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 
-from fp8calib.checkpoint.atomic import refuse_strangers
+from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
 from fp8calib.dialects.dialect import Dialect, WriteJob
@@ -131,7 +131,7 @@ def check_replaced(formats: Iterable[str], out: Path, source: Checkpoint) -> Non
     for dialect in map(find_dialect, formats):
         folder = out / dialect.path()
         if dialect.needs_model and folder.is_dir():
-            refuse_strangers(folder, {entry.name for entry in folder.iterdir()} - known)
+            refuse_unknown_entries(folder, {entry.name for entry in folder.iterdir()} - known)
 
 
 def write_formats(

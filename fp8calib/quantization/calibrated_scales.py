@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -24,9 +23,10 @@ from fp8calib.geometry.module_paths import list_paths, span_experts, split_exper
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
+from fp8calib.recipe import ScaleOptions
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
-from fp8calib.scales.rules import AMAX, Rule, find_clip_range
-from fp8calib.scales.scale_table import Fallback, ScaleTable, scale_of
+from fp8calib.scales.rules import find_clip_range
+from fp8calib.scales.scale_table import ScaleTable, scale_of
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection
@@ -37,15 +37,7 @@ _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of projections -> those of all other families."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """How statistics become scales."""
-
-    rule: Rule = AMAX
-    fallback: Fallback | None = None
-
-
-PLAIN_CHOICE = Choice()
+_DEFAULTS = ScaleOptions()
 
 
 def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
@@ -67,7 +59,7 @@ def find_kv_scales(
     stats: CalibrationStats,
     checkpoint: Checkpoint,
     dialect: CheckpointDialect,
-    choice: Choice = PLAIN_CHOICE,
+    options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
     """Compute the scales of K and V; none where the statistics do not have them.
 
@@ -77,7 +69,7 @@ def find_kv_scales(
     pairs = [attention for _, attention in stats.geometry.attentions()]
     if not any(pair.site(Role.K) in stats.sites for pair in pairs):
         return NO_SCALES
-    table = compute_kv_scales(stats, E4M3FN, rule=choice.rule, fallback=choice.fallback)
+    table = compute_kv_scales(stats, E4M3FN, rule=options.rule, fallback=options.fallback)
     named: dict[str, torch.Tensor] = {}
     for pair in pairs:
         has_projections = f"{pair.checkpoint_module}.k_proj.weight" in checkpoint
@@ -93,18 +85,18 @@ def find_scales(
     checkpoint: Checkpoint,
     settings: PlanSettings,
     selection: Selection,
-    choice: Choice = PLAIN_CHOICE,
+    options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
     """Compute all scales that a checkpoint takes from statistics: of K and V, and of static inputs.
 
     Raises:
         ExportError: the statistics have no data for a site.
     """
-    kv = find_kv_scales(stats, checkpoint, settings.dialect, choice)
+    kv = find_kv_scales(stats, checkpoint, settings.dialect, options)
     inputs = NO_SCALES
     if settings.scheme.has_static_inputs:
         inputs = find_input_scales(
-            stats, selection.quantized, shares_scales=settings.shares_scales, choice=choice
+            stats, selection.quantized, shares_scales=settings.shares_scales, options=options
         )
     return CalibratedScales(
         inputs=inputs.inputs,
@@ -119,7 +111,7 @@ def find_input_scales(
     quantized: Collection[Matrix],
     *,
     shares_scales: bool,
-    choice: Choice = PLAIN_CHOICE,
+    options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
     """Compute a static scale for the input of every quantized linear.
 
@@ -129,12 +121,12 @@ def find_input_scales(
         shares_scales: use one scale per fused projection for all experts of a layer, as engines
             do; otherwise each expert has its own. Linears that read one tensor (q, k, v) always
             share a scale.
-        choice: how statistics become scales.
+        options: how statistics become scales.
 
     Raises:
         ExportError: the statistics have no data for a linear.
     """
-    inputs = _Inputs(stats, quantized, choice)
+    inputs = _Inputs(stats, quantized, options)
     found = {matrix.module: inputs.find(matrix) for matrix in quantized}
     if shares_scales:
         groups = {matrix.module: span_experts(matrix.fused_group) for matrix in quantized}
@@ -171,13 +163,13 @@ class _Inputs:
     """Finds the scales of inputs by the names of weights in the checkpoint."""
 
     def __init__(
-        self, stats: CalibrationStats, quantized: Collection[Matrix], choice: Choice
+        self, stats: CalibrationStats, quantized: Collection[Matrix], options: ScaleOptions
     ) -> None:
         self.table = compute_linear_scales(
-            stats, E4M3FN, rule=choice.rule, fallback=choice.fallback
+            stats, E4M3FN, rule=options.rule, fallback=options.fallback
         )
         self._quantized = quantized
-        self._rule = choice.rule
+        self._rule = options.rule
         self._stats = stats
         self._linears = {
             linear.checkpoint_name: linear

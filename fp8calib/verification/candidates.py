@@ -26,7 +26,7 @@ from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_st
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,
     find_scheme_gaps,
-    list_ends,
+    list_embedding_and_head,
 )
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import (
@@ -236,7 +236,7 @@ def build_checkpoint(
     checkpoint = opened.checkpoint
     assert checkpoint is not None  # noqa: S101 -- checked by the caller
     source = WeightSource(model, checkpoint)
-    _check_ends(checkpoint, source, model, target)
+    _check_embedding_and_head(checkpoint, source, model, target)
     quantizers, weights = emulate_checkpoint(
         checkpoint,
         source,
@@ -258,14 +258,14 @@ def build_checkpoint(
     )
 
 
-def _check_ends(
+def _check_embedding_and_head(
     checkpoint: Fp8Checkpoint, source: WeightSource, model: LoadedModel, target: Target
 ) -> None:
     """Refuse a checkpoint with another model's embedding or head, which no FP8 scheme changes.
 
     All candidates are scored with the head of the unquantized model.
     """
-    for name in source.tensor_names(list_ends(model)) - checkpoint.quantized:
+    for name in source.tensor_names(list_embedding_and_head(model)) - checkpoint.quantized:
         original = target.checkpoint
         if name not in original or original.dtype(name) != checkpoint.dtype(name):
             continue

@@ -108,13 +108,16 @@ def verify(
         VerificationError: a model gives NaN or inf, or weights cannot be replaced.
     """
     started = time.monotonic()
-    looking = MeasurementHooks(request.scale_kinds)
+    measurements = MeasurementHooks(request.scale_kinds)
     if comparison is None:
         comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
     emulations = list_emulations(request)
     progress.stage("verifying", plan.num_tokens * (len(emulations) + 1), unit="tokens")
     compared = comparison.run(
-        batches(plan, batch_size), emulations, reference_hooks=looking, advance=progress.advance
+        batches(plan, batch_size),
+        emulations,
+        reference_hooks=measurements,
+        advance=progress.advance,
     )
     sensitivity = None
     if request.sensitivity_of is not None:
@@ -128,7 +131,7 @@ def verify(
             progress=progress,
         )
     report = _build_report(
-        reference, request, plan, compared, looking, sensitivity, time.monotonic() - started
+        reference, request, plan, compared, measurements, sensitivity, time.monotonic() - started
     )
     logprobs = {
         "reference": compared.reference.logprobs,
@@ -152,7 +155,7 @@ def _build_report(
     request: VerificationRequest,
     plan: DataPlan,
     compared: ComparisonResult,
-    looking: MeasurementHooks,
+    measurements: MeasurementHooks,
     sensitivity: Sensitivity | None,
     duration_s: float,
 ) -> VerifyReport:
@@ -176,7 +179,7 @@ def _build_report(
         candidates=results,
         layers=layers,
         advice=advise(results, layers, errors),
-        diagnosis=diagnose(looking.found, layer_of, request.calibration_clipped),
+        diagnosis=diagnose(measurements.found, layer_of, request.calibration_clipped),
         diagnosis_of=request.diagnosis_of,
         histograms=request.histograms,
         sensitivity=sensitivity,
@@ -224,7 +227,7 @@ def _make_result(
 
 
 def _list_unmet_sites(request: VerificationRequest, compared: ComparisonResult) -> Iterator[str]:
-    """Warn of sites that the engine quantizes but no hook of the model met (q of falcon, say)."""
+    """Warn of sites that the engine quantizes and no hook sees, such as q of falcon."""
     for candidate in request.candidates:
         met = compared.damage[candidate.name]
         missed = [site for site in candidate.emulation.quantizers if site not in met]

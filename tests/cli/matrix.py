@@ -65,7 +65,7 @@ FOR_NO_ENGINE = ("TensorRT-LLM rank files", "AMMO `.npz`")
 """For an engine that `check` does not know."""
 
 Written = Mapping[str, Path]
-"""What the program wrote from the statistics, by form."""
+"""What the program wrote from the statistics, by format."""
 
 
 def _save_autofp8(folder: Path) -> Path:
@@ -133,7 +133,7 @@ READERS: Mapping[str, str | Callable[[Path], Path]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """The scales of one form after conversion to another."""
+    """The scales of one format after conversion to another."""
 
     losses: tuple[str, ...]
     refusal: str
@@ -147,7 +147,7 @@ class Cell:
 
 
 def save_reader(name: str, folder: Path, written: Written) -> Path:
-    """Return the path of a form, writing it into `folder` if needed."""
+    """Return the path of a format, writing it into `folder` if needed."""
     if name in written:
         return written[name]
     source = READERS[name]
@@ -182,7 +182,7 @@ def convert(name: str, source: Path, writer: str, out: Path) -> Cell:
 
 
 def judge(place: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Ask `check` what every engine does with a form: the status, and the reasons."""
+    """Ask `check` what every engine does with a format: the status, and the reasons."""
     model = () if place.is_dir() else ("--model", MODEL)
     report = run("check", place, *model, "--json").json
     return {
@@ -277,7 +277,7 @@ def show_engines(verdicts: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]
             words = [status, "run"] if (name, engine) in RUN else [status]
             row.append(", ".join(words) + (f" ({', '.join(found)})" if found else ""))
         rows.append(row)
-    table = _show_table(["form", *ENGINE_TITLES.values()], rows)
+    table = _show_table(["format", *ENGINE_TITLES.values()], rows)
     return "\n".join([table, "", *(f"{number}. {text}" for text, number in numbers.items())])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8calib.checkpoint.atomic import refuse_strangers
+from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
@@ -20,12 +20,12 @@ from fp8calib.cli.quantize.report import Outcome, build_quantization_report
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantization.calibrated_scales import Choice, find_scales, list_unmeasured
+from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured
 from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.selection.select import select
+from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _DIALECT = "compressed-tensors"
@@ -35,14 +35,18 @@ def explain_refusal(job: CalibrateJob) -> str | None:
     """Explain before the run why the weights cannot be quantized; None if they can."""
     if job.recipe.quantize is None:
         return None
-    if job.recipe.scales.fp8_dtype != E4M3FN.name:
-        return f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}"
     try:
-        check_unquantized(job.checkpoint)
-        select(job.checkpoint)
-    except ModelError as error:
+        _select(job)
+    except (ModelError, ExportError) as error:
         return error.message
     return None
+
+
+def _select(job: CalibrateJob) -> Selection:
+    if job.recipe.scales.fp8_dtype != E4M3FN.name:
+        raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}")
+    check_unquantized(job.checkpoint)
+    return select(job.checkpoint)
 
 
 def check_replaced_checkpoint(job: CalibrateJob) -> None:
@@ -57,7 +61,7 @@ def check_replaced_checkpoint(job: CalibrateJob) -> None:
     shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
     sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    refuse_strangers(folder, found - shards - sides - {CONFIG_NAME})
+    refuse_unknown_entries(folder, found - shards - sides - {CONFIG_NAME})
 
 
 def write_checkpoint(
@@ -72,13 +76,10 @@ def write_checkpoint(
     scheme = job.recipe.quantize
     if scheme is None:
         return None
-    why = explain_refusal(job)
-    if why is not None:
-        return {"scheme": scheme, "why": why}
     try:
         return _quantize(job, scheme, stats, folder, bar)
     except (ModelError, ExportError) as error:
-        return {"scheme": scheme, "why": f"{error.message}; {error.hint}"}
+        return {"scheme": scheme, "why": "; ".join(filter(None, (error.message, error.hint)))}
 
 
 def add_checkpoint_report(report: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
@@ -104,12 +105,11 @@ def _quantize(
     started = time.monotonic()
     found = find_scheme(scheme)
     settings = PlanSettings(scheme=found, dialect=find_checkpoint_dialect(_DIALECT, found))
-    selection = select(job.checkpoint)
+    selection = _select(job)
     if found.has_static_inputs and (unmeasured := list_unmeasured(stats, selection.quantized)):
         settings = replace(settings, ignore=tuple(unmeasured))
         selection = select(job.checkpoint, ignore=unmeasured)
-    choice = Choice(rule=job.recipe.scales.rule, fallback=job.recipe.scales.fallback)
-    scales = find_scales(stats, job.checkpoint, settings, selection, choice)
+    scales = find_scales(stats, job.checkpoint, settings, selection, job.recipe.scales)
     plan = make_plan(job.checkpoint, settings, selection, scales=scales)
     bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
     written = quantize(

@@ -1,4 +1,4 @@
-"""The recipe of a calibration: the command line applied to it, and what contradicts it."""
+"""Apply the command line to a calibration's recipe, and refuse options that contradict it."""
 
 from __future__ import annotations
 

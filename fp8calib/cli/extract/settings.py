@@ -16,6 +16,7 @@ from fp8calib.cli.option_types import (
     RevisionOption,
     TrustOption,
 )
+from fp8calib.fp8.formats import KV_FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class ExtractSettings:
             "--source-dtype",
             metavar="NAME",
             help="FP8 format that the scales were made for, if the files do not state it: "
-            "e4m3fn or e4m3fnuz.",
+            f"{' or '.join(KV_FORMATS)}.",
         ),
     ] = None
     fp8_dtype: Fp8DtypeOption = None

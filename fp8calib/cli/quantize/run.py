@@ -69,7 +69,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
 
 def _resolve(settings: QuantizeSettings) -> PlanSettings:
     scheme = find_scheme(settings.scheme)
-    dialect = find_checkpoint_dialect(settings.form, scheme)
+    dialect = find_checkpoint_dialect(settings.dialect, scheme)
     if scheme.has_static_inputs and settings.stats is None:
         raise UsageError(
             f"--scheme {scheme.name}: its input scales come from calibration",

@@ -49,7 +49,7 @@ class QuantizeSettings:
             help="Statistics of a calibration, for the scales of inputs, K and V.",
         ),
     ] = None
-    form: Annotated[
+    dialect: Annotated[
         str,
         typer.Option(
             "--format",

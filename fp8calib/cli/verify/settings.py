@@ -24,6 +24,7 @@ from fp8calib.cli.option_types import (
     UnquantizedModel,
 )
 from fp8calib.engines.registry import list_emulated
+from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES
 
 
@@ -76,9 +77,9 @@ class VerifySettings:
         typer.Option(
             "--fp8-dtype",
             metavar="NAME",
-            help="FP8 format for statistics and scale 1.0: e4m3fn, e4m3fnuz or e5m2.",
+            help=f"FP8 format for statistics and scale 1.0: {', '.join(FP8_FORMATS)}.",
         ),
-    ] = "e4m3fn"
+    ] = E4M3FN.name
     samples: Annotated[int, SAMPLES] = 512
     seq_len: SeqLenOption = None
     batch_size: Annotated[int, BATCH_SIZE] = 1

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other; one that never comes is named."""
+"""Connect the processes of a run. An error names a process that did not connect."""
 
 from __future__ import annotations
 

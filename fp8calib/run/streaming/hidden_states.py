@@ -78,14 +78,16 @@ class HiddenStateStore:
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Allocate with the shape and strides of `like`: results may round by their strides."""
-        form = torch.empty_like(like, device="meta")
-        size_bytes = form.numel() * form.element_size()
+        shaped = torch.empty_like(like, device="meta")
+        size_bytes = shaped.numel() * shaped.element_size()
         if self.ram_bytes + size_bytes <= self._ram_limit_bytes:
             self.ram_bytes += size_bytes
-            return torch.empty_like(form, device="cpu")
+            return torch.empty_like(shaped, device="cpu")
         self.file_bytes += size_bytes
         return (
-            self._allocate_mapped(size_bytes).view(form.dtype).as_strided(form.shape, form.stride())
+            self._allocate_mapped(size_bytes)
+            .view(shaped.dtype)
+            .as_strided(shaped.shape, shaped.stride())
         )
 
     def _allocate_mapped(self, size_bytes: int) -> torch.Tensor:

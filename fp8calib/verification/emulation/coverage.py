@@ -59,10 +59,10 @@ def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
     return not path or parameter.startswith(f"{path}.")
 
 
-def list_ends(model: LoadedModel) -> list[str]:
+def list_embedding_and_head(model: LoadedModel) -> list[str]:
     """List the parameters of the embedding and of the output head."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    weights = [end.weight for end in ends if end is not None]
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [module.weight for module in modules if module is not None]
     return [name for name, value in model.named_parameters() if any(value is w for w in weights)]
 
 

@@ -1,7 +1,7 @@
-"""A model run as an engine runs it in FP8: hooked tensors and weights are quantized.
+"""Run a model with its tensors and weights quantized as an engine quantizes them.
 
-Nothing stays: the hooks are removed with their context, and replaced weights are read again from
-the checkpoint.
+When the context closes, the hooks are removed and changed weights are read again from the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8calib.verification.emulation.fake_quantize import (
 from fp8calib.verification.emulation.weights import ParameterReader, WeightChange, changed_weights
 
 FLUSH_STRIDE = 8
-"""At q and inputs of linears, zeros are counted in one token of so many; at K and V in all."""
+"""Of q and inputs of linears, zeros are counted in every 8th token; of K and V, in all tokens."""
 _REMEMBERED_INPUTS = 2
 
 
@@ -81,7 +81,7 @@ class EmulationHooks:
         )
 
     def on_query(self, attention: Attention, query: torch.Tensor) -> torch.Tensor:
-        """Quantize q as the engine has it: without what the model multiplied it by."""
+        """Quantize q before the factor that the model multiplies it by, as the engine does."""
         site = attention.site(Role.Q)
         if site not in self._quantizers:
             return query
@@ -208,7 +208,7 @@ def open_emulation_hooks(
 
 
 SEQUENCE_STRIDE = 4
-"""One sequence in so many is measured."""
+"""Every 4th sequence is measured."""
 
 
 class MeasurementHooks(EmulationHooks):

@@ -21,7 +21,7 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import compute_linear_scales
 from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable, scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.emulation.coverage import is_of_decoder, list_ends
+from fp8calib.verification.emulation.coverage import is_of_decoder, list_embedding_and_head
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
 from fp8calib.verification.emulation.stored_weights import (
     ClipLimits,
@@ -230,7 +230,7 @@ class _Matched:
         return {name: self.tensors_of(name) for name in inside}
 
     def refuse_embeddings(self) -> None:
-        names = self.source.tensor_names(list_ends(self.model))
+        names = self.source.tensor_names(list_embedding_and_head(self.model))
         if quantized := sorted(names & self.checkpoint.quantized):
             raise VerificationError(
                 f"{self.checkpoint.folder}: {quantized[0]} is an embedding or the output head, "

@@ -62,7 +62,7 @@ def build_candidates(setup: Setup, numerics: Numerics) -> dict[str, Candidate]:
     """Calibrate, and build a KV candidate and a static W8A8 one from the statistics."""
     stats = setup.calibrate()
     return {
-        "kv": build_kv_candidate("kv", compute_kv_scales(stats, E4M3FN), numerics, "bench"),
+        "kv": build_kv_candidate("kv", compute_kv_scales(stats, E4M3FN), numerics, origin="bench"),
         "w8a8": build_scheme(
             "w8a8",
             find_scheme("fp8-static"),
