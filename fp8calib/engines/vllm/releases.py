@@ -30,6 +30,8 @@ class Release:
     """Values of `--kv-cache-dtype` whose scales are no file's (`config/cache.py`)."""
     has_cache_type_registry: bool
     """Whether platforms register values of their own there (`register_kv_cache_dtype`)."""
+    runs_on_gpus: bool = True
+    """False on other devices, where conditions of GPUs and their backends do not apply."""
 
     @property
     def title(self) -> str:

@@ -49,8 +49,8 @@ _CONFIG_KEYS = (
 )
 _NO_GROUPS = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
 _NEEDS_FLASH_ATTENTION = (
-    "per-head scales need FlashAttention 3 or later; on a backend that takes one number (a CPU), "
-    "the largest of a layer serves all its heads"
+    "per-head scales need FlashAttention 3 or later; on a backend that takes one number, the "
+    "largest of a layer serves all its heads"
 )
 _NO_PARAMETER = "vLLM's model has no parameter of that name and ignores it without a warning: 1.0"
 
@@ -73,13 +73,15 @@ def replay_vllm(
     method = find_kv_method(quantization, release, beside=folder.modelopt)
     if method is None:
         return _check_unquantized(context)
-    layers = _judge_layers(context, quantization, method, tp)
+    layers = _judge_layers(context, quantization, method, tp, release)
     if method is not KvMethod.NONE:
         _note_loaded(context, method, release)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
     report = EngineReport(layers=tuple(layers), problems=tuple(context.problems))
     is_unchanged = method is KvMethod.COMPRESSED_TENSORS
+    if not release.runs_on_gpus:
+        return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
     return amend_for_dtype(
         report,
         folder,
@@ -90,7 +92,11 @@ def replay_vllm(
 
 
 def _judge_layers(
-    context: LoadContext, quantization: Mapping[str, object], method: KvMethod, tp: int
+    context: LoadContext,
+    quantization: Mapping[str, object],
+    method: KvMethod,
+    tp: int,
+    release: Release,
 ) -> list[LayerVerdict]:
     loaded = _load(context, method, _list_excluded(quantization, method))
     scheme = quantization.get("kv_cache_scheme")
@@ -103,9 +109,9 @@ def _judge_layers(
     else:
         attentions = _list_attentions(context.geometry)
         layers = [_judge(context, method, loaded, *item) for item in attentions]
-    if per_head:
-        context.problems.append(_NEEDS_FLASH_ATTENTION)
-    _note_conditions(context, method, has_scheme=isinstance(scheme, dict))
+    _note_dtype_flag(context, method, has_scheme=isinstance(scheme, dict))
+    if release.runs_on_gpus:
+        _note_gpus(context, method, per_head=per_head)
     return layers
 
 
@@ -125,6 +131,7 @@ _EXPANDED = {
 }
 
 
+_TOO_LARGE = "vLLM uses it as a scale for e4m3fn: twice too large"
 _E5M2 = "vLLM refuses an fp8_e5m2 cache for a checkpoint with scales (ValueError)"
 _DOUBLED = "vLLM uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
 _UNCHANGED = (
@@ -281,12 +288,17 @@ def _judge_heads(context: LoadContext, stored: StoredScale, num_heads: int, tp: 
     return judge_number(largest, f"the largest of {stored.numel} heads, {stored}")
 
 
-def _note_conditions(context: LoadContext, method: KvMethod, *, has_scheme: bool) -> None:
+def _note_dtype_flag(context: LoadContext, method: KvMethod, *, has_scheme: bool) -> None:
     turns_on = method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
     if context.scales and not (turns_on and has_scheme):
         context.problems.append(
             "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
         )
+
+
+def _note_gpus(context: LoadContext, method: KvMethod, *, per_head: bool) -> None:
+    if per_head:
+        context.problems.append(_NEEDS_FLASH_ATTENTION)
     if context.scales and method is KvMethod.COMPRESSED_TENSORS:
         context.problems.append(
             "on AMD gfx94x (fnuz) compressed-tensors' KV scales are not doubled: e4m3fn scales "
@@ -303,6 +315,10 @@ def _note_loaded(context: LoadContext, method: KvMethod, release: Release) -> No
         elif bad:
             context.problems.append(
                 f"{bad[0]} is not a scale; where it is not above 0, vLLM uses 1.0"
+            )
+        elif found and not release.runs_on_gpus:
+            context.problems.append(
+                f"{what} is loaded ({len(found)}, such as {found[0]}): only backends of GPUs use it"
             )
         elif found:
             context.problems.append(

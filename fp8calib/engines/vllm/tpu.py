@@ -16,7 +16,7 @@ _FOLDER = "tpu-inference b8692ff tpu_inference/layers/vllm/quantization"
 
 
 def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
-    from fp8calib.engines.vllm.plugins import replay_tpu  # noqa: PLC0415
+    from fp8calib.engines.vllm.devices import replay_tpu  # noqa: PLC0415
 
     return replay_tpu(folder, geometry, tp)
 

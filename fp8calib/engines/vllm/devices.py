@@ -1,14 +1,16 @@
-"""What vLLM's plugins for TPUs and for Gaudi do with KV scales, beside what vLLM does.
+"""What vLLM does with KV scales on CPUs, TPUs and Gaudi, beside what it does on a GPU.
 
-Read in tpu-inference b8692ff (`tpu_inference/layers/vllm/`, `models/common/model_loader.py`) and
-vllm-gaudi 091bbad (`vllm_gaudi/ops/hpu_compressed_tensors.py`). Both run vLLM's own loader.
+The CPU backend is that of vLLM 0.32.0 (`v1/attention/backends/cpu_attn.py`, run). The plugins were
+read in tpu-inference b8692ff (`tpu_inference/layers/vllm/`, `models/common/model_loader.py`) and
+vllm-gaudi 091bbad (`vllm_gaudi/ops/hpu_compressed_tensors.py`). All run vLLM's own loader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale, match_to_layers
 from fp8calib.engines.replay.kv_cache_method import require_scalar
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
@@ -23,7 +25,8 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.vllm.releases import VLLM_0_32
 from fp8calib.engines.vllm.replay import replay_vllm
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import KV_ROLES
+from fp8calib.geometry.sites import KV_ROLES, Role
+from fp8calib.geometry.tensor_parallel import rank_range
 
 _COMPRESSED = "compressed-tensors"
 _TPU_METHODS = (_COMPRESSED, "awq", "fp8", "mxfp4", "modelopt_fp4", "deepseek_v4_fp8")
@@ -51,7 +54,49 @@ _RESCALED = (
 )
 _NO_HEADS = "what its kernels do with a scale per head was not read"
 
+_LARGEST = "{}: on a CPU the largest of a layer's scales serves all heads of a rank"
+_LARGEST_FIX = "write a kv-overlay, with one scale per layer"
+_RELEASE = replace(VLLM_0_32, runs_on_gpus=False)
+
 _Judge = Callable[[LayerVerdict, Attention], LayerVerdict]
+
+
+def replay_cpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
+    """Replay loading on CPUs: the largest per-head scale of a layer's heads on a rank serves all.
+
+    Raises:
+        Refusal: vLLM does not start.
+    """
+    stored = match_to_layers(
+        geometry, (each for held in folder.scales.values() for each in held.values())
+    )
+    heads = {layer.index: attention.num_kv_heads for layer, attention in geometry.attentions()}
+    report = replay_vllm(folder, geometry, tp, _RELEASE)
+
+    def judge(one: LoadVerdict, index: int, role: Role) -> LoadVerdict:
+        scale = stored.get((index, role))
+        if one.status is not Status.USED or scale is None or _fits_ranks(scale, heads[index], tp):
+            return one
+        fault = {"status": Status.MISREAD, "why": _LARGEST.format(scale), "fix": _LARGEST_FIX}
+        return one.model_copy(update=fault)
+
+    layers = (
+        LayerVerdict(
+            layer=layer.layer,
+            k=judge(layer.k, layer.layer, Role.K),
+            v=judge(layer.v, layer.layer, Role.V),
+        )
+        for layer in report.layers
+    )
+    return report.model_copy(update={"layers": tuple(layers)})
+
+
+def _fits_ranks(scale: StoredScale, num_heads: int, tp: int) -> bool:
+    """Check that the heads of each rank have one scale."""
+    if scale.numel == 1:
+        return True
+    ranks = (rank_range(num_heads, tp, rank) for rank in range(tp))
+    return all(len(set(scale.values[heads.start : heads.stop])) == 1 for heads in ranks)
 
 
 def replay_tpu(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
@@ -135,7 +180,7 @@ def _replay(
     judge: _Judge,
 ) -> EngineReport:
     """Replay vLLM's loading, and judge its verdicts on compressed-tensors' scales again."""
-    report = replay_vllm(folder, geometry, tp, VLLM_0_32)
+    report = replay_vllm(folder, geometry, tp, _RELEASE)
     attentions = {layer.index: attention for layer, attention in geometry.attentions()}
     is_compressed = quantization.get("quant_method") == _COMPRESSED
     layers = (
@@ -144,8 +189,7 @@ def _replay(
         else _drop(layer, why=_OTHER_METHOD, fix=_OTHER_FIX)
         for layer in report.layers
     )
-    # The device that `only_on` names is a GPU.
-    return report.model_copy(update={"layers": tuple(layers), "only_on": ""})
+    return report.model_copy(update={"layers": tuple(layers)})
 
 
 def _drop(layer: LayerVerdict, *, why: str, fix: str, value: float | None = 1.0) -> LayerVerdict:
