@@ -22,6 +22,7 @@ from fp8calib.calibration import WorkShare
 from fp8calib.data.shares import Share
 from fp8calib.dialects import registry
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.read import read_scales
 from fp8calib.engines.registry import ENGINES
 from fp8calib.errors import DataError, VerificationError
@@ -51,9 +52,15 @@ def example(heading: str) -> str:
     return str(code)
 
 
-def test_the_page_has_its_four_sections() -> None:
+def test_the_page_has_its_five_sections() -> None:
     headings = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert headings == ["A dialect", "An engine", "A scheme", "A statistic"]
+    assert headings == [
+        "A dialect",
+        "A dialect of FP8 weights",
+        "An engine",
+        "A scheme",
+        "A statistic",
+    ]
 
 
 @pytest.fixture
@@ -107,12 +114,54 @@ def test_a_scheme_is_quantized_read_back_and_verified(model: Path, tmp_path: Pat
     assert 0 < written["kld_mean"] == pytest.approx(emulated["kld_mean"], rel=1e-3)
 
 
-def test_a_scheme_is_in_the_help_of_quantize_and_verify() -> None:
+@pytest.mark.parametrize(
+    ("heading", "command", "shown"),
+    [
+        ("A scheme", "quantize", "w8a16-block"),
+        ("A scheme", "verify", "w8a16-block"),
+        ("A dialect of FP8 weights", "quantize", "slate(fp8-dynamic)."),
+    ],
+)
+def test_a_scheme_and_an_fp8_dialect_are_in_the_help(
+    heading: str, command: str, shown: str
+) -> None:
     show = "from fp8calib.cli import main\nimport sys\nmain([sys.argv[1], '--help'])"
-    for command in ("quantize", "verify"):
-        program = [sys.executable, "-c", f"{example('A scheme')}\n{show}", command]
-        ran = subprocess.run(program, capture_output=True, text=True, check=True)
-        assert "w8a16-block" in ran.stdout
+    program = [sys.executable, "-c", f"{example(heading)}\n{show}", command]
+    ran = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert shown in "".join(ran.stdout.split())
+
+
+@pytest.fixture
+def _slate() -> Iterator[None]:
+    """Register the page's dialect of FP8 weights for one test."""
+    with mock.patch.dict(FP8_DIALECTS):
+        exec(example("A dialect of FP8 weights"), {})  # noqa: S102 -- the page's own code
+        yield
+
+
+@pytest.mark.usefixtures("_slate")
+def test_a_registered_fp8_dialect_is_written_read_and_verified(model: Path, tmp_path: Path) -> None:
+    out, name = tmp_path / "out", "model.layers.1.mlp.down_proj.weight"
+    command = ("quantize", model, "--format", "slate", "--out", out, "--scheme")
+    hint = fail(2, *command, "w8a16")
+    assert "slate writes fp8-dynamic; w8a16 can be written as compressed-tensors" in hint
+    succeed(*command, "fp8-dynamic")
+
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config == {"quant_method": "slate", "skip": ["lm_head", "model.embed_tokens"]}
+    weight = to_numpy(load_file(model / "model.safetensors")[name])
+    stored = load_file(out / "model.safetensors")
+    assert stored[f"{name}_step"].tolist() == [scale_for(np.abs(row).max()) for row in weight]
+    assert not any("scale" in each for each in stored)
+
+    with Fp8Checkpoint.open(out, fuse=False) as checkpoint:
+        assert checkpoint.dialect.name == "slate"
+        steps = stored[f"{name}_step"].double()[:, None]
+        exact = stored[name].double() * steps
+        assert torch.equal(checkpoint.read(name), exact.float())
+    quick = ("--data", "builtin", "--samples", 2, "--seq-len", 16, "--dtype", "float32", "--json")
+    verified = succeed("verify", model, *quick, "--engine", "reference", "--scales", out).json
+    assert "slate checkpoint" in verified["candidates"][0]["description"]
 
 
 @contextmanager

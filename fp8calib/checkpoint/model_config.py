@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 CONFIG_NAME = "config.json"
+MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Keys that state how many layers the model has."""
 MAX_LAYERS = 1000

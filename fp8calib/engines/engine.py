@@ -83,7 +83,7 @@ class WeightRule:
     source: str
     """The engine's version and the file that shows it."""
     dialect: str = ""
-    """The checkpoint dialect: `compressed-tensors`, `autofp8`, `finegrained` or `modelopt`."""
+    """The name of an FP8 dialect."""
     schemes: tuple[str, ...] = ()
     not_mixed: tuple[str, ...] = ()
     """The schemes that are loaded after all under ModelOpt's MIXED_PRECISION."""

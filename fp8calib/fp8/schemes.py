@@ -1,4 +1,4 @@
-"""The FP8 schemes, one record each: granularities, and each checkpoint dialect's spelling."""
+"""The FP8 schemes, one record each."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ class InputScaling(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How the weights and inputs of linears are quantized, and how checkpoints spell it.
-
-    compressed-tensors spells every scheme: it names both granularities.
-    """
+    """How the weights and inputs of linears are quantized."""
 
     name: str
     description: str
@@ -54,25 +51,11 @@ class Scheme:
     block: tuple[int, int] = BLOCK
     """Rows and columns that share a weight scale, where `weights` is `BLOCK`."""
     inputs: InputScaling
-    autofp8: str | None = None
-    """The `activation_scheme` of an AutoFP8 config; None: AutoFP8 cannot express the scheme."""
-    modelopt: str | None = None
-    """The `quant_algo` of a ModelOpt config; None: ModelOpt cannot express the scheme."""
 
     @property
     def has_static_inputs(self) -> bool:
         """Tell whether the scales of inputs come from calibration."""
         return self.inputs is InputScaling.STATIC
-
-    @property
-    def dialects(self) -> tuple[str, ...]:
-        """Name the checkpoint dialects that can express the scheme."""
-        spellings = {
-            "compressed-tensors": "by granularity",
-            "autofp8": self.autofp8,
-            "modelopt": self.modelopt,
-        }
-        return tuple(name for name, spelling in spellings.items() if spelling is not None)
 
 
 SCHEMES = {
@@ -83,15 +66,12 @@ SCHEMES = {
             description="weights and inputs per tensor, static",
             weights=Granularity.TENSOR,
             inputs=InputScaling.STATIC,
-            autofp8="static",
-            modelopt="FP8",
         ),
         Scheme(
             name="fp8-dynamic",
             description="weights per output channel, inputs per token, dynamic",
             weights=Granularity.CHANNEL,
             inputs=InputScaling.TOKEN,
-            modelopt="FP8_PER_CHANNEL_PER_TOKEN",
         ),
         Scheme(
             name="w8a16",
@@ -104,7 +84,6 @@ SCHEMES = {
             description="weights per block of 128 x 128, inputs per 128 channels, dynamic",
             weights=Granularity.BLOCK,
             inputs=InputScaling.GROUP,
-            autofp8="dynamic",
         ),
     )
 }
@@ -142,11 +121,12 @@ def find_nearest(weights: Granularity, inputs: InputScaling) -> Scheme:
     return max(SCHEMES.values(), key=agreement)
 
 
-def list_expressible(dialect: str) -> list[str]:
-    """List the schemes that a checkpoint dialect can express, by name."""
-    return [scheme.name for scheme in SCHEMES.values() if dialect in scheme.dialects]
-
-
 def list_without_calibration() -> list[str]:
     """List the schemes that need no calibration, by name."""
     return [scheme.name for scheme in SCHEMES.values() if not scheme.has_static_inputs]
+
+
+def count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Count the blocks of a weight, those at the edges included: [..., rows, columns]."""
+    rows, columns = shape[-2:]
+    return (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.write import WHY_NOT_OBSERVED
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
@@ -21,7 +22,6 @@ from fp8calib.fp8.schemes import list_without_calibration
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.module_paths import list_paths, span_experts, split_expert
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
 from fp8calib.quantization.plan import NO_SCALES, CalibratedScales, PlanSettings
 from fp8calib.recipe import ScaleOptions
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
@@ -58,7 +58,7 @@ def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
 def find_kv_scales(
     stats: CalibrationStats,
     checkpoint: Checkpoint,
-    dialect: CheckpointDialect,
+    dialect: Fp8Dialect,
     options: ScaleOptions = _DEFAULTS,
 ) -> CalibratedScales:
     """Compute the scales of K and V; none where the statistics do not have them.

@@ -16,10 +16,10 @@ from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
+from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
+from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
-from fp8calib.quantization.checkpoint_dialects import CheckpointDialect
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -35,8 +35,6 @@ from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model
 
-_OTHER_CONFIGS = frozenset({MODELOPT_CONFIG_NAME})
-"""Files of the source that describe how its weights were quantized, which no longer holds."""
 _TAG_KEY = "fp8calib.quantize"
 _SHOWN = 5
 _VERSION = 1
@@ -48,7 +46,7 @@ class PlanSettings:
     """The options of a quantization."""
 
     scheme: Scheme
-    dialect: CheckpointDialect
+    dialect: Fp8Dialect
     ignore: tuple[str, ...] = ()
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
@@ -133,9 +131,10 @@ def make_plan(
     tag = _make_tag(checkpoint, config, settings, scales)
     shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, tag))
     has_kv = bool(scales.kv)
-    dialect, scheme = settings.dialect, settings.scheme
-    quantization = dialect.make_config(scheme, selection.unquantized, has_kv)
-    extras = dialect.make_extra_files(scheme, selection.unquantized, has_kv)
+    job = ConfigJob(scheme=settings.scheme, unquantized=selection.unquantized, has_kv=has_kv)
+    assert settings.dialect.make_config is not None  # noqa: S101 -- find_written refused it
+    quantization = settings.dialect.make_config(job)
+    extras = settings.dialect.make_files(job)
     if checkpoint.is_sharded:
         extras[INDEX_NAME] = _make_index(checkpoint, shards)
     sides, skipped = find_side_files(checkpoint)
@@ -144,9 +143,10 @@ def make_plan(
         selection=selection,
         shards=shards,
         config={**config, "quantization_config": quantization},
-        json_files={name: dict(document) for name, document in extras.items()},  # type: ignore[call-overload]
+        json_files=extras,
+        # a source's own file of a dialect describes a quantization that no longer holds
         side_files={
-            name: path for name, path in sides.items() if name not in {*extras, *_OTHER_CONFIGS}
+            name: path for name, path in sides.items() if name not in {*extras, *list_own_files()}
         },
         skipped={**skipped, **_list_unlisted(checkpoint)},
         has_kv=has_kv,
@@ -244,16 +244,18 @@ def _quantized_tensors(
         name=matrix.tensor, dtype="F8_E4M3", shape=matrix.shape, content=Codes(matrix)
     )
     yield OutputTensor(
-        name=dialect.name_scale(matrix.module, scheme),
+        name=f"{matrix.module}.{dialect.name_scale(scheme.weights)}",
         dtype="F32",
         shape=dialect.shape_scale(matrix.shape, scheme),
         content=WeightScale(matrix),
     )
     if scheme.has_static_inputs:
-        yield _constant(f"{matrix.module}.input_scale", scales.inputs[matrix.module], dialect)
+        yield _constant(
+            f"{matrix.module}.{dialect.input_scale_name}", scales.inputs[matrix.module], dialect
+        )
 
 
-def _constant(name: str, value: torch.Tensor, dialect: CheckpointDialect) -> OutputTensor:
+def _constant(name: str, value: torch.Tensor, dialect: Fp8Dialect) -> OutputTensor:
     return OutputTensor(name=name, dtype="F32", shape=dialect.scalar_shape, content=Constant(value))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.dialects.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.module_paths import split_expert
 from fp8calib.selection.matrices import SUFFIX, ExpertStacks, Matrix
@@ -28,7 +29,6 @@ _CONV1D_TYPES = frozenset(
 _SMALLEST_MATRIX = 16
 """A tensor with a shorter side in its last two axes is a convolution kernel."""
 _EXPERTS = re.compile(r"(.+\.experts)\..+")
-HEAD = "lm_head"
 _HEADS: Mapping[str, str] = {
     "biogpt": "output_projection",
     "gpt_neox_japanese": "embed_out",
@@ -48,28 +48,6 @@ _PARTIAL_CONFIGS = frozenset(
     {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
 )
 """A config with one of these has a text model as a part, and engines give it another prefix."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnquantizedMatrix:
-    """A matrix that is not quantized."""
-
-    module: str
-    why: str
-    is_linear: bool
-    """Whether engines may see a linear in it, so that the config must exclude it."""
-    tree: str = ""
-    """The part of its path that names the tower or projector that holds it."""
-    experts: tuple[str, ...] = ()
-    """For a stack of experts, the names of its linears in engines."""
-    ends: tuple[str, ...] = ()
-    """Ends of the paths of its linears, or of modules around them, that begin at a numbered layer.
-    They match under any prefix an engine uses; the path of no quantized linear ends like them."""
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """List the paths of its linears."""
-        return (self.module, *self.experts) if self.is_linear else self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,7 +245,7 @@ def build_checkpoint(
         numerics,
         is_changed=lambda name: _is_changed(name, checkpoint, target.checkpoint),
     )
-    parts = [f"{checkpoint.method} checkpoint, weights {checkpoint.fmt.name}"]
+    parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
     if opened.found is not None:
         found = opened.found
         quantizers |= emulate_kv(found.table, numerics, dialect=found.dialect)

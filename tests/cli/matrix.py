@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.dialect import Dialect
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.read import read_scales
 from fp8calib.dialects.registry import list_written
 from fp8calib.engines.registry import ENGINES, list_defaults
@@ -257,6 +259,19 @@ def show_formats() -> str:
 def _describe_output(dialect: Dialect) -> tuple[str, str]:
     name = dialect.path_pattern.replace("{tp}", "N") + ("/" if dialect.needs_model else "")
     return f"`{name}`", dialect.description
+
+
+def show_fp8_dialects() -> str:
+    """Make the table of the dialects of FP8 checkpoints."""
+    rows = [
+        [
+            f"`{dialect.name}`{' (default)' if dialect is COMPRESSED_TENSORS else ''}",
+            dialect.description,
+            ", ".join(dialect.schemes) if dialect.make_config else "only read",
+        ]
+        for dialect in FP8_DIALECTS.values()
+    ]
+    return _show_table(["`--format`", "what it is", "schemes"], rows)
 
 
 def show_conversions(cells: Mapping[str, Mapping[str, Cell]]) -> str:

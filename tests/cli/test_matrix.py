@@ -28,6 +28,7 @@ from tests.cli.matrix import (
     show_conversions,
     show_engines,
     show_formats,
+    show_fp8_dialects,
     write_all,
 )
 from tests.dialects.foreign import find_geometry
@@ -87,6 +88,10 @@ def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> 
 
 def test_the_readme_lists_every_format_that_is_written() -> None:
     _compare_readme("formats", show_formats())
+
+
+def test_the_readme_lists_every_fp8_dialect() -> None:
+    _compare_readme("FP8 dialects", show_fp8_dialects())
 
 
 def test_the_readme_says_what_conversions_lose(cells: Cells) -> None:

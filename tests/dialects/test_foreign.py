@@ -114,7 +114,7 @@ def test_the_weights_read_are_codes_times_scales(name: str) -> None:
 
     checkpoint = Fp8Checkpoint.open(FOLDER / name, fuse=False)
 
-    assert (checkpoint.method, checkpoint.fmt.name) == (method, "e4m3fn")
+    assert (checkpoint.dialect.name, checkpoint.fmt.name) == (method, "e4m3fn")
     assert checkpoint.quantized == quantized
     assert len(quantized) == count
     for key in quantized:

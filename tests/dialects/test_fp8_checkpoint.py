@@ -196,7 +196,7 @@ def test_every_form_gives_codes_times_scales(tmp_path: Path, form: str, fuse: bo
     assert checkpoint.read(WEIGHT).tolist() == expected
     assert checkpoint.read(WEIGHT).dtype == checkpoint.dtype(WEIGHT) == torch.float32
     assert checkpoint.activation(WEIGHT) == activation
-    assert checkpoint.method == method
+    assert checkpoint.dialect.name == method
     assert checkpoint.quantized == {WEIGHT}
     assert list(checkpoint.tensors) == [WEIGHT]
 
@@ -242,9 +242,7 @@ def _make_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return weight.view(torch.float8_e4m3fn), scale, torch.tensor(expected)
 
 
-@pytest.mark.parametrize(
-    "form", ["compressed-tensors", "finegrained", "modelopt", "modelopt, older"]
-)
+@pytest.mark.parametrize("form", ["compressed-tensors", "autofp8", "modelopt", "modelopt, older"])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
     tmp_path: Path, form: str, fuse: bool
@@ -252,19 +250,19 @@ def test_a_block_of_128_by_128_shares_a_scale_and_the_last_may_be_smaller(
     weight, scale, expected = _make_blocks()
     config = {
         "compressed-tensors": CT_BLOCK,
-        "finegrained": FINEGRAINED,
+        "autofp8": FINEGRAINED,
         "modelopt": modelopt("fp8_pb_wo"),
         "modelopt, older": modelopt("MIXED_PRECISION")
         | {"quantized_layers": {LINEAR: {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 128}}},
     }[form]
-    name = f"{LINEAR}.weight_scale_inv" if form == "finegrained" else f"{LINEAR}.weight_scale"
+    name = f"{LINEAR}.weight_scale_inv" if form == "autofp8" else f"{LINEAR}.weight_scale"
     stored = scale.reshape(2, 1, 3, 1) if form == "modelopt" else scale
     checkpoint = _open(tmp_path, linear(weight=weight) | {name: stored}, config, fuse=fuse)
     assert torch.equal(checkpoint.read(WEIGHT), expected)
     for start, stop in ((0, 130), (127, 129), (129, 130), (5, 5)):
         assert torch.equal(checkpoint.read_rows(WEIGHT, start, stop), expected[start:stop])
     assert checkpoint.activation(WEIGHT) == GROUP
-    assert form.startswith(checkpoint.method)
+    assert form.startswith(checkpoint.dialect.name)
     assert torch.equal(checkpoint.weight_scale(WEIGHT), stored)
 
 
@@ -530,7 +528,7 @@ def test_the_config_may_stand_in_a_file_of_modelopt_or_in_the_text_config(tmp_pa
     (folder / "hf_quant_config.json").unlink()
     nested = {"model_type": "gemma3", "text_config": {"quantization_config": CT_STATIC}}
     (folder / "config.json").write_text(json.dumps(nested))
-    assert Fp8Checkpoint.open(folder, fuse=False).method == "compressed-tensors"
+    assert Fp8Checkpoint.open(folder, fuse=False).dialect.name == "compressed-tensors"
 
 
 def test_a_weight_and_its_scale_may_lie_in_different_shards(tmp_path: Path) -> None:

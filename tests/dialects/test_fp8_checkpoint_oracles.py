@@ -159,7 +159,7 @@ def test_transformers_dequantizes_fine_grained_weights_to_the_same_values(tmp_pa
     model.config.save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     with Fp8Checkpoint.open(tmp_path, fuse=False) as checkpoint:
-        assert checkpoint.method == "finegrained"
+        assert checkpoint.dialect.name == "autofp8"
         assert len(checkpoint.quantized) == 14
         for name in checkpoint.tensors:
             assert torch.equal(theirs[name], checkpoint.read(name)), name

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
@@ -19,7 +20,6 @@ from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.calibrated_scales import find_scales
-from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.select import select
 from tests import zoo
@@ -30,7 +30,7 @@ from tests.truth.test_statistics import draw, make_plan, run_calibration
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 128}
 """A llama of 4 query heads and 2 KV heads, all of whose linears fill blocks of 128."""
-PAIRS = [(form.name, scheme) for form in CHECKPOINT_DIALECTS.values() for scheme in form.schemes]
+PAIRS = [(form.name, scheme) for form in list_written() for scheme in form.schemes]
 
 
 def make(
@@ -42,7 +42,7 @@ def make(
     else:
         families.save(family, FAMILIES[family], folder / "model")
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
-    settings = PlanSettings(scheme=find_scheme(scheme), dialect=CHECKPOINT_DIALECTS[form])
+    settings = PlanSettings(scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form])
     with Checkpoint.open(folder / "model") as checkpoint:
         scales = find_scales(stats, checkpoint, settings, select(checkpoint))
     ignored = (ignore,) if ignore else ()

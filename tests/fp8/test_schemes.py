@@ -1,4 +1,4 @@
-"""The scheme records: which dialects express them, and which is nearest to a stored linear."""
+"""The scheme records: which is nearest to a stored linear."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fp8calib.fp8.schemes import (
     Scheme,
     find_nearest,
     find_scheme,
-    list_expressible,
 )
 
 BLOCK = "fp8-block"
@@ -33,12 +32,6 @@ def test_what_is_no_scheme_is_nearest_to_one_that_engines_treat_alike(weights: s
     inputs = {**NEAREST[weights], "none": "w8a16"}
     found = {name: find_nearest(Granularity(weights), InputScaling(name)).name for name in inputs}
     assert found == inputs
-
-
-def test_dialects_express_the_schemes_they_have_words_for() -> None:
-    assert list_expressible("compressed-tensors") == list(SCHEMES)
-    assert list_expressible("autofp8") == ["fp8-static", "fp8-block"]
-    assert list_expressible("modelopt") == ["fp8-static", "fp8-dynamic"]
 
 
 def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:

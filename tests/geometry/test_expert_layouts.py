@@ -14,10 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.geometry.expert_layouts import EXPERT_LAYOUTS, UNSERVED_STACKS
-from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import CalibratedScales, PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
@@ -364,9 +364,7 @@ def test_stacks_that_are_stored_in_fp8_are_quantized_anew(tmp_path: Path) -> Non
         tmp_path / "m", tensors, model_type="qwen3_5_moe_text", quantization_config=quantization
     )
     found = find_scheme("fp8-dynamic")
-    settings = PlanSettings(
-        scheme=found, dialect=find_checkpoint_dialect("compressed-tensors", found)
-    )
+    settings = PlanSettings(scheme=found, dialect=find_written("compressed-tensors", found))
     with DequantizedCheckpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, settings, select(checkpoint))
         device = torch.device("cpu")

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
@@ -131,7 +131,7 @@ def run(
 ) -> Run:
     """Quantize a checkpoint."""
     found = find_scheme(scheme)
-    asked = PlanSettings(scheme=found, dialect=find_checkpoint_dialect(form, found), **settings)
+    asked = PlanSettings(scheme=found, dialect=find_written(form, found), **settings)
     with Checkpoint.open(source) as checkpoint:
         selection = select(checkpoint, ignore=asked.ignore)
         plan = make_plan(checkpoint, asked, selection, scales=scales)

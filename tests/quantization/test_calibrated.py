@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.errors import ExportError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.calibrated_scales import (
@@ -18,7 +19,6 @@ from fp8calib.quantization.calibrated_scales import (
     find_kv_scales,
     list_unmeasured,
 )
-from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import CalibratedScales
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.select import select
@@ -116,7 +116,7 @@ def test_experts_that_cannot_be_measured_are_named_with_what_to_use_instead(
 def test_scales_of_k_and_v_are_those_of_the_cache(tmp_path: Path) -> None:
     _, stats, truth = calibrated("llama", tmp_path / "model")
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        for form in CHECKPOINT_DIALECTS.values():
+        for form in list_written():
             kv = find_kv_scales(stats, checkpoint, form).kv
             assert len(kv) == 4
             for layer, pairs in truth.kv.items():
@@ -133,7 +133,7 @@ def test_statistics_without_a_cache_give_no_kv_scales(tmp_path: Path) -> None:
     sites = {site: seen for site, seen in stats.sites.items() if site.role is Role.INPUT}
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         found = find_kv_scales(
-            replace(stats, sites=sites), checkpoint, CHECKPOINT_DIALECTS["compressed-tensors"]
+            replace(stats, sites=sites), checkpoint, FP8_DIALECTS["compressed-tensors"]
         )
     assert found.kv == {}
 
@@ -152,7 +152,7 @@ def test_kv_scales_stand_in_the_checkpoint_and_its_index(tmp_path: Path) -> None
     zoo.save("llama", folder, max_shard_size="40KB")
     _, stats = run_calibration(folder, make_plan(draw([20, 20])))
     with Checkpoint.open(folder) as checkpoint:
-        kv = find_kv_scales(stats, checkpoint, CHECKPOINT_DIALECTS["compressed-tensors"]).kv
+        kv = find_kv_scales(stats, checkpoint, FP8_DIALECTS["compressed-tensors"]).kv
     out = run(
         folder, tmp_path / "out", "fp8-dynamic", scales=CalibratedScales(inputs={}, kv=kv)
     ).out

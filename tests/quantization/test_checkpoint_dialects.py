@@ -12,6 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import InputScaling
@@ -48,6 +49,10 @@ def write(folder: Path, form: str, scheme: str, *, kv: bool = False) -> Run:
     pair = {f"{LAYER}.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"}
     scales = CalibratedScales(inputs=inputs, kv=pair if kv else {})
     return run(source, folder / f"{form}-{scheme}", scheme, form, scales=scales)
+
+
+def test_these_are_the_schemes_that_each_form_can_express() -> None:
+    assert [(form.name, scheme) for form in list_written() for scheme in form.schemes] == [*PAIRS]
 
 
 @pytest.mark.parametrize(("form", "scheme"), PAIRS)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import ModelError
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
@@ -57,7 +57,7 @@ def values_of(folder: Path, name: str) -> np.ndarray:
 
 def run(source: Path, out: Path, scheme: str, *ignore: str) -> dict[str, torch.Tensor]:
     found = find_scheme(scheme)
-    dialect = find_checkpoint_dialect("compressed-tensors", found)
+    dialect = find_written("compressed-tensors", found)
     with DequantizedCheckpoint.open(source) as checkpoint:
         check_unquantized(checkpoint)
         asked = PlanSettings(scheme=found, dialect=dialect, ignore=ignore)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import find_scheme
-from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import is_finished, quantize
 from fp8calib.selection.select import select
@@ -47,9 +47,7 @@ def stop(source: Path, out: Path, signal_number: int | None = None, scheme: str 
     with Checkpoint.open(source) as checkpoint:
         plan = make_plan(
             checkpoint,
-            PlanSettings(
-                scheme=found, dialect=find_checkpoint_dialect("compressed-tensors", found)
-            ),
+            PlanSettings(scheme=found, dialect=find_written("compressed-tensors", found)),
             select(checkpoint),
         )
         progress = Stopping(plan.shards[0].data_bytes, signal_number)

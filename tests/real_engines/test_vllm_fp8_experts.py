@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
-from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.select import select
 from tests import zoo
@@ -30,7 +30,7 @@ REFUSED = {("compressed-tensors", "w8a16"), ("modelopt", "fp8-dynamic")}
 CASES = [
     (family, form.name, scheme)
     for family in FAMILIES
-    for form in CHECKPOINT_DIALECTS.values()
+    for form in list_written()
     for scheme in form.schemes
     if (form.name, scheme) not in REFUSED
 ]
@@ -47,9 +47,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
         stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
         with Checkpoint.open(folder / "model") as checkpoint:
             for _, form, scheme in (case for case in CASES if case[0] == family):
-                settings = PlanSettings(
-                    scheme=find_scheme(scheme), dialect=CHECKPOINT_DIALECTS[form]
-                )
+                settings = PlanSettings(scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form])
                 scales = find_scales(stats, checkpoint, settings, select(checkpoint))
                 out = folder / f"{form}-{scheme}"
                 run(folder / "model", out, scheme, form, scales=scales)

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
-from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.select import select
 from tests import zoo
@@ -22,10 +22,8 @@ from tests.truth.test_statistics import draw, make_plan, run_calibration
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 128}
 """Query heads and KV heads fill whole blocks."""
-SHARED = [
-    (form.name, scheme, True) for form in CHECKPOINT_DIALECTS.values() for scheme in form.schemes
-]
-SEPARATE = [(form.name, "fp8-static", False) for form in CHECKPOINT_DIALECTS.values()]
+SHARED = [(form.name, scheme, True) for form in list_written() for scheme in form.schemes]
+SEPARATE = [(form.name, "fp8-static", False) for form in list_written()]
 CASES = [*SHARED, *SEPARATE]
 """Form, scheme, and whether fused weights share a scale."""
 FUSED = {
@@ -49,7 +47,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
     with Checkpoint.open(folder / "model") as checkpoint:
         for form, scheme, shared in CASES:
             settings = PlanSettings(
-                scheme=find_scheme(scheme), dialect=CHECKPOINT_DIALECTS[form], shares_scales=shared
+                scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form], shares_scales=shared
             )
             scales = find_scales(stats, checkpoint, settings, select(checkpoint))
             out = folder / f"{form}-{scheme}-{shared}"

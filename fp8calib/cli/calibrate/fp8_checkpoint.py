@@ -17,18 +17,16 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.console import Bar
 from fp8calib.cli.quantize.report import Outcome, build_quantization_report
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured
-from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_stats import CalibrationStats
-
-_DIALECT = "compressed-tensors"
 
 
 def explain_refusal(job: CalibrateJob) -> str | None:
@@ -104,7 +102,7 @@ def _quantize(
 ) -> Mapping[str, Any]:
     started = time.monotonic()
     found = find_scheme(scheme)
-    settings = PlanSettings(scheme=found, dialect=find_checkpoint_dialect(_DIALECT, found))
+    settings = PlanSettings(scheme=found, dialect=COMPRESSED_TENSORS)
     selection = _select(job)
     if found.has_static_inputs and (unmeasured := list_unmeasured(stats, selection.quantized)):
         settings = replace(settings, ignore=tuple(unmeasured))

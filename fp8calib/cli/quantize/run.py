@@ -16,11 +16,11 @@ from fp8calib.cli.quantize.report import (
     show_quantization_report,
 )
 from fp8calib.cli.quantize.settings import QuantizeSettings
+from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import find_scheme, list_without_calibration
 from fp8calib.machine.devices import choose_device
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
-from fp8calib.quantization.checkpoint_dialects import find_checkpoint_dialect
 from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
@@ -69,7 +69,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
 
 def _resolve(settings: QuantizeSettings) -> PlanSettings:
     scheme = find_scheme(settings.scheme)
-    dialect = find_checkpoint_dialect(settings.dialect, scheme)
+    dialect = find_written(settings.dialect, scheme)
     if scheme.has_static_inputs and settings.stats is None:
         raise UsageError(
             f"--scheme {scheme.name}: its input scales come from calibration",

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from fp8calib.cli.option_types import ForceOption, JsonOption, RevisionOption, UnquantizedModel
-from fp8calib.fp8.schemes import SCHEMES, list_expressible
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.dialects.fp8.registry import list_written
+from fp8calib.fp8.schemes import SCHEMES
 
 
 def _describe_schemes() -> Iterator[str]:
@@ -18,11 +20,10 @@ def _describe_schemes() -> Iterator[str]:
 
 
 def _describe_dialects() -> Iterator[str]:
-    """Name the checkpoint dialects, and the schemes of those that cannot express all."""
-    for dialect in dict.fromkeys(name for each in SCHEMES.values() for name in each.dialects):
-        schemes = list_expressible(dialect)
-        only = "" if len(schemes) == len(SCHEMES) else f" ({', '.join(schemes)})"
-        yield f"{dialect}{only}"
+    """Name the dialects that can be written, and the schemes of those that cannot express all."""
+    for dialect in list_written():
+        only = "" if len(dialect.schemes) == len(SCHEMES) else f" ({', '.join(dialect.schemes)})"
+        yield f"{dialect.name}{only}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class QuantizeSettings:
             metavar="NAME",
             help=f"{', '.join(_describe_dialects())}.",
         ),
-    ] = "compressed-tensors"
+    ] = COMPRESSED_TENSORS.name
     ignore: Annotated[
         list[str] | None,
         typer.Option(

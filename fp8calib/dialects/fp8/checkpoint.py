@@ -19,16 +19,15 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.dialects.fp8.config_readers import load_finder
+from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.fp8.pairing import pair_tensors
 from fp8calib.dialects.fp8.quantization_config import Activation, contradiction
+from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
 from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spread_scale
 from fp8calib.dialects.kv.validate import check_scales
 from fp8calib.dialects.metadata import find_origin
 from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.fp8.schemes import Granularity
-
-_METHODS = {"fp8": "autofp8"}
 
 
 class Fp8Checkpoint:
@@ -40,8 +39,7 @@ class Fp8Checkpoint:
         folder: of the checkpoint.
         tensors: all tensors as stored, but for scales and zero points.
         quantized: the names of those that are FP8.
-        method: `compressed-tensors`, `autofp8`, `modelopt`, `quark`, `fbgemm_fp8`, or `finegrained`
-            where the names of scales are `weight_scale_inv`.
+        dialect: how it is stored.
         fmt: the format of all FP8 weights.
         origin: the model and the text its scales come from; None where it does not say.
     """
@@ -50,13 +48,13 @@ class Fp8Checkpoint:
         self._checkpoint = checkpoint
         self._through_float16 = through_float16
         self.folder = checkpoint.folder
-        method, find_scheme = load_finder(self.folder, self.load_config())
+        dialect, find_scheme = load_finder(self.folder, self.load_config())
         pairing = pair_tensors(checkpoint, find_scheme)
         self._weights, self._schemes = pairing.weights, pairing.schemes
         self.quantized = frozenset(pairing.weights)
         self.tensors: Mapping[str, TensorEntry] = MappingProxyType(pairing.others)
         self.fmt = pairing.fmt
-        self.method = self._name_method(method)
+        self.dialect = self._refine(dialect)
         self.origin = find_origin(self.folder, checkpoint.files)
         for name in pairing.zero_points:
             self._check_zero_point(name)
@@ -192,12 +190,13 @@ class Fp8Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _name_method(self, method: str) -> str:
-        inverses = [w.scale_name for w in self._weights.values() if w.scale_name.endswith("_inv")]
-        if inverses and method != "fp8":
-            fault = f"there is {inverses[0]}, but quant_method is {method}"
-            raise contradiction(self.folder / CONFIG_NAME, fault)
-        return "finegrained" if inverses else _METHODS.get(method, method)
+    def _refine(self, dialect: Fp8Dialect) -> Fp8Dialect:
+        scales = {each.scale_name: each.granularity for each in self._weights.values()}
+        for name in scales:
+            if not any(dialect.gives_name(name, granularity) for granularity in Granularity):
+                fault = f"there is {name}, but quant_method is {dialect.method}"
+                raise contradiction(self.folder / CONFIG_NAME, fault)
+        return refine_dialect(dialect, scales)
 
     def _require(self, name: str) -> None:
         if name not in self.tensors:

@@ -18,7 +18,6 @@ from fp8calib.geometry.module_paths import matches_expression
 
 Fields = Mapping[str, object]
 _WEIGHT_GRANULARITIES = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)
-_MAX_BOUND = 1e38
 _OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")
 
 
@@ -126,56 +125,6 @@ def make_scheme(
     return StoredScheme(weights=granularity, block=weights.block or BLOCK, inputs=scaling)
 
 
-def make_fp8_finder(path: Path, config: Fields) -> FindScheme:
-    """Read the config of AutoFP8 and of transformers' fine-grained FP8 (`quant_method: fp8`)."""
-    scheme = config.get("activation_scheme")
-    if scheme not in ("static", "dynamic"):
-        fault = f"activation_scheme is {scheme!a:.40}"
-        raise refusal(path, fault, hint="it must be static or dynamic")
-    block = config.get("weight_block_size")
-    size = None if block is None else read_block(path, "weight_block_size", block)
-    if size is not None and scheme == "static":
-        raise refusal(path, "activation_scheme is static, but there is a weight_block_size")
-    ignored = [
-        *read_list(path, config, "ignored_layers"),
-        *read_list(path, config, "modules_to_not_convert"),
-    ]
-    weights = Arguments(
-        strategy="tensor" if size is None else "block", dynamic=False, group_size=None, block=size
-    )
-    inputs = Arguments(
-        strategy="tensor" if size is None else "group",
-        dynamic=scheme == "dynamic",
-        group_size=None if size is None else size[1],
-        block=None,
-    )
-
-    def find(module: str) -> StoredScheme:
-        refuse_ignored(path, module, ignored, _is_below)
-        return make_scheme(path, module, weights, inputs)
-
-    return find
-
-
-def make_fbgemm_finder(path: Path, config: Fields) -> FindScheme:
-    """Read the config of fbgemm: scales per output channel and per token, whose amax is limited."""
-    bound = config.get("activation_scale_ub")
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < _MAX_BOUND:
-        raise refusal(
-            path, f"activation_scale_ub is {bound!a:.40}", hint="it must be a number above 0"
-        )
-    ignored = read_list(path, config, "modules_to_not_convert")
-    upper_bound = float(bound)
-
-    def find(module: str) -> StoredScheme:
-        refuse_ignored(path, module, ignored, _is_below)
-        return StoredScheme(
-            weights=Granularity.CHANNEL, inputs=InputScaling.TOKEN, upper_bound=upper_bound
-        )
-
-    return find
-
-
 def refuse_ignored(
     path: Path, module: str, ignored: Iterable[object], is_covered: Callable[[str, str], bool]
 ) -> None:
@@ -203,7 +152,7 @@ def _is_named(
     return module == pattern or is_covered(module, pattern)
 
 
-def _is_below(module: str, pattern: str) -> bool:
+def is_below(module: str, pattern: str) -> bool:
     """Tell whether the entry names a module that contains this one, as transformers matches it."""
     return bool(pattern) and module.startswith(f"{pattern}.")
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8calib.dialects.fp8.registry import list_input_scale_names, list_scale_names
 from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.fp8.cast import round_to_format_
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
-from fp8calib.fp8.schemes import BLOCK, Granularity
+from fp8calib.fp8.schemes import BLOCK, Granularity, count_blocks
 from fp8calib.geometry.module_paths import span_experts
 
 WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
@@ -20,8 +21,6 @@ WEIGHT_FORMATS: Mapping[str, Fp8Format] = {
 }
 """Name of a dtype in safetensors -> its format."""
 
-_SCALES = ("weight_scale", "weight_scale_inv")
-_INPUT_SCALES = ("input_scale", "activation_scale")
 _ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 _OUTPUT_SCALES = ("output_scale", "prob_output_scale")
 _FUSED_PROJECTIONS = (
@@ -34,14 +33,14 @@ _FUSED_PROJECTIONS = (
     ("c_fc_0", "c_fc_1"),
 )
 """Projections of one module that engines load into one weight (vLLM 0.32.0 `models/*.py`)."""
-FUSED_NAME = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in parts}
+_FUSED_NAMES = {part: "+".join(parts) for parts in _FUSED_PROJECTIONS for part in parts}
 """Projection -> the fused projection that engines load it into."""
 
 
 def name_fused_group(module: str) -> str:
     """Name the fused weight into which engines load a linear."""
     parent, _, projection = module.rpartition(".")
-    return f"{parent}.{FUSED_NAME.get(projection, projection)}"
+    return f"{parent}.{_FUSED_NAMES.get(projection, projection)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +93,13 @@ def name_companions(name: str) -> Companions:
     is_linear = name.endswith(".weight")
     module = name.removesuffix(".weight")
     start = f"{module}." if is_linear else f"{module}_"
-    scales = _SCALES if is_linear else (*_SCALES, "scale", "scale_inv")
+    scales = list_scale_names()
+    if not is_linear:
+        scales = (*scales, *(suffix.removeprefix("weight_") for suffix in scales))
     return Companions(
         module,
         scales=tuple(start + suffix for suffix in scales),
-        input_scales=tuple(start + suffix for suffix in _INPUT_SCALES),
+        input_scales=tuple(start + suffix for suffix in list_input_scale_names()),
         zero_points=tuple(start + suffix for suffix in _ZERO_POINTS),
     )
 
@@ -106,13 +107,13 @@ def name_companions(name: str) -> Companions:
 def is_companion(name: str) -> bool:
     """Tell from a tensor's name whether it is a scale or a zero point."""
     suffix = name.rpartition(".")[2]
-    known = (*_SCALES, *_INPUT_SCALES, *_ZERO_POINTS, *_OUTPUT_SCALES)
-    return suffix in known or parse_name(name) is not None
+    is_other = suffix in (*_ZERO_POINTS, *_OUTPUT_SCALES)
+    return is_other or is_linear_scale(name) or parse_name(name) is not None
 
 
 def is_linear_scale(name: str) -> bool:
     """Tell from a tensor's name whether it is the scale of a linear's weight or input."""
-    return name.rpartition(".")[2] in (*_SCALES, *_INPUT_SCALES)
+    return name.rpartition(".")[2] in (*list_scale_names(), *list_input_scale_names())
 
 
 def list_scale_shapes(
@@ -180,9 +181,3 @@ def requantize(values: torch.Tensor, scale: float, fmt: Fp8Format) -> torch.Tens
     between the two scales; that rounding is not repeated here.
     """
     return round_to_format_(values.div_(scale), fmt).mul_(scale)
-
-
-def count_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Count the blocks of a weight, those at the edges included: [..., rows, columns]."""
-    rows, columns = shape[-2:]
-    return (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from fp8calib.checkpoint.json_files import load_json_object, parse_unique_keys
 from fp8calib.checkpoint.links import refuse_external_link
-from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.validate import check_model_type
 from fp8calib.dialects.metadata import find_format
 from fp8calib.dialects.refusals import reading_errors, refusal
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 
-MODELOPT_CONFIG_NAME = "hf_quant_config.json"
 _TGI_DTYPE_KEY = "kv_cache_torch_dtype"
 _ALGORITHM_KEY = "kv_cache_quant_algo"
 _ALGORITHM_SECTIONS = ("quantization", "quantization_config")

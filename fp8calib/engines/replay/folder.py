@@ -11,11 +11,10 @@ import torch
 from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
 from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.links import refuse_external_links
-from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.dialect import Spelling
-from fp8calib.dialects.kv.config import MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.dialects.kv.parse_names import is_of_draft_layer, is_probability_scale, parse_name
 from fp8calib.dialects.metadata import DTYPE_KEY

@@ -51,7 +51,7 @@ class QuantizedWeights:
     """The linears of a checkpoint, as rules about loading see them."""
 
     dialect: str
-    """`compressed-tensors`, `autofp8` (`quant_method: fp8`), `modelopt`, or another method."""
+    """The name of its FP8 dialect."""
     config: Mapping[str, object]
     """The model's config.json."""
     linears: tuple[QuantizedLinear, ...]

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8.config_readers import load_finder
+from fp8calib.dialects.fp8.autofp8 import AUTOFP8
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.dialects.fp8.dialect import Fp8Dialect
+from fp8calib.dialects.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.dialects.fp8.quantization_config import ContradictionError, FindScheme, StoredScheme
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
+from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.engine import Effect, Engine
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import (
@@ -27,11 +31,9 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 
 _SUFFIX = ".weight"
 _FLOATS = ("BF16", "F16", "F32")
-_TRIED_METHODS = ("compressed-tensors", "fp8")
+_TRIED_DIALECTS = (COMPRESSED_TENSORS, AUTOFP8)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linears of decoder layers that vLLM creates by the config in all models."""
-_ALIAS = "FP8_BLOCK_SCALES"
-"""ModelOpt's older name of FP8_PB_WO; vLLM 0.32.0 accepts it only for experts (`modelopt.py`)."""
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 
 
@@ -51,19 +53,21 @@ class WeightReplay:
         if not stored:
             return
         try:
-            method, find_scheme = load_finder(folder.path, folder.config)
-            self._faults += _list_contradictions(method, find_scheme, stored, geometry)
+            dialect, find_scheme = load_finder(folder.path, folder.config)
+            self._faults += _list_contradictions(dialect, find_scheme, stored, geometry)
             schemes = {module: find_scheme(module) for module in stored}
             unquantized = {name for name, entry in matrices.items() if entry.dtype in _FLOATS}
-            self._faults += _list_forgotten(method, find_scheme, unquantized, folder, geometry)
+            self._faults += _list_forgotten(dialect, find_scheme, unquantized, folder, geometry)
         except VerificationError as error:
             self._problem = f"{_UNCHECKED}: {error.message}"
             return
-        if _names_alias(folder):
-            self._problem = f"{_UNCHECKED}: engines accept {_ALIAS} only for some of the linears"
+        if _names_old_blocks(folder):
+            self._problem = (
+                f"{_UNCHECKED}: engines accept {OLD_BLOCK_ALGORITHM} only for some of the linears"
+            )
             return
         self._weights = QuantizedWeights(
-            dialect=_name_dialect(method, schemes, tensors),
+            dialect=_refine_dialect(dialect, schemes, tensors),
             config=folder.config,
             linears=tuple(_make_linear(each, stored[each], schemes[each]) for each in stored),
             unquantized=unquantized,
@@ -108,17 +112,17 @@ def _list_tensors(folder: ScaleFolder) -> dict[str, TensorEntry]:
     }
 
 
-def _name_dialect(
-    method: str, schemes: Mapping[str, StoredScheme], tensors: Mapping[str, TensorEntry]
+def _refine_dialect(
+    dialect: Fp8Dialect, schemes: Mapping[str, StoredScheme], tensors: Mapping[str, TensorEntry]
 ) -> str:
-    """Name the dialect; `finegrained` is one scale per tensor under transformers' own names."""
-    if method != "fp8":
-        return method
-    is_own = any(
-        f"{module}.weight_scale_inv" in tensors and scheme.weights is Granularity.TENSOR
-        for module, scheme in schemes.items()
-    )
-    return "finegrained" if is_own else "autofp8"
+    names = {module: name_companions(f"{module}.weight").scales for module in schemes}
+    stored = {
+        name: schemes[module].weights
+        for module, each in names.items()
+        for name in each
+        if name in tensors
+    }
+    return refine_dialect(dialect, stored).name
 
 
 def _is_mixed(folder: ScaleFolder) -> bool:
@@ -132,9 +136,9 @@ def _is_mixed(folder: ScaleFolder) -> bool:
     return False
 
 
-def _names_alias(folder: ScaleFolder) -> bool:
+def _names_old_blocks(folder: ScaleFolder) -> bool:
     configs = (folder.config.get("quantization_config"), folder.modelopt)
-    return any(_ALIAS in str(config).upper() for config in configs)
+    return any(OLD_BLOCK_ALGORITHM in str(config).upper() for config in configs)
 
 
 def _find_stack(tensors: Mapping[str, TensorEntry]) -> str | None:
@@ -158,10 +162,10 @@ def _list_matrices(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
 
 
 def _list_contradictions(
-    method: str, find_scheme: FindScheme, stored: Collection[str], geometry: ModelGeometry
+    dialect: Fp8Dialect, find_scheme: FindScheme, stored: Collection[str], geometry: ModelGeometry
 ) -> Iterator[WeightFault]:
     """Yield the first FP8 weight that compressed-tensors' config does not quantize."""
-    if method != "compressed-tensors":
+    if dialect is not COMPRESSED_TENSORS:
         return
     for module in _list_modules(geometry):
         if module not in stored:
@@ -180,7 +184,7 @@ def _list_contradictions(
 
 
 def _list_forgotten(
-    method: str,
+    dialect: Fp8Dialect,
     find_scheme: FindScheme,
     unquantized: Collection[str],
     folder: ScaleFolder,
@@ -191,7 +195,7 @@ def _list_forgotten(
     A name that occurs in the config's lists is not judged: it may mean the linear by another path.
     """
     spelled = " ".join(_list_texts(folder.config.get("quantization_config")))
-    for module in _list_modules(geometry) if method in _TRIED_METHODS else ():
+    for module in _list_modules(geometry) if dialect in _TRIED_DIALECTS else ():
         name = module.rpartition(".")[2]
         if module not in unquantized or name not in _PROJECTIONS or name in spelled:
             continue

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fp8calib.dialects.fp8.weights import FUSED_NAME
+from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import Granularity
@@ -152,7 +152,7 @@ def find_parameters(
 
     These are all linears and experts of the decoder layers; routers only if `routers` is set.
     """
-    groups: dict[tuple[str, ...], dict[str, WeightParameter]] = {}
+    groups: dict[str, dict[str, WeightParameter]] = {}
     for _, linear in geometry.linears():
         if not routers and is_router(linear.module):
             continue
@@ -173,11 +173,8 @@ def is_router(module: str) -> bool:
     return not _ROUTER_NAMES.isdisjoint(module.split("."))
 
 
-def _group_key(linear: Linear) -> tuple[str, ...]:
-    if linear.num_experts:
-        return (linear.weight_name,)
-    parent, _, projection = linear.module.rpartition(".")
-    return (parent, FUSED_NAME.get(projection, projection))
+def _group_key(linear: Linear) -> str:
+    return linear.weight_name if linear.num_experts else name_fused_group(linear.module)
 
 
 def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:

@@ -1,0 +1,168 @@
+"""`compressed-tensors`: groups of linears, by name, expression or class."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from fp8calib.dialects.fp8.dialect import HEAD, NUMBER, Config, ConfigJob, Fp8Dialect
+from fp8calib.dialects.fp8.quantization_config import (
+    Arguments,
+    Fields,
+    FindScheme,
+    StoredScheme,
+    make_scheme,
+    matches_entry,
+    read_block,
+    read_list,
+    refuse_ignored,
+    weight_contradiction,
+)
+from fp8calib.dialects.refusals import refusal
+from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, Scheme
+
+_EMBEDDING_MARKS = ("embed", "wte", "word_embeddings")
+
+
+def _make_finder(path: Path, config: Fields) -> FindScheme:
+    """Read the config of compressed-tensors: groups of linears, by name, expression or class."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(item, dict) for item in groups.values()):
+        raise refusal(
+            path, f"config_groups is {groups!a:.60}", hint="it must be an object of groups"
+        )
+    if config.get("transform_config"):
+        hint = "the weights cannot be used without these rotations"
+        raise refusal(path, "transform_config rotates tensors while serving", hint=hint)
+    ignored = read_list(path, config, "ignore")
+    targets = {
+        target: group
+        for group in groups.values()
+        for target in read_list(path, group, "targets")
+        if isinstance(target, str)
+    }
+
+    def find(module: str) -> StoredScheme:
+        refuse_ignored(path, module, ignored, operator.eq)
+        group = targets.get(_find_target(path, module, targets) or "")
+        if group is None:
+            raise weight_contradiction(path, module, "no config group has it")
+        weights = _read_arguments(path, module, group.get("weights"))
+        inputs = group.get("input_activations")
+        return make_scheme(
+            path,
+            module,
+            weights,
+            None if inputs is None else _read_arguments(path, module, inputs),
+        )
+
+    return find
+
+
+def _find_target(path: Path, module: str, targets: Mapping[str, object]) -> str | None:
+    """Find the target that applies, in the order of compressed-tensors: name, expression, class."""
+    if module in targets:
+        return module
+    expressions = sorted(target for target in targets if target.startswith("re:"))
+    for target in expressions:
+        if matches_entry(path, module, target.removeprefix("re:")):
+            return target
+    is_embedding = any(mark in module.rpartition(".")[2] for mark in _EMBEDDING_MARKS)
+    kind = "Embedding" if is_embedding else "Linear"
+    return next((target for target in targets if "." not in target and kind in target), None)
+
+
+def _read_arguments(path: Path, module: str, fields: object) -> Arguments:
+    """Read the arguments of one quantizer; missing keys have compressed-tensors' defaults."""
+    if not isinstance(fields, dict):
+        raise weight_contradiction(path, module, f"the config says {fields!a:.60}")
+    kind, num_bits = fields.get("type", "int"), fields.get("num_bits", 8)
+    if (str(kind).lower(), num_bits) != ("float", 8):
+        says = f"the config says {num_bits!a:.20} bits of {kind!a:.20}"
+        raise weight_contradiction(path, module, says)
+    if fields.get("symmetric", True) is not True:
+        raise refusal(path, f"{module}: FP8 with zero points is not supported")
+    size, block, dynamic = (fields.get(k) for k in ("group_size", "block_structure", "dynamic"))
+    strategy = fields.get("strategy") or ("tensor" if size is None else "group")
+    if dynamic not in (None, True, False):
+        raise refusal(
+            path, f"{module}: dynamic is {dynamic!a:.40}", hint="it must be true or false"
+        )
+    return Arguments(
+        strategy=str(strategy).lower(),
+        dynamic=bool(dynamic),
+        group_size=size if type(size) is int else None,
+        block=None if block is None else read_block(path, "block_structure", block),
+    )
+
+
+def _make_quantizer(strategy: Config, *, dynamic: bool) -> Config:
+    """Make the arguments of one quantizer, as compressed-tensors spells them."""
+    return {**NUMBER, **strategy, "symmetric": True, "dynamic": dynamic}
+
+
+def _make_weight_quantizer(scheme: Scheme) -> Config:
+    has_blocks = scheme.weights is Granularity.BLOCK
+    sizes: Config = {"block_structure": list(scheme.block)} if has_blocks else {}
+    return _make_quantizer({"strategy": scheme.weights.value, **sizes}, dynamic=False)
+
+
+def _make_input_quantizer(scheme: Scheme) -> Config | None:
+    if scheme.inputs is InputScaling.NONE:
+        return None
+    if scheme.has_static_inputs:
+        return _make_quantizer({"strategy": "tensor"}, dynamic=False)
+    has_groups = scheme.inputs is InputScaling.GROUP
+    sizes: Config = {"group_size": GROUP_SIZE} if has_groups else {}
+    return _make_quantizer({"strategy": scheme.inputs.value, **sizes}, dynamic=True)
+
+
+def _make_config(job: ConfigJob) -> Config:
+    inputs = _make_input_quantizer(job.scheme)
+    codec = "naive-quantized" if inputs is None else "float-quantized"
+    config: Config = {
+        "quant_method": "compressed-tensors",
+        "format": codec,
+        "quantization_status": "compressed",
+        "ignore": _list_excluded(job),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _make_weight_quantizer(job.scheme),
+                "input_activations": inputs,
+                "output_activations": None,
+                "format": codec,
+            }
+        },
+    }
+    if job.has_kv:
+        config["kv_cache_scheme"] = _make_quantizer({"strategy": "tensor"}, dynamic=False)
+    return config
+
+
+def _list_excluded(job: ConfigJob) -> list[str]:
+    """Name what is not quantized: `ConfigJob.excluded`, so that it matches under any prefix too.
+
+    A tower or projector is one expression for all its linears; linears in numbered layers are
+    matched by the end of their paths too. The expressions have no quantifier after a bracket,
+    because `check` does not evaluate such expressions.
+    """
+    names = [HEAD]
+    for item in job.unquantized:
+        ends = (item.tree,) if item.tree else item.ends
+        names += () if item.tree else item.linears
+        # matches the modules whose path ends so, and those inside them
+        names += (f"re:(.*[.]|){re.escape(end)}([.].*|)$" for end in ends)
+    return list(dict.fromkeys(names))
+
+
+COMPRESSED_TENSORS = Fp8Dialect(
+    name="compressed-tensors",
+    description="what LLM Compressor writes",
+    method="compressed-tensors",
+    make_finder=_make_finder,
+    make_config=_make_config,
+    scalar_shape=(1,),
+)

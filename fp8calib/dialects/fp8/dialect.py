@@ -1,0 +1,131 @@
+"""A dialect of FP8 checkpoints: names and shapes of scales, and the quantization config.
+
+Neither this module nor one that declares a dialect imports torch: `--help` names all dialects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8calib.dialects.fp8.quantization_config import Fields, FindScheme
+from fp8calib.dialects.kv.kv_scales import name_scales
+from fp8calib.fp8.schemes import SCHEMES, Granularity, Scheme, count_blocks
+from fp8calib.geometry.sites import Role
+
+if TYPE_CHECKING:
+    from fp8calib.geometry.model_geometry import Attention
+
+Shape = tuple[int, ...]
+Config = dict[str, object]
+HEAD = "lm_head"
+NUMBER: Config = {"num_bits": 8, "type": "float"}
+"""FP8, in the words of compressed-tensors and ModelOpt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnquantizedMatrix:
+    """A matrix that is not quantized."""
+
+    module: str
+    why: str
+    is_linear: bool
+    """Whether engines may see a linear in it, so that the config must exclude it."""
+    tree: str = ""
+    """The part of its path that names the tower or projector that holds it."""
+    experts: tuple[str, ...] = ()
+    """For a stack of experts, the names of its linears in engines."""
+    ends: tuple[str, ...] = ()
+    """Ends of the paths of its linears, or of modules around them, that begin at a numbered layer.
+    They match under any prefix an engine uses; the path of no quantized linear ends like them."""
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """List the paths of its linears."""
+        return (self.module, *self.experts) if self.is_linear else self.experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigJob:
+    """What a quantization config has to express."""
+
+    scheme: Scheme
+    unquantized: Sequence[UnquantizedMatrix]
+    has_kv: bool
+    """Whether the checkpoint has scales of K and V."""
+
+    @property
+    def excluded(self) -> list[str]:
+        """Name the linears that have no scales, and the output head even where it is tied."""
+        return list(dict.fromkeys([HEAD, *(n for each in self.unquantized for n in each.linears)]))
+
+    @property
+    def excluded_ends(self) -> list[str]:
+        """List the ends of their paths, for engines that give them another prefix."""
+        return list(dict.fromkeys(end for each in self.unquantized for end in each.ends))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Dialect:
+    """One way to store FP8 weights: how its config is read and written, and its scales' names."""
+
+    name: str
+    """The value of `--format`, and the name under which checkpoints are reported."""
+    description: str
+    method: str
+    """The `quant_method` of its config."""
+    has_variants: bool = False
+    """A method that begins with `method` is the dialect's too: `modelopt_mixed`."""
+    own_file: str = ""
+    """The file that has its config where config.json has none."""
+    make_finder: Callable[[Path, Fields], FindScheme]
+    """Read a config; raise VerificationError at any fault."""
+    make_config: Callable[[ConfigJob], Config] | None = None
+    """Make the `quantization_config`; None for a dialect that is only read."""
+    make_files: Callable[[ConfigJob], dict[str, Config]] = lambda _: {}
+    """Make the JSON files beside config.json, by name."""
+    expressible: Sequence[str] | None = None
+    """The schemes that its config has words for, by name; None: all, by their granularities."""
+    scale_name: str = "weight_scale"
+    """Of a linear's weight."""
+    block_scale_name: str = "weight_scale"
+    """The same, where the weight has a scale per block."""
+    input_scale_name: str = "input_scale"
+    scalar_shape: Shape = ()
+    """Of a scale that covers a whole tensor: a weight, an input, K or V."""
+    names_kv_by_projection: bool = False
+    """The scales of K and V are beside those of k_proj and v_proj, where there are such."""
+
+    @property
+    def schemes(self) -> list[str]:
+        """List the schemes that it can express, by name."""
+        return [name for name in SCHEMES if self.expressible is None or name in self.expressible]
+
+    def has_method(self, method: object) -> bool:
+        """Tell whether a `quant_method` is that of its configs."""
+        is_variant = self.has_variants and isinstance(method, str)
+        return method == self.method or (is_variant and str(method).startswith(self.method))
+
+    def name_kv(self, attention: Attention, role: Role, has_projections: bool) -> tuple[str, ...]:
+        """Name the scale of K or V, given whether the checkpoint has a tensor for k_proj."""
+        if self.names_kv_by_projection and has_projections:
+            return (f"{attention.checkpoint_module}.{role}_proj.{role}_scale",)
+        return name_scales(attention, role)
+
+    def name_scale(self, granularity: Granularity) -> str:
+        """Name the scale of a weight, without the linear's path."""
+        return self.block_scale_name if granularity is Granularity.BLOCK else self.scale_name
+
+    def gives_name(self, name: str, granularity: Granularity) -> bool:
+        """Tell whether it names a scale so; that of a stacked parameter `X` is `X_scale`."""
+        return name.endswith(self.name_scale(granularity).removeprefix("weight"))
+
+    def shape_scale(self, shape: tuple[int, int], scheme: Scheme) -> Shape:
+        """Give the shape of the scale of a weight [out, in]."""
+        if scheme.weights is Granularity.BLOCK:
+            return count_blocks(shape, scheme.block)
+        if scheme.weights is Granularity.CHANNEL:
+            return (shape[0], *self.scalar_shape)
+        return self.scalar_shape
