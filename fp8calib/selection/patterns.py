@@ -21,7 +21,7 @@ _KEPT = "a linear that engines keep unquantized"
 _PARTS = (
     ("an output head", r"head|.+_head|embed_out|output_layer|score|classifier|pooler"),
     ("an embedding", r".*embed.*|wte|wpe|relative_attention_bias"),
-    ("a norm", r".*norm.*|ln_.+"),
+    ("a norm", r"(?!norm_attn_norm$).*norm.*|ln_.+"),  # dbrx's holds the attention too
     ("a router", r".*router.*|gate|shared_expert_gate"),
     (TOWER, rf"(.+_)?({_MODALITY})(_.+)?|vit|vpm|apm"),
     (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.dialect import HEAD, UnquantizedMatrix
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.geometry.module_paths import split_expert
+from fp8calib.selection.ends import find_ends
 from fp8calib.selection.matrices import SUFFIX, ExpertStacks, Matrix
 from fp8calib.selection.patterns import (
     TOWER,
@@ -34,9 +34,6 @@ _HEADS: Mapping[str, str] = {
     "gpt_neox_japanese": "embed_out",
 }
 """Model types whose output head has another name; where it is tied, no tensor has that name."""
-_RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}
-"""Names in transformers 5.23 of linears that stay unquantized by default
-(`conversion_mapping.py`)."""
 _MAMBA_SIGNS = ("x_proj", "dt_proj")
 _MAMBA = Reason("a projection of a first-generation Mamba mixer, which engines keep unquantized")
 """vLLM 0.32.0 builds these without a quantization config (`layers/mamba/mamba_mixer.py`)."""
@@ -44,10 +41,6 @@ _TEXT_PART = "language_model."
 _ENCODER = "encoder."
 _ENCODER_TOWER = Reason(TOWER, tree="encoder")
 """The encoder of sound or images beside a language model (granite_speech)."""
-_PARTIAL_CONFIGS = frozenset(
-    {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
-)
-"""A config with one of these has a text model as a part, and engines give it another prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +52,26 @@ class Selection:
     unquantized_experts: tuple[Matrix, ...] = ()
     """Unquantized experts that are written with a tensor each, as those of other layers are: vLLM
     0.32.0 expects all experts of a model in stacks, or none (`models/llama4.py`)."""
+    unsplit: tuple[str, ...] = ()
+    """Stacks of an unknown layout, by tensor; neither quantized nor unquantized."""
+    refusal: ModelError | None = None
+    """Why no FP8 checkpoint of the model can be written."""
 
 
 def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection:
+    """Choose the linears of a checkpoint that can be written in FP8 (`find_selection`).
+
+    Raises:
+        UsageError: a pattern names no linear.
+        ModelError: there is nothing to quantize, or the layout of a weight is unknown.
+    """
+    found = find_selection(checkpoint, ignore=ignore)
+    if found.refusal is not None:
+        raise found.refusal
+    return found
+
+
+def find_selection(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection:
     """Choose the linears to quantize: every 2-D `*.weight`, but for defaults and `ignore`.
 
     Experts in stacks of a known layout are chosen one by one. Only headers and config.json are
@@ -73,7 +83,6 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
 
     Raises:
         UsageError: a pattern names no linear.
-        ModelError: there is nothing to quantize, or the layout of a weight is unknown.
     """
     config = checkpoint.load_config()
     stacks = ExpertStacks(config, checkpoint.tensors)
@@ -90,6 +99,7 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
     quantized: list[Matrix] = []
     unquantized: list[UnquantizedMatrix] = []
     unquantized_experts: list[Matrix] = []
+    unsplit: list[str] = []
     for name, entry in checkpoint.tensors.items():
         if len(entry.shape) < 2 or 0 in entry.shape:
             continue
@@ -101,7 +111,7 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
         elif inside:
             quantized += inside
         elif _is_stacked(name, entry):
-            raise _unknown_stack(checkpoint, name, entry, stacks.explain_unknown())
+            unsplit.append(name)
         elif _is_linear(name, entry):
             rows, columns = entry.shape
             module = name.removesuffix(SUFFIX)
@@ -113,12 +123,15 @@ def select(checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> Selection
         for head in tied
         if head != HEAD
     )
-    _require_linears(checkpoint, config, quantized)
     has_experts = any(matrix.position is not None for matrix in quantized)
     return Selection(
         quantized=tuple(quantized),
-        unquantized=tuple(_find_ends(config, unquantized, quantized)),
+        unquantized=tuple(find_ends(config, unquantized, quantized)),
         unquantized_experts=tuple(unquantized_experts) if has_experts else (),
+        unsplit=tuple(unsplit),
+        refusal=_refuse_stack(checkpoint, unsplit[0], stacks)
+        if unsplit
+        else _refuse_linears(checkpoint, config, quantized),
     )
 
 
@@ -127,36 +140,6 @@ def _list_tied_heads(checkpoint: Checkpoint, config: Mapping[str, object]) -> li
     heads = dict.fromkeys((HEAD, _HEADS.get(str(config.get("model_type")), HEAD)))
     is_tied = config.get("tie_word_embeddings", True)
     return [head for head in heads if is_tied and f"{head}{SUFFIX}" not in checkpoint]
-
-
-def _find_ends(
-    config: Mapping[str, object],
-    unquantized: Collection[UnquantizedMatrix],
-    quantized: Collection[Matrix],
-) -> Iterator[UnquantizedMatrix]:
-    """Add the ends of paths, where engines may use another prefix or other names."""
-    old, new = _RENAMED.get(str(config.get("model_type")), ("", ""))
-    if not old and _PARTIAL_CONFIGS.isdisjoint(config):
-        yield from unquantized
-        return
-    quantized_ends = {end for matrix in quantized for end in _list_ends(matrix.module)}
-    for item in unquantized:
-        paths = (path.replace(old, new) for path in item.linears)
-        found = (_list_ends(path, only_outermost=True) for path in paths)
-        own = (next((end for end in ends if end not in quantized_ends), None) for ends in found)
-        yield replace(item, ends=tuple(dict.fromkeys(end for end in own if end is not None)))
-
-
-def _list_ends(module: str, *, only_outermost: bool = False) -> Iterator[str]:
-    """List the ends of a path that begin at a numbered layer; for experts, that of all first."""
-    parts = module.split(".")
-    places = [position for position, part in enumerate(parts) if position and part.isdecimal()]
-    for position in places[: 1 if only_outermost else None]:
-        end = ".".join(parts[position - 1 :])
-        found = split_expert(end)
-        if found is not None:
-            yield found[0]
-        yield end
 
 
 def _make_unquantized(
@@ -239,31 +222,33 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
     return is_expert or (len(entry.shape) > 2 and min(entry.shape[-2:]) >= _SMALLEST_MATRIX)
 
 
-def _unknown_stack(checkpoint: Checkpoint, name: str, entry: TensorEntry, why: str) -> ModelError:
+def _refuse_stack(checkpoint: Checkpoint, name: str, stacks: ExpertStacks) -> ModelError:
+    shape = list(checkpoint.tensors[name].shape)
     pattern = span_layers(_EXPERTS.sub(r"\1", name))
     return ModelError(
-        f"{checkpoint.folder}: {name} {list(entry.shape)} holds several matrices, {why}",
+        f"{checkpoint.folder}: {name} {shape} holds several matrices, {stacks.explain_unknown()}",
         hint="save the model with a tensor per expert, or leave those of all layers unquantized: "
         f"{spell_options([pattern])}",
     )
 
 
-def _require_linears(
+def _refuse_linears(
     checkpoint: Checkpoint, config: Mapping[str, object], quantized: Collection[Matrix]
-) -> None:
+) -> ModelError | None:
     if not quantized:
-        raise ModelError(
+        return ModelError(
             f"{checkpoint.folder}: there is no linear to quantize",
             hint="the 2-D *.weight tensors are all left out: by name, by dtype, or by --ignore",
         )
     for model_type in _find_values(config, "model_type"):
         if model_type in _CONV1D_TYPES:
             example = next(iter(quantized))
-            raise ModelError(
+            return ModelError(
                 f"{checkpoint.folder}: {model_type} keeps its weights [in, out] (Conv1D), as in "
                 f"{example.tensor} {list(example.shape)}; engines cannot load these in FP8",
                 hint="its KV cache can be quantized: `fp8calib calibrate`",
             )
+    return None
 
 
 def _find_values(config: object, key: str) -> Iterator[object]:

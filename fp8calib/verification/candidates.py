@@ -21,6 +21,7 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.scale_table import ScaleTable
+from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
 from fp8calib.verification.emulation.coverage import (
@@ -35,6 +36,7 @@ from fp8calib.verification.emulation.kv import (
     takes_latents_unscaled,
 )
 from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
+from fp8calib.verification.emulation.selected import select_weights
 
 _SAMPLE_BYTES = 4096
 _SAMPLED_ROWS = 16
@@ -47,8 +49,6 @@ class Target:
     checkpoint: Checkpoint
     fingerprint: str
     geometry: ModelGeometry
-    unobserved: tuple[str, ...] = ()
-    """Paths of modules in decoder layers whose weights no scheme quantizes here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,16 +216,17 @@ def build_scheme(
     fmt: Fp8Format,
     stats: CalibrationStats | None,
 ) -> Candidate:
-    """Build a candidate whose weights and inputs follow `scheme`."""
-    modules = dict(model.named_modules())
+    """Build a candidate: the checkpoint that `quantize` would write with `scheme`."""
+    source = WeightSource(model, target.checkpoint)
+    selected = select_weights(model, target.geometry, source, find_selection(target.checkpoint))
     quantizers, weights = emulate_scheme(
-        scheme, target.geometry, modules, numerics, fmt=fmt, stats=stats
+        scheme, target.geometry, selected, numerics, fmt=fmt, stats=stats
     )
     return Candidate(
         name=name,
         description=f"{scheme.name}: {scheme.description}, {fmt.name}",
         emulation=Emulation(quantizers=quantizers, weights=weights),
-        notes=tuple(find_scheme_gaps(name, target.geometry, target.unobserved, model)),
+        notes=tuple(find_scheme_gaps(name, selected, scheme)),
     )
 
 

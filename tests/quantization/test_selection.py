@@ -44,6 +44,7 @@ TAKEN = (
     "model.layers.0.linear_attn.in_proj_qkvz",
     "model.layers.0.attention.output.dense",
     "transformer.h.0.mlp.dense_h_to_4h",
+    "transformer.blocks.0.norm_attn_norm.attn.Wqkv",
     "backbone.layers.0.mixer.in_proj",
     "language_model.model.layers.0.mlp.down_proj",
     "model.language_model.layers.0.mlp.down_proj",

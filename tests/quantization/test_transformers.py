@@ -82,7 +82,7 @@ def test_logits_are_those_the_emulation_predicts(
     quantizers, weights = emulate_scheme(
         SCHEMES[scheme],
         subject.geometry,
-        dict(subject.model.named_modules()),
+        subject.selected,
         PLAIN,
         fmt=E4M3FN,
         stats=stats,

@@ -25,7 +25,9 @@ from fp8calib.data.plan import Batch
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.selection.select import find_selection
 from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks, emulated
+from fp8calib.verification.emulation.selected import SelectedWeights, select_weights
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -48,6 +50,7 @@ class Subject:
     model: PreTrainedModel
     geometry: ModelGeometry
     originals: WeightSource
+    selected: SelectedWeights
 
 
 @contextmanager
@@ -55,9 +58,15 @@ def opened(model: PreTrainedModel, folder: Path) -> Iterator[Subject]:
     """Write `model` as a checkpoint and open it; the model in memory is `model` itself."""
     model.save_pretrained(folder)
     with Checkpoint.open(folder) as checkpoint:
-        source = WeightSource(model, checkpoint)
-        geometry, _ = find_geometry(model, source.single_tensors, checkpoint_dtype="float32")
-        yield Subject(model, geometry, source)
+        yield make_subject(model, checkpoint)
+
+
+def make_subject(model: PreTrainedModel, checkpoint: Checkpoint) -> Subject:
+    """Find what the product needs to know about a model and its checkpoint."""
+    source = WeightSource(model, checkpoint)
+    geometry, _ = find_geometry(model, source.single_tensors, checkpoint_dtype="float32")
+    selected = select_weights(model, geometry, source, find_selection(checkpoint))
+    return Subject(model, geometry, source, selected)
 
 
 def make_batch(lengths: list[int], *, seed: int = 11, first: int = 0) -> Batch:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.verification.by_hand import Change
 
-ROUTERS = ("gate", "router", "shared_expert_gate")
+ROUTERS = ("gate", "router", "shared_expert_gate", "modality_router")
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -43,12 +43,14 @@ def quantize_by_hand(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
     copy = deepcopy(model)
     originals = dict(model.named_modules())
     for name, module in copy.named_modules():
-        if not _is_in_a_layer(name) or name.rpartition(".")[2] in ROUTERS:
+        if name.rpartition(".")[2] in (*ROUTERS, "lm_head") or "unembed" in name:
             continue
         if isinstance(module, nn.Linear | Conv1D):
             group = [_out_in(member) for member in _fused_with(name, originals)]
             replaced = recipe.weight(_out_in(originals[name]), group)
             module.weight.data = replaced.T.contiguous() if _is_conv(module) else replaced
+            if not _is_in_a_layer(name):
+                continue  # no hook sees its inputs
             change = recipe.inputs(name)
             module.register_forward_pre_hook(
                 lambda _module, args, change=change: (change(args[0]), *args[1:])
@@ -85,7 +87,10 @@ def _replace_experts(name: str, experts: Any, recipe: Recipe) -> None:
     """Run every expert alone, in a loop, on quantized rows and weights."""
     is_gpt_oss = type(experts).__name__ == "GptOssExperts"
     first = [
-        quantize_expert(weight, recipe, flip=is_gpt_oss) for weight in experts.gate_up_proj.detach()
+        quantize_expert(weight, recipe, flip=True)
+        if is_gpt_oss
+        else quantize_gate_up(weight, recipe)
+        for weight in experts.gate_up_proj.detach()
     ]
     down = [
         quantize_expert(weight, recipe, flip=is_gpt_oss) for weight in experts.down_proj.detach()
@@ -119,3 +124,9 @@ def quantize_expert(weight: torch.Tensor, recipe: Recipe, *, flip: bool) -> torc
     """Quantize the weight of one expert, which is [in, out] where `flip` says so."""
     weight = weight.T if flip else weight
     return recipe.weight(weight, [weight])
+
+
+def quantize_gate_up(weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Quantize gate and up of one expert, which a checkpoint stores as two weights."""
+    parts = list(weight.chunk(2))
+    return torch.cat([recipe.weight(part, parts) for part in parts])

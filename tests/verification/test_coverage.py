@@ -12,15 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.load import build_skeleton, open_source
-from fp8calib.model.topology.find import find_geometry
-from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.coverage import find_scheme_gaps
-from fp8calib.verification.emulation.weights import find_parameters
 from tests import zoo
 from tests.architectures import families, test_vision_language
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
+from tests.verification.by_hand import make_subject, opened
 
 ROWS = [[(i * j) % 120 + 3 for j in range(1, 17)] for i in range(1, 7)]
 
@@ -147,21 +146,17 @@ def test_a_changed_embedding_or_head_is_refused(name: str, tmp_path: Path) -> No
         ("llama", []),
         ("phimoe", []),
         (
-            "dbrx",
-            [
-                "it: not quantized here, though an engine may: "
-                "transformer.blocks.0.ffn.experts.mlp and 1 more"
-            ],
-        ),
-        (
             "gemma4_text",
-            ["it: not quantized here, though an engine may: model.per_layer_model_projection"],
+            [
+                "it: model.per_layer_model_projection.weight: only the weights are quantized here, "
+                "not the inputs: not a linear of a decoder layer"
+            ],
         ),
         (
             "llama4_text",
             [
-                "it: not quantized here, though an engine may: "
-                "model.layers.0.feed_forward.experts and 1 more"
+                "it: model.layers.0.feed_forward.experts.down_proj and 3 more: only the weights "
+                "are quantized here, not the inputs: not a linear of a decoder layer"
             ],
         ),
     ],
@@ -172,23 +167,33 @@ def test_what_no_scheme_reaches_is_told_and_routers_are_left(
     """Experts that are no linears, and linears of the decoder itself; routers nobody quantizes."""
     families.save(family, {**families.FAMILIES, "llama": {}}[family], tmp_path)
     source = open_source(str(tmp_path), revision=None, trust_remote_code=False, if_quantized="-")
-    model = build_skeleton(source)
     with Checkpoint.open(tmp_path) as checkpoint:
-        names = WeightSource(model, checkpoint).single_tensors
-    geometry, unobserved = find_geometry(model, names, checkpoint_dtype="float32")
-    modules = [item.module for item in unobserved]
-    assert list(find_scheme_gaps("it", geometry, modules, model)) == missed
+        subject = make_subject(build_skeleton(source), checkpoint)
+    assert list(find_scheme_gaps("it", subject.selected, find_scheme("fp8-block"))) == missed
+    w8a16 = list(find_scheme_gaps("it", subject.selected, find_scheme("w8a16")))
+    assert w8a16 == [text for text in missed if "not the inputs" not in text]
+
+
+def test_what_quantize_refuses_is_told(tmp_path: Path) -> None:
+    """Its scheme is emulated all the same: on-line quantization of an engine may do that."""
+    with opened(families.build("dbrx", families.FAMILIES["dbrx"]), tmp_path) as subject:
+        refused, missed = find_scheme_gaps("it", subject.selected, find_scheme("fp8-dynamic"))
+    assert refused.startswith(f"it: `quantize` does not write this model: {tmp_path}: ")
+    assert "experts.mlp.v1 [192, 32] holds several matrices" in refused
+    assert missed == (
+        "it: not quantized here, though an engine may: transformer.blocks.0.ffn.experts.mlp and "
+        "1 more"
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "router"),
     [("dbrx", "ffn.router.layer"), ("hunyuan_v1_moe", "mlp.gate.wg"), ("olmoe", "mlp.gate")],
 )
-def test_a_router_is_known_by_any_part_of_its_path(family: str, router: str) -> None:
-    model = families.build(family, families.FAMILIES[family])
-    own = {name: name for name, _ in model.named_parameters()}
-    geometry, _ = find_geometry(model, own, checkpoint_dtype="float32")
-    modules = dict(model.named_modules())
-    names = [p.name for group in find_parameters(geometry, modules) for p in group]
+def test_a_router_is_known_by_any_part_of_its_path(
+    family: str, router: str, tmp_path: Path
+) -> None:
+    with opened(families.build(family, families.FAMILIES[family]), tmp_path) as subject:
+        names = [p.name for group in subject.selected.groups for p in group]
     assert names
     assert not [name for name in names if router in name]

@@ -53,7 +53,7 @@ def make_w8a8(subject: Subject) -> Emulation:
     quantizers, weights = emulate_scheme(
         find_scheme("fp8-dynamic"),
         subject.geometry,
-        dict(subject.model.named_modules()),
+        subject.selected,
         PLAIN,
         fmt=E4M3FN,
         stats=None,

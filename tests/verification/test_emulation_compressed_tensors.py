@@ -84,11 +84,10 @@ def _extremes(module: Any, group: list[Any], preset: str) -> tuple[torch.Tensor,
 def make_emulation(subject: Subject, preset: str) -> Emulation:
     """Ask the product; the static input scale is a number of this test."""
     scheme = SCHEMES[PRESETS[preset]]
-    modules = dict(subject.model.named_modules())
     quantizers, weights = emulate_scheme(
         replace(scheme, inputs=InputScaling.NONE) if preset == "FP8" else scheme,
         subject.geometry,
-        modules,
+        subject.selected,
         PLAIN,
         fmt=E4M3FN,
         stats=None,

@@ -148,9 +148,8 @@ def assert_row(row: LayerResult, expected: dict[str, float]) -> None:
 
 def dynamic(subject: Subject) -> Emulation:
     """Ask the product for fp8-dynamic."""
-    modules = dict(subject.model.named_modules())
     inputs, weights = emulate_scheme(
-        SCHEMES["fp8-dynamic"], subject.geometry, modules, PLAIN, fmt=E4M3FN, stats=None
+        SCHEMES["fp8-dynamic"], subject.geometry, subject.selected, PLAIN, fmt=E4M3FN, stats=None
     )
     return Emulation(quantizers=inputs, weights=weights)
 

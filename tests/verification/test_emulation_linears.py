@@ -82,9 +82,8 @@ def make_emulation(
     numerics: Numerics = PLAIN,
 ) -> Emulation:
     """Ask the product what a scheme does to the model."""
-    modules = dict(subject.model.named_modules())
     quantizers, weights = emulate_scheme(
-        scheme, subject.geometry, modules, numerics, fmt=E4M3FN, stats=stats
+        scheme, subject.geometry, subject.selected, numerics, fmt=E4M3FN, stats=stats
     )
     return Emulation(quantizers=quantizers, weights=weights)
 

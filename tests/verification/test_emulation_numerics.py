@@ -238,7 +238,7 @@ def scheme_of(subject: Subject, name: str, numerics: Numerics, stats: Any = None
     inputs, weights = emulate_scheme(
         SCHEMES[name],
         subject.geometry,
-        dict(subject.model.named_modules()),
+        subject.selected,
         numerics,
         fmt=E4M3FN,
         stats=stats,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from fp8calib.errors import CalibrationError, VerificationError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.model.load import load_model, open_source
-from fp8calib.model.topology.find import find_geometry, find_text_decoder
-from fp8calib.model.weight_source import WeightSource
+from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.run.forward.lm_head import open_lm_head
 from fp8calib.verification.emulation.emulate import (
     Emulation,
@@ -35,7 +34,14 @@ from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.linears import emulate_scheme
 from fp8calib.verification.emulation.weights import Requantized, WeightParameter
 from tests import zoo
-from tests.verification.by_hand import Subject, emulate, make_batch, opened, plain_forward
+from tests.verification.by_hand import (
+    Subject,
+    emulate,
+    make_batch,
+    make_subject,
+    opened,
+    plain_forward,
+)
 
 FAMILIES = ("llama", "gpt2", "mixtral", "gpt_oss", "falcon", "gemma3n_text", "qwen3_next")
 WITH_QUERY = Numerics(name="query", quantizes_query=True)
@@ -92,10 +98,9 @@ def assert_unchanged(model: nn.Module, before: Picture) -> None:
 
 def make_emulation(subject: Subject, scheme: str = "fp8-dynamic") -> Emulation:
     """Quantize everything there is: K, V, q, inputs and weights."""
-    modules = dict(subject.model.named_modules())
     table = make_unscaled_table(subject.geometry, E4M3FN)
     inputs, weights = emulate_scheme(
-        SCHEMES[scheme], subject.geometry, modules, WITH_QUERY, fmt=E4M3FN, stats=None
+        SCHEMES[scheme], subject.geometry, subject.selected, WITH_QUERY, fmt=E4M3FN, stats=None
     )
     return Emulation(quantizers={**emulate_kv(table, WITH_QUERY), **inputs}, weights=weights)
 
@@ -182,9 +187,7 @@ def test_weights_come_back_in_the_dtype_the_model_was_loaded_in(
     )
     model = load_model(source, dtype=dtype, device="cpu", device_map=None)
     with Checkpoint.open(tmp_path / "m") as checkpoint:
-        originals = WeightSource(model, checkpoint)
-        geometry, _ = find_geometry(model, originals.single_tensors, checkpoint_dtype="float32")
-        subject = Subject(model, geometry, originals)
+        subject = make_subject(model, checkpoint)
         before = take(model)
         emulate(subject, make_emulation(subject, "fp8-block"), PADDED)
         assert_unchanged(model, before)
@@ -210,7 +213,7 @@ def test_a_change_of_no_weights_touches_none(tmp_path: Path) -> None:
     with opened(zoo.build("llama"), tmp_path / "m") as subject:
         before = take(subject.model)
         emulation = Emulation(quantizers=make_emulation(subject).quantizers)
-        nowhere = Subject(subject.model, subject.geometry, None)  # type: ignore[arg-type]
+        nowhere = replace(subject, originals=None)  # type: ignore[arg-type]
         emulate(nowhere, emulation, PADDED)
         assert_unchanged(subject.model, before)
 

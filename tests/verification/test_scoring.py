@@ -241,7 +241,7 @@ def test_grouping_batches_for_weights_makes_no_difference(family: str, tmp_path:
         inputs, weights = emulate_scheme(
             SCHEMES["fp8-dynamic"],
             subject.geometry,
-            dict(subject.model.named_modules()),
+            subject.selected,
             PLAIN,
             fmt=E4M3FN,
             stats=None,

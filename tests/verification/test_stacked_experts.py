@@ -19,16 +19,15 @@ from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import load_model, open_source
-from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.linears import emulate_checkpoint, emulate_scheme
+from fp8calib.verification.emulation.selected import SelectedWeights
 from fp8calib.verification.emulation.weights import WeightChange, changed_weights
 from tests.quantization.by_hand import read, run
 from tests.quantization.stacked import STACKED, find_experts
+from tests.verification.by_hand import make_subject
 
 REFERENCE = find_emulated("reference")[1]
-OWN_PRODUCTS = ("llama4", "llama4_text")
-"""Their experts multiply themselves, and no scheme reaches them; their stored weights do."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Opened:
     model: Any
     geometry: ModelGeometry
     originals: WeightSource
+    selected: SelectedWeights
 
     def read_changes(self, folder: Path) -> tuple[Any, tuple[WeightChange, ...]]:
         """Open an FP8 checkpoint of it."""
@@ -72,34 +72,26 @@ def opened(
     source = open_source(str(folder), revision=None, trust_remote_code=False, if_quantized="-")
     model = load_model(source, dtype=torch.float32, device="cpu", device_map=None)
     with Checkpoint.open(folder) as checkpoint:
-        originals = WeightSource(model, checkpoint)
-        geometry, _ = find_geometry(model, originals.single_tensors, checkpoint_dtype="float32")
-        yield Opened(folder, model, geometry, originals)
+        subject = make_subject(model, checkpoint)
+        yield Opened(folder, model, subject.geometry, subject.originals, subject.selected)
 
 
-@pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16"])
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "w8a16", "fp8-block"])
 def test_the_checkpoint_is_what_the_scheme_emulates(
     opened: Opened, tmp_path: Path, scheme: str
 ) -> None:
     """Every weight in memory and every quantizer of inputs are the same, bit for bit."""
-    if opened.folder.name in OWN_PRODUCTS:
-        pytest.skip("no scheme reaches its experts")
-    left = [linear.module for _, linear in opened.geometry.linears() if linear.section == "other"]
     run(opened.folder, tmp_path / "fp8", scheme)
     quantizers, changes = opened.read_changes(tmp_path / "fp8")
-    modules = dict(opened.model.named_modules())
     expected_quantizers, expected_changes = emulate_scheme(
-        SCHEMES[scheme], opened.geometry, modules, REFERENCE, fmt=E4M3FN, stats=None
+        SCHEMES[scheme], opened.geometry, opened.selected, REFERENCE, fmt=E4M3FN, stats=None
     )
     found, expected = opened.apply(changes), opened.apply(expected_changes)
     experts = [name for name in found if ".experts." in name and found[name].dim() == 3]
     assert len(experts) >= 2
     for name in found:
-        if name.removesuffix(".weight") not in left:
-            assert torch.equal(found[name], expected[name]), name
-    for site, quantizer in expected_quantizers.items():
-        if "experts" in site.module:
-            assert quantizers[site] == quantizer
+        assert torch.equal(found[name], expected[name]), name
+    assert quantizers == expected_quantizers
 
 
 def test_every_expert_in_memory_is_the_one_on_disk(opened: Opened, tmp_path: Path) -> None:

@@ -196,11 +196,10 @@ def test_the_scales_of_a_checkpoint_are_told(wide: Subject, tmp_path: Path, form
 def test_the_scales_of_a_scheme_are_told(
     wide: Subject, scheme: str, per: str, find_amax: Spread
 ) -> None:
-    modules = dict(wide.model.named_modules())
     _, weights = emulate_scheme(
         SCHEMES[scheme],
         wide.geometry,
-        modules,
+        wide.selected,
         find_emulated("reference")[1],
         fmt=E4M3FN,
         stats=None,

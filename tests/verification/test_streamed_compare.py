@@ -20,6 +20,7 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.scales.compute import compute_kv_scales
+from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.compare.comparison import ComparisonResult
 from fp8calib.verification.compare.streamed import StreamedComparison
@@ -27,6 +28,7 @@ from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.verification.emulation.selected import select_weights
 from tests import zoo
 from tests.run.test_streamed import MODELS
 from tests.truth.test_statistics import Silent, draw, make_plan
@@ -49,15 +51,16 @@ def _one_thread() -> Iterator[None]:
 
 
 def make_emulations(
-    model: LoadedModel, geometry: ModelGeometry, stats: CalibrationStats
+    model: LoadedModel, geometry: ModelGeometry, stats: CalibrationStats, checkpoint: Checkpoint
 ) -> dict[str, Emulation]:
     """Make a candidate of every kind: KV alone, weights and inputs, weights alone, and both."""
-    modules = dict(model.named_modules())
+    source = WeightSource(model, checkpoint)
+    selected = select_weights(model, geometry, source, find_selection(checkpoint))
 
     def scheme(name: str) -> Emulation:
         found = find_scheme(name)
         inputs, weights = emulate_scheme(
-            found, geometry, modules, VLLM, fmt=E4M3FN, stats=stats if "static" in name else None
+            found, geometry, selected, VLLM, fmt=E4M3FN, stats=stats if "static" in name else None
         )
         return Emulation(quantizers=inputs, weights=weights)
 
@@ -91,10 +94,9 @@ def compare(
             model = build_skeleton(source, dtype=dtype)
         else:
             model = load_model(source, dtype=dtype, device="cpu", device_map=None)
-        emulations = choose(make_emulations(model, geometry, stats))
-        looking = MeasurementHooks(
-            {"unscaled": dict(make_emulations(model, geometry, stats)["kv at 1.0"].quantizers)}
-        )
+        emulations = choose(make_emulations(model, geometry, stats, checkpoint))
+        unscaled = make_emulations(model, geometry, stats, checkpoint)["kv at 1.0"]
+        looking = MeasurementHooks({"unscaled": dict(unscaled.quantizers)})
         weights = WeightSource(model, checkpoint)
         todo = batches(plan, 3)
         if not streamed:

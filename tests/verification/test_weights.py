@@ -26,7 +26,6 @@ from fp8calib.verification.emulation.stored_weights import StoredWeights
 from fp8calib.verification.emulation.weights import (
     Requantized,
     WeightParameter,
-    find_parameters,
 )
 from tests import zoo
 from tests.verification.by_hand import (
@@ -41,7 +40,7 @@ from tests.verification.by_hand import (
     plain_forward,
     tensor_scale,
 )
-from tests.verification.models_by_hand import Recipe, quantize_by_hand
+from tests.verification.models_by_hand import ROUTERS, Recipe, quantize_by_hand
 from tests.verification.test_emulation_linears import weights_held
 
 BATCH = make_batch([5, 20, 13])
@@ -101,7 +100,7 @@ GROUPS = {
 def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: Path) -> None:
     """Of the last layer; nothing else is in a group, and routers are in none."""
     with opened(zoo.build(family), tmp_path / "m") as subject:
-        groups = find_parameters(subject.geometry, dict(subject.model.named_modules()))
+        groups = subject.selected.groups
     prefix = f"{subject.geometry.layers[-1].module}."
     found = [
         [p.name.removeprefix(prefix).removesuffix(".weight") for p in group]
@@ -115,7 +114,7 @@ def test_what_engines_load_into_one_weight_is_one_group(family: str, tmp_path: P
 def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_path: Path) -> None:
     """A list made by hand of what stays: routers, and what is no projection."""
     with opened(zoo.build(family), tmp_path / "m") as subject:
-        groups = find_parameters(subject.geometry, dict(subject.model.named_modules()))
+        groups = subject.selected.groups
     listed = [parameter.name for group in groups for parameter in group]
     assert len(listed) == len(set(listed))
     layers = tuple(f"{layer.module}." for layer in subject.geometry.layers)
@@ -124,7 +123,7 @@ def test_every_matrix_of_the_layers_is_quantized_or_a_router(family: str, tmp_pa
         for name, parameter in subject.model.named_parameters()
         if name.startswith(layers) and parameter.ndim > 1 and name not in listed
     }
-    assert left <= {"gate", "router", "shared_expert_gate", "conv1d", "experts"}
+    assert left <= {*ROUTERS, "conv1d", "experts"}
     biases = {
         name
         for name, parameter in subject.model.named_parameters()

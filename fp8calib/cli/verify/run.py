@@ -93,7 +93,6 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
             checkpoint=checkpoint,
             fingerprint=fingerprint_model(source.raw_config, checkpoint),
             geometry=found.geometry,
-            unobserved=tuple(item.module for item in found.unobserved),
         )
         opened = tuple(open_candidate(name, target, options.numerics) for name in settings.scales)
         job = VerifyJob(

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.fp8.schemes import InputScaling, Scheme
 from fp8calib.model.load import LoadedModel
-from fp8calib.model.topology.find import find_text_decoder
-from fp8calib.model.topology.search import is_linear
 from fp8calib.model.weight_source import WeightSource
-from fp8calib.verification.emulation.weights import WeightChange, is_router
+from fp8calib.verification.emulation.selected import SelectedWeights
+from fp8calib.verification.emulation.weights import WeightChange, is_of_decoder
 
 
-def find_scheme_gaps(
-    name: str, geometry: ModelGeometry, unobserved: Collection[str], model: LoadedModel
-) -> Iterator[str]:
-    """Note the linears of the text decoder that the emulation of a scheme does not quantize.
-
-    `unobserved`: paths of modules in decoder layers that multiply by their weights themselves.
-    """
-    path, decoder = find_text_decoder(model)
-    known = {linear.module for _, linear in geometry.linears()}
-    linears = {f"{path}.{n}" if path else n for n, m in decoder.named_modules() if is_linear(m)}
-    missed = sorted(m for m in (linears - known) | set(unobserved) if not is_router(m))
-    if missed:
-        yield f"{name}: not quantized here, though an engine may: {_first_of(missed)}"
+def find_scheme_gaps(name: str, selected: SelectedWeights, scheme: Scheme) -> Iterator[str]:
+    """Note what `quantize` would write otherwise than `scheme` is emulated."""
+    if selected.refusal:
+        yield f"{name}: `quantize` does not write this model: {selected.refusal}"
+    if selected.others and scheme.inputs is not InputScaling.NONE:
+        yield _explain_inputs(name, sorted(parameter.name for parameter in selected.others))
+    if selected.missed:
+        missed = _first_of(selected.missed)
+        yield f"{name}: not quantized here, though an engine may: {missed}"
 
 
 def find_checkpoint_gaps(
@@ -44,19 +39,17 @@ def find_checkpoint_gaps(
     quantized = {p for p in others if source.tensor_names([p]) & checkpoint.quantized}
     inside = {parameter for parameter in quantized if is_of_decoder(parameter, model)}
     if inside:
-        yield (
-            f"{name}: {_first_of(sorted(inside))}: only the weights are quantized here, not the "
-            "inputs: not a linear of a decoder layer"
-        )
+        yield _explain_inputs(name, sorted(inside))
     if quantized - inside:
         beside = _first_of(sorted(quantized - inside))
         yield f"{name}: ignored, as it is not part of the text decoder: {beside}"
 
 
-def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
-    """Tell whether a parameter belongs to the text decoder (tokens to last hidden state)."""
-    path = find_text_decoder(model)[0]
-    return not path or parameter.startswith(f"{path}.")
+def _explain_inputs(name: str, parameters: Sequence[str]) -> str:
+    return (
+        f"{name}: {_first_of(parameters)}: only the weights are quantized here, not the "
+        "inputs: not a linear of a decoder layer"
+    )
 
 
 def list_embedding_and_head(model: LoadedModel) -> list[str]:

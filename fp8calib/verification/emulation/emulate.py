@@ -25,7 +25,12 @@ from fp8calib.verification.emulation.fake_quantize import (
     add_damage,
     measure_damage,
 )
-from fp8calib.verification.emulation.weights import ParameterReader, WeightChange, changed_weights
+from fp8calib.verification.emulation.weights import (
+    ParameterReader,
+    Requantized,
+    WeightChange,
+    changed_weights,
+)
 
 FLUSH_STRIDE = 8
 """Of q and inputs of linears, zeros are counted in every 8th token; of K and V, in all tokens."""
@@ -41,15 +46,19 @@ class Emulation:
     weights: tuple[WeightChange, ...] = ()
 
     def only(self, modules: frozenset[str]) -> Emulation:
-        """Keep what belongs to `modules`, the paths of attention modules and linears."""
+        """Keep what belongs to `modules`, the paths of attention modules and linears.
+
+        Of weights without a site, those that are copied stay: norms with factors folded in.
+        """
         return Emulation(
             quantizers={s: q for s, q in self.quantizers.items() if s.module in modules},
-            weights=tuple(
-                change
-                for change in self.weights
-                if {site.module for p in change.parameters for site in p.sites} <= modules
-            ),
+            weights=tuple(change for change in self.weights if _belongs(change, modules)),
         )
+
+
+def _belongs(change: WeightChange, modules: frozenset[str]) -> bool:
+    sites = {site.module for parameter in change.parameters for site in parameter.sites}
+    return sites <= modules if sites else not isinstance(change, Requantized)
 
 
 class EmulationHooks:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
@@ -21,8 +20,9 @@ from fp8calib.model.weight_source import WeightSource
 from fp8calib.scales.compute import compute_linear_scales
 from fp8calib.scales.scale_table import SMALLEST_SCALE, ScaleTable, scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.emulation.coverage import is_of_decoder, list_embedding_and_head
+from fp8calib.verification.emulation.coverage import list_embedding_and_head
 from fp8calib.verification.emulation.fake_quantize import Quantizer, ScaleRange
+from fp8calib.verification.emulation.selected import SelectedWeights
 from fp8calib.verification.emulation.stored_weights import (
     ClipLimits,
     CopiedParameter,
@@ -33,6 +33,7 @@ from fp8calib.verification.emulation.weights import (
     WeightChange,
     WeightParameter,
     find_parameters,
+    is_of_decoder,
 )
 
 Linears = tuple[dict[Site, Quantizer], tuple[WeightChange, ...]]
@@ -42,19 +43,18 @@ Linears = tuple[dict[Site, Quantizer], tuple[WeightChange, ...]]
 def emulate_scheme(
     scheme: Scheme,
     geometry: ModelGeometry,
-    modules: Mapping[str, nn.Module],
+    selected: SelectedWeights,
     numerics: Numerics,
     *,
     fmt: Fp8Format,
     stats: CalibrationStats | None,
 ) -> Linears:
-    """Emulate `scheme` on the unquantized model.
+    """Emulate the checkpoint that `quantize` would write with `scheme`.
 
     Raises:
         VerificationError: the scheme has static input scales, and there are no stats.
         ExportError: the stats have no data for an input.
     """
-    groups = find_parameters(geometry, modules)
     quantizer = Quantizer(fmt=fmt, scale=scheme.weights, block=scheme.block)
     requantizes = scheme.weights is Granularity.BLOCK and numerics.group_scales_power_of_two
     change = Requantized(
@@ -63,8 +63,9 @@ def emulate_scheme(
         through_float16=numerics.weights_through_float16 and scheme.weights is Granularity.TENSOR,
         again=replace(quantizer, power_of_two=True) if requantizes else None,
     )
-    changes = tuple(replace(change, parameters=group) for group in groups)
-    covered = {site.module for group in groups for p in group for site in p.sites}
+    others = ((parameter,) for parameter in selected.others)
+    changes = tuple(replace(change, parameters=group) for group in (*selected.groups, *others))
+    covered = {site.module for group in selected.groups for p in group for site in p.sites}
     linears = [linear for _, linear in geometry.linears() if linear.module in covered]
     if scheme.has_static_inputs and not numerics.static_inputs_ignored:
         return _static_inputs(linears, stats, numerics, scheme, fmt), changes
@@ -159,8 +160,8 @@ def emulate_checkpoint(
             lacks one, or quantizes the output head or an embedding.
     """
     found = _Matched(checkpoint, source, model)
-    groups = find_parameters(geometry, dict(model.named_modules()), routers=True)
-    stored = [parameter for group in groups for parameter in group if found.is_stored(parameter)]
+    parameters = find_parameters(geometry, dict(model.named_modules()))
+    stored = [parameter for parameter in parameters if found.is_stored(parameter)]
     if not stored:
         raise VerificationError(
             f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",

@@ -11,12 +11,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.topology.search import is_transposed
 from fp8calib.scales.scale_table import scale_of
 from fp8calib.verification.emulation.fake_quantize import (
@@ -25,9 +26,6 @@ from fp8calib.verification.emulation.fake_quantize import (
     measure_damage,
     sum_damage,
 )
-
-_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
-"""Modules that choose experts; engines keep them unquantized in every scheme."""
 
 
 class ParameterReader(Protocol):
@@ -50,6 +48,9 @@ class WeightParameter:
     is_transposed: bool
     """[in, out] (Conv1D, some experts) where Linear has [out, in]."""
     num_experts: int
+    num_parts: int = 1
+    """How many matrices of the checkpoint its rows hold (gate and up of an expert), each with
+    blocks of its own."""
 
     def slices(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """Give views [out, in] of the parameter: one, or one per expert."""
@@ -107,8 +108,9 @@ class Requantized:
         quantizers = [self._for_group(group) for group in groups]
         for parameter in self.parameters:
             damage = [
-                self._apply_one(weight, quantizer)
+                self._apply_one(part, quantizer)
                 for weight, quantizer in zip(slices[parameter.name], quantizers, strict=True)
+                for part in weight.chunk(parameter.num_parts)
             ]
             yield parameter, sum_damage(damage)
 
@@ -125,7 +127,14 @@ class Requantized:
 
     def _find_in_group(self, group: Sequence[torch.Tensor], per: Granularity) -> list[ScaleRange]:
         quantizer = self.again or self._for_group(group)
-        return [ScaleRange.of(quantizer.scale_for(weight), per=per) for weight in group]
+        scales = (
+            [quantizer.scale_for(part) for part in weight.chunk(parameter.num_parts)]
+            for weight, parameter in zip(group, self.parameters, strict=True)
+        )
+        return [
+            reduce(ScaleRange.join, (ScaleRange.of(scale, per=per) for scale in each))
+            for each in scales
+        ]
 
     def _for_group(self, group: Sequence[torch.Tensor]) -> Quantizer:
         if self.quantizer.scale is not Granularity.TENSOR:
@@ -146,35 +155,20 @@ class Requantized:
 
 
 def find_parameters(
-    geometry: ModelGeometry, modules: Mapping[str, nn.Module], *, routers: bool = False
-) -> list[tuple[WeightParameter, ...]]:
-    """List the weights that an FP8 scheme quantizes, fused groups (q/k/v, gate/up) together.
-
-    These are all linears and experts of the decoder layers; routers only if `routers` is set.
-    """
-    groups: dict[str, dict[str, WeightParameter]] = {}
+    geometry: ModelGeometry, modules: Mapping[str, nn.Module]
+) -> list[WeightParameter]:
+    """List the weights of the linears and experts of the decoder layers."""
+    found: dict[str, WeightParameter] = {}
     for _, linear in geometry.linears():
-        if not routers and is_router(linear.module):
-            continue
-        group = groups.setdefault(_group_key(linear), {})
-        known = group.get(linear.weight_name)
+        known = found.get(linear.weight_name)
         sites = (Site(linear.module, Role.WEIGHT),)
-        group[linear.weight_name] = WeightParameter(
+        found[linear.weight_name] = WeightParameter(
             name=linear.weight_name,
             sites=(*known.sites, *sites) if known else sites,
             is_transposed=_is_transposed(linear, modules),
             num_experts=linear.num_experts,
         )
-    return [tuple(group.values()) for group in groups.values()]
-
-
-def is_router(module: str) -> bool:
-    """Tell from a linear's path whether it chooses experts: `mlp.gate`, `mlp.gate.wg`."""
-    return not _ROUTER_NAMES.isdisjoint(module.split("."))
-
-
-def _group_key(linear: Linear) -> str:
-    return linear.weight_name if linear.num_experts else name_fused_group(linear.module)
+    return list(found.values())
 
 
 def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
@@ -182,6 +176,12 @@ def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
     if linear.num_experts:
         return bool(getattr(module, "is_transposed", False))
     return is_transposed(module)
+
+
+def is_of_decoder(parameter: str, model: LoadedModel) -> bool:
+    """Tell whether a parameter belongs to the text decoder (tokens to last hidden state)."""
+    path = find_text_decoder(model)[0]
+    return not path or parameter.startswith(f"{path}.")
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""Paths of what stays unquantized, under other prefixes and names that engines use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from fp8calib.dialects.fp8.dialect import UnquantizedMatrix
+from fp8calib.geometry.module_paths import split_expert
+from fp8calib.selection.matrices import Matrix
+
+_RENAMED: Mapping[str, tuple[str, str]] = {"phimoe": ("block_sparse_moe.gate", "mlp.router")}
+"""Names in transformers 5.23 of linears that stay unquantized by default
+(`conversion_mapping.py`)."""
+_PARTIAL_CONFIGS = frozenset(
+    {"text_config", "llm_config", "language_config", "vision_config", "audio_config"}
+)
+"""A config with one of these has a text model as a part, and engines give it another prefix."""
+
+
+def find_ends(
+    config: Mapping[str, object],
+    unquantized: Collection[UnquantizedMatrix],
+    quantized: Collection[Matrix],
+) -> Iterator[UnquantizedMatrix]:
+    """Add the ends of paths, where engines may use another prefix or other names."""
+    old, new = _RENAMED.get(str(config.get("model_type")), ("", ""))
+    if not old and _PARTIAL_CONFIGS.isdisjoint(config):
+        yield from unquantized
+        return
+    quantized_ends = {end for matrix in quantized for end in _list_ends(matrix.module)}
+    for item in unquantized:
+        paths = (path.replace(old, new) for path in item.linears)
+        found = (_list_ends(path, only_outermost=True) for path in paths)
+        own = (next((end for end in ends if end not in quantized_ends), None) for ends in found)
+        yield replace(item, ends=tuple(dict.fromkeys(end for end in own if end is not None)))
+
+
+def _list_ends(module: str, *, only_outermost: bool = False) -> Iterator[str]:
+    """List the ends of a path that begin at a numbered layer; for experts, that of all first."""
+    parts = module.split(".")
+    places = [position for position, part in enumerate(parts) if position and part.isdecimal()]
+    for position in places[: 1 if only_outermost else None]:
+        end = ".".join(parts[position - 1 :])
+        found = split_expert(end)
+        if found is not None:
+            yield found[0]
+        yield end

@@ -1,0 +1,107 @@
+"""What `verify --scheme` emulates is what `quantize --scheme` writes, to the bit.
+
+The emulated model is saved by transformers, which names and splits tensors as the source's file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8calib.engines.registry import find_emulated
+from fp8calib.errors import ModelError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.verification.emulation.linears import emulate_scheme
+from fp8calib.verification.emulation.weights import changed_weights
+from tests import zoo
+from tests.architectures import families
+from tests.cli.conftest import write_rows
+from tests.cli.program import succeed
+from tests.quantization.by_hand import run
+from tests.verification.by_hand import Subject, opened
+
+_INDEXER = {**zoo.ZOO["deepseek_v3"], "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    **zoo.ZOO,
+    **families.FAMILIES,
+    "axk2": _INDEXER,
+    "deepseek_v32": _INDEXER,
+}
+REFUSED = ("dbrx", "gpt2", "gpt_oss")
+"""`quantize` cannot write these."""
+Tensors = dict[str, torch.Tensor]
+
+
+def save_emulated(subject: Subject, scheme: str, folder: Path) -> Tensors:
+    """Let transformers save the model while the scheme is emulated."""
+    numerics = find_emulated("reference")[1]
+    _, changes = emulate_scheme(
+        SCHEMES[scheme], subject.geometry, subject.selected, numerics, fmt=E4M3FN, stats=None
+    )
+    with changed_weights(subject.model, changes, subject.originals, {}):
+        subject.model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def multiply(written: Tensors, name: str) -> torch.Tensor:
+    """Multiply codes by scales of blocks of 128 x 128."""
+    codes, scales = written[name], written[f"{name}_scale"]
+    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_what_is_emulated_is_what_is_written(family: str, tmp_path: Path) -> None:
+    model = families.build(family, MODELS[family])
+    with opened(model, tmp_path / "m") as subject:
+        emulated = save_emulated(subject, "fp8-block", tmp_path / "emulated")
+    if family in REFUSED:
+        with pytest.raises(ModelError):
+            run(tmp_path / "m", tmp_path / "q", "fp8-block")
+        return
+    source = load_file(tmp_path / "m" / "model.safetensors")
+    written = run(tmp_path / "m", tmp_path / "q", "fp8-block").tensors()
+    fp8 = {name for name in written if written[name].dtype is torch.float8_e4m3fn}
+    stacks = source.keys() - written.keys()
+    changed = {name for name in source if not torch.equal(source[name], emulated[name])}
+    assert changed == (fp8 & source.keys()) | stacks
+    for name in fp8 & source.keys():
+        assert torch.equal(emulated[name], multiply(written, name)), name
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("jamba", "fp8-dynamic"),
+        ("deepseek_v32", "fp8-dynamic"),
+        ("axk2", "fp8-block"),
+        ("gemma3n_text", "w8a16"),
+        ("mixtral", "fp8-block"),
+        ("qwen3_next", "fp8-block"),
+    ],
+)
+def test_a_scheme_has_the_divergence_of_its_checkpoint(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    families.save(family, MODELS[family], tmp_path / "m")
+    succeed("quantize", tmp_path / "m", "--scheme", scheme, "--out", tmp_path / "q")
+    rows = [{"input_ids": [(i * j) % 120 + 3 for j in range(1, 17)]} for i in range(1, 7)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+
+    def measure(*candidate: object) -> float:
+        outcome = succeed(
+            *("verify", tmp_path / "m", *candidate, "--engine", "reference", "--data", data),
+            *("--seq-len", 16, "--dtype", "float32", "--json"),
+        )
+        found = outcome.json["candidates"][0]["kld_mean"]
+        assert isinstance(found, float)
+        return found
+
+    emulated, stored = measure("--scheme", scheme), measure("--scales", tmp_path / "q")
+    assert emulated > 1e-6
+    assert emulated == pytest.approx(stored, rel=1e-6)
