@@ -76,6 +76,7 @@ def read_scales(
         site: Scale(
             values=parsed.values[site],
             source=ScaleSource.SHARED if site in shared else ScaleSource.OBSERVED,
+            is_joint=site in parsed.joint,
         )
         for _, attention in geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)

@@ -41,10 +41,9 @@ class Numerics:
     """Per-head scales are used; if not, the engine refuses them."""
     kv_heads_share_largest: bool = False
     """Per-head scales are read, but the largest of a layer serves all its heads."""
-    kv_joint_scale: bool = False
-    """One scale serves k and v of a layer: the larger of the two."""
-    kv_joint_in_model_dtype: bool = False
-    """A scale that the file stores for k and v together is rounded to the model's dtype."""
+    kv_joint_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """By model type, and under "" for all others: the dtype to which a scale is rounded that the
+    file stores for k and v together. Without an entry it is not rounded."""
     kv_scales_latents: bool = True
     """The cache of latent attention (MLA) uses scales; if not, they are replaced by 1.0."""
     quantizes_query: bool = False
@@ -76,6 +75,10 @@ class Numerics:
     """The option that leaves the KV cache of some layers unquantized; their indices follow."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """By field: the file and function it was read from."""
+
+    def find_joint_dtype(self, model_type: str) -> str:
+        """Name the dtype to which a scale for k and v together is rounded; empty if to none."""
+        return self.kv_joint_dtypes.get(model_type, self.kv_joint_dtypes.get("", ""))
 
 
 SMALLEST_TOKEN_SCALE = 1 / (E4M3FN.max * 512)

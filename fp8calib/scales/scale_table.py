@@ -56,6 +56,8 @@ class Scale:
     source: ScaleSource
     is_substitute: bool = False
     """No value was computed from the site's own statistics."""
+    is_joint: bool = False
+    """A file stores it for k and v together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

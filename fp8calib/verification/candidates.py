@@ -174,11 +174,11 @@ def _check_weights(folder: Path, target: Target) -> None:
 
 
 def build_kv_candidate(
-    name: str, table: ScaleTable, numerics: Numerics, *, origin: str, dialect: str = ""
+    name: str, table: ScaleTable, numerics: Numerics, *, origin: str
 ) -> Candidate:
     """Build a candidate that quantizes the KV cache with the scales of `table`.
 
-    `origin` is shown to people; `dialect` is empty for scales that were computed from statistics.
+    `origin` is shown to people.
     """
     kind = "per-head" if table.per_head else "per-tensor"
     ranks = f", {table.tp} ranks" if table.tp > 1 else ""
@@ -190,7 +190,7 @@ def build_kv_candidate(
     return Candidate(
         name=name,
         description=f"KV cache {table.fmt.name}, {kind} scales{ranks} ({origin}){unused}",
-        emulation=Emulation(quantizers=emulate_kv(table, numerics, dialect=dialect)),
+        emulation=Emulation(quantizers=emulate_kv(table, numerics)),
     )
 
 
@@ -249,7 +249,7 @@ def build_checkpoint(
     parts = [f"{checkpoint.dialect.name} checkpoint, weights {checkpoint.fmt.name}"]
     if opened.found is not None:
         found = opened.found
-        quantizers |= emulate_kv(found.table, numerics, dialect=found.dialect)
+        quantizers |= emulate_kv(found.table, numerics)
         parts.append(f"KV cache {found.table.fmt.name}")
     return Candidate(
         name=opened.name,

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from fp8calib.dialects.read import read_scales
+from fp8calib.engines.registry import find_emulated
 from fp8calib.geometry.model_geometry import Linear, Part
+from fp8calib.verification.emulation.kv import emulate_kv
 from tests.dialects.handmade import latent_stats, make_attention, make_geometry
 from tests.engines.check_handmade import (
     FP8,
@@ -40,17 +43,45 @@ def test_scales_by_the_modules_name_are_used_index_or_not(
     assert ask("tgi", folder).ok
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("dtype", "value"), [("float16", 0.0999755859375), ("bfloat16", 0.10009765625)]
+    ("model_type", "value"), [("llama", 0.0999755859375), ("gemma2", 0.10009765625)]
 )
-def test_kv_scale_is_rounded_to_the_models_dtype(tmp_path: Path, dtype: str, value: float) -> None:
-    folder = save_folder(tmp_path / "f", spell("kv_scale", value=0.1))
+def test_check_and_verify_round_kv_scale_alike(
+    tmp_path: Path, dtype: str, model_type: str, value: float
+) -> None:
+    """To float16 or, for gemma2, bfloat16, whatever the checkpoint's dtype (`get_model`)."""
+    folder = save_folder(tmp_path / "f", spell("kv_scale", value=0.1), model_type=model_type)
+    geometry = plain_geometry(checkpoint_dtype=dtype, model_type=model_type)
 
-    report = ask("tgi", folder, plain_geometry(checkpoint_dtype=dtype))
+    report = ask("tgi", folder, geometry)
 
     assert report.ok
     assert values(report) == [(value, value)] * 2
     assert any("rounded" in problem for problem in report.problems)
+    numerics = find_emulated("tgi")[1]
+    found = emulate_kv(read_scales(folder, geometry).table, numerics)
+    assert {float(each.scale) for each in found.values() if each.scale is not None} == {value}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "suffixes", "is_joint"),
+    [
+        (None, ("kv_scale",), True),
+        (FP8, ("kv_scale",), True),
+        (FP8, ("kv_scale", *PAIR), False),
+        (FP8, PAIR, False),
+        (None, PAIR, False),
+    ],
+)
+def test_the_table_records_where_one_number_is_stored_for_k_and_v(
+    tmp_path: Path, quantization: dict[str, Any] | None, suffixes: tuple[str, ...], is_joint: bool
+) -> None:
+    folder = save_folder(tmp_path / "f", spell(*suffixes, value=0.1), quantization=quantization)
+
+    table = read_scales(folder, plain_geometry()).table
+
+    assert {scale.is_joint for scale in table.scales.values()} == {is_joint}
 
 
 def test_a_kv_scale_that_vanishes_in_fp16_is_not_ok(tmp_path: Path) -> None:

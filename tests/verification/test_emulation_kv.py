@@ -225,15 +225,6 @@ def test_scales_per_head_are_refused_where_the_engine_has_none(llama: Subject) -
         emulate_kv(make_table(llama, values, per_head=True), numerics)
 
 
-def test_one_scale_serves_k_and_v_where_the_engine_has_one(llama: Subject) -> None:
-    values = {
-        site: torch.tensor([3e-3 if site.role is Role.K else 7e-3]) for site in head_amaxes(llama)
-    }
-    numerics = Numerics(name="joint", kv_joint_scale=True)
-    larger = dict.fromkeys(values, torch.tensor([7e-3, 7e-3]))
-    assert_same(llama, make_table(llama, values), larger, numerics=numerics)
-
-
 def test_dividing_in_bfloat16_rounds_the_quotient_before_the_cast(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

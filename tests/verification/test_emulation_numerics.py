@@ -77,7 +77,8 @@ def make_table(
         for _, attention in subject.geometry.attentions()
         for role in (Role.K, Role.V, Role.Q)
     ]
-    scale = Scale(values=values, source=ScaleSource.OBSERVED)
+    is_joint = settings.get("is_joint", False)
+    scale = Scale(values=values, source=ScaleSource.OBSERVED, is_joint=is_joint)
     return ScaleTable(
         geometry=subject.geometry,
         fmt=settings.get("fmt", E4M3FN),
@@ -96,9 +97,8 @@ def quantizers(
     subject: Subject, numerics: Numerics, values: Any = (THIRD,), **settings: Any
 ) -> dict[Role, Quantizer]:
     """Give what the product does to K, V and q of layer 0."""
-    dialect = settings.pop("dialect", "")
     table = make_table(subject, torch.tensor(values), **settings)
-    found = emulate_kv(table, numerics, dialect=dialect)
+    found = emulate_kv(table, numerics)
     attention = first_attention(subject)
     roles = (Role.K, Role.V, Role.Q)
     return {role: found[attention.site(role)] for role in roles if attention.site(role) in found}
@@ -145,11 +145,11 @@ def test_the_tgi_cache_multiplies_by_the_reciprocal(llama: Subject) -> None:
     assert Role.Q not in found
 
 
-def test_tgi_rounds_the_one_scale_of_its_own_dialect_to_bfloat16(llama: Subject) -> None:
-    rounded = float(torch.tensor(THIRD).to(torch.bfloat16))
-    assert rounded != pytest.approx(THIRD, rel=1e-4)
-    joint = quantizers(llama, find_emulated("tgi")[1], dialect="tgi")
-    others = quantizers(llama, find_emulated("tgi")[1], dialect="compressed-tensors")
+def test_tgi_rounds_one_scale_for_k_and_v_to_the_dtype_it_serves_llama_in(llama: Subject) -> None:
+    rounded = float(torch.tensor(THIRD).to(torch.float16))
+    assert rounded != float(torch.tensor(THIRD))
+    joint = quantizers(llama, find_emulated("tgi")[1], is_joint=True)
+    others = quantizers(llama, find_emulated("tgi")[1])
     assert float(joint[Role.K].scale) == rounded  # type: ignore[arg-type]
     assert float(others[Role.K].scale) == pytest.approx(THIRD)  # type: ignore[arg-type]
 

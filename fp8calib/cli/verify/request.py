@@ -98,14 +98,8 @@ def _build_candidate(job: VerifyJob, opened: OpenedCandidate, model: LoadedModel
     if opened.checkpoint is not None:
         return build_checkpoint(opened, model, job.target, options.numerics)
     table = _read_table(job, opened)
-    dialect = opened.found.dialect if opened.found else ""
-    return build_kv_candidate(
-        opened.name,
-        table,
-        options.numerics,
-        origin=dialect or "statistics, amax",
-        dialect=dialect,
-    )
+    origin = opened.found.dialect if opened.found else "statistics, amax"
+    return build_kv_candidate(opened.name, table, options.numerics, origin=origin)
 
 
 def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
@@ -168,10 +162,8 @@ def _build_scale_kinds(job: VerifyJob) -> Mapping[str, Mapping[Site, Quantizer]]
     if first is None:
         return scale_kinds
     table = _read_table(job, first)
-    dialect = first.found.dialect if first.found else ""
-    scale_kinds[PER_HEAD if table.per_head else SCALED] = emulate_kv(
-        table, options.numerics, dialect=dialect
-    )
+    kind = PER_HEAD if table.per_head else SCALED
+    scale_kinds[kind] = emulate_kv(table, options.numerics)
     if first.stats is not None and options.numerics.kv_per_head:
         per_head = compute_kv_scales(first.stats, options.fmt, per_head=True)
         scale_kinds[PER_HEAD] = emulate_kv(per_head, options.numerics)

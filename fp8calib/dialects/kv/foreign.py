@@ -60,8 +60,6 @@ COMPRESSED_TENSORS = Dialect(
     read=read_kv_scales,
     formats=(E4M3FN,),
     scale_suffixes=("_scale", ".scale"),
-    per_head=True,
-    has_query=True,
 )
 AUTOFP8 = Dialect(
     name="autofp8",
@@ -91,6 +89,4 @@ TRTLLM = Dialect(
     recognise=lambda files: bool(_find_rank_files(files)),
     read=_read_trtllm,
     scale_suffixes=(RANK_FILE_MARK,),
-    per_tp=True,
-    joins_kv=True,
 )

@@ -54,8 +54,10 @@ def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry
         raise refusal(
             place, fault, hint="config.json states the number of ranks; copy all rank files"
         )
+    values = join_ranks(place, geometry, ranks)
     return ParsedScales(
-        values=join_ranks(place, geometry, ranks),
+        values=values,
+        joint=frozenset(values),
         tp=len(ranks),
         fmt=config.fmt,
         files=tuple(files),

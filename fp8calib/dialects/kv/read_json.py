@@ -58,8 +58,10 @@ def read_json(
     check_model_type(path, document.get("model_type"), geometry)
     _check_counts(path, factors, geometry)
     ranks = {numbers[key]: _read_rank(path, key, layers) for key, layers in factors.items()}
+    values = join_ranks(path, geometry, ranks)
     return ParsedScales(
-        values=join_ranks(path, geometry, ranks),
+        values=values,
+        joint=frozenset(values),
         tp=len(ranks),
         fmt=fmt,
         origin=parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Effect, Engine, Launch, WeightRule
-from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
+from fp8calib.engines.tgi.numerics import NUMERICS
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -18,31 +18,6 @@ def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Eng
 
     return replay_tgi(folder, geometry, tp)
 
-
-_CACHE = "TGI 065f87a server/text_generation_server/layers/attention/kv_cache.py"
-_FP8 = "TGI 05d0aa6 server/text_generation_server/layers/fp8.py"
-_MARLIN = "danieldk/marlin-kernels 0e1f9d6 csrc/quantization/fp8/common.cu"
-_NUMERICS = Numerics(
-    name="tgi",
-    kv_by_reciprocal=True,
-    kv_saturates_unscaled=False,
-    kv_scales_e5m2=False,
-    kv_per_head=False,
-    kv_joint_in_model_dtype=True,
-    static_inputs_ignored=True,
-    smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
-    sources={
-        "kv_by_reciprocal": f"{_CACHE} KVCache.store; {_MARLIN} scaled_fp8_quant_kernel",
-        "kv_saturates_unscaled": f"{_CACHE} KVCache.store: scales of 1.0 leave the "
-        "cast to torch (2.4 to 2.7, whose e4m3fn overflows to NaN)",
-        "kv_scales_e5m2": f"{_CACHE} KVCache.can_scale",
-        "kv_per_head": f"{_CACHE} KVScales.__post_init__",
-        "kv_joint_in_model_dtype": f"{_CACHE} get_kv_scales: get_tensor casts",
-        "static_inputs_ignored": f"{_FP8} Fp8Linear.forward, wherever cutlass has FP8 "
-        "(Hopper; older GPUs leave inputs alone)",
-        "smallest_dynamic_scale": f"{_MARLIN} dynamic_per_token_scaled_fp8_quant_kernel",
-    },
-)
 
 _WEIGHT_RULES = (
     WeightRule(
@@ -77,7 +52,7 @@ TGI = Engine(
         kv_flag="--kv-cache-dtype fp8_e4m3fn",
         ranks_flag="--num-shard",
     ),
-    numerics=_NUMERICS,
+    numerics=NUMERICS,
     replay_folder=_replay_folder,
     tensor_file_condition="it is read only inside the model's folder",
     splits_heads=True,

@@ -23,6 +23,7 @@ from fp8calib.engines.replay.verdicts import (
     Status,
     judge_number,
 )
+from fp8calib.engines.tgi.numerics import NUMERICS
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 
@@ -34,7 +35,6 @@ _TYPES_WITH_KV_SCALES = (
 """Model types whose modeling files call `get_kv_scales` (TGI db931fc); llama's file runs phi3 and
 granite."""
 _SKIPPED_WORDS = ("arguments", "args", "adapter", "training")
-_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOADABLE = {
     ("float", 8): ("float-quantized", "naive-quantized"),
     ("int", 8): ("pack-quantized", "int-quantized", "naive-quantized", "marlin-24"),
@@ -44,7 +44,10 @@ _LOADABLE = {
 _UNPARSED = "Cannot parse compressed-tensors configuration"
 _GROUPS_FIX = "write config_groups as an object of groups with targets, and ignore as a list"
 _NAMES_FIX = "store k_scale and v_scale under the attention module's own path"
-_ROUNDED = "kv_scale is rounded to the model's dtype before use; k_scale and v_scale are not"
+_ROUNDED = (
+    "kv_scale is rounded to {}, in which TGI serves this model without --dtype; k_scale and "
+    "v_scale are not"
+)
 
 
 def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineReport:
@@ -139,8 +142,10 @@ def _judge(context: LoadContext, index: int, attention: Attention) -> LayerVerdi
     if k is not None and v is not None:
         return _judge_pair(context, index, attention, (k, _number(k)), (v, _number(v)))
     if single is not None:
-        context.problems.append(_ROUNDED)
-        number = (single, _round(_number(single), context.geometry))
+        dtype = NUMERICS.find_joint_dtype(model_type)
+        context.problems.append(_ROUNDED.format(dtype))
+        rounded = float(torch.tensor(_number(single)).to(getattr(torch, dtype)))
+        number = (single, rounded)
         return _judge_pair(context, index, attention, number, number)
     why = f"TGI looks only for both {prefix}.k_scale and .v_scale, or for .kv_scale: 1.0"
     return context.judge_absent_layer(index, why=why, fix=_NAMES_FIX)
@@ -153,11 +158,6 @@ def _number(stored: StoredScale) -> float:
         )
         raise Refusal(why, fix="store one number for the layer")
     return stored.values[0]
-
-
-def _round(value: float, geometry: ModelGeometry) -> float:
-    dtype = _HALVES.get(geometry.checkpoint_dtype, torch.float16)
-    return float(torch.tensor(value).to(dtype))
 
 
 def _judge_pair(
@@ -179,6 +179,6 @@ def _judge_pair(
 def _judge_one(stored: StoredScale, value: float, fault: str) -> LoadVerdict:
     verdict = judge_number(value, str(stored), fault=fault)
     if value == 0 and stored.values[0] > 0:
-        why = f"{stored} is {stored.values[0]:g}, and 0 in the model's dtype"
+        why = f"{stored} is {stored.values[0]:g}, and 0 in the dtype TGI serves it in"
         return LoadVerdict(status=Status.MISREAD, value=0.0, why=why, fix=_NAMES_FIX)
     return verdict

@@ -27,12 +27,8 @@ def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
     )
 
 
-def emulate_kv(
-    table: ScaleTable, numerics: Numerics, *, dialect: str = ""
-) -> dict[Site, Quantizer]:
+def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     """Give the quantizers of K, V and, where the engine quantizes it, q.
-
-    `dialect` is that of the scales: some engines treat one differently.
 
     Raises:
         VerificationError: the engine cannot use such scales.
@@ -42,7 +38,7 @@ def emulate_kv(
     for _, attention in table.geometry.attentions():
         for role in (Role.K, Role.V):
             if attention.producer is None:
-                values = _kv_scale_values(table, attention, role, numerics, dialect)
+                values = _kv_scale_values(table, attention, role, numerics)
                 quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, numerics)
         if numerics.quantizes_query and attention.kind == "heads":
             quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, numerics)
@@ -74,24 +70,18 @@ def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
 
 
 def _kv_scale_values(
-    table: ScaleTable, attention: Attention, role: Role, numerics: Numerics, dialect: str
+    table: ScaleTable, attention: Attention, role: Role, numerics: Numerics
 ) -> torch.Tensor:
     if attention.kind == "latent" and takes_latents_unscaled(table, numerics):
         return torch.tensor(1.0)
-    if numerics.kv_joint_scale:
-        joint = torch.tensor([table.kv(attention, rank) for rank in range(table.tp)])
-        return _per_head(joint, attention.num_kv_heads)
-    values = table.scales[attention.site(role)].values
+    scale = table.scales[attention.site(role)]
+    values = scale.values
     if table.per_head:
         return values.max() if numerics.kv_heads_share_largest else values.reshape(-1, 1, 1)
-    if numerics.kv_joint_in_model_dtype and dialect == "tgi":
-        values = values.to(_served_dtype(table.geometry)).float()
+    dtype = numerics.find_joint_dtype(table.geometry.model_type)
+    if scale.is_joint and dtype:
+        values = values.to(getattr(torch, dtype)).float()
     return _per_head(values, attention.num_kv_heads)
-
-
-def _served_dtype(geometry: ModelGeometry) -> torch.dtype:
-    """Give the 16-bit dtype a model is served in; fp32 checkpoints are served in bf16."""
-    return torch.float16 if geometry.checkpoint_dtype == "float16" else torch.bfloat16
 
 
 def _per_head(values: torch.Tensor, num_heads: int) -> torch.Tensor:
