@@ -18,6 +18,8 @@ _TREES = frozenset({TOWER, _PROJECTOR})
 _MODALITY = "vision|visual|image|img|audio|speech|sound|video"
 
 _KEPT = "a linear that engines keep unquantized"
+_DRAFTER = "a drafter (multi-token prediction), as other tools leave it"
+_DELTA_GATE = "a projection to the gates of linear attention, as ModelOpt leaves it"
 _PARTS = (
     ("an output head", r"head|.+_head|embed_out|output_layer|score|classifier|pooler"),
     ("an embedding", r".*embed.*|wte|wpe|relative_attention_bias"),
@@ -32,6 +34,9 @@ _PARTS = (
     # vLLM 0.32.0 makes these without a quantization config, whatever the checkpoint's
     # (`models/deepseek_mtp.py`, `ernie_mtp.py`, `deepseek_v2.py`).
     (_KEPT, r"eh_proj|mtp_linear_proj|weights_proj"),
+    # ModelOpt 0.47.0, `configs/ptq/units/default_disabled_quantizers.yaml`; llm-compressor 0.14.0.1
+    # copies it too (compressed-tensors 0.20.0, `utils/mtp.py`).
+    (_DRAFTER, r"mtp"),
 )
 """Why a module stays unquantized, and the parts of a path that mark it."""
 _OUTER_PARTS = (
@@ -39,6 +44,9 @@ _OUTER_PARTS = (
     (_PROJECTOR, r"mlp1"),
 )
 """The same, but only before the first number of a path: in layers these names differ in meaning."""
+_DELTA_GATES = re.compile(r"(.*\.)?linear_attn\.in_proj_(a|b|ba)")
+"""Paths of projections to a number or two per head; their rows are fewer than a block's. ModelOpt
+0.47.0 leaves them (`configs/ptq/units/default_disabled_quantizers.yaml`)."""
 _INDEXER_KEY = ".indexer.wk"
 """The end of a path; engines join it with `weights_proj`, and vLLM 0.32.0 fails on a scale that is
 one for all its rows (`models/deepseek_v2.py`, `_try_load_fp8_indexer_wk`)."""
@@ -70,6 +78,8 @@ def find_default(module: str, *, rows: int, vocab_sizes: Collection[int]) -> Rea
                     return Reason(why, tree=part if why in _TREES else "")
     if module.endswith(_INDEXER_KEY):
         return Reason(_KEPT)
+    if _DELTA_GATES.fullmatch(module):
+        return Reason(_DELTA_GATE)
     if outer == parts and rows in vocab_sizes:
         return Reason("an embedding or an output head: it has a row per word")
     return None

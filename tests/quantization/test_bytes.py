@@ -72,7 +72,6 @@ def test_static_weights_share_the_scale_of_their_group(tmp_path: Path, shards: i
         ("mlp.experts.1.w1", "mlp.experts.1.w3"),
         ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
         ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
         ("mlp.c_fc_0", "mlp.c_fc_1"),
     ],
 )

@@ -87,6 +87,12 @@ LEFT = {
     "custom_text_proj": "a projector between modalities",
     "model.layers.61.eh_proj": "a linear that engines keep unquantized",
     "model.layers.0.self_attn.indexer.wk": "a linear that engines keep unquantized",
+    "mtp.fc": "a drafter (multi-token prediction), as other tools leave it",
+    "mtp.layers.0.mlp.up_proj": "a drafter (multi-token prediction), as other tools leave it",
+    **dict.fromkeys(
+        (f"model.layers.0.linear_attn.in_proj_{name}" for name in ("a", "b", "ba")),
+        "a projection to the gates of linear attention, as ModelOpt leaves it",
+    ),
 }
 
 

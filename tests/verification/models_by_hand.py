@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.verification.by_hand import Change
 
-ROUTERS = ("gate", "router", "shared_expert_gate", "modality_router")
+ROUTERS = ("gate", "router", "shared_expert_gate", "modality_router", "in_proj_ba")
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
