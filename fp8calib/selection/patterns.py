@@ -15,9 +15,12 @@ _NUMBER = re.compile(r"\.\d+\.")
 TOWER = "a vision or audio tower"
 _PROJECTOR = "a projector between modalities"
 _TREES = frozenset({TOWER, _PROJECTOR})
-_MODALITY = "vision|visual|image|img|audio|speech|sound|video"
+_MODALITY = "vision|visual|image|img|audio|speech|sound|video|wav|waveform"
 
 _KEPT = "a linear that engines keep unquantized"
+_GENERATOR = "a part that generates sound or images"
+_HYPER = "a mixer of residual streams, as AutoRound leaves it"
+_LATENT = "a projection of latent experts, as ModelOpt leaves it"
 _DRAFTER = "a drafter (multi-token prediction), as other tools leave it"
 _DELTA_GATE = "a projection to the gates of linear attention, as ModelOpt leaves it"
 _PARTS = (
@@ -31,9 +34,17 @@ _PARTS = (
         r".*projector.*|connector|(.+_)?aligner|(.+_)?resampler|merger|patch_merger|qformer|"
         r"(language|text|modality)_projection|custom_text_proj",
     ),
+    # Engines of text do not load these; AutoRound 0.16.1 leaves them (`utils/common.py`,
+    # `special_model_handler.py`).
+    (_GENERATOR, r"talker|code_predictor|(code|token)2wav|vqmodel|.+_moe_gen|moe_gen"),
     # vLLM 0.32.0 makes these without a quantization config, whatever the checkpoint's
     # (`models/deepseek_mtp.py`, `ernie_mtp.py`, `deepseek_v2.py`).
     (_KEPT, r"eh_proj|mtp_linear_proj|weights_proj"),
+    # AutoRound 0.16.1, `special_model_handler.py`.
+    (_HYPER, r"hyper_connections?"),
+    # ModelOpt 0.47.0, `configs/ptq/units/mamba_moe_disabled_quantizers.yaml`; vLLM 0.32.0 then
+    # sums over ranks once (`models/nemotron_h.py`).
+    (_LATENT, r"fc[12]_latent_proj"),
     # ModelOpt 0.47.0, `configs/ptq/units/default_disabled_quantizers.yaml`; llm-compressor 0.14.0.1
     # copies it too (compressed-tensors 0.20.0, `utils/mtp.py`).
     (_DRAFTER, r"mtp"),
@@ -45,8 +56,9 @@ _OUTER_PARTS = (
 )
 """The same, but only before the first number of a path: in layers these names differ in meaning."""
 _DELTA_GATES = re.compile(r"(.*\.)?linear_attn\.in_proj_(a|b|ba)")
-"""Paths of projections to a number or two per head; their rows are fewer than a block's. ModelOpt
-0.47.0 leaves them (`configs/ptq/units/default_disabled_quantizers.yaml`)."""
+"""Paths of projections to one number per head. ModelOpt 0.47.0 leaves them
+(`configs/ptq/units/default_disabled_quantizers.yaml`), and vLLM 0.32.0 cannot run them with block
+scales (`layers/mamba/gdn/qwen_gdn_linear_attn.py`)."""
 _INDEXER_KEY = ".indexer.wk"
 """The end of a path; engines join it with `weights_proj`, and vLLM 0.32.0 fails on a scale that is
 one for all its rows (`models/deepseek_v2.py`, `_try_load_fp8_indexer_wk`)."""
