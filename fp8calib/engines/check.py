@@ -95,7 +95,9 @@ def _replay_file(
             return report_refusal(geometry, refusal)
     return report_alike(
         geometry,
-        LoadVerdict(status=Status.DROPPED, value=1.0, why=f"{why}: 1.0", fix=_OVERLAY_FIX),
+        LoadVerdict(
+            status=Status.DROPPED, value=1.0, why=f"{why}, so it uses 1.0", fix=_OVERLAY_FIX
+        ),
     )
 
 

@@ -203,7 +203,7 @@ def _sum_up(layers: list[dict[str, Any]], problems: list[str]) -> tuple[str, tup
 
 def _shorten(why: str) -> str:
     """Remove the layer, the file and the fallback from a reason."""
-    text = re.sub(r"^\S+ of \S+: ", "", why).removesuffix(": 1.0")
+    text = re.sub(r"^\S+ of \S+: ", "", why).removesuffix(", so it uses 1.0")
     return re.sub(r"model\.layers\.\d+\.", "", text).replace("|", "/")
 
 

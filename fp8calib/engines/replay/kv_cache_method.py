@@ -93,7 +93,7 @@ def _unset(
 ) -> LoadVerdict:
     if stored is None:
         return context.judge_absent(slot, why=rules.absent_why, fix=rules.absent_fix)
-    why = f"{stored} is {value:g}, which {rules.engine} treats as not loaded: 1.0"
+    why = f"{stored} is {value:g}, which {rules.engine} treats as not loaded, so it uses 1.0"
     fix = "calibrate the layer again; a scale is a finite number above zero"
     return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
 

@@ -51,7 +51,7 @@ def amend_for_dtype(
     if "fnuz" in dtype:
         why, fix = fnuz, "convert the scales to e4m3fn: halve each, and record that dtype"
     elif "e5m2" in dtype:
-        why, fix = e5m2, "calibrate for e4m3fn; no engine uses scales with e5m2"
+        why, fix = e5m2, "calibrate for e4m3fn, or serve an e5m2 cache without scales"
     elif dtype:
         why, fix = (
             _OTHER_FORMAT,

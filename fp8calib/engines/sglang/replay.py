@@ -93,7 +93,8 @@ def _find_fault(folder: ScaleFolder, geometry: ModelGeometry) -> str:
     """
     fault = _find_config_fault(find_quantization(folder, keys=_CONFIG_KEYS))
     if not fault and geometry.model_type in TYPES_WITHOUT_KV_SCALES:
-        return f"SGLang's attention of {geometry.model_type} has no parameters for KV scales: 1.0"
+        owner = f"SGLang's attention of {geometry.model_type}"
+        return f"{owner} has no parameters for KV scales, so it uses 1.0"
     return fault
 
 
@@ -102,7 +103,7 @@ _E5M2 = "an fp8_e4m3 cache multiplies by a scale that was made for e5m2"
 
 def _find_config_fault(quantization: Mapping[str, object] | None) -> str:
     if quantization is None:
-        return "without a quantization_config no layer has parameters for KV scales: 1.0"
+        return "without a quantization_config no layer has parameters for KV scales, so it uses 1.0"
     method = str(quantization.get("quant_method", "modelopt"))
     if method == "compressed-tensors":
         return _find_scheme_fault(quantization.get("kv_cache_scheme"))
@@ -110,12 +111,12 @@ def _find_config_fault(quantization: Mapping[str, object] | None) -> str:
         return _find_modelopt_fault(quantization)
     if method in ("fp8", "quark"):
         return ""
-    return f"quant_method {method[:40]!a} has no parameters for KV scales: 1.0"
+    return f"quant_method {method[:40]!a} has no parameters for KV scales, so it uses 1.0"
 
 
 def _find_scheme_fault(scheme: object) -> str:
     if scheme is None:
-        return "there is no kv_cache_scheme, so no layer has parameters for KV scales: 1.0"
+        return "without a kv_cache_scheme no layer has parameters for KV scales, so it uses 1.0"
     if not isinstance(scheme, dict):
         raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
     is_static = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
@@ -123,7 +124,8 @@ def _find_scheme_fault(scheme: object) -> str:
     if is_static and all(scheme.get(key) == value for key, value in wanted.items()):
         return ""
     return (
-        "kv_cache_scheme is ignored, because only static symmetric per-tensor FP8 is supported: 1.0"
+        "kv_cache_scheme is ignored, because only static symmetric per-tensor FP8 is supported, "
+        "so it uses 1.0"
     )
 
 
@@ -138,7 +140,9 @@ def _find_modelopt_fault(quantization: Mapping[str, object]) -> str:
         algorithm = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
     # ModelOptFp4Config.from_config replaces an absent entry by "auto", which is true.
     has_method = algorithm or "FP4" in str(section["quant_algo"])
-    return "" if has_method else "the ModelOpt config does not quantize the KV cache: 1.0"
+    return (
+        "" if has_method else "the ModelOpt config does not quantize the KV cache, so it uses 1.0"
+    )
 
 
 def _find_places(geometry: ModelGeometry) -> dict[str, Slot]:
@@ -226,7 +230,7 @@ def _judge(
     fault: str,
 ) -> LayerVerdict:
     path = _inner_path(attention)
-    why = f"the model's loader accepts only {path}.k_scale, and warns about other names: 1.0"
+    why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
     if fault:
         is_placeless = context.geometry.model_type in TYPES_WITHOUT_KV_SCALES
         return context.judge_absent_layer(

@@ -136,7 +136,7 @@ def _list_linears(geometry: ModelGeometry) -> Iterator[str]:
 def _judge(context: LoadContext, index: int, attention: Attention) -> LayerVerdict:
     prefix, model_type = attention.checkpoint_module, context.geometry.model_type
     if model_type not in _TYPES_WITH_KV_SCALES:
-        why = f"TGI's {model_type} does not load KV scales: 1.0"
+        why = f"TGI's {model_type} does not load KV scales, so it uses 1.0"
         return context.judge_absent_layer(index, why=why, fix="serve it with another engine")
     k, v, single = (context.scales.get(f"{prefix}.{name}_scale") for name in ("k", "v", "kv"))
     if k is not None and v is not None:
@@ -147,7 +147,7 @@ def _judge(context: LoadContext, index: int, attention: Attention) -> LayerVerdi
         rounded = float(torch.tensor(_number(single)).to(getattr(torch, dtype)))
         number = (single, rounded)
         return _judge_pair(context, index, attention, number, number)
-    why = f"TGI looks only for both {prefix}.k_scale and .v_scale, or for .kv_scale: 1.0"
+    why = f"TGI looks only for both {prefix}.k_scale and .v_scale, or for .kv_scale, so it uses 1.0"
     return context.judge_absent_layer(index, why=why, fix=_NAMES_FIX)
 
 

@@ -41,9 +41,11 @@ _JAX = (
     "without MODEL_IMPL_TYPE=vllm in the environment it runs its own {} in JAX, whose KV scales "
     "are 1.0"
 )
-_IGNORED = "`ignore` matches the attention layer {}, which then has no scales: 1.0"
+_IGNORED = "`ignore` matches the attention layer {}, which then has no scales, so it uses 1.0"
 _IGNORED_FIX = "write the overlay again: its `ignore` matches no attention layer"
-_OTHER_METHOD = "only compressed-tensors' method passes KV scales to the kernels here: 1.0"
+_OTHER_METHOD = (
+    "only compressed-tensors' method passes KV scales to the kernels here, so it uses 1.0"
+)
 _OTHER_FIX = "write a kv-overlay, with one scale per layer"
 _LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 """Model types with latent attention whose loader in vLLM calls `maybe_remap_kv_scale_name`, which

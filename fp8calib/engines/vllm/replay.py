@@ -52,7 +52,9 @@ _NEEDS_FLASH_ATTENTION = (
     "per-head scales need FlashAttention 3 or later; on a backend that takes one number, the "
     "largest of a layer serves all its heads"
 )
-_NO_PARAMETER = "vLLM's model has no parameter of that name and ignores it without a warning: 1.0"
+_NO_PARAMETER = (
+    "vLLM's model has no parameter of that name and ignores it without a warning, so it uses 1.0"
+)
 
 
 def replay_vllm(
@@ -198,7 +200,7 @@ def _judge(
 def _judge_bare_layer(context: LoadContext, index: int, attention: Attention) -> LayerVerdict:
     why, fix = "the quantization method has no parameters for KV scales", "write a kv-overlay"
     if attention.kind == "latent":
-        why = "no KV scale reaches multi-head latent attention in vLLM: 1.0"
+        why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
         fix = "serve it with 1.0, or with SGLang and ModelOpt's names"
     return context.judge_absent_layer(index, why=why, fix=fix)
 
@@ -261,7 +263,8 @@ def _unloaded(context: LoadContext, slot: Slot, loaded: dict[Slot, StoredScale])
     k = loaded.get((slot[0], Role.K))
     if k is not None and k.name.endswith(".kv_scale"):
         why = (
-            f"{k} becomes k_scale, and compressed-tensors' method does not copy it to v_scale: 1.0"
+            f"{k} becomes k_scale, and compressed-tensors' method does not copy it to v_scale, "
+            "so it uses 1.0"
         )
         fix = "store it as k_scale and as v_scale"
         return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)

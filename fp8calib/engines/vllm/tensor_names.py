@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 
+from fp8calib.dialects.kv.overlay import VLLM_STRICT_TYPES
 from fp8calib.engines.replay.folder import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES
 from fp8calib.engines.vllm.quantization_config import KvMethod
 
 NAMES_FIX = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
-_STRICT_TYPES = ("gpt2",)
-"""Model types that refuse a scale without a parameter even under a quantization_config."""
 _REGEXES = (
     (re.compile(r"\.kv_scale$"), ".attn.k_scale"),
     (re.compile(r"\.self_attn\.[kv]_proj\.([kv])_scale$"), r".self_attn.attn.\1_scale"),
@@ -71,7 +70,7 @@ def _find_fault(model_type: str, modules: list[str], mapped: str, method: KvMeth
     if not mapped.endswith(_IGNORED) and not (method in _OF_PROBABILITIES and mapped in stored):
         return "this quant_method maps it to no parameter, and the loader fails on it"
     inner = {f"{module}.attn." for module in modules}
-    if model_type in _STRICT_TYPES and mapped[: mapped.rfind(".") + 1] not in inner:
+    if model_type in VLLM_STRICT_TYPES and mapped[: mapped.rfind(".") + 1] not in inner:
         return f"vLLM's {model_type} has no such parameter (ValueError)"
     return ""
 
@@ -79,6 +78,6 @@ def _find_fault(model_type: str, modules: list[str], mapped: str, method: KvMeth
 def _find_fix(model_type: str) -> str:
     if model_type in TYPES_WITHOUT_KV_SCALES:
         return "serve the model without scales: --kv-cache-dtype fp8 then multiplies by 1.0"
-    if model_type in _STRICT_TYPES:
+    if model_type in VLLM_STRICT_TYPES:
         return "name it .attn.attn.k_scale: vLLM's attention layer is inside .attn"
     return NAMES_FIX
