@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from tests.real_engines.sglang_loader import WHEELS
 
 FOLDER = "sglang/srt/models/"
+KV_CACHE = "sglang/srt/layers/quantization/kv_cache.py"
 UTILS = "sglang/srt/model_loader/weight_utils.py"
 _PLAIN_VALUES = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set)
 
@@ -104,24 +105,34 @@ class _Mapper:
 
 
 class _Parameter:
-    def __init__(self, name: str, loaded: set[str]) -> None:
-        self.weight_loader = lambda *_, **__: loaded.add(name)
+    def __init__(self, name: str, loaded: dict[str, torch.Tensor | None]) -> None:
+        self._name = name
+        self._loaded = loaded
         self.data = Nothing()
+
+    def weight_loader(self, *arguments: object, **_: object) -> None:
+        """Note what is loaded into the parameter."""
+        weights = (item for item in arguments if isinstance(item, torch.Tensor))
+        self._loaded[self._name] = next(weights, None)
 
 
 def load(
-    architecture: str, names: Iterable[str], parameters: Iterable[str], *, text: str = ""
-) -> set[str]:
-    """Give the parameters that tensors of these names are loaded into.
+    architecture: str,
+    tensors: Mapping[str, torch.Tensor],
+    parameters: Iterable[str],
+    *,
+    text: str = "",
+) -> dict[str, torch.Tensor | None]:
+    """Give the tensor that is loaded into each parameter that gets one; None for a slice of one.
 
     `text` names the class of the `language_model` that a model with other inputs wraps.
 
     Raises:
         KeyError: as the model's loader does; AssertionError as well.
     """
-    loaded: set[str] = set()
+    loaded: dict[str, torch.Tensor | None] = {}
     held = {name: _Parameter(name, loaded) for name in parameters}
-    weights = [(name, torch.tensor(0.25)) for name in names]
+    weights = list(tensors.items())
     finder = _Absent()
     sys.meta_path.insert(0, finder)
     try:
@@ -142,7 +153,7 @@ def _make_class(architecture: str, held: Mapping[str, _Parameter]) -> Any:
         re=re,
         WeightsMapper=_Mapper,
         maybe_remap_kv_scale_name=_remap(),
-        default_weight_loader=lambda parameter, *_: parameter.weight_loader(),
+        default_weight_loader=lambda parameter, *rest: parameter.weight_loader(*rest),
         get_layer_id=lambda name: int(re.findall(r"layers\.(\d+)\.", name)[0]),
         isinstance=lambda value, kind: type(kind) is type and isinstance(value, kind),
         __builtins__=builtins,
@@ -212,10 +223,39 @@ def _classes() -> dict[str, tuple[ast.ClassDef, ast.Module]]:
 
 @cache
 def _remap() -> Any:
+    names: dict[str, Any] = {"Optional": Any, "print_warning_once": logging.getLogger().debug}
+    return _extract(UTILS, "maybe_remap_kv_scale_name", names)
+
+
+def hold_kv_scales(k: torch.Tensor | None, v: torch.Tensor | None) -> tuple[float, float]:
+    """Give the numbers that an attention layer multiplies by, given the tensors loaded into it.
+
+    Raises:
+        AssertionError: as SGLang does.
+    """
+    layer = SimpleNamespace()
+    method = _extract(
+        KV_CACHE,
+        "BaseKVCacheMethod",
+        {"QuantizeMethodBase": object, "is_fp8_fnuz": lambda: False, "torch": torch},
+    )(None)
+    method.create_weights(layer)
+    for parameter, tensor in ((layer.k_scale, k), (layer.v_scale, v)):
+        if tensor is not None:
+            _extract(UTILS, "default_weight_loader", {"torch": torch})(parameter, tensor)
+    method.process_weights_after_loading(layer)
+    return layer.k_scale_float, layer.v_scale_float
+
+
+def _extract(module: str, name: str, names: dict[str, Any]) -> Any:
+    """Run the definition of one function or class of SGLang's wheel, and give it."""
+    _run([node for node in _parse(module).body if getattr(node, "name", "") == name], names)
+    return names[name]
+
+
+@cache
+def _parse(module: str) -> ast.Module:
     (wheel,) = WHEELS.glob("sglang-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        tree = ast.parse(archive.read(UTILS))
-    names: dict[str, Any] = {"Optional": Any, "print_warning_once": logging.getLogger().debug}
-    name = "maybe_remap_kv_scale_name"
-    _run([node for node in tree.body if getattr(node, "name", "") == name], names)
-    return names[name]
+        source = archive.read(module)
+    return ast.parse(b"from __future__ import annotations\n" + source)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.sglang.model_types import TYPES_WITHOUT_KV_SCALES
@@ -123,7 +124,7 @@ def test_a_scale_is_used_dropped_or_refused_as_the_loader_does(
     path = "model.layers.{}" + ("" if model_type in STRIPPED else ".self_attn")
     places = spell("attn.k_scale", "attn.v_scale", path=path)
     places = places if gives_scales_a_place(MODELS[model_type]) else {}
-    expect(report, spelling, lambda: load(MODELS[model_type], scales, places), places)
+    expect(report, spelling, lambda: load(MODELS[model_type], to_tensors(scales), places), places)
 
 
 @pytest.mark.parametrize("model_type", MODELS | OTHERS)
@@ -155,18 +156,24 @@ def test_a_model_with_other_inputs_loads_scales_as_its_class_does(
         ).items()
         if text_type not in TYPES_WITHOUT_KV_SCALES
     }
-    expect(report, spelling, lambda: load(architecture, scales, places, text=text), places)
+    expect(
+        report, spelling, lambda: load(architecture, to_tensors(scales), places, text=text), places
+    )
+
+
+def to_tensors(scales: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value) for name, value in scales.items()}
 
 
 def expect(
     report: EngineReport,
     spelling: str,
-    run: Callable[[], set[str]],
+    run: Callable[[], Mapping[str, object]],
     places: Mapping[str, object],
 ) -> None:
     """Compare a report with what the loader does, whichever root its parameters have."""
     try:
-        loaded = run()
+        loaded = set(run())
     except (KeyError, AssertionError):
         expected = "refused"
     else:

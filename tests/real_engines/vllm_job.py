@@ -97,6 +97,42 @@ class VllmServer:
         return Answer(**json.loads(result.read_text()))
 
 
+class WeightLoader:
+    """A process with vLLM imported, which loads one checkpoint after another."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [PYTHON, WEIGHTS_WORKER],
+                env=os.environ | ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+            )
+
+    def __enter__(self) -> WeightLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def __call__(
+        self, model: Path, result: Path, dtype: str = "bfloat16"
+    ) -> dict[str, torch.Tensor] | str:
+        """Give the tensors that `vllm_weights.py` takes of a model, or the error."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        job = {"model": str(model), "dtype": dtype, "result": str(result)}
+        stdin.write(f"{json.dumps(job)}\n")
+        stdin.flush()
+        assert stdout.readline() == "done\n", self._log.read_text()[-3000:]
+        refused = result.with_suffix(".refused")
+        return refused.read_text() if refused.exists() else load_file(result)
+
+
 def load_in_vllm(checkpoints: Mapping[Case, Path]) -> dict[Case, dict[str, torch.Tensor]]:
     """Let vLLM load FP8 checkpoints, and give the parameters it holds (`vllm_weights.py`)."""
     found = load_or_refuse(checkpoints)
@@ -109,18 +145,6 @@ def load_or_refuse(
     checkpoints: Mapping[Case, Path],
 ) -> dict[Case, dict[str, torch.Tensor] | str]:
     """Do the same, and give the error of those that vLLM refuses."""
-    results = {case: path.with_suffix(".loaded") for case, path in checkpoints.items()}
-    pairs = [path for case in checkpoints for path in (checkpoints[case], results[case])]
-    done = subprocess.run(
-        [PYTHON, WEIGHTS_WORKER, *pairs],
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {
-        case: load_file(path) if path.exists() else path.with_suffix(".refused").read_text()
-        for case, path in results.items()
-    }
+    log = next(iter(checkpoints.values())).with_suffix(".log")
+    with WeightLoader(log) as load:
+        return {case: load(path, path.with_suffix(".loaded")) for case, path in checkpoints.items()}

@@ -1,37 +1,49 @@
-"""What vLLM's weight loader puts into its parameters: `vllm_weights.py MODEL RESULT...`.
+"""What vLLM's weight loader puts into a model: `vllm_weights.py`, one JSON job a line on stdin.
 
-Runs in vLLM's own environment. For every MODEL, a RESULT: a safetensors file of all parameters,
-`loaded.X` as the loader left them and `ready.X` as vLLM has prepared them for its kernels. It ends
-there, and no kernel is looked for: the CPU build has none for FP8 matrices without AMX. Models with
-experts have no `ready.X`. Of a model that is refused there is the error instead.
+Runs in vLLM's own environment, which takes long to import: a fork of this process loads each model.
+A job names `model`, `dtype` and `result`, a safetensors file of all parameters: `loaded.X` as the
+loader left them, `ready.X` as vLLM has prepared them for its kernels, and `held.LAYER.k`, `.v` and
+`.is_fp8` of attention layers. No kernel is looked for: the CPU build has none for FP8 matrices
+without AMX, and experts keep the form in which they were loaded. Where a model is refused, a text
+file beside `result` has the error and the engine's line. A line on stdout says that a job is done.
 """
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import signal
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 from safetensors.torch import save_file
-from vllm import LLM
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w8a8_fp8,
     compressed_tensors_w8a16_fp8,
 )
 from vllm.model_executor.layers.quantization.utils import w8a8_utils
-from vllm.model_executor.model_loader import base_loader
+from vllm.model_executor.model_loader import base_loader, get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models import registry
+from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 REFUSED = ".refused"
-"""Suffix of what is written in place of RESULT where vLLM does not load MODEL."""
+"""Suffix of what is written in place of the result where vLLM does not load a model."""
 KERNELS = ("init_fp8_linear_kernel", "init_wfp8_a16_linear_kernel")
 MODULES = (fp8, modelopt, compressed_tensors_w8a8_fp8, compressed_tensors_w8a16_fp8)
-
-
-class LoadedError(Exception):
-    """The weights are loaded, which is all that was asked."""
+TIMEOUT_S = 300
+PACKAGE = str(Path(vllm.__file__).parent)
 
 
 class NoKernel:
@@ -56,21 +68,47 @@ def scaled_fp8_quant(
 
 
 def main() -> None:
-    """Load every model of the command line as far as its weights."""
+    """Load every model that stdin names as far as its weights."""
     for module in MODULES:
         for name in KERNELS:
             if hasattr(module, name):
                 setattr(module, name, lambda **_: NoKernel())
     w8a8_utils.ops.scaled_fp8_quant = scaled_fp8_quant
-    paths = list(map(Path, sys.argv[1:]))
-    for model, result in zip(paths[::2], paths[1::2], strict=True):
+    registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
+    _set_torch_accelerator_to_noop()
+    torch.set_num_threads(1)
+    gc.freeze()  # or every fork goes through all of vLLM's objects, twice a model
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no reply
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer_in_fork(job["model"], job["dtype"], Path(job["result"]))
+        print("done", file=replies, flush=True)
+
+
+def answer_in_fork(model: str, dtype: str, result: Path) -> None:
+    """Load one model in a fork of this process, and write the result or the error."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(TIMEOUT_S)
         try:
-            save_file(load(model), result)
-        except Exception as error:  # noqa: BLE001 -- whatever the engine says is the answer
-            result.with_suffix(REFUSED).write_text(f"{type(error).__name__}: {error}")
+            save_file(load(model, dtype), result)
+        except BaseException as error:  # noqa: BLE001 -- whatever the engine says is the answer
+            result.with_suffix(REFUSED).write_text(describe(error))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        result.with_suffix(REFUSED).write_text(f"the process ended with status {status}")
 
 
-def load(model: Path) -> dict[str, torch.Tensor]:
+def describe(error: BaseException) -> str:
+    """Name the error and the last line of vLLM that it passed."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if PACKAGE in f.filename]
+    where = f"{frames[-1].filename.removeprefix(PACKAGE)[1:]}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}\n{where}"
+
+
+def load(model: str, dtype: str) -> dict[str, torch.Tensor]:
     """Load one model, and take copies of its parameters on the way."""
     taken: dict[str, torch.Tensor] = {}
     load_weights = DefaultModelLoader.load_weights
@@ -84,33 +122,49 @@ def load(model: Path) -> dict[str, torch.Tensor]:
         load_weights(loader, module, *arguments)
         take("loaded", module)
 
-    def process_and_stop(module: torch.nn.Module, *arguments: Any) -> None:
-        if not any("experts" in name for name in taken):  # which have no form without a kernel
-            process(module, *arguments)
-            take("ready", module)
-        raise LoadedError
+    def process_and_take(module: torch.nn.Module, *arguments: Any) -> None:
+        for inner in module.modules():
+            if isinstance(getattr(inner, "quant_method", None), FusedMoEMethodBase):
+                inner.quant_method.process_weights_after_loading = lambda _: None
+        process(module, *arguments)
+        take("ready", module)
 
     DefaultModelLoader.load_weights = load_and_take
-    base_loader.process_weights_after_loading = process_and_stop
-    try:
-        LLM(
-            model=str(model),
-            dtype="bfloat16",
-            kv_cache_dtype="fp8",
-            max_model_len=64,
-            max_num_batched_tokens=64,
-            max_num_seqs=4,
-            num_gpu_blocks_override=64,
-            block_size=32,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-        )
-    except LoadedError:
-        return taken
-    finally:
-        DefaultModelLoader.load_weights = load_weights
-        base_loader.process_weights_after_loading = process
-    raise AssertionError(f"{model}: vLLM never came to its weights")
+    base_loader.process_weights_after_loading = process_and_take
+    config = make_config(model, dtype)
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        init_worker_distributed_environment(config, 0, f"file://{folder}/ranks", 0, "gloo")
+        loader = get_model_loader(config.load_config)
+        loader.load_model(vllm_config=config, model_config=config.model_config)
+    return taken | list_held(config)
+
+
+def make_config(model: str, dtype: str) -> VllmConfig:
+    """Make the config that a server would start with."""
+    return EngineArgs(
+        model=model,
+        dtype=dtype,
+        kv_cache_dtype="fp8",
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        num_gpu_blocks_override=64,
+        block_size=32,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    ).create_engine_config()
+
+
+def list_held(config: VllmConfig) -> dict[str, torch.Tensor]:
+    """Give the scales that attention layers hold, and whether their cache is FP8."""
+    held: dict[str, torch.Tensor] = {}
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if hasattr(layer, "_k_scale"):
+            held[f"held.{name}.k"] = layer._k_scale.detach().float().reshape(-1).clone()
+            held[f"held.{name}.v"] = layer._v_scale.detach().float().reshape(-1).clone()
+            is_fp8 = str(layer.kv_cache_dtype).startswith("fp8")
+            held[f"held.{name}.is_fp8"] = torch.tensor(is_fp8)
+    return held
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""Load one checkpoint in vLLM or transformers, and observe what it holds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.real_engines.fuzz.draw import Case
+from tests.real_engines.fuzz.forms import open_geometry
+from tests.real_engines.fuzz.observation import (
+    HeldPair,
+    Observation,
+    dequantize,
+    describe_difference,
+    is_scale,
+)
+from tests.real_engines.vllm_job import WeightLoader
+
+_TIMEOUT_S = 300
+_TOKENS = torch.arange(5, 13)[None]
+_LAYER = re.compile(r"\.(\d+)\.")
+Tensors = dict[str, torch.Tensor]
+
+
+def find_index(module: str) -> int | None:
+    """Give the first number in a module's path."""
+    found = _LAYER.search(module)
+    return int(found[1]) if found else None
+
+
+class VllmObserver:
+    """Observes vLLM on a CPU, to the end of `process_weights_after_loading`."""
+
+    def __init__(self, load: WeightLoader, folder: Path) -> None:
+        self._load = load
+        self._folder = folder
+        self._count = 0
+        self._meant: dict[Path, Tensors | str] = {}
+
+    def __call__(self, _: Case, model: Path, original: Path) -> Observation:
+        """Load a checkpoint; `original` is the model before it was quantized."""
+        if original not in self._meant:
+            self._meant[original] = self._ask(original)
+        meant, held = self._meant[original], self._ask(model)
+        if isinstance(held, str):
+            return Observation(error=held)
+        fault = _find_fault(held, meant) or _find_input_fault(held, model)
+        return Observation(layers=_list_layers(held), weights_fault=fault)
+
+    def _ask(self, model: Path) -> Tensors | str:
+        self._count += 1
+        return self._load(model, self._folder / f"{self._count}.safetensors", dtype="auto")
+
+
+def _list_layers(held: Tensors) -> dict[int, HeldPair]:
+    layers = {}
+    for name in held:
+        index = find_index(name)
+        if name.startswith("held.") and name.endswith(".k") and index is not None:
+            stem = name.removesuffix(".k")
+            k, v = (tuple(held[f"{stem}.{role}"].tolist()) for role in "kv")
+            layers[index] = HeldPair(k=k, v=v, is_fp8=bool(held[f"{stem}.is_fp8"]))
+    return layers
+
+
+def _find_fault(held: Tensors, meant: Tensors | str) -> str:
+    if isinstance(meant, str):
+        return ""
+    loaded, ready, wanted = (
+        {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
+        for kind, tensors in (("loaded.", held), ("ready.", held), ("loaded.", meant))
+    )
+    prepared = dequantize(ready)
+    computed = {
+        name: prepared.get(name, tensor) if tensor.element_size() == 1 else tensor
+        for name, tensor in loaded.items()
+    }
+    return describe_difference(computed, wanted)
+
+
+def _find_input_fault(held: Tensors, model: Path) -> str:
+    """Find a scale of inputs that is no scale, or is not one of the file's."""
+    stored = {
+        value
+        for path in model.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+        if name.endswith("input_scale")
+        for value in tensor.float().flatten().tolist()
+    }
+    for name, tensor in held.items():
+        if name.startswith("loaded.") and name.endswith("input_scale"):
+            bad = [v for v in tensor.flatten().tolist() if not is_scale(v) or v not in stored]
+            if bad:
+                return f"{name.removeprefix('loaded.')} is {bad[0]:g}"
+    return ""
+
+
+class TransformersObserver:
+    """Observes transformers, to the end of a first forward pass, in a fork of this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+
+    def __call__(self, _: Case, model: Path, original: Path) -> Observation:
+        """Load a checkpoint; `original` is the model before it was quantized."""
+        self._count += 1
+        result = self._folder / f"transformers-{self._count}.safetensors"
+        answer = _run_in_fork(lambda: _load_in_transformers(model, original), result)
+        if isinstance(answer, str):
+            return Observation(error=answer)
+        fault = bytes(answer.pop("fault").tolist()).decode()
+        return Observation(layers=_fill_shared(_list_layers(answer), model), weights_fault=fault)
+
+
+def _fill_shared(layers: dict[int, HeldPair], folder: Path) -> dict[int, HeldPair]:
+    """Let layers that read another layer's cache have that layer's scales."""
+    for layer, attention in open_geometry(folder).attentions():
+        if attention.producer in layers:
+            layers[layer.index] = layers[attention.producer]
+    return layers
+
+
+def _run_in_fork(run: Callable[[], Tensors], result: Path) -> Tensors | str:
+    """Give what `run` returns in a fork, or its error."""
+    refused = result.with_suffix(".refused")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(_TIMEOUT_S)
+        with Path(os.devnull).open("w") as sink, redirect_stdout(sink), redirect_stderr(sink):
+            try:
+                save_file(run(), result)
+            except BaseException as error:  # noqa: BLE001 -- the engine's answer
+                refused.write_text(_describe(error))
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        return f"the process ended with status {status}"
+    return refused.read_text() if refused.exists() else load_file(result)
+
+
+def _describe(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = "/".join(Path(frame.filename).parts[-3:])
+    return f"{type(error).__name__}: {error}\n{place}:{frame.lineno}"
+
+
+def _load_in_transformers(model: Path, original: Path) -> Tensors:
+    meant = AutoModelForCausalLM.from_pretrained(original, dtype="auto")
+    runs = _can_run(meant)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    if runs:
+        loaded(_TOKENS)  # which decompresses FP8 weights
+    held: Tensors = {}
+    for name, module in loaded.named_modules():
+        if hasattr(module, "k_scale") and hasattr(module, "v_scale"):
+            held[f"held.{name}.k"] = module.k_scale.detach().float().reshape(-1)
+            held[f"held.{name}.v"] = module.v_scale.detach().float().reshape(-1)
+            held[f"held.{name}.is_fp8"] = torch.tensor(True)
+    fault = describe_difference(
+        dequantize(dict(loaded.named_parameters())), dict(meant.named_parameters())
+    )
+    held["fault"] = torch.tensor(list(fault.encode()), dtype=torch.uint8)
+    return {name: tensor.clone().contiguous() for name, tensor in held.items()}
+
+
+def _can_run(model: torch.nn.Module) -> bool:
+    """Whether a forward pass of the unquantized model works on a CPU."""
+    try:
+        model(_TOKENS)
+    except Exception:  # noqa: BLE001 -- then nothing is learned from one of the other
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""Make a case's checkpoint, ask `check` and the engines, and compare."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from safetensors.torch import load_file
+
+from fp8calib.cli import main_inner
+from fp8calib.errors import Fp8CalibError
+from tests.real_engines.fuzz.architectures import save_model
+from tests.real_engines.fuzz.compare import Finding, compare
+from tests.real_engines.fuzz.draft import UnfitError
+from tests.real_engines.fuzz.draw import DAMAGES, Case
+from tests.real_engines.fuzz.engines import find_index
+from tests.real_engines.fuzz.exclusions import find_exclusion
+from tests.real_engines.fuzz.forms import FORMS
+from tests.real_engines.fuzz.observation import Observation
+
+Observe = Callable[[Case, Path, Path], Observation | None]
+"""From the case, its checkpoint, and the model before it was quantized, in bfloat16."""
+Observers = Mapping[str, Observe]
+_MOST_NUMBERS = 64
+"""A tensor with more is no KV scale."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What came of one case."""
+
+    case: Case
+    findings: dict[str, Finding] = field(default_factory=dict)
+    """By engine."""
+    agreed: list[str] = field(default_factory=list)
+    excluded: dict[str, str] = field(default_factory=dict)
+    """By engine, why nothing is compared."""
+    unwritten: str = ""
+    """Why there is no such checkpoint; empty where there is."""
+
+
+class Evaluator:
+    """Makes checkpoints in a folder, and asks about them."""
+
+    def __init__(self, folder: Path, observers: Observers) -> None:
+        self._folder = folder
+        self._observers = observers
+        self._count = 0
+        self._results: dict[Case, Result] = {}
+
+    def __call__(self, case: Case) -> Result:
+        """Compare what `check` says of a case with what engines do, once."""
+        if case not in self._results:
+            self._results[case] = self._evaluate(case)
+        return self._results[case]
+
+    def _evaluate(self, case: Case) -> Result:
+        self._count += 1
+        result = Result(case=case)
+        original, out = self._save_model(case), self._folder / f"{self._count}"
+        meant = self._save_model(replace(case, dtype="bfloat16"))
+        try:
+            write(case, original, out)
+        except (UnfitError, Fp8CalibError) as error:
+            result.unwritten = f"{type(error).__name__}: {error}"
+            return result
+        reports = ask_check(out, list(self._observers))
+        stored = list_stored(out)
+        for engine, observe in self._observers.items():
+            seen = observe(case, out, meant)
+            if seen is None:
+                continue
+            why = find_exclusion(engine, seen.error)
+            has_kv = FORMS[case.form].has_kv
+            finding = compare(reports[engine], seen, stored, has_kv=has_kv)
+            if why:
+                result.excluded[engine] = why
+            elif finding:
+                result.findings[engine] = finding
+            else:
+                result.agreed.append(engine)
+        shutil.rmtree(out)
+        return result
+
+    def _save_model(self, case: Case) -> Path:
+        folder = self._folder / f"{case.architecture}-{case.dtype}-{case.layers}"
+        if not folder.exists():
+            changes = {"num_hidden_layers": case.layers} if case.layers else {}
+            save_model(case.architecture, folder, case.dtype, **changes)
+        return folder
+
+
+def write(case: Case, original: Path, out: Path) -> None:
+    """Write a case's checkpoint.
+
+    Raises:
+        UnfitError: a damage needs what the checkpoint does not have.
+        Fp8CalibError: the program does not write this form for this model.
+    """
+    random = Random(case.seed)  # noqa: S311 -- a test needs no secrecy
+    written = out.with_suffix(".written")
+    try:
+        draft = FORMS[case.form].write(original, written, random)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+    for name in case.damages:
+        DAMAGES[name].change(draft)
+    draft.save(out)
+
+
+def ask_check(folder: Path, engines: list[str]) -> Mapping[str, Any]:
+    """Give what `fp8calib check --json` prints for each engine.
+
+    A checkpoint that it cannot open is reported as refused by all of them.
+    """
+    options = [part for engine in engines for part in ("--engine", engine)]
+    with redirect_stdout(io.StringIO()) as printed:
+        try:
+            main_inner(["check", str(folder), *options, "--json"])
+        except Fp8CalibError as error:
+            refused = {"status": "refused", "value": None, "why": f"check stops: {error}"}
+            report = {"ok": False, "layers": [], "problems": [], "weights": refused}
+            return dict.fromkeys(engines, report)
+    reports: Mapping[str, Any] = json.loads(printed.getvalue())["engines"]
+    return reports
+
+
+def list_stored(folder: Path) -> dict[int, set[float]]:
+    """List the numbers of small tensors in a checkpoint, by the first number in their names."""
+    found: dict[int, set[float]] = defaultdict(set)
+    for path in folder.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            index = find_index(name)
+            if index is not None and tensor.numel() <= _MOST_NUMBERS:
+                found[index] |= set(tensor.float().flatten().tolist())
+    return found

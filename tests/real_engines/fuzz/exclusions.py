@@ -1,0 +1,27 @@
+"""Errors that say nothing about a checkpoint: a kernel, a package or a size that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+EXCLUDED: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        r"Found unknown kwargs=\{'_name_or_path'": "dbrx: a config of transformers 5.23, which "
+        "the 5.19 beside vLLM does not read",
+        r"\['Qwen3_5(Moe)?ForCausalLM'\] failed to be inspected": "qwen3_5: it imports torchvision, "
+        "of which there is no build beside vLLM's for CPUs",
+    },
+    "transformers": {
+        r"got: c10::BFloat16 != c10::Float8_e4m3fn": "autofp8 with a scale per tensor: without a "
+        "GPU transformers dequantizes FP8 weights, and has no code for these",
+    },
+    "sglang": {},
+}
+"""By engine: what an error's text matches, and why it is not compared."""
+
+
+def find_exclusion(engine: str, error: str) -> str:
+    """Give the reason for which an error is not compared; empty where it is."""
+    found = (why for pattern, why in EXCLUDED[engine].items() if re.search(pattern, error))
+    return next(found, "") if error else ""

@@ -1,0 +1,294 @@
+"""Damages of KV scales: names, values, dtypes, shapes, what is missing, and the config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from tests.real_engines.fuzz.damage import (
+    Change,
+    Damage,
+    drop_key,
+    has_kv,
+    has_method,
+    remove_config,
+    set_key,
+)
+from tests.real_engines.fuzz.draft import Draft, UnfitError
+from tests.real_engines.fuzz.forms import draw_scale
+
+_CT = "compressed-tensors"
+
+
+def _number(draft: Draft) -> torch.Tensor:
+    return torch.tensor([draw_scale(draft.random)])
+
+
+def _add(name: str) -> Change:
+    """Make a change that gives every attention module, or its layer, one more scale.
+
+    `name` contains {attention}, {layer}, {mlp} (a linear after attention), or no path.
+    """
+
+    def change(draft: Draft) -> None:
+        for _, path in draft.attentions:
+            layer = path.rpartition(".")[0]
+            fields = {"attention": path, "layer": layer, "mlp": ""}
+            if "{mlp}" in name:
+                fields["mlp"] = _find_mlp(draft, layer, path)
+            draft.put(name.format(**fields), _number(draft))
+
+    return change
+
+
+def _find_mlp(draft: Draft, layer: str, attention: str) -> str:
+    """Find the last linear of a layer outside its attention."""
+    found = [
+        name.removesuffix(".weight")
+        for name in draft
+        if name.startswith(f"{layer}.") and not name.startswith(f"{attention}.")
+        if name.endswith(".weight") and draft[name].dim() == 2
+    ]
+    if not found:
+        raise UnfitError("the layer has no linear outside its attention")
+    return found[-1]
+
+
+def _copy_layer(draft: Draft) -> None:
+    """Add the scales of a layer that the model does not have."""
+    for name, (path, _) in list(draft.kv_scales().items()):
+        index = next(i for i, attention in draft.attentions if path.startswith(attention))
+        if index == draft.attentions[-1][0]:
+            draft.put(name.replace(f".{index}.", f".{index + 1}.", 1), _number(draft))
+
+
+def _rename(new: str) -> Change:
+    """Make a change that renames all scales; `new` contains {path} and {role}."""
+
+    def change(draft: Draft) -> None:
+        for name, (path, role) in draft.kv_scales().items():
+            draft.rename(name, new.format(path=path, role=role))
+
+    return change
+
+
+def _strip_root(draft: Draft) -> None:
+    for name in draft.kv_scales():
+        draft.rename(name, name.partition(".")[2])
+
+
+def _one(edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Make a change of one scale, drawn at random."""
+
+    def change(draft: Draft) -> None:
+        name = draft.random.choice(sorted(draft.kv_scales()))
+        draft.put(name, edit(draft[name]))
+
+    return change
+
+
+def _all(edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Make a change of every scale."""
+
+    def change(draft: Draft) -> None:
+        for name in draft.kv_scales():
+            draft.put(name, edit(draft[name]))
+
+    return change
+
+
+def _fill(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda scale: torch.full_like(scale, value)
+
+
+def _keep(role: str) -> Change:
+    """Make a change that removes the scales of the other role."""
+
+    def change(draft: Draft) -> None:
+        for name, (_, found) in draft.kv_scales().items():
+            if found not in {role, "kv"}:
+                draft.pop(name)
+
+    return change
+
+
+def _drop_layer(draft: Draft) -> None:
+    first = draft.attentions[0][1]
+    for name, (path, _) in draft.kv_scales().items():
+        if path.startswith(first):
+            draft.pop(name)
+
+
+def _drop_all(draft: Draft) -> None:
+    for name in draft.kv_scales():
+        draft.pop(name)
+
+
+def _unlist(draft: Draft) -> None:
+    if not draft.is_indexed:
+        tensors = next(iter(draft.shards.values()))
+        draft.shards["kv_scales.safetensors"] = {n: tensors.pop(n) for n in draft.kv_scales()}
+    draft.is_indexed = True
+    draft.unlisted = set(draft.kv_scales())
+
+
+def _list_missing_file(draft: Draft) -> None:
+    draft.is_indexed = True
+    draft.missing_files = {"model.extra_scale": "model-00009-of-00009.safetensors"}
+
+
+def _record_fnuz(draft: Draft) -> None:
+    draft.metadata = {**draft.metadata, "fp8calib.kv_cache_dtype": "float8_e4m3fnuz"}
+
+
+_NAMES: dict[str, Change] = {
+    "extra-layer": _copy_layer,
+    "mtp": _add("mtp.{attention}.k_scale"),
+    "mtp-layer": _add("mtp.layers.0.self_attn.k_scale"),
+    "q_proj.q_scale": _add("{attention}.q_proj.q_scale"),
+    "q_scale": _add("{attention}.q_scale"),
+    "k_zero_point": _add("{attention}.k_zero_point"),
+    "k_proj.k_zero_point": _add("{attention}.k_proj.k_zero_point"),
+    "k_cache_scale": _add("{attention}.k_cache_scale"),
+    "prob_output_scale": _add("{attention}.prob_output_scale"),
+    "both-spellings": _add("{attention}.kv_scale"),
+    "inner-kv_scale": _add("{attention}.attn.kv_scale"),
+    "mlp.k_scale": _add("{layer}.mlp.k_scale"),
+    "stray-input_scale": _add("{mlp}.input_scale"),
+    "stray-weight_scale": _add("{mlp}.weight_scale"),
+    "stray-output_scale": _add("{mlp}.output_scale"),
+    "unknown-K_scale": _rename("{path}.{role}_SCALE"),
+    "unknown-key_scale": _rename("{path}.{role}ey_scale"),
+    "unknown-_k_scale": _rename("{path}._{role}_scale"),
+    "unknown-k_scales": _rename("{path}.{role}_scales"),
+    "without-root": _strip_root,
+}
+_VALUES: dict[str, Change] = {
+    "one-zero": _one(_fill(0.0)),
+    "all-zero": _all(_fill(0.0)),
+    "one-nan": _one(_fill(math.nan)),
+    "one-inf": _one(_fill(math.inf)),
+    "one-negative": _one(_fill(-0.5)),
+    "all-negative": _all(_fill(-0.5)),
+    "one-tiny": _one(_fill(2e-8)),
+    "one-subnormal": _one(_fill(1e-40)),
+    "one-huge": _one(_fill(70000.0)),
+    "one-largest": _one(_fill(3.4e38)),
+    "all-one": _all(_fill(1.0)),
+    "all-odd": _all(_fill(0.0123456)),
+}
+_DTYPES: dict[str, Change] = {
+    f"dtype-{str(dtype).removeprefix('torch.')}": _all(
+        lambda scale, dtype=dtype: (scale * 64).to(dtype)
+    )
+    for dtype in (
+        *(torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.bool),
+        torch.float8_e4m3fn,
+    )
+}
+_SHAPES: dict[str, Change] = {
+    "shape-0d": _all(lambda scale: scale.reshape(-1)[0].clone()),
+    "shape-1": _all(lambda scale: scale.reshape(-1)[:1].clone()),
+    "shape-1x1": _all(lambda scale: scale.reshape(-1)[:1].reshape(1, 1).clone()),
+    "shape-1x1x1": _all(lambda scale: scale.reshape(-1)[:1].reshape(1, 1, 1).clone()),
+    "shape-2": _all(lambda scale: scale.reshape(-1)[:1].repeat(2)),
+    "shape-heads": _all(lambda scale: scale.reshape(-1)[:1].repeat(2).reshape(2, 1, 1)),
+    "shape-too-many-heads": _all(lambda scale: scale.reshape(-1)[:1].repeat(8).reshape(8, 1, 1)),
+    "shape-empty": _one(lambda scale: scale.reshape(-1)[:0].clone()),
+}
+_MISSING: dict[str, Change] = {
+    "only-k": _keep("k"),
+    "only-v": _keep("v"),
+    "layer-missing": _drop_layer,
+    "all-missing": _drop_all,
+}
+_FILES: dict[str, Change] = {
+    "not-in-index": _unlist,
+    "file-missing": _list_missing_file,
+    "recorded-fnuz": _record_fnuz,
+}
+_SCHEME = "kv_cache_scheme"
+_COMPRESSED: dict[str, Change] = {
+    "ignore-null": set_key("ignore", None),
+    "ignore-missing": drop_key("ignore"),
+    "groups-null": set_key("config_groups", None),
+    "groups-empty": set_key("config_groups", {}),
+    "groups-missing": drop_key("config_groups"),
+    "group-without-weights": set_key("config_groups.group_0.weights", None),
+    "targets-text": set_key("config_groups.group_0.targets", "Linear"),
+    "format-missing": drop_key("format"),
+    "format-dense": set_key("format", "dense"),
+    "status-missing": drop_key("quantization_status"),
+    "method-in-other-letters": set_key("quant_method", "Compressed_Tensors"),
+    "sparsity": set_key("sparsity_config", {"format": "sparse-24-bitmask", "targets": ["Linear"]}),
+    "scheme-missing": drop_key(_SCHEME),
+    "scheme-null": set_key(_SCHEME, None),
+    "scheme-text": set_key(_SCHEME, "static"),
+    **{
+        f"scheme-{strategy}": set_key(f"{_SCHEME}.strategy", strategy)
+        for strategy in ("token", "channel", "group", "attn_head", "tensor")
+    },
+    "scheme-dynamic": set_key(f"{_SCHEME}.dynamic", True),
+    "scheme-dynamic-local": set_key(f"{_SCHEME}.dynamic", "local"),
+    "scheme-4-bits": set_key(f"{_SCHEME}.num_bits", 4),
+    "scheme-int": set_key(f"{_SCHEME}.type", "int"),
+    "scheme-asymmetric": set_key(f"{_SCHEME}.symmetric", False),
+    "scheme-unknown-key": set_key(f"{_SCHEME}.colour", "blue"),
+    "scheme-without-type": drop_key(f"{_SCHEME}.type"),
+}
+_FP8: dict[str, Change] = {
+    "activations-missing": drop_key("activation_scheme"),
+    "activations-unknown": set_key("activation_scheme", "none"),
+    "activations-dynamic": set_key("activation_scheme", "dynamic"),
+    "static-blocks": set_key("weight_block_size", [128, 128]),
+    "fp8-scheme-missing": drop_key(_SCHEME),
+    "deepseek_v4": set_key("quant_method", "deepseek_v4_fp8"),
+}
+_MODELOPT: dict[str, Change] = {
+    "modelopt-ignore-null": set_key("ignore", None),
+    "algorithm-null": set_key("quant_algo", None),
+    "algorithm-unknown": set_key("quant_algo", "FP7"),
+    "algorithm-nvfp4": set_key("quant_algo", "NVFP4"),
+    "modelopt-scheme-missing": drop_key(_SCHEME),
+}
+_QUARK: dict[str, Change] = {
+    "exclude-null": set_key("exclude", None),
+    "exclude-all": set_key("exclude", ["re:.*"]),
+    "export-missing": drop_key("export"),
+    "kv-group-missing": drop_key("export.kv_cache_group"),
+    "kv-group-empty": set_key("export.kv_cache_group", []),
+    "outputs-differ": set_key(
+        "layer_quant_config.*v_proj",
+        {"output_tensors": {"dtype": "int8", "qscheme": "per_tensor"}},
+    ),
+}
+_ANY: dict[str, Change] = {
+    "config-missing": remove_config,
+    "method-unknown": set_key("quant_method", "float8000"),
+    "method-missing": drop_key("quant_method"),
+}
+_METHODS = (_CT, "fp8", "modelopt", "quark")
+
+_TENSORS = _NAMES | _VALUES | _DTYPES | _SHAPES | _MISSING
+
+KV_DAMAGES = (
+    *(
+        Damage(name=f"kv-{name}", change=change, fits=has_kv)
+        for name, change in (_TENSORS | _FILES).items()
+    ),
+    *(
+        Damage(name=f"kv-{name}", change=change, fits=has_method(*methods, scheme=False))
+        for changes, methods in (
+            (_COMPRESSED, (_CT,)),
+            (_FP8, ("fp8",)),
+            (_MODELOPT, ("modelopt",)),
+            (_QUARK, ("quark",)),
+            (_ANY, _METHODS),
+        )
+        for name, change in changes.items()
+    ),
+)
+TENSOR_DAMAGES = frozenset(f"kv-{name}" for name in _TENSORS)
+"""Those that change scales alone, not the config nor the files."""

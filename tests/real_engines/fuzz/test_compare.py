@@ -1,0 +1,150 @@
+"""The comparison, with reports and observations written by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.real_engines.fuzz.compare import Kind, compare
+from tests.real_engines.fuzz.exclusions import EXCLUDED, find_exclusion
+from tests.real_engines.fuzz.observation import (
+    HeldPair,
+    Observation,
+    dequantize,
+    describe_difference,
+)
+
+STORED = {0: {0.25, 0.5}}
+MISREAD = {"status": "misread", "value": None, "why": "w"}
+REFUSED = {"status": "refused", "value": None, "why": "w"}
+NO_SCALE = HeldPair(k=(), v=())
+
+
+def say(*pair: tuple[str, float | None], weights: object = None, note: str = "") -> dict[str, Any]:
+    """Make a report of one layer, from the status and value of k and v."""
+    k, v = ({"status": status, "value": value, "why": "w"} for status, value in pair)
+    is_ok = weights is None and {k["status"], v["status"]} == {"used"}
+    problems = [note] if note else []
+    layers = [{"layer": 0, "k": k, "v": v}]
+    return {"ok": is_ok, "layers": layers, "weights": weights, "problems": problems}
+
+
+def hold(k: float, v: float, **changes: Any) -> Observation:
+    pair = {"k": (k,), "v": (v,), "is_fp8": changes.pop("is_fp8", True)}
+    return Observation(layers={0: HeldPair(**pair)}, **changes)
+
+
+USED = say(("used", 0.25), ("used", 0.5))
+DEFAULTED = say(("defaulted", 1.0), ("defaulted", 1.0))
+STOPPED = say(("refused", None), ("refused", None))
+ERROR = Observation(error="ValueError: x")
+CASES = {
+    "the same numbers": (USED, hold(0.25, 0.5), None),
+    "the largest of heads": (
+        USED,
+        Observation(layers={0: HeldPair(k=(0.1, 0.25), v=(0.5, 0.2))}),
+        None,
+    ),
+    "another number": (USED, hold(0.25, 0.4), Kind.FALSE_OK),
+    "a cache of 16 bits": (USED, hold(0.25, 0.5, is_fp8=False), Kind.FALSE_OK),
+    "no layer": (USED, Observation(), Kind.FALSE_OK),
+    "an error": (USED, ERROR, Kind.FALSE_OK),
+    "an error that is foreseen": (STOPPED, ERROR, None),
+    "an error instead of 1.0": (DEFAULTED, ERROR, Kind.OTHER_FAULT),
+    "1.0 as foreseen": (DEFAULTED, hold(1.0, 1.0), None),
+    "the file's numbers after all": (DEFAULTED, hold(0.25, 0.5), Kind.FALSE_ALARM),
+    "k right and v worse than said": (
+        say(("used", 0.25), ("defaulted", 1.0)),
+        hold(0.25, math.nan),
+        Kind.OTHER_FAULT,
+    ),
+    "it starts, and is right": (STOPPED, hold(0.25, 0.5), Kind.FALSE_ALARM),
+    "it starts, and is wrong": (STOPPED, hold(1.0, 1.0), Kind.OTHER_FAULT),
+    "no number": (say(("misread", None), ("used", 0.5)), hold(math.nan, 0.5), None),
+    "no scale at all": (
+        say(("dropped", None), ("dropped", None)),
+        Observation(layers={0: NO_SCALE}),
+        None,
+    ),
+    "weights that are wrong": (USED, hold(0.25, 0.5, weights_fault="x"), Kind.FALSE_OK),
+    "weights as said": (
+        say(("used", 0.25), ("used", 0.5), weights=MISREAD),
+        hold(0.25, 0.5, weights_fault="x"),
+        None,
+    ),
+    "weights better than said": (
+        say(("used", 0.25), ("used", 0.5), weights=MISREAD),
+        hold(0.25, 0.5),
+        Kind.FALSE_ALARM,
+    ),
+    "weights that stop it": (say(("used", 0.25), ("used", 0.5), weights=REFUSED), ERROR, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_disagreements_are_told_apart(name: str) -> None:
+    report, seen, kind = CASES[name]
+    found = compare(report, seen, STORED, has_kv=True)
+    assert (found and found.kind) is kind
+
+
+def test_a_checkpoint_without_kv_scales_is_fine_where_caches_get_one() -> None:
+    found = compare(DEFAULTED, ERROR, STORED, has_kv=False)
+    assert found is not None
+    assert found.kind is Kind.FALSE_OK
+
+
+def test_only_listed_errors_are_excluded() -> None:
+    assert find_exclusion("vllm", "ValueError: There is no module or parameter named 'x'") == ""
+    assert find_exclusion("vllm", "") == ""
+    assert "5.19" in find_exclusion("vllm", "Found unknown kwargs={'_name_or_path': ''}")
+    assert all(why for reasons in EXCLUDED.values() for why in reasons.values())
+
+
+CODES = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        (torch.tensor(0.5), [[0.5, 1.0], [2.0, 4.0]]),
+        (torch.tensor([[0.5]]), [[0.5, 1.0], [2.0, 4.0]]),
+        (torch.tensor([0.5, 2.0]), [[0.5, 4.0], [2.0, 16.0]]),
+        (torch.tensor([[0.5], [2.0]]), [[0.5, 4.0], [2.0, 16.0]]),
+        (torch.tensor([0.5, 2.0, 3.0]), [[1.0, 2.0], [4.0, 8.0]]),
+    ],
+)
+def test_codes_get_their_scales(scale: torch.Tensor, expected: list[list[float]]) -> None:
+    """Of a square matrix a scale belongs to a column, as in vLLM's [in, out]."""
+    found = dequantize({"w": CODES, "w_scale": scale})["w"]
+    assert found.tolist() == expected
+
+
+def test_blocks_and_parts_of_experts_get_their_scales() -> None:
+    codes = torch.ones(2, 256, 384).to(torch.float8_e4m3fn)
+    blocks = torch.arange(12.0).reshape(2, 2, 3)
+    found = dequantize({"w13": codes, "w13_scale_inv": blocks})["w13"]
+    assert [float(found[1, row, column]) for row in (127, 128) for column in (0, 383)] == [
+        6,
+        8,
+        9,
+        11,
+    ]
+    parts = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found = dequantize({"w13": codes, "w13_scale": parts})["w13"]
+    assert [float(found[e, row, 0]) for e in (0, 1) for row in (127, 128)] == [1, 2, 3, 4]
+
+
+def test_rounding_is_no_difference_and_damage_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    meant = {"w": torch.randn(64, 64, generator=generator), "norm": torch.ones(64)}
+    rounded = (meant["w"] * 100).to(torch.float8_e4m3fn).float() / 100
+    assert describe_difference({"w": rounded}, meant) == ""
+    assert describe_difference({"w": rounded.T}, meant) == ""
+    assert describe_difference({}, meant) == "w is not there"
+    assert describe_difference({"w": rounded * 1.2}, meant).startswith("w differs by 0.2")
+    assert describe_difference({"w": rounded * math.nan}, meant).startswith("w differs by inf")
+    assert describe_difference({"w": rounded[:32]}, meant).startswith("w differs by inf")

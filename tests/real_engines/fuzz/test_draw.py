@@ -1,0 +1,108 @@
+"""What is drawn, and how a case is made simpler."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+import torch
+
+from tests.real_engines.fuzz.architectures import ARCHITECTURES, SIMPLEST, save_model
+from tests.real_engines.fuzz.damage import Damage
+from tests.real_engines.fuzz.draft import Draft, UnfitError
+from tests.real_engines.fuzz.draw import DAMAGES, Case, draw, parse_case, shrink
+from tests.real_engines.fuzz.forms import FORMS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_three_hundred_cases_have_every_form_damage_and_architecture(seed: int) -> None:
+    cases = draw(300, seed)
+    assert {case.form for case in cases} == set(FORMS)
+    assert {name for case in cases for name in case.damages} == set(DAMAGES)
+    assert {case.architecture for case in cases} == set(ARCHITECTURES)
+    assert len(ARCHITECTURES) >= 40
+    for case in cases:
+        assert all(DAMAGES[name].fits(FORMS[case.form]) for name in case.damages)
+    assert 40 <= sum(not case.damages for case in cases) <= 100
+
+
+def test_a_seed_repeats_its_cases() -> None:
+    assert draw(50, 3) == draw(80, 3)[:50]
+    assert draw(50, 3) != draw(50, 4)
+
+
+def test_a_case_is_read_from_its_own_text() -> None:
+    for case in draw(60, 0):
+        assert parse_case(str(case)) == case
+
+
+TWO = Case(
+    seed="1:2",
+    form="fp8",
+    damages=("kv-one-zero", "kv-only-k"),
+    architecture="phi3",
+    dtype="float16",
+)
+
+
+def test_what_changes_nothing_is_left_out() -> None:
+    found = shrink(TWO, lambda case: "kv-only-k" in case.damages)
+    assert str(found) == f"1:2 fp8 kv-only-k {SIMPLEST} bfloat16 1"
+
+
+def test_what_is_needed_stays() -> None:
+    assert shrink(TWO, lambda case: case == TWO) == TWO
+    found = shrink(TWO, lambda case: case.architecture == "phi3" and len(case.damages) == 1)
+    assert str(found) == "1:2 fp8 kv-only-k phi3 bfloat16 0"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Draft]:
+    """Make a llama in every form."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    save_model(SIMPLEST, folder / "model", "bfloat16")
+    return {
+        name: form.write(folder / "model", folder / f"out{number}", Random(0))  # noqa: S311
+        for number, (name, form) in enumerate(FORMS.items())
+    }
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damage_changes_a_form_that_it_fits(plain: dict[str, Draft], name: str) -> None:
+    """Some forms have the shape or the key already; a form that lacks what it needs says so."""
+    fitting = [plain[form] for form in FORMS if DAMAGES[name].fits(FORMS[form])]
+    assert any(has_effect(DAMAGES[name], draft) for draft in fitting)
+
+
+def has_effect(damage: Damage, plain: Draft) -> bool:
+    draft = copy.copy(plain)
+    draft.shards = {file: dict(tensors) for file, tensors in plain.shards.items()}
+    draft.config = copy.deepcopy(plain.config)
+    draft.own_file = copy.deepcopy(plain.own_file)
+    try:
+        damage.change(draft)
+    except UnfitError:
+        return False
+    return not is_same(snapshot(draft), snapshot(plain))
+
+
+def snapshot(draft: Draft) -> dict[str, object]:
+    return {
+        **{name: draft[name] for name in draft},
+        "json": (copy.deepcopy(draft.config), copy.deepcopy(draft.own_file)),
+        "files": (draft.is_indexed, set(draft.unlisted), dict(draft.missing_files)),
+        "metadata": dict(draft.metadata),
+    }
+
+
+def is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    return one.keys() == other.keys() and all(to_bytes(one[k]) == to_bytes(other[k]) for k in one)
+
+
+def to_bytes(value: object) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    raw = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return value.dtype, value.shape, raw

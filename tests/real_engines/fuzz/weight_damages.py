@@ -1,0 +1,318 @@
+"""Damages of FP8 weights: scales, weights, names, shapes, and the config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from tests.real_engines.fuzz.damage import (
+    Change,
+    Damage,
+    Fits,
+    drop_key,
+    has_fp8,
+    has_method,
+    has_scheme,
+    remove_config,
+    set_key,
+)
+from tests.real_engines.fuzz.draft import Draft, UnfitError
+
+_CT = "compressed-tensors"
+_SPLIT = ("q_proj", "k_proj", "v_proj")
+_GROUP = "config_groups.group_0"
+Edit = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _is_scale(name: str) -> bool:
+    return name.rpartition(".")[2] in {"weight_scale", "weight_scale_inv"}
+
+
+def _is_input(name: str) -> bool:
+    return name.endswith(".input_scale")
+
+
+def _list(draft: Draft, matches: Callable[[str], bool]) -> list[str]:
+    found = [n for m in draft.fp8_modules() for n in draft.companions(m) if matches(n)]
+    if not found:
+        raise UnfitError("there is no such scale")
+    return found
+
+
+def _one(matches: Callable[[str], bool], edit: Edit) -> Change:
+    """Make a change of one scale, drawn at random."""
+
+    def change(draft: Draft) -> None:
+        name = draft.random.choice(_list(draft, matches))
+        draft.put(name, edit(draft[name]))
+
+    return change
+
+
+def _all(matches: Callable[[str], bool], edit: Edit) -> Change:
+    """Make a change of every scale."""
+
+    def change(draft: Draft) -> None:
+        for name in _list(draft, matches):
+            draft.put(name, edit(draft[name]))
+
+    return change
+
+
+def _fill(value: float) -> Edit:
+    def edit(scale: torch.Tensor) -> torch.Tensor:
+        changed = scale.clone()
+        changed.view(-1)[0] = value
+        return changed
+
+    return edit
+
+
+def _rename(matches: Callable[[str], bool], new: str) -> Change:
+    """Make a change of the last part of the names."""
+
+    def change(draft: Draft) -> None:
+        for name in _list(draft, matches):
+            draft.rename(name, f"{name.rpartition('.')[0]}.{new}")
+
+    return change
+
+
+def _choose(draft: Draft, *ends: str) -> str:
+    """Choose an FP8 linear whose path ends so; any where `ends` is empty."""
+    found = [m for m in draft.fp8_modules() if not ends or m.endswith(ends)]
+    if not found:
+        raise UnfitError(f"no FP8 linear is called {ends}")
+    return draft.random.choice(found)
+
+
+def _restore(draft: Draft, module: str, *, keep_scales: bool = False) -> None:
+    """Store a linear as the 16-bit numbers that its codes stand for."""
+    codes = draft[f"{module}.weight"].float()
+    names = draft.companions(module)
+    scale = next(draft[name] for name in names if _is_scale(name)).float()
+    if (scale.dim() == 2 and scale.shape[1] != 1) or scale.numel() not in {1, codes.shape[0]}:
+        rows, columns = (torch.arange(size) // 128 for size in codes.shape)
+        scale = scale[rows][:, columns]
+    else:
+        scale = scale.reshape(-1, 1)
+    draft.put(f"{module}.weight", (codes * scale).bfloat16())
+    for name in names:
+        if not keep_scales and (_is_scale(name) or _is_input(name)):
+            draft.pop(name)
+
+
+def _restore_one(*ends: str) -> Change:
+    return lambda draft: _restore(draft, _choose(draft, *ends))
+
+
+def _restore_all(*, keep_scales: bool = False) -> Change:
+    def change(draft: Draft) -> None:
+        for module in draft.fp8_modules():
+            _restore(draft, module, keep_scales=keep_scales)
+
+    return change
+
+
+def _drop_weight(*, with_scales: bool) -> Change:
+    def change(draft: Draft) -> None:
+        module = _choose(draft)
+        for name in [f"{module}.weight", *(draft.companions(module) if with_scales else ())]:
+            draft.pop(name)
+
+    return change
+
+
+def _drop_one(matches: Callable[[str], bool]) -> Change:
+    def change(draft: Draft) -> None:
+        draft.pop(draft.random.choice(_list(draft, matches)))
+
+    return change
+
+
+def _drop_all(matches: Callable[[str], bool]) -> Change:
+    def change(draft: Draft) -> None:
+        for name in _list(draft, matches):
+            draft.pop(name)
+
+    return change
+
+
+def _add(suffix: str, *, to_all: bool = False) -> Change:
+    """Make a change that gives one or all FP8 linears another tensor."""
+
+    def change(draft: Draft) -> None:
+        for module in draft.fp8_modules() if to_all else [_choose(draft)]:
+            draft.put(f"{module}.{suffix}", torch.tensor([0.25]))
+
+    return change
+
+
+def _quantize_head(draft: Draft) -> None:
+    """Store an output head in FP8, and let the config say nothing of it."""
+    if "lm_head.weight" not in draft:
+        raise UnfitError("there is no lm_head")
+    module = draft.fp8_modules()[0]
+    head = draft["lm_head.weight"]
+    for name in draft.companions(module):
+        scale = draft[name]
+        shape = (
+            [head.shape[0], *scale.shape[1:]]
+            if scale.shape[:1] == (draft[f"{module}.weight"].shape[0],)
+            else scale.shape
+        )
+        draft.put(f"lm_head.{name.rpartition('.')[2]}", torch.full(list(shape), 0.01))
+    draft.put("lm_head.weight", (head.float() * 100).to(torch.float8_e4m3fn))
+    _forget(draft, "lm_head")
+
+
+def _forget(draft: Draft, name: str) -> None:
+    for key in ("ignore", "ignored_layers", "modules_to_not_convert"):
+        if isinstance(draft.quantization.get(key), list):
+            draft.quantization[key] = [item for item in draft.quantization[key] if item != name]
+    if draft.own_file is not None:
+        draft.own_file["quantization"]["exclude_modules"] = []
+
+
+def _exclude_one(draft: Draft) -> None:
+    """Exclude an FP8 linear in the config."""
+    module = _choose(draft, "down_proj", "fc2", "o_proj", "out_proj", "c_proj", "dense")
+    keys = [key for key in ("ignore", "ignored_layers") if key in draft.quantization]
+    for key in keys:
+        draft.quantization[key] = [*draft.quantization[key], module]
+
+
+def _shorten_weight(draft: Draft) -> None:
+    name = f"{_choose(draft)}.weight"
+    draft.put(name, draft[name][:-1].contiguous())
+
+
+def _recode(dtype: torch.dtype) -> Change:
+    """Make a change of the weights' dtype, keeping their bits."""
+
+    def change(draft: Draft) -> None:
+        for module in draft.fp8_modules():
+            draft.put(f"{module}.weight", draft[f"{module}.weight"].view(dtype))
+
+    return change
+
+
+def _drop_formats(draft: Draft) -> None:
+    for key in ("format", f"{_GROUP}.format"):
+        drop_key(key)(draft)
+
+
+def _flatten(scale: torch.Tensor) -> torch.Tensor:
+    return scale.reshape(-1).clone()
+
+
+_TENSORS: dict[str, tuple[Change, Fits]] = {
+    **{
+        f"scale-{name}": (_one(_is_scale, _fill(value)), has_fp8)
+        for name, value in (("nan", math.nan), ("inf", math.inf), ("zero", 0.0), ("negative", -0.5))
+    },
+    **{
+        f"input-{name}": (_one(_is_input, _fill(value)), has_scheme("fp8-static"))
+        for name, value in (("nan", math.nan), ("inf", math.inf), ("zero", 0.0), ("negative", -0.5))
+    },
+    "extra-input_scale": (
+        _add("input_scale", to_all=True),
+        has_scheme("fp8-dynamic", "fp8-block", "w8a16"),
+    ),
+    "all-16-bit": (_restore_all(), has_fp8),
+    "all-16-bit-with-scales": (_restore_all(keep_scales=True), has_fp8),
+    "one-16-bit": (_restore_one(), has_fp8),
+    "down-16-bit": (_restore_one("down_proj", "fc2", "c_proj", "o_proj"), has_fp8),
+    "part-16-bit": (_restore_one(*_SPLIT), has_fp8),
+    "weight-missing": (_drop_weight(with_scales=False), has_fp8),
+    "linear-missing": (_drop_weight(with_scales=True), has_fp8),
+    "scale-missing": (_drop_one(_is_scale), has_fp8),
+    "all-scales-missing": (_drop_all(_is_scale), has_fp8),
+    "input-missing": (_drop_one(_is_input), has_scheme("fp8-static")),
+    "all-inputs-missing": (_drop_all(_is_input), has_scheme("fp8-static")),
+    "weight_scale_inv": (_rename(_is_scale, "weight_scale_inv"), has_fp8),
+    "weight_scale": (_rename(_is_scale, "weight_scale"), has_scheme("fp8-block")),
+    "named-scale": (_rename(_is_scale, "scale"), has_fp8),
+    "activation_scale": (_rename(_is_input, "activation_scale"), has_scheme("fp8-static")),
+    "stray-output_scale": (_add("output_scale"), has_fp8),
+    "stray-zero_point": (_add("weight_zero_point"), has_fp8),
+    "scale-0d": (_all(_is_scale, lambda s: s.view(-1)[0].clone()), has_scheme("fp8-static")),
+    "scale-1": (_all(_is_scale, lambda s: s.view(-1)[:1].clone()), has_scheme("fp8-static")),
+    "scale-1x1": (
+        _all(_is_scale, lambda s: s.view(-1)[:1].reshape(1, 1).clone()),
+        has_scheme("fp8-static"),
+    ),
+    "scale-flat": (_all(_is_scale, _flatten), has_scheme("fp8-dynamic", "w8a16")),
+    "scale-column": (
+        _all(_is_scale, lambda s: s.reshape(-1, 1).clone()),
+        has_scheme("fp8-dynamic", "w8a16"),
+    ),
+    "scale-short": (
+        _one(_is_scale, lambda s: s[:-1].clone()),
+        has_scheme("fp8-dynamic", "w8a16", "fp8-block"),
+    ),
+    "scale-bfloat16": (_all(_is_scale, lambda s: s.bfloat16()), has_fp8),
+    "scale-float16": (_all(_is_scale, lambda s: s.half()), has_fp8),
+    "weight-short": (_shorten_weight, has_fp8),
+    "weights-int8": (_recode(torch.int8), has_fp8),
+    "weights-e5m2": (_recode(torch.float8_e5m2), has_fp8),
+    "lm_head": (_quantize_head, has_fp8),
+    "excluded": (_exclude_one, has_fp8),
+}
+_CONFIG: dict[str, tuple[Change, Fits]] = {
+    "config-missing": (remove_config, has_fp8),
+    "format-missing": (drop_key("format"), has_method(_CT, scheme=True)),
+    "format-dense": (set_key("format", "dense"), has_method(_CT, scheme=True)),
+    "group-format-missing": (drop_key(f"{_GROUP}.format"), has_method(_CT, scheme=True)),
+    "both-formats-missing": (_drop_formats, has_method(_CT, scheme=True)),
+    "inputs-null": (
+        set_key(f"{_GROUP}.input_activations", None),
+        has_scheme("fp8-static", "fp8-dynamic", "fp8-block", method=_CT),
+    ),
+    "inputs-dynamic": (
+        set_key(f"{_GROUP}.input_activations.dynamic", True),
+        has_scheme("fp8-static", method=_CT),
+    ),
+    "strategy-channel": (
+        set_key(f"{_GROUP}.weights.strategy", "channel"),
+        has_scheme("fp8-static", method=_CT),
+    ),
+    "strategy-tensor": (
+        set_key(f"{_GROUP}.weights.strategy", "tensor"),
+        has_scheme("fp8-dynamic", "w8a16", method=_CT),
+    ),
+    "blocks-64": (
+        set_key(f"{_GROUP}.weights.block_structure", [64, 64]),
+        has_scheme("fp8-block", method=_CT),
+    ),
+    "four-bits": (set_key(f"{_GROUP}.weights.num_bits", 4), has_method(_CT, scheme=True)),
+    "no-groups": (set_key("config_groups", {}), has_method(_CT, scheme=True)),
+    "ignore-null": (set_key("ignore", None), has_method(_CT, "modelopt", scheme=True)),
+    "ignore-missing": (drop_key("ignore"), has_method(_CT, "modelopt", scheme=True)),
+    "activations-dynamic": (
+        set_key("activation_scheme", "dynamic"),
+        has_scheme("fp8-static", method="fp8"),
+    ),
+    "activations-missing": (drop_key("activation_scheme"), has_method("fp8", scheme=True)),
+    "blocks-missing": (drop_key("weight_block_size"), has_scheme("fp8-block", method="fp8")),
+    "fp8-blocks-64": (
+        set_key("weight_block_size", [64, 64]),
+        has_scheme("fp8-block", method="fp8"),
+    ),
+    "ignored_layers-null": (set_key("ignored_layers", None), has_method("fp8", scheme=True)),
+    "algorithm-other": (
+        set_key("quant_algo", "FP8_PB_WO"),
+        has_method("modelopt", scheme=True),
+    ),
+    "algorithm-static": (
+        set_key("quant_algo", "FP8"),
+        has_scheme("fp8-dynamic", method="modelopt"),
+    ),
+}
+
+WEIGHT_DAMAGES = tuple(
+    Damage(name=f"w-{name}", change=change, fits=fits)
+    for name, (change, fits) in (_TENSORS | _CONFIG).items()
+)
