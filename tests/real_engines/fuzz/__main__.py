@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.real_engines.fuzz.compare import Kind
+from tests.real_engines.fuzz.compare import Finding, Kind
 from tests.real_engines.fuzz.draw import Case, draw, parse_case, shrink
 from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver
 from tests.real_engines.fuzz.evaluate import Evaluator, Observe, Observers, Result
@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="one line of a report, instead of random checkpoints")
     parser.add_argument("--engine", action="append", choices=ENGINES, help="instead of all")
-    parser.add_argument("--keep", type=Path, help="keep a case's checkpoint in this folder")
     options = parser.parse_args()
     gc.freeze()  # or every fork goes through all of torch's objects
     cases = [parse_case(options.case)] if options.case else draw(options.fuzz, options.seed)
@@ -36,12 +35,10 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
         evaluate = Evaluator(folder, _make_observers(stack, folder, options.engine or ENGINES))
-        results = [_evaluate(evaluate, case) for case in cases]
-        found = [
-            _reduce(evaluate, result.case, engine, finding.kind)
-            for result in results
-            for engine, finding in result.findings.items()
-        ]
+        results, found = [], []
+        for case in cases:
+            results.append(_evaluate(evaluate, case))
+            found += [_reduce(evaluate, case, *item) for item in results[-1].findings.items()]
     print_report(results, found, seed=options.seed, duration_s=time.monotonic() - started)
     return int(any(item.finding.kind is Kind.FALSE_OK for item in found))
 
@@ -63,20 +60,25 @@ def _evaluate(evaluate: Evaluator, case: Case) -> Result:
     result = evaluate(case)
     kinds = {engine: finding.kind.name for engine, finding in result.findings.items()}
     told = result.unwritten or kinds or result.excluded or "agreed"
-    print(f"{time.monotonic() - started:5.1f} s  {case}: {told}", file=sys.stderr, flush=True)
+    _tell(f"{time.monotonic() - started:5.1f} s  {case}: {told}")
     return result
 
 
-def _reduce(evaluate: Evaluator, case: Case, engine: str, kind: Kind) -> Disagreement:
+def _reduce(evaluate: Evaluator, case: Case, engine: str, found: Finding) -> Disagreement:
     """Find the simplest case in which the same engine disagrees in the same way."""
 
     def persists(simpler: Case) -> bool:
-        finding = evaluate(simpler).findings.get(engine)
-        return finding is not None and finding.kind is kind
+        finding = evaluate.find(simpler, engine)
+        return finding is not None and finding.kind is found.kind
 
     simplest = shrink(case, persists)
-    finding = evaluate(simplest).findings[engine]
+    finding = evaluate.find(simplest, engine) or found
+    _tell(f"         {engine}: {simplest}: {finding.engine}")
     return Disagreement(engine=engine, drawn=case, simplest=simplest, finding=finding)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -79,14 +79,18 @@ def draw(count: int, seed: int) -> list[Case]:
 
 
 def list_simpler(case: Case) -> Iterator[Case]:
-    """List the cases that are one step simpler: a damage, the architecture, the dtype, a layer."""
+    """List simpler cases: a damage less, the simplest model, or a step towards it."""
     for damage in case.damages:
         yield replace(case, damages=tuple(name for name in case.damages if name != damage))
+    simplest = {"architecture": SIMPLEST, "dtype": "bfloat16", "layers": 1}
+    smaller = replace(case, **simplest)
+    if smaller != case:
+        yield smaller
     if case.architecture != SIMPLEST:
         yield replace(case, architecture=SIMPLEST)
     if case.dtype != "bfloat16":
         yield replace(case, dtype="bfloat16")
-    if case.architecture == SIMPLEST and case.layers != 1:
+    if case.architecture == SIMPLEST and not case.layers:
         yield replace(case, layers=1)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.real_engines.vllm_job import WeightLoader
 _TIMEOUT_S = 300
 _TOKENS = torch.arange(5, 13)[None]
 _LAYER = re.compile(r"\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -169,11 +171,24 @@ def _load_in_transformers(model: Path, original: Path) -> Tensors:
             held[f"held.{name}.k"] = module.k_scale.detach().float().reshape(-1)
             held[f"held.{name}.v"] = module.v_scale.detach().float().reshape(-1)
             held[f"held.{name}.is_fp8"] = torch.tensor(True)
-    fault = describe_difference(
-        dequantize(dict(loaded.named_parameters())), dict(meant.named_parameters())
-    )
+    computed = dequantize(dict(loaded.named_parameters()))
+    fault = describe_difference(_stack_experts(computed), dict(meant.named_parameters()))
     held["fault"] = torch.tensor(list(fault.encode()), dtype=torch.uint8)
     return {name: tensor.clone().contiguous() for name, tensor in held.items()}
+
+
+def _stack_experts(tensors: Tensors) -> Tensors:
+    """Join experts that transformers has taken out of a stack, as it does with llama4's."""
+    parts = defaultdict(list)
+    for name, tensor in tensors.items():
+        if found := _EXPERT.fullmatch(name):
+            parts[found[1], found[3]].append(tensor)
+    stacks = {key: torch.stack(held) for key, held in parts.items()}
+    for path in {path for path, _ in stacks}:
+        halves = [stacks[path, part] for part in ("gate_proj", "up_proj")]
+        tensors[f"{path}.gate_up_proj"] = torch.cat(halves, 1)
+        tensors[f"{path}.down_proj"] = stacks[path, "down_proj"]
+    return tensors
 
 
 def _can_run(model: torch.nn.Module) -> bool:

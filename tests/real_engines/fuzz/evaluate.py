@@ -54,41 +54,44 @@ class Evaluator:
         self._folder = folder
         self._observers = observers
         self._count = 0
-        self._results: dict[Case, Result] = {}
+        self._found: dict[tuple[Case, str], Finding | None] = {}
 
-    def __call__(self, case: Case) -> Result:
-        """Compare what `check` says of a case with what engines do, once."""
-        if case not in self._results:
-            self._results[case] = self._evaluate(case)
-        return self._results[case]
+    def find(self, case: Case, engine: str) -> Finding | None:
+        """Give the disagreement about one engine, asked once; None where there is none."""
+        if (case, engine) not in self._found:
+            self._found[case, engine] = self(case, engine).findings.get(engine)
+        return self._found[case, engine]
 
-    def _evaluate(self, case: Case) -> Result:
+    def __call__(self, case: Case, *engines: str) -> Result:
+        """Compare what `check` says of a case with what these engines do, or all of them."""
         self._count += 1
         result = Result(case=case)
-        original, out = self._save_model(case), self._folder / f"{self._count}"
-        meant = self._save_model(replace(case, dtype="bfloat16"))
+        out = self._folder / f"{self._count}"
         try:
-            write(case, original, out)
+            write(case, self._save_model(case), out)
         except (UnfitError, Fp8CalibError) as error:
             result.unwritten = f"{type(error).__name__}: {error}"
             return result
-        reports = ask_check(out, list(self._observers))
-        stored = list_stored(out)
-        for engine, observe in self._observers.items():
-            seen = observe(case, out, meant)
-            if seen is None:
-                continue
-            why = find_exclusion(engine, seen.error)
-            has_kv = FORMS[case.form].has_kv
-            finding = compare(reports[engine], seen, stored, has_kv=has_kv)
-            if why:
-                result.excluded[engine] = why
-            elif finding:
-                result.findings[engine] = finding
-            else:
-                result.agreed.append(engine)
+        for engine in engines or self._observers:
+            self._compare(result, engine, out)
+            self._found[case, engine] = result.findings.get(engine)
         shutil.rmtree(out)
         return result
+
+    def _compare(self, result: Result, engine: str, out: Path) -> None:
+        original = self._save_model(replace(result.case, dtype="bfloat16"))
+        seen = self._observers[engine](result.case, out, original)
+        if seen is None:
+            return
+        if why := find_exclusion(engine, seen.error):
+            result.excluded[engine] = why
+            return
+        has_kv = FORMS[result.case.form].has_kv
+        finding = compare(ask_check(out, engine), seen, list_stored(out), has_kv=has_kv)
+        if finding:
+            result.findings[engine] = finding
+        else:
+            result.agreed.append(engine)
 
     def _save_model(self, case: Case) -> Path:
         folder = self._folder / f"{case.architecture}-{case.dtype}-{case.layers}"
@@ -116,21 +119,16 @@ def write(case: Case, original: Path, out: Path) -> None:
     draft.save(out)
 
 
-def ask_check(folder: Path, engines: list[str]) -> Mapping[str, Any]:
-    """Give what `fp8calib check --json` prints for each engine.
-
-    A checkpoint that it cannot open is reported as refused by all of them.
-    """
-    options = [part for engine in engines for part in ("--engine", engine)]
+def ask_check(folder: Path, engine: str) -> Mapping[str, Any]:
+    """Give what `fp8calib check --json` prints; a checkpoint it does not open is refused."""
     with redirect_stdout(io.StringIO()) as printed:
         try:
-            main_inner(["check", str(folder), *options, "--json"])
+            main_inner(["check", str(folder), "--engine", engine, "--json"])
         except Fp8CalibError as error:
             refused = {"status": "refused", "value": None, "why": f"check stops: {error}"}
-            report = {"ok": False, "layers": [], "problems": [], "weights": refused}
-            return dict.fromkeys(engines, report)
-    reports: Mapping[str, Any] = json.loads(printed.getvalue())["engines"]
-    return reports
+            return {"ok": False, "layers": [], "problems": [], "weights": refused}
+    report: Mapping[str, Any] = json.loads(printed.getvalue())["engines"][engine]
+    return report
 
 
 def list_stored(folder: Path) -> dict[int, set[float]]:

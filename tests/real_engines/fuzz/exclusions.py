@@ -9,8 +9,8 @@ EXCLUDED: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         r"Found unknown kwargs=\{'_name_or_path'": "dbrx: a config of transformers 5.23, which "
         "the 5.19 beside vLLM does not read",
-        r"\['Qwen3_5(Moe)?ForCausalLM'\] failed to be inspected": "qwen3_5: it imports torchvision, "
-        "of which there is no build beside vLLM's for CPUs",
+        r"\['Qwen3_5(Moe)?ForCausalLM'\] failed to be inspected": "qwen3_5: it imports "
+        "torchvision, of which there is no build beside vLLM's for CPUs",
     },
     "transformers": {
         r"got: c10::BFloat16 != c10::Float8_e4m3fn": "autofp8 with a scale per tensor: without a "

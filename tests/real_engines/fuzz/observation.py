@@ -45,9 +45,7 @@ def is_scale(value: float) -> bool:
 def compare_matrices(held: torch.Tensor, meant: torch.Tensor) -> float:
     """Give the norm of the difference over the norm; either may be transposed."""
     meant = meant.float()
-    ways = [held.float()]
-    if held.dim() == 2:
-        ways.append(held.float().T)
+    ways = (held.float(), held.float().transpose(-1, -2)) if held.dim() > 1 else ()
     errors = [
         float((way - meant).norm() / meant.norm()) for way in ways if way.shape == meant.shape
     ]
