@@ -61,7 +61,10 @@ class VllmObserver:
 
     def _ask(self, model: Path) -> Tensors | str:
         self._count += 1
-        return self._load(model, self._folder / f"{self._count}.safetensors", dtype="auto")
+        result = self._folder / f"vllm-{self._count}.safetensors"
+        answer = self._load(model, result, dtype="auto")
+        result.unlink(missing_ok=True)
+        return answer
 
 
 def _list_layers(held: Tensors) -> dict[int, HeldPair]:
