@@ -22,8 +22,8 @@ from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import CalibratedScales
-from fp8calib.quantization.selection.select import select
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
+from fp8calib.selection.select import select
 from tests.engines.check_handmade import FP8, MODELOPT, PER_TENSOR, QUARK
 from tests.quantization.by_hand import run
 from tests.real_engines.fuzz.draft import Draft, load_draft

@@ -14,6 +14,7 @@ from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.forms import FORMS, open_geometry
 from tests.real_engines.fuzz.kv_damages import TENSOR_DAMAGES
 from tests.real_engines.fuzz.observation import HeldPair, Observation
+from tests.real_engines.sglang_attention import gives_scales_a_place
 from tests.real_engines.sglang_models import hold_kv_scales, load
 from tests.real_engines.test_sglang_models import MODELS, STRIPPED
 
@@ -33,13 +34,14 @@ def observe_sglang(case: Case, model: Path, original: Path) -> Observation | Non
     is_loader = TENSOR_DAMAGES.issuperset(case.damages) and not FORMS[case.form].scheme
     if not (is_plain and is_loader and case.architecture in MODELS):
         return None
+    has_places = gives_scales_a_place(MODELS[case.architecture])
     if not has_kv_method(open_folder(model)):
         return None
     weights = _read(original)
     scales = {name: tensor for name, tensor in _read(model).items() if name not in weights}
     places = _name_parameters(paths, is_stripped=case.architecture in STRIPPED)
     try:
-        names = [name for pair in places.values() for name in pair]
+        names = [name for pair in places.values() for name in pair if has_places]
         loaded = load(MODELS[case.architecture], scales, names)
         if None in loaded.values():
             return None
