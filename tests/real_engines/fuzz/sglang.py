@@ -8,16 +8,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.sglang.replay import has_kv_method
 from tests.real_engines.fuzz.draw import Case
-from tests.real_engines.fuzz.forms import FORMS, open_geometry
+from tests.real_engines.fuzz.forms import open_geometry
 from tests.real_engines.fuzz.kv_damages import TENSOR_DAMAGES
 from tests.real_engines.fuzz.observation import HeldPair, Observation
 from tests.real_engines.sglang_attention import gives_scales_a_place
 from tests.real_engines.sglang_models import hold_kv_scales, load
 from tests.real_engines.test_sglang_models import MODELS, STRIPPED
 
+_FORMS = (
+    *("kv-overlay", "ct-kv_scale", "ct-modelopt-names", "ct-cache-names", "ct-inner-names"),
+    *("fp8", "fp8-kv_scale", "fp8-quark-names", "modelopt", "modelopt-pair", "quark"),
+)
+"""Those whose config gives attention layers SGLang's KV cache method, and says nothing else."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -31,12 +34,10 @@ def observe_sglang(case: Case, model: Path, original: Path) -> Observation | Non
         layer.index: pair.checkpoint_module for layer, pair in open_geometry(model).attentions()
     }
     is_plain = all(path == f"model.layers.{index}.self_attn" for index, path in paths.items())
-    is_loader = TENSOR_DAMAGES.issuperset(case.damages) and not FORMS[case.form].scheme
+    is_loader = TENSOR_DAMAGES.issuperset(case.damages) and case.form in _FORMS
     if not (is_plain and is_loader and case.architecture in MODELS):
         return None
     has_places = gives_scales_a_place(MODELS[case.architecture])
-    if not has_kv_method(open_folder(model)):
-        return None
     weights = _read(original)
     scales = {name: tensor for name, tensor in _read(model).items() if name not in weights}
     places = _name_parameters(paths, is_stripped=case.architecture in STRIPPED)
