@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import torch
+from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.write import write_table
@@ -20,7 +21,6 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import span_experts
 from fp8calib.geometry.sites import KV_ROLES, Role
 from fp8calib.model.geometry_from_config import read_geometry
-from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 from fp8calib.quantization.plan import CalibratedScales
 from fp8calib.scales.scale_table import Scale, ScaleSource, ScaleTable
 from fp8calib.selection.select import select
