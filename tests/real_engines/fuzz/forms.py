@@ -11,9 +11,9 @@ from random import Random
 from typing import Any
 
 import torch
-from fp8calib.quantization.checkpoint_dialects import CHECKPOINT_DIALECTS
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.dialects.write import write_table
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
@@ -133,7 +133,7 @@ def _write_fp8(dialect: str, scheme: str, *, has_kv: bool) -> Write:
 
     def write(model: Path, out: Path, random: Random) -> Draft:
         geometry = open_geometry(model)
-        chosen = CHECKPOINT_DIALECTS[dialect]
+        chosen = FP8_DIALECTS[dialect]
         with Checkpoint.open(model) as source:
             matrices = select(source).quantized
             names = {
@@ -194,16 +194,15 @@ _KV_FORMS = (
     ),
     Form(name="quark", method="quark", write=_write_names(*_OUTPUTS, config=QUARK)),
 )
-_METHODS = {"compressed-tensors": _CT, "autofp8": "fp8", "modelopt": "modelopt"}
 _FP8_FORMS = tuple(
     Form(
         name=f"{dialect.name}/{scheme}{'+kv' if has_kv else ''}",
-        method=_METHODS[dialect.name],
+        method=dialect.method,
         scheme=scheme,
         has_kv=has_kv,
         write=_write_fp8(dialect.name, scheme, has_kv=has_kv),
     )
-    for dialect in CHECKPOINT_DIALECTS.values()
+    for dialect in list_written()
     for scheme in dialect.schemes
     for has_kv in (False, True)
 )
