@@ -52,6 +52,9 @@ class Numerics:
     """q is multiplied by 1 / scale (fp32) rather than divided."""
     query_unscaled: bool = False
     """q is quantized with 1.0 whatever the file says."""
+    probability_factor: float = 0.0
+    """Softmax's numerators, in [0, 1], are multiplied by it and rounded to the format of an e4m3fn
+    cache before they multiply V; 0.0: they stay as they are."""
     static_inputs_ignored: bool = False
     """Static input scales are ignored: such inputs are quantized per token."""
     input_by_reciprocal: bool = False
@@ -85,3 +88,8 @@ SMALLEST_TOKEN_SCALE = 1 / (E4M3FN.max * 512)
 """The lower bound of a per-token scale in the kernels of vLLM and in those that TGI uses."""
 SMALLEST_GROUP_SCALE = 1e-10 / E4M3FN.max
 """The lower bound of a group's scale in vLLM and SGLang: 1e-10 bounds the amax."""
+FLASH_ATTENTION_3 = (
+    "Dao-AILab/flash-attention 0251105 hopper/softmax.h scale_apply_exp2, flash_fwd_kernel_sm90.h, "
+    "which sets Max_offset to 8 for FP8"
+)
+"""Where FlashAttention 3 multiplies softmax's numerators by 2^8 before it casts them to e4m3."""

@@ -12,6 +12,8 @@ class Role(StrEnum):
     K = "k"
     V = "v"
     Q = "q"
+    P = "p"
+    """The probabilities of attention."""
     INPUT = "input"
     WEIGHT = "weight"
 

@@ -41,6 +41,31 @@ class ExpertsCall:
         return int(self.module.down_proj.shape[0])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """One call of the attention function of a layer."""
+
+    function: Callable[..., Any]
+    """The model's own."""
+    module: nn.Module
+    query: torch.Tensor
+    """[B, H, S, D]; K and V likewise, with KV heads."""
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: Mapping[str, Any]
+    """By keyword: `scaling`, `softcap`, `s_aux` and others."""
+
+    def run(self) -> Any:
+        """Call the model's function: the output [B, S, H, D], and weights or None."""
+        tensors = (self.query, self.key, self.value, self.mask)
+        return self.function(self.module, *tensors, **self.options)
+
+
+Attend = Callable[[Attention, AttentionCall], Any]
+"""Runs attention in place of the model's function; returns what that returns."""
+
+
 class TensorHooks(Protocol):
     """What the hooks do: each method receives tensors and returns their replacements.
 
@@ -149,6 +174,7 @@ def open_hooks(
     query: bool,
     inputs: bool,
     ignored: Collection[str] = (),
+    attend: Attend | None = None,
 ) -> Iterator[None]:
     """Install all hooks except those on K and V (`HookedCache`) while the context is open.
 
@@ -159,6 +185,7 @@ def open_hooks(
         query: whether to hook q.
         inputs: whether to hook the inputs of linears and experts.
         ignored: paths of modules that get no hooks.
+        attend: runs attention where q is hooked; None leaves it to the model.
     """
     modules = dict(model.named_modules())
     experts: dict[nn.Module, tuple[str, int]] = {}
@@ -170,8 +197,8 @@ def open_hooks(
                 if attention.module not in ignored
             }
             # The lookup is wrapped, since transformers chooses the mask by the registered name.
-            attend = _query_hook(attentions, hooks)
-            stack.enter_context(_wrapped_lookup(AttentionInterface, attend))
+            hook = _query_hook(attentions, hooks, attend)
+            stack.enter_context(_wrapped_lookup(AttentionInterface, hook))
         for _, linear in geometry.linears() if inputs else ():
             path = linear.runner
             if path in ignored:
@@ -198,20 +225,32 @@ def _input_hook(linear: Linear, hooks: TensorHooks) -> Callable[..., Any]:
 
 
 def _query_hook(
-    attentions: Mapping[nn.Module, Attention], hooks: TensorHooks
+    attentions: Mapping[nn.Module, Attention], hooks: TensorHooks, attend: Attend | None
 ) -> Callable[..., Any]:
-    def attend(
+    def run(
         function: Callable[..., Any],
         module: nn.Module,
         query: torch.Tensor,
-        *args: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> Any:
-        if (attention := attentions.get(module)) is not None:
+        attention = attentions.get(module)
+        if attention is not None:
             query = hooks.on_query(attention, query)
-        return function(module, query, *args, **kwargs)
+        call = AttentionCall(
+            function=function,
+            module=module,
+            query=query,
+            key=key,
+            value=value,
+            mask=attention_mask,
+            options=kwargs,
+        )
+        return call.run() if attention is None or attend is None else attend(attention, call)
 
-    return attend
+    return run
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class LayerResult(_Model):
     candidate: str
     site: str
     layer: int
-    role: Literal["k", "v", "q", "input", "weight"]
+    role: Literal["k", "v", "q", "p", "input", "weight"]
     sqnr_db: float | None
     """None if nothing was lost, or the tensor was all zeros."""
     clipped: float

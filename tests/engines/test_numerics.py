@@ -61,9 +61,10 @@ def test_every_source_names_a_version_and_a_file(name: str) -> None:
             "SGLang",
             "TGI",
             "danieldk/marlin-kernels",
+            "Dao-AILab/flash-attention",
         }
         assert version[0].isdigit() or len(version) == 7
-        assert path.split()[0].rstrip(":,;").endswith((".py", ".cu", ".cuh", ".cpp", ".hpp"))
+        assert path.split()[0].rstrip(":,;").endswith((".py", ".cu", ".cuh", ".cpp", ".h", ".hpp"))
 
 
 def test_the_smallest_scales_are_the_numbers_of_the_engines() -> None:

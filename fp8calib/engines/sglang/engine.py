@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Effect, Engine, Launch, WeightRule
-from fp8calib.engines.numerics import SMALLEST_GROUP_SCALE, Numerics
+from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
 from fp8calib.fp8.formats import E4M3FNUZ, E5M2
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ _NUMERICS = Numerics(
     kv_scales_latents=False,
     quantizes_query=True,
     query_unscaled=True,
+    probability_factor=256.0,
     input_by_reciprocal=True,
     token_by_reciprocal=True,
     smallest_group_scale=SMALLEST_GROUP_SCALE,
@@ -60,6 +61,7 @@ _NUMERICS = Numerics(
         "flashinfer and triton leave q alone",
         "query_unscaled": "SGLang 0.5.23 srt/layers/attention/flashattention_backend.py "
         "prepare_paged_mha_query: q.to(self.kv_cache_dtype)",
+        "probability_factor": f"{FLASH_ATTENTION_3}, of which SGLang builds a fork",
         "input_by_reciprocal": "SGLang 0.5.23 kernels/jit/csrc/gemm/per_tensor_quant_fp8.cuh "
         "per_tensor_quant_fp8_kernel",
         "token_by_reciprocal": "SGLang 0.5.23 kernels/jit/csrc/gemm/per_token_quant_fp8.cuh "

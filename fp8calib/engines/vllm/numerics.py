@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8calib.engines.numerics import SMALLEST_GROUP_SCALE, SMALLEST_TOKEN_SCALE, Numerics
+from fp8calib.engines.numerics import (
+    FLASH_ATTENTION_3,
+    SMALLEST_GROUP_SCALE,
+    SMALLEST_TOKEN_SCALE,
+    Numerics,
+)
 from fp8calib.engines.vllm.releases import Release
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
@@ -29,6 +34,7 @@ _NUMERICS = Numerics(
     kv_scales_latents=False,
     quantizes_query=True,
     query_by_reciprocal=True,
+    probability_factor=256.0,
     input_by_reciprocal=True,
     token_by_reciprocal=True,
     smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
@@ -47,6 +53,8 @@ _NUMERICS = Numerics(
         "query_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native; vllm-project/vllm 094be77 "
         "csrc/libtorch_stable/quantization/w8a8/fp8/common.cu "
         "scaled_fp8_quant_kernel_strided_group_shape",
+        "probability_factor": f"{FLASH_ATTENTION_3}; vLLM 0.32.0 "
+        "v1/attention/ops/triton_unified_attention.py kernel_unified_attention (p_scale)",
         "input_by_reciprocal": f"{QUANT_FP8_SOURCE}.forward_native; vllm-project/vllm 094be77 "
         "csrc/libtorch_stable/quantization/w8a8/fp8/common.cu "
         "scaled_fp8_quant_kernel_strided_group_shape",

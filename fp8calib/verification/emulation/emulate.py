@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +18,13 @@ from fp8calib.data.plan import Batch
 from fp8calib.fp8.amax import tokens_first
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
-from fp8calib.observe.hooks import ExpertsCall, HookedCache, open_hooks, own_attentions
+from fp8calib.observe.hooks import (
+    AttentionCall,
+    ExpertsCall,
+    HookedCache,
+    open_hooks,
+    own_attentions,
+)
 from fp8calib.run.forward.decoder import Decoder
 from fp8calib.verification.emulation.fake_quantize import (
     FakeQuantized,
@@ -25,6 +32,7 @@ from fp8calib.verification.emulation.fake_quantize import (
     add_damage,
     measure_damage,
 )
+from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
 from fp8calib.verification.emulation.weights import (
     ParameterReader,
     Requantized,
@@ -67,6 +75,7 @@ class EmulationHooks:
     def __init__(self, quantizers: Mapping[Site, Quantizer]) -> None:
         self._quantizers = quantizers
         self._kept: torch.Tensor | None = None
+        self._has_own_attention: dict[str, bool] = {}
         self._inputs: list[tuple[torch.Tensor, int, Quantizer, torch.Tensor, torch.Tensor]] = []
         self.damage: dict[Site, torch.Tensor] = {}
 
@@ -98,6 +107,21 @@ class EmulationHooks:
             return self._heads(site, query)
         unscaled = self._heads(site, query / attention.query_divisor)
         return unscaled * attention.query_divisor
+
+    def attend(self, attention: Attention, call: AttentionCall) -> Any:
+        """Run attention with its probabilities quantized, where that reproduces the model's."""
+        site = attention.site(Role.P)
+        if site not in self._quantizers:
+            return call.run()
+        if attention.module not in self._has_own_attention:
+            is_other = not is_reproduced(call, self._kept)
+            self._has_own_attention[attention.module] = is_other
+        if self._has_own_attention[attention.module]:
+            return call.run()
+        output, damage = attend_in_fp32(call, self._quantizers[site], self._kept)
+        if damage is not None:
+            self.damage[site] = add_damage(self.damage.get(site), damage)
+        return output, None
 
     def on_input(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """Quantize the input of a linear, once for all that read the same tensor."""
@@ -211,9 +235,16 @@ def emulated(
 def open_emulation_hooks(
     model: PreTrainedModel, geometry: ModelGeometry, emulation: Emulation, hooks: EmulationHooks
 ) -> AbstractContextManager[None]:
-    """Open the hooks of q and of inputs of linears, where the emulation quantizes them."""
+    """Open the hooks of attention and of inputs of linears, where the emulation quantizes them."""
     roles = {site.role for site in emulation.quantizers}
-    return open_hooks(model, geometry, hooks, query=Role.Q in roles, inputs=Role.INPUT in roles)
+    return open_hooks(
+        model,
+        geometry,
+        hooks,
+        query=not roles.isdisjoint({Role.Q, Role.P}),
+        inputs=Role.INPUT in roles,
+        attend=hooks.attend if Role.P in roles else None,
+    )
 
 
 SEQUENCE_STRIDE = 4

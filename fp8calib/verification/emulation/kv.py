@@ -6,7 +6,7 @@ import torch
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
-from fp8calib.fp8.formats import E5M2, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import rank_range
@@ -28,7 +28,7 @@ def make_unscaled_table(geometry: ModelGeometry, fmt: Fp8Format) -> ScaleTable:
 
 
 def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
-    """Give the quantizers of K, V and, where the engine quantizes it, q.
+    """Give the quantizers of K, V and, where the engine quantizes them, q and probabilities.
 
     Raises:
         VerificationError: the engine cannot use such scales.
@@ -42,6 +42,9 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
                 quantizers[attention.site(role)] = _kv_quantizer(table.fmt, values, numerics)
         if numerics.quantizes_query and attention.kind == "heads":
             quantizers[attention.site(Role.Q)] = _query_quantizer(table, attention, numerics)
+        if numerics.probability_factor and table.fmt is E4M3FN and attention.kind == "heads":
+            factor = torch.tensor(1 / numerics.probability_factor)
+            quantizers[attention.site(Role.P)] = Quantizer(fmt=table.fmt, scale=factor)
     return quantizers
 
 

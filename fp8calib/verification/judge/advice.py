@@ -93,7 +93,7 @@ def _list_verdicts(candidates: Sequence[CandidateResult]) -> str:
 
 def _has_kv_only(name: str, layers: Sequence[LayerResult]) -> bool:
     roles = {row.role for row in layers if row.candidate == name}
-    return bool(roles) and roles <= {"k", "v", "q"}
+    return bool(roles) and roles <= {"k", "v", "q", "p"}
 
 
 def _is_fine(candidate: CandidateResult) -> bool:

@@ -1,0 +1,164 @@
+"""Attention whose probabilities are rounded to FP8 before they multiply V.
+
+FlashAttention 3 and vLLM's Triton kernel do so where q is FP8: P = exp(score - largest) is cast to
+the format of V, times a power of two, and the sum that divides the result is that of the P before
+the cast. The kernels use the largest score of the tiles so far; here it is that of the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fp8calib.observe.hooks import AttentionCall
+from fp8calib.verification.emulation.fake_quantize import Quantizer, add_damage, measure_damage
+
+_CHUNK_SIZE = 1 << 20
+"""Scores that are held at a time."""
+_MOST_ROWS = 128
+"""Queries at a time: fewer of the scores that a causal mask hides are computed."""
+_FLUSH_STRIDE = 8
+_TINY = torch.finfo(torch.float32).tiny
+"""The output of a query that sees no key, such as one of padding under a window, is zero."""
+_CLOSE = 0.02
+"""How far, relative to the output, 16-bit attention may be from that in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """Some heads and queries of one sequence."""
+
+    sequence: int
+    heads: slice
+    rows: slice
+    num_keys: int
+    """How many keys the last of its queries may see."""
+
+
+def attend_in_fp32(
+    call: AttentionCall, quantizer: Quantizer | None, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute attention in fp32, with P quantized.
+
+    Args:
+        call: q, K and V as the hooks left them, [B, H, S, D] and [B, KV heads, S, D].
+        quantizer: of P; None leaves it as it is.
+        kept: the positions in the batch that are no padding; None without padding.
+
+    Returns:
+        The output [B, S, H, D], and the damage to P in the first sequence.
+    """
+    batch, heads, length, _ = call.query.shape
+    output = call.query.new_empty(batch, length, heads, call.value.shape[-1])
+    damage: torch.Tensor | None = None
+    for chunk in _cut(call):
+        scores = _score(call, chunk)
+        largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        p = scores.sub_(largest).exp_()
+        total = p.sum(-1, keepdim=True)
+        if (sinks := call.options.get("s_aux")) is not None:
+            total += (sinks[chunk.heads].float()[:, None, None] - largest).exp()
+        if quantizer is not None:
+            fake = quantizer.fake(p)
+            if chunk.sequence == 0:
+                counted = _find_counted(kept, chunk)
+                taken = fake if counted is None else fake.map(partial(_take_rows, rows=counted))
+                exact = p if counted is None else _take_rows(p, rows=counted)
+                sums = measure_damage(exact, taken, quantizer.fmt, flush_stride=_FLUSH_STRIDE)
+                damage = add_damage(damage, sums)
+            p = fake.values
+        product = p @ _group(call, call.value, chunk)
+        output[chunk.sequence, chunk.rows, chunk.heads] = (
+            product.div_(total.clamp_(min=_TINY)).transpose(0, 1).to(output.dtype)
+        )
+    return output, damage
+
+
+def is_reproduced(call: AttentionCall, kept: torch.Tensor | None) -> bool:
+    """Tell whether `attend_in_fp32` without a quantizer computes what the model computes."""
+    expected = call.run()[0]
+    found = attend_in_fp32(call, None, kept)[0]
+    if expected.shape != found.shape:
+        return False
+    a, b = (x.flatten(0, 1).float() for x in (expected, found))
+    if kept is not None and int(kept[-1]) < len(a):
+        a, b = a[kept.to(a.device)], b[kept.to(b.device)]
+    return bool((a - b).norm() <= _CLOSE * a.norm())
+
+
+def _cut(call: AttentionCall) -> Iterator[_Chunk]:
+    batch, heads, length, _ = call.query.shape
+    rows = max(1, min(length, _MOST_ROWS, _CHUNK_SIZE // call.key.shape[2]))
+    is_causal = call.mask is None and _is_causal(call)
+    for sequence in range(batch):
+        for row in range(0, length, rows):
+            end = min(row + rows, length)
+            num_keys = end if is_causal else call.key.shape[2]
+            count = max(1, _CHUNK_SIZE // (rows * num_keys))
+            for head in range(0, heads, count):
+                yield _Chunk(
+                    sequence=sequence,
+                    heads=slice(head, min(head + count, heads)),
+                    rows=slice(row, end),
+                    num_keys=num_keys,
+                )
+
+
+def _group(call: AttentionCall, x: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+    """Give K or V [H, keys, D] for the heads of a chunk, fp32."""
+    groups = call.query.shape[1] // x.shape[1]
+    indices = torch.arange(chunk.heads.start, chunk.heads.stop, device=x.device) // groups
+    return x[chunk.sequence, :, : chunk.num_keys].index_select(0, indices).float()
+
+
+def _score(call: AttentionCall, chunk: _Chunk) -> torch.Tensor:
+    """Compute the scores of a chunk, masked: [H, S, keys], fp32."""
+    query = call.query[chunk.sequence, chunk.heads, chunk.rows].float()
+    scaling = call.options.get("scaling") or query.shape[-1] ** -0.5
+    scores = (query @ _group(call, call.key, chunk).transpose(1, 2)).mul_(scaling)
+    if (softcap := call.options.get("softcap")) is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if (bias := call.options.get("position_bias")) is not None:
+        scores += _slice(bias, chunk)
+    if call.mask is None:
+        return scores if not _is_causal(call) else _mask_later(scores, chunk)
+    mask = _slice(call.mask, chunk)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill_(~mask, -torch.inf)
+    return scores.add_(mask)
+
+
+def _slice(mask: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+    """Take what a mask [B or 1, H or 1, S or 1, keys] has for a chunk."""
+    sequence = chunk.sequence if mask.shape[0] > 1 else 0
+    heads = chunk.heads if mask.shape[1] > 1 else slice(None)
+    rows = chunk.rows if mask.shape[2] > 1 else slice(None)
+    return mask[sequence, heads, rows, : chunk.num_keys]
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    given = call.options.get("is_causal")
+    is_causal = getattr(call.module, "is_causal", True) if given is None else given
+    return bool(is_causal) and call.query.shape[2] > 1
+
+
+def _mask_later(scores: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+    rows = torch.arange(chunk.rows.start, chunk.rows.stop, device=scores.device)
+    keys = torch.arange(scores.shape[-1], device=scores.device)
+    return scores.masked_fill_(keys > rows[:, None], -torch.inf)
+
+
+def _find_counted(kept: torch.Tensor | None, chunk: _Chunk) -> torch.Tensor | None:
+    """Find the rows of a chunk of the first sequence that are no padding; None for all."""
+    if kept is None:
+        return None
+    is_inside = (kept >= chunk.rows.start) & (kept < chunk.rows.stop)
+    counted: torch.Tensor = kept[is_inside] - chunk.rows.start
+    return counted
+
+
+def _take_rows(x: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
+    return x.index_select(1, rows.to(x.device))

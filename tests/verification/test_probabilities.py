@@ -1,0 +1,231 @@
+"""Softmax probabilities in FP8 against attention computed element by element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fp8calib.engines.registry import ENGINES, find_emulated
+from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, E5M2, Fp8Format
+from fp8calib.geometry.sites import Role
+from fp8calib.observe.hooks import AttentionCall, HookedCache, open_hooks, own_attentions
+from fp8calib.run.forward.decoder import Decoder
+from fp8calib.verification.emulation import probabilities
+from fp8calib.verification.emulation.emulate import Emulation, EmulationHooks
+from fp8calib.verification.emulation.fake_quantize import Damage, Quantizer
+from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
+from fp8calib.verification.emulation.probabilities import attend_in_fp32, is_reproduced
+from tests import zoo
+from tests.verification.by_hand import Subject, emulate, make_batch, opened, plain_forward
+
+QUANTIZER = Quantizer(fmt=E4M3FN, scale=torch.tensor(1 / 256))
+PADDED = make_batch([5, 20, 13])
+FULL = make_batch([20, 20], seed=12)
+WITHOUT_INTERFACE = ("falcon",)
+HEADS, KV_HEADS, LENGTH, SIZE = 4, 2, 7, 8
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def make_call(mask: torch.Tensor | None = None, **options: Any) -> AttentionCall:
+    return AttentionCall(
+        function=lambda *_, **__: (torch.empty(0), None),
+        module=nn.Identity(),
+        query=draw(2, HEADS, LENGTH, SIZE, seed=1),
+        key=draw(2, KV_HEADS, LENGTH, SIZE, seed=2),
+        value=draw(2, KV_HEADS, LENGTH, SIZE, seed=3),
+        mask=mask,
+        options=options,
+    )
+
+
+def may_see(mask: torch.Tensor | None, place: tuple[int, int, int, int], *, causal: bool) -> float:
+    """Give what is added to a score: 0, minus infinity, or what a mask of floats says."""
+    b, h, i, j = place
+    if mask is None:
+        return -math.inf if causal and j > i else 0.0
+    value = mask[b % mask.shape[0], h % mask.shape[1], i % mask.shape[2], j]
+    if mask.dtype == torch.bool:
+        return 0.0 if bool(value) else -math.inf
+    return float(value)
+
+
+def attend_by_hand(call: AttentionCall, *, quantized: bool) -> torch.Tensor:
+    """Compute every output from its definition, one query at a time."""
+    options: Mapping[str, Any] = call.options
+    q, k, v = (x.numpy().astype(np.float64) for x in (call.query, call.key, call.value))
+    scaling, softcap = options.get("scaling", SIZE**-0.5), options.get("softcap")
+    output = np.zeros((2, LENGTH, HEADS, SIZE))
+    for b, h, i in np.ndindex(2, HEADS, LENGTH):
+        group = h * KV_HEADS // HEADS
+        scores = []
+        for j in range(LENGTH):
+            score = scaling * float(q[b, h, i] @ k[b, group, j])
+            if softcap is not None:
+                score = softcap * math.tanh(score / softcap)
+            if (bias := options.get("position_bias")) is not None:
+                score += float(bias[0, h, i, j])
+            causal = options.get("is_causal", True)
+            scores.append(score + may_see(call.mask, (b, h, i, j), causal=causal))
+        largest = max(scores)
+        p = np.array([math.exp(score - largest) for score in scores])
+        total = p.sum()
+        if (sinks := options.get("s_aux")) is not None:
+            total += math.exp(float(sinks[h]) - largest)
+        if quantized:
+            p = (p * 256).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256
+        output[b, i, h] = sum(p[j] * v[b, group, j] for j in range(LENGTH)) / total
+    return torch.from_numpy(output).float()
+
+
+WINDOW = torch.tensor([[0 <= i - j < 3 for j in range(LENGTH)] for i in range(LENGTH)])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "not causal": {"is_causal": False},
+    "scaled": {"scaling": 0.7},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"s_aux": draw(HEADS, seed=4)},
+    "window": {"mask": WINDOW.expand(2, 1, LENGTH, LENGTH)},
+    "floats": {"mask": torch.where(WINDOW, 0.0, torch.finfo(torch.float32).min)[None, None]},
+    "bias": {"position_bias": draw(1, HEADS, LENGTH, LENGTH, seed=5)},
+    "all": {
+        "mask": WINDOW[None, None],
+        "softcap": 1.5,
+        "s_aux": draw(HEADS, seed=4),
+        "scaling": 0.7,
+    },
+}
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 30, 1])
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_output_is_that_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, name: str, quantized: bool, chunk: int
+) -> None:
+    monkeypatch.setattr(probabilities, "_CHUNK_SIZE", chunk)
+    call = make_call(**OPTIONS[name])
+
+    found = attend_in_fp32(call, QUANTIZER if quantized else None, None)[0]
+
+    torch.testing.assert_close(found, attend_by_hand(call, quantized=quantized), rtol=0, atol=2e-6)
+
+
+def test_quantized_probabilities_change_the_output() -> None:
+    call = make_call()
+    exact, found = (attend_in_fp32(call, each, None)[0] for each in (None, QUANTIZER))
+    assert 1e-3 < float((exact - found).norm() / exact.norm()) < 0.05
+
+
+def test_the_damage_is_that_of_the_first_sequence_without_its_padding() -> None:
+    kept = torch.tensor([0, 1, 2, 3, 4, 7, 8])
+    _, sums = attend_in_fp32(make_call(), QUANTIZER, kept)
+    assert sums is not None
+    damage = Damage(*sums.tolist())
+    assert damage.num_elements == HEADS * 5 * LENGTH
+    assert (damage.amax, damage.clipped) == (1.0, 0.0)
+    assert damage.sqnr_db is not None
+    assert 25 < damage.sqnr_db < 45
+
+
+@pytest.fixture(scope="module", params=sorted(zoo.ZOO))
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    with opened(zoo.build(request.param), tmp_path_factory.mktemp("zoo")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("batch", [PADDED, FULL])
+def test_the_attention_of_every_family_is_reproduced(subject: Subject, batch: Any) -> None:
+    """Windows, sinks, softcaps, groups of heads: with P as it is nothing changes."""
+    decoder, seen = Decoder(subject.model), set()
+    hooks = EmulationHooks({})
+
+    def attend(attention: Any, call: AttentionCall) -> Any:
+        seen.add(attention.module)
+        return attend_in_fp32(call, None, None)[0], None
+
+    with open_hooks(
+        subject.model, subject.geometry, hooks, query=True, inputs=False, attend=attend
+    ):
+        cache = HookedCache(decoder.config, own_attentions(subject.geometry), (), hooks)
+        found = decoder.run(batch, cache)
+
+    expected = plain_forward(subject.model, batch)
+    for row, length in enumerate(batch.lengths):
+        torch.testing.assert_close(
+            found[row, :length], expected[row, :length], rtol=1e-4, atol=1e-4
+        )
+    is_met = subject.model.config.model_type not in WITHOUT_INTERFACE
+    assert seen == ({a.module for _, a in subject.geometry.attentions()} if is_met else set())
+
+
+def test_an_engine_that_casts_p_changes_the_model(subject: Subject) -> None:
+    sites = {
+        attention.site(Role.P): QUANTIZER
+        for _, attention in subject.geometry.attentions()
+        if attention.kind == "heads"
+    }
+    hooks = EmulationHooks(sites)
+    (found,) = emulate(subject, Emulation(quantizers=sites), FULL, hooks=hooks)
+    expected = plain_forward(subject.model, FULL)
+    is_met = bool(sites) and subject.model.config.model_type not in WITHOUT_INTERFACE
+    assert set(hooks.damage) == (set(sites) if is_met else set())
+    assert torch.equal(found, expected) is not is_met
+
+
+def test_attention_that_is_not_reproduced_is_left_to_the_model() -> None:
+    call = make_call()
+    output = attend_in_fp32(call, None, None)[0]
+
+    def answer(factor: float) -> AttentionCall:
+        return AttentionCall(
+            function=lambda *_, **__: (output * factor, None),
+            module=call.module,
+            query=call.query,
+            key=call.key,
+            value=call.value,
+            mask=None,
+            options={},
+        )
+
+    assert is_reproduced(answer(1.001), None)
+    assert not is_reproduced(answer(1.1), None)
+
+
+def test_a_model_with_other_attention_keeps_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama")) as llama:
+        attention = next(a for _, a in llama.geometry.attentions())
+        hooks = EmulationHooks({attention.site(Role.P): QUANTIZER})
+        hooks.begin_batch(FULL)
+        call = make_call()
+        hooks.attend(attention, call)
+        assert hooks.damage == {}
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ, E5M2])
+def test_the_engines_that_cast_p_do_so_for_e4m3fn(
+    tmp_path_factory: pytest.TempPathFactory, fmt: Fp8Format
+) -> None:
+    with opened(zoo.build("llama"), tmp_path_factory.mktemp("llama")) as llama:
+        table = make_unscaled_table(llama.geometry, fmt)
+    casting = set()
+    for key, engine in ENGINES.items():
+        if engine.numerics is None:
+            continue
+        found = emulate_kv(table, find_emulated(key)[1])
+        casts = [each for site, each in found.items() if site.role is Role.P]
+        if casts:
+            casting.add(key)
+            assert all(each.fmt is fmt and float(each.scale) == 1 / 256 for each in casts)
+    assert casting == ({"vllm", "sglang"} if fmt is E4M3FN else set())
