@@ -67,13 +67,19 @@ class Numerics:
     """Lower bound of the scale of a group of 128 channels."""
     group_scales_power_of_two: bool = False
     """Scales of groups of 128 channels are rounded up to powers of two; so are those of 128 x 128
-    weights, which are then quantized again."""
+    weights, which are then quantized again. Only in models served in bfloat16, and in linears of
+    `power_of_two_sizes`; the engine's other kernels use the scales as they are."""
+    power_of_two_sizes: tuple[int, int] = (1, 1)
+    """Of what the rows and the columns of a linear, fused as the engine does it, are multiples."""
     fused_share_scales: bool = False
     """Projections fused at load (q/k/v, gate/up) use the largest of their static input scales, and
     their per-tensor weights are quantized again with the largest weight scale."""
     weights_through_float16: bool = False
     """Per-tensor weights, fused or not, are dequantized to fp16 at load and quantized again with
-    their (largest) scale: what fp16 flushes to zero is lost."""
+    their (largest) scale: what fp16 flushes to zero is lost. The down projections of experts are
+    loaded as they are."""
+    modelopt_keeps_equal_scales: bool = False
+    """So are linears of ModelOpt's dialect whose fused projections have equal scales."""
     kv_skip_flag: str = ""
     """The option that leaves the KV cache of some layers unquantized; their indices follow."""
     sources: Mapping[str, str] = field(default_factory=dict)

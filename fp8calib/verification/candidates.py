@@ -107,6 +107,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
             path,
             fuse=numerics.fused_share_scales,
             through_float16=numerics.weights_through_float16,
+            keeps_equal_scales=numerics.modelopt_keeps_equal_scales,
         )
         check_origin(name, checkpoint.origin, target.fingerprint)
         found = _read_scales(name, path, target) if has_kv_scales(path) else None

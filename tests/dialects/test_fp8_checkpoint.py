@@ -531,6 +531,50 @@ def test_the_config_may_stand_in_a_file_of_modelopt_or_in_the_text_config(tmp_pa
     assert Fp8Checkpoint.open(folder, fuse=False).dialect.name == "compressed-tensors"
 
 
+TINY = scalar(2.0**-20)
+"""Codes up to 2^-6 times this scale are zero in fp16, whose smallest number is 2^-24."""
+EXACT = [[value * 2.0**-20 for value in row] for row in VALUES]
+AFTER_FP16 = [[0.0 if abs(value) <= 2.0**-26 else value for value in row] for row in EXACT]
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "scales", "keeps", "is_exact"),
+    [
+        (AUTOFP8_STATIC, ("a.q_proj", "a.k_proj"), (TINY, TINY), True, False),
+        (MODELOPT, ("a.q_proj", "a.k_proj"), (TINY, TINY), True, True),
+        (MODELOPT, ("a.q_proj", "a.k_proj"), (TINY, TINY), False, False),
+        (MODELOPT, ("a.q_proj", "a.k_proj"), (TINY, TINY / 2), True, False),
+        (MODELOPT, ("a.o_proj", "b.o_proj"), (TINY, TINY), True, True),
+        (
+            AUTOFP8_STATIC,
+            ("m.experts.0.down_proj", "m.experts.1.down_proj"),
+            (TINY, TINY),
+            True,
+            True,
+        ),
+        (MODELOPT, ("m.experts.0.gate_proj", "m.experts.0.up_proj"), (TINY, TINY), True, False),
+    ],
+)
+def test_which_weights_go_through_fp16_at_load(
+    tmp_path: Path,
+    config: dict[str, object],
+    modules: tuple[str, str],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    keeps: bool,
+    is_exact: bool,
+) -> None:
+    tensors: Tensors = {}
+    for module, scale in zip(modules, scales, strict=True):
+        tensors |= linear(module, scale=scale, input_scale=INPUT)
+    save(tmp_path, tensors, config)
+    name = f"{modules[0]}.weight"
+
+    with Fp8Checkpoint.open(
+        tmp_path, fuse=True, through_float16=True, keeps_equal_scales=keeps
+    ) as checkpoint:
+        assert checkpoint.read(name).tolist() == (EXACT if is_exact else AFTER_FP16)
+
+
 def test_a_weight_and_its_scale_may_lie_in_different_shards(tmp_path: Path) -> None:
     save(tmp_path, linear(), AUTOFP8_DYNAMIC)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")

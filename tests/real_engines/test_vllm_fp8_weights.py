@@ -84,7 +84,9 @@ def test_the_weights_that_vllm_computes_with_are_those_we_emulate(
     written: dict[Case, Path], loaded: dict[Case, Tensors], case: Case
 ) -> None:
     """After vLLM has prepared them, which rounds per-tensor weights once more."""
-    with Fp8Checkpoint.open(written[case], fuse=True, through_float16=True) as checkpoint:
+    with Fp8Checkpoint.open(
+        written[case], fuse=True, through_float16=True, keeps_equal_scales=True
+    ) as checkpoint:
         for path, fused in PATHS:
             found = dequantize(loaded[case], f"ready.{path}.{fused}")
             parts = [checkpoint.read(f"{path}.{part}.weight") for part in FUSED[fused]]

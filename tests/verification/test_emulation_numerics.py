@@ -39,6 +39,8 @@ from tests.verification.by_hand import (
 )
 
 PLAIN = Numerics(name="plain")
+EVERY_SIZE = replace(find_emulated("vllm")[1], power_of_two_sizes=(1, 1))
+"""vLLM, if DeepGEMM ran linears of every size."""
 THIRD = 0.0371
 
 
@@ -262,7 +264,7 @@ def test_tokens_are_multiplied_by_the_reciprocal_of_a_bounded_scale_in_vllm(
 
 def test_groups_have_scales_that_are_powers_of_two_in_vllm(llama: Subject) -> None:
     """128 channels, and the 32 that are left."""
-    found = scheme_of(llama, "fp8-block", find_emulated("vllm")[1]).quantizers[Q_INPUT]
+    found = scheme_of(llama, "fp8-block", EVERY_SIZE).quantizers[Q_INPUT]
     pieces = []
     for piece in INPUTS.split(128, 1):
         scales = [2.0 ** ceil_log2(float(row.abs().max()) / 448) for row in piece]
@@ -327,13 +329,70 @@ def test_vllm_quantizes_blocks_again_with_scales_that_are_powers_of_two(llama: S
         ]
         strips.append(torch.cat(pieces, 1))
     expected = torch.cat(strips, 0)
-    found = weight_held(llama, scheme_of(llama, "fp8-block", find_emulated("vllm")[1]), name)
+    found = weight_held(llama, scheme_of(llama, "fp8-block", EVERY_SIZE), name)
     assert torch.equal(found, expected)
     assert not torch.equal(found, first)
     reference = weight_held(
         llama, scheme_of(llama, "fp8-block", find_emulated("reference")[1]), name
     )
     assert torch.equal(reference, first)
+
+
+@pytest.mark.parametrize(("dtype", "is_served_in_bf16"), [("bfloat16", True), ("float16", False)])
+def test_powers_of_two_are_for_the_linears_that_deep_gemm_runs(
+    tmp_path: Path, dtype: str, is_served_in_bf16: bool
+) -> None:
+    """64 rows, of q, k and v or of gate and up together, and 128 columns.
+
+    q, k and v have 160 + 80 + 80 rows, gate and up 96 each; o_proj has 160 columns and down 96.
+    """
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 40, "dtype": dtype}
+    numerics = find_emulated("vllm")[1]
+    with opened(zoo.build("llama", **sizes), tmp_path / "m") as built:
+        geometry = built.geometry.model_copy(update={"checkpoint_dtype": dtype})
+        subject = replace(built, geometry=geometry)
+        found = scheme_of(subject, "fp8-block", numerics)
+        weights = {
+            name: weight_held(subject, found, f"model.layers.0.{name}.weight")
+            for name in ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+        }
+        plain = {
+            name: cast_blocks(subject.model.get_parameter(f"model.layers.0.{name}.weight").detach())
+            for name in weights
+        }
+    inputs = {
+        site.module.removeprefix("model.layers.0.").rpartition(".")[2]
+        for site, each in found.quantizers.items()
+        if each.power_of_two and ".0." in site.module
+    }
+    expected = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert inputs == (expected if is_served_in_bf16 else set())
+    again = {
+        name.rpartition(".")[2] for name in plain if not torch.equal(weights[name], plain[name])
+    }
+    assert again == ({"k_proj", "up_proj"} if is_served_in_bf16 else set())
+
+
+def test_experts_down_projections_do_not_go_through_fp16(tmp_path: Path) -> None:
+    model = zoo.build("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            values = torch.logspace(-9, 8.8, weight[0].numel(), base=2.0).reshape(weight[0].shape)
+            weight.copy_(values.expand_as(weight))
+            weight[:, -1, -1] = 448.0
+            weight.mul_(2.0**-20)
+    numerics = replace(PLAIN, weights_through_float16=True, static_inputs_ignored=True)
+    held, once = {}, {}
+    with opened(model, tmp_path / "m") as subject:
+        emulation = scheme_of(subject, "fp8-static", numerics)
+        for name in ("gate_up_proj", "down_proj"):
+            path = f"model.layers.0.mlp.experts.{name}"
+            once[name] = cast(subject.model.get_parameter(path).detach(), 2.0**-20)
+            held[name] = weight_held(subject, emulation, path)
+    assert torch.equal(held["down_proj"], once["down_proj"])
+    assert torch.equal(held["gate_up_proj"], cast(once["gate_up_proj"].half().float(), 2.0**-20))
+    assert not torch.equal(held["gate_up_proj"], once["gate_up_proj"])
 
 
 def test_what_fp16_flushes_is_lost_where_weights_go_through_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ names it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -44,9 +44,15 @@ class Fp8Checkpoint:
         origin: the model and the text its scales come from; None where it does not say.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, fuse: bool, through_float16: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        fuse: bool,
+        through_float16: bool,
+        keeps_equal_scales: bool,
+    ) -> None:
         self._checkpoint = checkpoint
-        self._through_float16 = through_float16
         self.folder = checkpoint.folder
         dialect, find_scheme = load_finder(self.folder, self.load_config())
         pairing = pair_tensors(checkpoint, find_scheme)
@@ -61,13 +67,24 @@ class Fp8Checkpoint:
         self._stored = self._load_tensor_scales()
         self._input_scales = self._load_input_scales()
         self._shared: Mapping[str, float] = {}
+        self._through_float16: frozenset[str] = frozenset()
         if fuse:
+            if through_float16:
+                keeps_equal = keeps_equal_scales and self.dialect.name == "modelopt"
+                self._through_float16 = frozenset(self._list_requantized(keeps_equal=keeps_equal))
             weights = self._weights
             self._shared = _share(self._stored, lambda name: weights[name].fused_group)
             self._input_scales = _share(self._input_scales, lambda name: weights[name].input_group)
 
     @classmethod
-    def open(cls, folder: Path, *, fuse: bool, through_float16: bool = False) -> Self:
+    def open(
+        cls,
+        folder: Path,
+        *,
+        fuse: bool,
+        through_float16: bool = False,
+        keeps_equal_scales: bool = False,
+    ) -> Self:
         """Read everything but the weights, and check that it is consistent.
 
         Args:
@@ -76,7 +93,9 @@ class Fp8Checkpoint:
                 that they fuse, one static input scale for these and for all experts of a layer.
                 The shared scale is the largest; weights are rounded again with it.
             through_float16: with `fuse`, dequantize per-tensor weights to fp16 before they are
-                rounded again, fused or not, as vLLM does.
+                rounded again, fused or not, as vLLM does; not the down projections of experts.
+            keeps_equal_scales: with `through_float16`, but not linears of ModelOpt's dialect whose
+                fused projections have equal scales.
 
         Raises:
             VerificationError: it is not an FP8 checkpoint, or it is incomplete or inconsistent.
@@ -84,7 +103,12 @@ class Fp8Checkpoint:
         with reading_errors():
             checkpoint = Checkpoint.open(folder)
         try:
-            return cls(checkpoint, fuse=fuse, through_float16=through_float16)
+            return cls(
+                checkpoint,
+                fuse=fuse,
+                through_float16=through_float16,
+                keeps_equal_scales=keeps_equal_scales,
+            )
         finally:
             checkpoint.close()
 
@@ -223,7 +247,7 @@ class Fp8Checkpoint:
         shared = self._shared.get(name)
         if shared is None:
             return values
-        if self._through_float16:
+        if name in self._through_float16:
             return requantize(values.half().float(), shared, self.fmt)
         return values if shared == self._stored[name] else requantize(values, shared, self.fmt)
 
@@ -243,6 +267,20 @@ class Fp8Checkpoint:
             if weight.granularity is Granularity.TENSOR and len(weight.shape) == 2:
                 kept[name] = scale.item()
         return kept
+
+    def _list_requantized(self, *, keeps_equal: bool) -> Iterator[str]:
+        """List the per-tensor weights that are dequantized to fp16 and quantized again at load."""
+        groups: dict[str, list[float]] = defaultdict(list)
+        for name, scale in self._stored.items():
+            groups[self._weights[name].fused_group].append(scale)
+        for name in self._stored:
+            scales = groups[self._weights[name].fused_group]
+            if ".experts." in name:
+                is_kept = len(scales) == 1
+            else:
+                is_kept = keeps_equal and len(set(scales)) == 1
+            if not is_kept:
+                yield name
 
     def _load_input_scales(self) -> dict[str, float]:
         return {

@@ -15,6 +15,7 @@ from fp8calib.engines.vllm.numerics import (
     E5M2_SOURCE,
     FUSED_SOURCE,
     LATENT_SOURCE,
+    MODELOPT_SOURCE,
     QUANT_FP8_SOURCE,
     REQUANTIZE_SOURCE,
     SKIP_FLAG,
@@ -46,6 +47,7 @@ _NUMERICS = Numerics(
     smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
     fused_share_scales=True,
     weights_through_float16=True,
+    modelopt_keeps_equal_scales=True,
     kv_skip_flag=SKIP_FLAG,
     sources={
         "kv_skip_flag": SKIP_SOURCE,
@@ -63,6 +65,7 @@ _NUMERICS = Numerics(
         "smallest_dynamic_scale": f"{QUANT_FP8_SOURCE}.forward_native _FP8_MIN_SCALING_FACTOR",
         "fused_share_scales": f"{FUSED_SOURCE}; {REQUANTIZE_SOURCE} (no kernel for it here)",
         "weights_through_float16": f"{REQUANTIZE_SOURCE} (no kernel for it here)",
+        "modelopt_keeps_equal_scales": MODELOPT_SOURCE,
     },
 )
 

@@ -18,6 +18,9 @@ FUSED_SOURCE = f"{CT_FOLDER}/schemes/compressed_tensors_w8a8_fp8.py process_weig
 REQUANTIZE_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/quantization/utils/w8a8_utils.py requantize_with_max_scale"
 )
+MODELOPT_SOURCE = (
+    "vLLM 0.32.0 model_executor/layers/quantization/modelopt.py KFp8StaticTensor.process"
+)
 E5M2_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/attention/attention.py _init_kv_cache_quant: a ValueError"
 )
@@ -40,8 +43,10 @@ _NUMERICS = Numerics(
     smallest_dynamic_scale=SMALLEST_TOKEN_SCALE,
     smallest_group_scale=SMALLEST_GROUP_SCALE,
     group_scales_power_of_two=True,
+    power_of_two_sizes=(64, 128),
     fused_share_scales=True,
     weights_through_float16=True,
+    modelopt_keeps_equal_scales=True,
     kv_skip_flag=SKIP_FLAG,
     sources={
         "kv_skip_flag": SKIP_SOURCE,
@@ -66,8 +71,11 @@ _NUMERICS = Numerics(
         "group_scales_power_of_two": "vLLM 0.32.0 utils/deep_gemm.py is_deep_gemm_e8m0_used "
         "(Hopper and Blackwell); model_executor/layers/quantization/utils/fp8_utils.py "
         "deepgemm_post_process_fp8_weight_block",
+        "power_of_two_sizes": "vLLM 0.32.0 utils/deep_gemm.py should_use_deepgemm_for_fp8_linear; "
+        "experts: model_executor/layers/fused_moe/experts/triton_deep_gemm_moe.py, all sizes",
         "fused_share_scales": f"{FUSED_SOURCE}; {REQUANTIZE_SOURCE}",
         "weights_through_float16": f"{REQUANTIZE_SOURCE}, per_tensor_dequantize",
+        "modelopt_keeps_equal_scales": MODELOPT_SOURCE,
     },
 )
 

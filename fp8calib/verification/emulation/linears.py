@@ -33,6 +33,8 @@ from fp8calib.verification.emulation.weights import (
     WeightChange,
     WeightParameter,
     find_parameters,
+    find_rounded,
+    is_expert_down,
     is_of_decoder,
 )
 
@@ -56,23 +58,31 @@ def emulate_scheme(
         ExportError: the stats have no data for an input.
     """
     quantizer = Quantizer(fmt=fmt, scale=scheme.weights, block=scheme.block)
-    requantizes = scheme.weights is Granularity.BLOCK and numerics.group_scales_power_of_two
-    change = Requantized(
-        parameters=(),
-        quantizer=quantizer,
-        through_float16=numerics.weights_through_float16 and scheme.weights is Granularity.TENSOR,
-        again=replace(quantizer, power_of_two=True) if requantizes else None,
+    is_rounded = find_rounded(geometry, numerics)
+    blocks = replace(quantizer, power_of_two=True) if scheme.weights is Granularity.BLOCK else None
+    passes_float16 = numerics.weights_through_float16 and scheme.weights is Granularity.TENSOR
+    changes = tuple(
+        Requantized(
+            parameters=group,
+            quantizer=quantizer,
+            through_float16=passes_float16 and not is_expert_down(group),
+            again=blocks if is_rounded(group[0].name) else None,
+        )
+        for group in (*selected.groups, *((parameter,) for parameter in selected.others))
     )
-    others = ((parameter,) for parameter in selected.others)
-    changes = tuple(replace(change, parameters=group) for group in (*selected.groups, *others))
     covered = {site.module for group in selected.groups for p in group for site in p.sites}
     linears = [linear for _, linear in geometry.linears() if linear.module in covered]
     if scheme.has_static_inputs and not numerics.static_inputs_ignored:
         return _static_inputs(linears, stats, numerics, scheme, fmt), changes
     if scheme.inputs is InputScaling.NONE:
         return {}, changes
-    dynamic = _dynamic_quantizer(scheme.inputs, fmt, numerics)
-    return {Site(linear.module, Role.INPUT): dynamic for linear in linears}, changes
+    plain, powers = (
+        _dynamic_quantizer(scheme.inputs, fmt, numerics, is_rounded=each) for each in (False, True)
+    )
+    return {
+        Site(linear.module, Role.INPUT): powers if is_rounded(linear.weight_name) else plain
+        for linear in linears
+    }, changes
 
 
 def _dynamic_quantizer(
@@ -80,6 +90,7 @@ def _dynamic_quantizer(
     fmt: Fp8Format,
     numerics: Numerics,
     *,
+    is_rounded: bool,
     largest_amax: float | None = None,
 ) -> Quantizer:
     """Quantize inputs by group, else by token, as engines do that ignore static scales."""
@@ -91,7 +102,7 @@ def _dynamic_quantizer(
         smallest_scale=max(smallest, SMALLEST_SCALE),
         largest_amax=largest_amax,
         by_reciprocal=numerics.token_by_reciprocal and not is_group,
-        power_of_two=numerics.group_scales_power_of_two and is_group,
+        power_of_two=is_rounded and is_group,
     )
 
 
@@ -161,6 +172,7 @@ def emulate_checkpoint(
     """
     found = _Matched(checkpoint, source, model)
     parameters = find_parameters(geometry, dict(model.named_modules()))
+    is_rounded = find_rounded(geometry, numerics)
     stored = [parameter for parameter in parameters if found.is_stored(parameter)]
     if not stored:
         raise VerificationError(
@@ -182,9 +194,12 @@ def emulate_checkpoint(
     for parameter in stored:
         activations = found.activations_of(parameter)
         has_groups = any(each.kind is InputScaling.GROUP for each in activations)
-        again = blocks if numerics.group_scales_power_of_two and has_groups else None
+        rounds = is_rounded(parameter.name)
+        again = blocks if rounds and has_groups else None
         changes.append(replace(plain, parameters=(parameter,), again=again))
-        quantizer = _input_quantizer(parameter, activations, checkpoint, numerics)
+        quantizer = _input_quantizer(
+            parameter, activations, checkpoint, numerics, is_rounded=rounds
+        )
         if quantizer is not None:
             inputs |= {Site(site.module, Role.INPUT): quantizer for site in parameter.sites}
     for name, tensors in others.items():
@@ -256,6 +271,8 @@ def _input_quantizer(
     found: set[Activation],
     checkpoint: Fp8Checkpoint,
     numerics: Numerics,
+    *,
+    is_rounded: bool,
 ) -> Quantizer | None:
     kinds = {activation.kind for activation in found}
     if len(kinds) > 1:
@@ -275,5 +292,6 @@ def _input_quantizer(
         kind,
         checkpoint.fmt,
         numerics,
+        is_rounded=is_rounded,
         largest_amax=max(bounds) if bounds else None,
     )

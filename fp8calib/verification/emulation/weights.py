@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -11,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from fp8calib.dialects.fp8.weights import name_fused_group
+from fp8calib.engines.numerics import Numerics
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.fp8.schemes import Granularity
@@ -169,6 +172,32 @@ def find_parameters(
             num_experts=linear.num_experts,
         )
     return list(found.values())
+
+
+def find_rounded(geometry: ModelGeometry, numerics: Numerics) -> Callable[[str], bool]:
+    """Tell of which parameters the engine makes the scales of blocks and groups powers of two.
+
+    The sizes of a parameter that the geometry does not list are taken to fit.
+    """
+    if not numerics.group_scales_power_of_two or geometry.checkpoint_dtype == "float16":
+        return lambda _name: False
+    fused: dict[str, list[Linear]] = defaultdict(list)
+    for _, linear in geometry.linears():
+        if not linear.num_experts:
+            fused[name_fused_group(linear.module)].append(linear)
+    rows_of, columns_of = numerics.power_of_two_sizes
+    kept = {
+        linear.weight_name
+        for members in fused.values()
+        for linear in members
+        if sum(each.out_features for each in members) % rows_of or linear.in_features % columns_of
+    }
+    return lambda name: name not in kept
+
+
+def is_expert_down(group: Sequence[WeightParameter]) -> bool:
+    """Tell whether a group is the down projection of experts, which no engine fuses."""
+    return group[0].num_experts > 0 and len(group[0].sites) == 1
 
 
 def _is_transposed(linear: Linear, modules: Mapping[str, nn.Module]) -> bool:
