@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
@@ -49,3 +49,14 @@ def span_experts(module: str) -> str:
     """Replace an expert's number by `*`, so that all experts of a layer have the same path."""
     found = split_expert(module)
     return f"{found[0]}.*.{found[2]}" if found else module
+
+
+def group_by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names that differ only in numbers, under a name with `*` for these numbers.
+
+    A name that is alone in its group keeps its numbers.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+    return {pattern if len(found) > 1 else found[0]: found for pattern, found in groups.items()}

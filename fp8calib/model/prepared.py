@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.module_paths import group_by_pattern
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.model.dtype import stored_dtype
 from fp8calib.model.stored_parameters import (
@@ -18,13 +19,15 @@ from fp8calib.model.stored_parameters import (
     list_leftovers,
 )
 from fp8calib.model.topology.find import find_geometry, find_text_decoder
-from fp8calib.model.topology.search import UnobservedWeight, is_linear
+from fp8calib.model.topology.linears import is_experts
+from fp8calib.model.topology.search import UnobservedWeight, is_linear, is_matrix
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe, match_modules
 from fp8calib.stats.calibration_stats import Skipped
 
 _UNUSED = "in the checkpoint, but not part of the text decoder: neither loaded nor run"
 _LEFTOVER = "in the checkpoint, but not a parameter of the model: neither loaded nor run"
+_UNCALLED = "the model does not call this linear: its input is not observed"
 _ABSENT = "not in the checkpoint, and not part of the text decoder: not run"
 
 
@@ -79,6 +82,8 @@ def list_skipped(
         ):
             why = f"{layer.mixer} does not use transformers' attention interface"
             skipped.append(Skipped(site=str(site), why=why))
+    if recipe.observe.inputs:
+        skipped += _uncalled(prepared, observed)
     skipped += _without_own_cache(prepared.geometry)
     skipped += [
         Skipped(site=module, why="excluded by the recipe (observe.ignore)")
@@ -86,6 +91,7 @@ def list_skipped(
     ]
     skipped += _outside(prepared.model)
     skipped += _between_layers(prepared)
+    skipped += _applied_by_modules(prepared)
     weights = prepared.weights
     skipped += [Skipped(site=name, why=_UNUSED) for name in weights.unused]
     leftovers = list_leftovers(prepared.model, weights)
@@ -118,6 +124,40 @@ def _between_layers(prepared: PreparedModel) -> Iterator[Skipped]:
         if is_linear(module) and not name.startswith(f"{layers}."):
             why = "a linear outside the decoder layers, which engines do not quantize"
             yield Skipped(site=name, why=why)
+
+
+def _uncalled(prepared: PreparedModel, observed: Collection[Site]) -> Iterator[Skipped]:
+    """List the linears whose weights the module around them uses itself, or not at all."""
+    for _, linear in prepared.geometry.linears():
+        site = Site(linear.module, Role.INPUT)
+        if linear.runner not in prepared.ignored and site not in observed:
+            yield Skipped(site=str(site), why=_UNCALLED)
+
+
+def _applied_by_modules(prepared: PreparedModel) -> Iterator[Skipped]:
+    """List the matrices of the text decoder that belong to no linear, embedding or norm.
+
+    Those of routers, hyper-connections and so on; experts are observed or in `unobserved`.
+    """
+    path, decoder = find_text_decoder(prepared.model)
+    known = {item.module for item in prepared.unobserved}
+    found: dict[str, str] = {}
+    for name, module in decoder.named_modules(prefix=path):
+        if name in known or is_experts(module) or not _applies_matrices(module):
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if is_matrix(parameter) and not leaf.endswith("bias"):
+                found[f"{name}.{leaf}"] = type(module).__name__
+    for name, paths in group_by_pattern(found).items():
+        why = f"{found[paths[0]]} applies it itself, outside any linear: not observed"
+        yield Skipped(site=name, why=why)
+
+
+def _applies_matrices(module: nn.Module) -> bool:
+    """Whether it may multiply by parameters of its own, and is neither a linear nor a norm."""
+    is_depthwise = getattr(module, "groups", 1) > 1
+    known = is_linear(module) or isinstance(module, nn.Embedding) or is_depthwise
+    return not known and "norm" not in type(module).__name__.lower()
 
 
 def _outside(model: PreTrainedModel) -> Iterator[Skipped]:

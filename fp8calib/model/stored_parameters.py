@@ -5,7 +5,6 @@ Whole and streamed models are compared alike, before any weight is loaded.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from fp8calib.errors import ModelError, cut_list
-from fp8calib.geometry.module_paths import list_paths
+from fp8calib.geometry.module_paths import group_by_pattern, list_paths
 from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
@@ -56,7 +55,7 @@ def is_run(model: PreTrainedModel) -> Callable[[str], bool]:
 
 def list_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
     """List the parameters that the checkpoint lacks; numbers that differ are `*`."""
-    return _join_numbers(_find_absent(model, weights))
+    return sorted(group_by_pattern(_find_absent(model, weights)), key=dot_natural_key)
 
 
 def list_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
@@ -66,7 +65,8 @@ def list_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
     """
     covered = set(weights.unused)
     names = (name for key in _find_unexpected(model, weights) for name in weights.unmatched[key])
-    return _join_numbers(name for name in names if covered.isdisjoint(list_paths(name)))
+    others = (name for name in names if covered.isdisjoint(list_paths(name)))
+    return sorted(group_by_pattern(others), key=dot_natural_key)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -166,12 +166,3 @@ def _find_module(model: PreTrainedModel, name: str) -> nn.Module | None:
     except AttributeError:
         return None
     return owner
-
-
-def _join_numbers(names: Iterable[str]) -> list[str]:
-    """Put `*` for the numbers in names where this joins several."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
-    joined = (pattern if len(group) > 1 else group[0] for pattern, group in groups.items())
-    return sorted(joined, key=dot_natural_key)

@@ -24,7 +24,7 @@ _GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions":
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 _FINE_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_ROUTED = {
+ROUTED = {
     "moe_intermediate_size": 24,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -33,7 +33,7 @@ _ROUTED = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
-_LATENT = {
+LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
@@ -71,8 +71,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "moe_top_k": 2,
         },
     },
-    "deepseek_v2": {**_ROUTED, **_LATENT, "n_group": 2},
-    "dots1": _ROUTED,
+    "deepseek_v2": {**ROUTED, **LATENT, "n_group": 2},
+    "dots1": ROUTED,
     "ernie4_5": {},
     "ernie4_5_moe": {
         "moe_num_experts": 4,
@@ -94,8 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
-    "glm4_moe": {"head_dim": 8, **_ROUTED},
-    "glm4_moe_lite": {**_ROUTED, **_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "glm4_moe": {"head_dim": 8, **ROUTED},
+    "glm4_moe_lite": {**ROUTED, **LATENT, "mlp_layer_types": ["dense", "sparse"]},
     "gpt_bigcode": _GPT2,
     "gptj": {**_GPT2, "rotary_dim": 4},
     "granite": {},
@@ -121,7 +121,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "kimi_linear": {
-        **_LATENT,
+        **LATENT,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
@@ -187,9 +187,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"GPTNeoBlock \(layer 0\): no attention found in it \(looked for",
     ),
     "jetmoe": ({"kv_channels": 8, **_EXPERTS}, r"JetMoeAttention: no K projection found"),
+    "longcat_flash": (
+        {**ROUTED, **LATENT, "num_layers": 1, "num_hidden_layers": 2},
+        r"LongcatFlashModel: no list of 2 decoder layers found",
+    ),
     "mamba2": (
         {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
         r"Mamba2ForCausalLM: none of its 2 layers has a KV cache",
+    ),
+    "minimax": (
+        {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+        r"MiniMaxForCausalLM \(minimax\): its forward pass takes only a cache of its own",
     ),
     "openai-gpt": (_GPT2, r"Block \(layer 0\): no attention found in it \(looked for"),
     "rwkv": (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from fp8calib.geometry.sites import Role
 from fp8calib.model.load import build_skeleton, load_model, open_source
 from fp8calib.model.topology.find import find_text_decoder
 from tests.architectures.families import FAMILIES, SIZES, build
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail
 from tests.truth import brute_force
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 
@@ -39,9 +43,22 @@ _QWEN_VISION: dict[str, Any] = {
     "deepstack_visual_indexes": [],
 }
 _ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+_FOUR_AXES = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1, 1]}
+}
 _CLIP = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32}
 _PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
 _INTERN = {**_VISION, "image_size": [16, 16], "patch_size": [8, 8]}
+_MLLAMA_VISION = {
+    **_VISION,
+    "attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_global_layers": 1,
+    "vision_output_dim": 64,
+    "intermediate_layers_indices": [0],
+    "max_num_tiles": 1,
+    "supported_aspect_ratios": [[1, 1]],
+}
 _LLAMA4_VISION = {
     **_VISION,
     "vision_output_dim": 32,
@@ -61,6 +78,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
         _PIXTRAL,
         "language_model.model.layers",
         {"model.vision_tower", "model.multi_modal_projector"},
+    ),
+    "hunyuan_vl": (
+        {**SIZES, "head_dim": 8, **_FOUR_AXES},
+        {**_VISION, "out_hidden_size": 32},
+        "model.layers",
+        {"model.vision_tower"},
     ),
     "idefics3": (
         {**SIZES, "model_type": "llama"},
@@ -142,3 +165,32 @@ def test_a_model_without_weights_is_the_one_that_is_loaded(family: str, tmp_path
         for model in (build_skeleton(source), loaded)
     )
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "vision", "message"),
+    [
+        (
+            "mllama",
+            {**SIZES, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+            _MLLAMA_VISION,
+            r"MllamaForCausalLM \(mllama_text_model\): its cross-attention layers cache K and V of",
+        ),
+        (
+            "hunyuan_vl",
+            {**SIZES, "head_dim": 8},
+            {**_VISION, "out_hidden_size": 32},
+            r"HunYuanVLForConditionalGeneration \(hunyuan_vl_text\): its text decoder does not run",
+        ),
+    ],
+)
+def test_a_decoder_that_does_not_run_on_text_is_refused_before_loading(
+    family: str, text: dict[str, Any], vision: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": draw([20])[0].tolist()}])
+    with patch("fp8calib.cli.calibrate.run.load_model") as load:
+        said = fail(4, "calibrate", tmp_path, "--data", data, "--out", tmp_path / "out")
+    assert not load.called
+    assert re.search(message, said)

@@ -67,6 +67,7 @@ from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
+from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import Done, is_checkpoint
 from fp8calib.run.resume.work_share import WorkShare
@@ -147,6 +148,8 @@ def _open_job(
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         dtype, why = choose_dtype(settings.dtype, device=device, checkpoint=checkpoint)
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
+        if recipe.observe.needs_forward:
+            check_runnable(prepared.model)
         fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
         check_overlay_source(prepared.geometry, recipe.formats, checkpoint)

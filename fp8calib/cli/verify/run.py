@@ -28,6 +28,7 @@ from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import ModelSource, build_skeleton, load_tokenizer, open_source
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.stored_parameters import list_leftovers
+from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.fingerprint import fingerprint_model
@@ -89,6 +90,7 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
     with Checkpoint.open(source.folder, require_config=True) as checkpoint:
         dtype, why = choose_dtype(settings.dtype, device=options.device, checkpoint=checkpoint)
         found = prepare(build_skeleton(source), checkpoint)
+        check_runnable(found.model)
         target = Target(
             checkpoint=checkpoint,
             fingerprint=fingerprint_model(source.raw_config, checkpoint),

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fp8calib.errors import ModelError
+from fp8calib.errors import Fp8CalibError, ModelError, first_line
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.model.topology.attention import find_mixer
 from fp8calib.model.topology.linears import find_linears
@@ -63,11 +63,15 @@ def find_geometry(
         checkpoint_names=checkpoint_names,
         family=type(decoder).__name__.removesuffix("Model"),
     )
-    name, blocks = _decoder_layers(decoder, config.num_hidden_layers)
-    path = f"{prefix}.{name}" if prefix else name
-    layers: list[Layer] = []
-    for index, block in enumerate(blocks):
-        layers.append(_layer(search, layers, index, f"{path}.{index}", block))
+    try:
+        layers = _find_layers(search, prefix, decoder)
+    except Fp8CalibError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__}: its layers are not understood: {first_line(error)}",
+            hint="this architecture is not supported",
+        ) from error
     if not any(layer.attention for layer in layers):
         raise ModelError(
             f"{type(model).__name__}: none of its {len(layers)} layers has a KV cache",
@@ -88,10 +92,24 @@ def _count_draft_layers(config: Any) -> int:
     return count if isinstance(count, int) and count > 0 else 0
 
 
+def _find_layers(search: GeometrySearch, prefix: str, decoder: nn.Module) -> list[Layer]:
+    name, blocks = _decoder_layers(decoder, search.config.num_hidden_layers)
+    path = f"{prefix}.{name}" if prefix else name
+    layers: list[Layer] = []
+    for index, block in enumerate(blocks):
+        layers.append(_layer(search, layers, index, f"{path}.{index}", block))
+    return layers
+
+
 def _decoder_layers(decoder: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
+    """Find the list of the decoder layers; lists inside the elements of a list are not meant."""
+    lists: list[str] = []
     for name, module in decoder.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+        if not isinstance(module, nn.ModuleList) or name.startswith(tuple(lists)):
+            continue
+        if len(module) == num_layers:
             return name, module
+        lists.append(f"{name}.")
     raise ModelError(
         f"{type(decoder).__name__}: no list of {num_layers} decoder layers found "
         "(looked for an nn.ModuleList of num_hidden_layers blocks)"

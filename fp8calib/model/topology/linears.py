@@ -26,6 +26,7 @@ from fp8calib.model.topology.search import (
     GeometrySearch,
     UnobservedWeight,
     is_linear,
+    is_matrix,
     linear_features,
 )
 
@@ -53,7 +54,7 @@ def find_linears(
 
 def _is_heavy(parameter: nn.Parameter, hidden_size: int) -> bool:
     """Whether it may hold stacked experts (3-D, or 2-D with all rows): no router or norm."""
-    return parameter.dim() >= 3 or (parameter.dim() == 2 and min(parameter.shape) >= hidden_size)
+    return is_matrix(parameter) and (parameter.dim() >= 3 or min(parameter.shape) >= hidden_size)
 
 
 def _explain_unobservable(module: nn.Module, hidden_size: int) -> str:

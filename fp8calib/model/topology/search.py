@@ -49,3 +49,8 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 def is_transposed(module: nn.Module) -> bool:
     """Whether the module's weight is stored [in, out]."""
     return isinstance(module, Conv1D)
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether at least two of its dimensions hold more than one element."""
+    return sum(size > 1 for size in parameter.shape) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8calib.data.plan import Batch
-from fp8calib.errors import CalibrationError, Fp8CalibError
+from fp8calib.errors import CalibrationError, Fp8CalibError, ModelError
 from fp8calib.model.topology.find import find_text_decoder
 
 _OUT_OF_MEMORY_MESSAGES = (
@@ -24,10 +25,34 @@ class OutOfMemoryInForward(CalibrationError):  # noqa: N818 -- a state that smal
     """A batch did not fit into memory."""
 
 
+_UNRUNNABLE: Mapping[str, str] = {
+    "minimax": "its forward pass takes only a cache of its own, where K and V cannot be observed",
+    "mllama_text_model": "its cross-attention layers cache K and V of images, never of text",
+}
+"""Text decoders that cannot be run on text alone, or not observed (transformers 5.23)."""
+
+
+def check_runnable(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot be run on text, before its weights are loaded.
+
+    Raises:
+        ModelError: its text decoder is known not to run, or lacks what its forward pass needs.
+    """
+    config = model.config.get_text_config(decoder=True)
+    why = _UNRUNNABLE.get(config.model_type)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type == "hunyuan_vl_text" and not rope.get("mrope_section"):
+        why = "its text decoder does not run without mrope_section in rope_parameters"
+    if why is not None:
+        hint = "this architecture is not supported"
+        raise ModelError(f"{type(model).__name__} ({config.model_type}): {why}", hint=hint)
+
+
 class Decoder:
     """Runs batches through the text decoder (never the lm_head)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        check_runnable(model)
         self._decoder: Any = find_text_decoder(model)[1]
         self.config = model.config.get_text_config(decoder=True)
         self.device = _input_device(model)
