@@ -62,6 +62,9 @@ class CandidateResult(_Model):
     kld_p99: float
     kld_max: float
     top1_agreement: float
+    """Share of tokens whose largest logit is that of the same token; of equal ones the first."""
+    top1_ties: float = 0.0
+    """Share of tokens where it is not, but the reference's token has an equal logit."""
     verdict: Verdict
     verdict_why: str
     gate: str

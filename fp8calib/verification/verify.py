@@ -219,6 +219,7 @@ def _make_result(
         kld_p99=summary.kld_p99,
         kld_max=summary.kld_max,
         top1_agreement=summary.top1_agreement,
+        top1_ties=summary.top1_ties,
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,

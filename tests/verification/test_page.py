@@ -80,6 +80,7 @@ def make_candidate(name: str, **more: Any) -> CandidateResult:
         "kld_p99": 0.892,
         "kld_max": 3.45,
         "top1_agreement": 0.9287,
+        "top1_ties": 0.025,
         "verdict": Verdict.WARN,
         "verdict_why": "between 1.01 and 1.05",
         "gate": "kv",
@@ -137,8 +138,8 @@ def test_the_page_names_the_run_and_gives_the_advice() -> None:
 
 def test_the_table_holds_every_number_of_a_candidate() -> None:
     reader = read(make_small())
-    first = reader.words.index("Top-1 agreement") + 1
-    assert reader.words[first : first + 11] == [
+    first = reader.words.index("Top-1 ties") + 1
+    assert reader.words[first : first + 12] == [
         "out/overlay",
         "KV cache",
         "! warn",
@@ -150,6 +151,7 @@ def test_the_table_holds_every_number_of_a_candidate() -> None:
         "0.892",
         "3.45",
         "92.87%",
+        "2.50%",
     ]
 
 

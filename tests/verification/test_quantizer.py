@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -203,6 +204,25 @@ def test_damage_is_what_numpy_counts(
     assert damage.amax == pytest.approx(np.abs(exact).max())
     assert damage.flushed > 100
     assert damage.clipped > 100
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize("magnitude", [1e-37, 1e-30, 1e-21, 1e-10, 1.0, 1e10, 1e19, 1e37])
+def test_the_noise_ratio_is_right_over_the_whole_range(
+    magnitude: float, is_contiguous: bool
+) -> None:
+    """The squares of most of these magnitudes are not in the range of fp32."""
+    x = draw(40, 50) * magnitude
+    x = x if is_contiguous else x.T
+    scale = torch.tensor(magnitude / 100)
+    fake = Quantizer(fmt=E4M3FN, scale=scale).fake(x)
+    damage = Damage(*measure_damage(x, fake, E4M3FN).tolist())
+    exact = x.numpy().astype(np.float64)
+    codes = (x.numpy() / scale.numpy()).astype(ml_dtypes.float8_e4m3fn)
+    noise = codes.astype(np.float64) * float(scale) - exact
+    expected = 10 * np.log10((exact**2).sum() / (noise**2).sum())
+    assert 20 < expected < 40
+    assert damage.sqnr_db == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_amax_itself_does_not_count_as_clipped() -> None:

@@ -231,6 +231,28 @@ def test_a_divergence_by_hand() -> None:
     assert candidate.agrees.tolist() == [False]
 
 
+@pytest.mark.parametrize("vocab_size", [3, 64, 130, 1000])
+def test_equal_logits_agree_only_if_the_first_of_them_does(vocab_size: int) -> None:
+    """In bfloat16 the largest logit often stands at several tokens; greedy decoding takes one."""
+    generator = torch.Generator().manual_seed(3)
+    tables = torch.randn(2, 40, vocab_size, generator=generator)
+    tables[1] = tables[0] + tables[1] * 0.3
+    found = tables.round().bfloat16()
+    ids = torch.zeros(1, 41, dtype=torch.int64)
+    batch = Batch(first=0, input_ids=ids, lengths=(41,), quarter=0)
+    rows = torch.arange(41.0).view(1, 41, 1)
+    _, candidate = score_batch(
+        batch, rows, [rows + 100], lambda x: found[int(x[0, 0]) // 100][x[:, 0].long() % 100], 128
+    )
+    ours, theirs = (each.float().numpy() for each in found)
+    best = ours.argmax(-1)
+    agrees = theirs.argmax(-1) == best
+    is_largest = theirs[np.arange(40), best] == theirs.max(-1)
+    assert candidate.agrees.tolist() == agrees.tolist()
+    assert candidate.ties.tolist() == (is_largest & ~agrees).tolist()
+    assert bool(candidate.ties.any())
+
+
 # --- the comparison ----------------------------------------------------------------------------
 
 

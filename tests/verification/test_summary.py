@@ -28,6 +28,7 @@ def make_scores(
     logprobs: list[float] | np.ndarray,
     klds: list[float] | np.ndarray | None = None,
     agrees: list[bool] | None = None,
+    ties: list[bool] | None = None,
 ) -> TokenScores:
     """Wrap numbers."""
     size = len(logprobs)
@@ -35,6 +36,7 @@ def make_scores(
         logprobs=torch.tensor(np.asarray(logprobs), dtype=torch.float32),
         klds=torch.tensor(np.asarray(klds if klds is not None else [0.0] * size)).float(),
         agrees=torch.tensor(agrees if agrees is not None else [True] * size),
+        ties=torch.tensor(ties if ties is not None else [False] * size),
     )
 
 
@@ -150,9 +152,11 @@ def test_quantiles_are_those_of_numpy(klds: list[float]) -> None:
     assert summary.kld_max == exact.max()
 
 
-def test_agreement_is_a_share() -> None:
-    scores = make_scores([-1.0] * 4, agrees=[True, False, True, True])
-    assert summarize(scores, make_scores([-1.0] * 4), [5]).top1_agreement == 0.75
+def test_agreement_and_ties_are_shares() -> None:
+    agrees, ties = [True, False, False, False], [False, True, True, False]
+    scores = make_scores([-1.0] * 4, agrees=agrees, ties=ties)
+    summary = summarize(scores, make_scores([-1.0] * 4), [5])
+    assert (summary.top1_agreement, summary.top1_ties) == (0.25, 0.5)
 
 
 def test_sums_of_many_tokens_are_not_lost() -> None:
@@ -212,6 +216,7 @@ def test_the_error_of_a_difference_of_divergences_by_hand() -> None:
             logprobs=torch.zeros(4),
             klds=torch.tensor(klds),
             agrees=torch.ones(4, dtype=torch.bool),
+            ties=torch.zeros(4, dtype=torch.bool),
         )
         for klds in ([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 1.0, 2.0])
     )

@@ -65,7 +65,7 @@ def _show_candidates(report: VerifyReport) -> None:
         f"{report.sequences} sequences, {report.dtype}: unquantized perplexity "
         f"{report.reference.ppl:.4f}"
     )
-    columns = ["candidate", "ppl", "ratio", "± se", "KLD mean", "p99", "top-1", "verdict"]
+    columns = ["candidate", "ppl", "ratio", "± se", "KLD mean", "p99", "top-1", "tied", "verdict"]
     rows = [
         [
             candidate.name,
@@ -75,6 +75,7 @@ def _show_candidates(report: VerifyReport) -> None:
             format_kld(candidate.kld_mean),
             format_kld(candidate.kld_p99),
             f"{candidate.top1_agreement:.2%}",
+            f"{candidate.top1_ties:.2%}",
             candidate.verdict.value,
         ]
         for candidate in report.candidates

@@ -34,6 +34,7 @@ class Summary:
     kld_p99: float
     kld_max: float
     top1_agreement: float
+    top1_ties: float
 
     @property
     def ppl_ratio(self) -> float:
@@ -59,6 +60,7 @@ def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int
         kld_p99=_quantile(klds, 0.99),
         kld_max=float(klds.max()),
         top1_agreement=float(scores.agrees.double().mean()),
+        top1_ties=float(scores.ties.double().mean()),
     )
 
 

@@ -19,6 +19,8 @@ from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity
 from fp8calib.geometry.sites import Site
 from fp8calib.scales.scale_table import SMALLEST_SCALE, scale_of
 
+_SAFE_SUM = 1e-20
+"""Beside a larger sum, squares that underflow in fp32 do not count."""
 _AT_THE_EDGE = 1 + 2.0**-20
 """amax / scale, both rounded to fp32, may exceed fmt.max by this factor."""
 
@@ -231,7 +233,20 @@ def measure_damage(
 
 
 def _sum_squares(x: torch.Tensor) -> torch.Tensor:
-    """Sum x squared: fp64 0-dim. For a contiguous tensor the dot product takes half the time."""
+    """Sum x squared: fp64 0-dim, right for every magnitude of fp32.
+
+    On a CPU fp32 takes half the time; fp64 serves where squares overflow, or underflow and count.
+    """
+    if x.device.type == "cpu":
+        total = _sum_squares_in_fp32(x)
+        if _SAFE_SUM < total.item() < math.inf:
+            return total
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm.square()
+
+
+def _sum_squares_in_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Sum x squared. For a contiguous tensor the dot product takes half the time of the norm."""
     if x.is_contiguous():
         flat = x.view(-1)
         total: torch.Tensor = torch.dot(flat, flat)

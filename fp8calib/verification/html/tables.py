@@ -46,7 +46,7 @@ def list_verdicts(report: VerifyReport) -> Element:
 def candidates_table(report: VerifyReport) -> Element:
     """Make the table of candidates."""
     kld = ("KLD mean", "KLD median", "KLD p99", "KLD max")
-    header = ("Candidate", "Verdict", "Perplexity", "Ratio", *kld, "Top-1 agreement")
+    header = ("Candidate", "Verdict", "Perplexity", "Ratio", *kld, "Top-1 agreement", "Top-1 ties")
     rows = [_candidate_row(one) for one in report.candidates]
     return make_table(header, rows, label="Candidates", words=2)
 
@@ -59,7 +59,7 @@ def _candidate_row(one: CandidateResult) -> Sequence[Child]:
     klds = (one.kld_mean, one.kld_median, one.kld_p99, one.kld_max)
     ratio = _format_with_error(one.ppl_ratio, one.ppl_ratio_se)
     numbers = (f"{one.ppl:.5g}", ratio, *(f"{kld:.3g}" for kld in klds))
-    return [name, verdict, *numbers, f"{one.top1_agreement:.2%}"]
+    return [name, verdict, *numbers, f"{one.top1_agreement:.2%}", f"{one.top1_ties:.2%}"]
 
 
 def rules_table(rules: Sequence[RuleResult]) -> Element:
