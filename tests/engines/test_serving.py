@@ -204,14 +204,14 @@ def test_an_engine_that_reads_no_json_refuses_no_key_of_one(serve: Serve, name: 
     [
         (plain_stats(), "kv-overlay-head", VLLM, "FlashAttention 3 or later"),
         (plain_stats(), "kv-overlay", VLLM, "gfx94x"),
-        (plain_stats(), "kv-overlay-head", VLLM, "(a CPU), the largest"),
+        (plain_stats(), "kv-overlay-head", VLLM, "on a backend that takes one number, the largest"),
         (shared_stats(), "kv-overlay", TRANSFORMERS, "reported as unexpected"),
         (plain_stats(), "vllm-json", SGLANG, "depends on the attention backend"),
         (of_type("opt"), "vllm-json", OLD_VLLM, "Llama 2 only"),
         (plain_stats(), "kv-scales", VLLM, "quantization_config of kv-overlay"),
         (plain_stats(), "kv-scales", SGLANG, "quantization_config of kv-overlay"),
         (plain_stats(), "kv-scales", TGI, "only inside the model's folder"),
-        (plain_stats(), "tgi", TGI, "rounded to the model's dtype"),
+        (plain_stats(), "tgi", TGI, "rounded to float16"),
         (plain_stats(), "tgi", TGI, "pull request 2028"),
     ],
 )
