@@ -96,7 +96,7 @@ def test_json_holds_the_promised_keys(verify: Any, files: Path) -> None:
         assert candidate.keys() >= PROMISED
         assert candidate["verdict"] in {"pass", "warn", "fail", "no-difference"}
     assert {row["site"] for row in report["layers"]} == {
-        f"model.layers.{layer}.self_attn.{role}" for layer in (0, 1) for role in "kvq"
+        f"model.layers.{layer}.self_attn.{role}" for layer in (0, 1) for role in "kvqp"
     }
     assert all(
         row.keys() >= {"candidate", "site", "sqnr_db", "clipped", "flushed"}
@@ -292,7 +292,7 @@ def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
     save_tokenizer(tmp_path / "falcon")
     outcome = succeed("verify", tmp_path / "falcon", "--data", data, *QUICK, "--json")
     (warning,) = [text for text in outcome.json["warnings"] if "but not emulated" in text]
-    assert "self_attention.q and 1 more: quantized by vllm" in warning
+    assert "self_attention.q and 3 more: quantized by vllm" in warning
     assert warning in outcome.err
 
 
