@@ -183,7 +183,7 @@ def test_verify_takes_kv_scales_alone(rows: Path) -> None:
         command = ("verify", FOLDER / "llama", "--scales", FOLDER / name, "--data", rows)
         report = succeed(*command, "--samples", 2, "--dtype", "float32", "--json").json
         scored = [item for item in report["layers"] if item["candidate"] == str(FOLDER / name)]
-        assert {item["site"].rpartition(".")[2] for item in scored} == {"k", "v", "q"}
+        assert {item["site"].rpartition(".")[2] for item in scored} == {"k", "v", "q", "p"}
 
 
 def test_verify_refuses_a_checkpoint_that_lacks_a_weight(tmp_path: Path, rows: Path) -> None:

@@ -15,7 +15,7 @@ def test_a_site_is_read_back_from_its_spelling(role: Role) -> None:
 
 
 def test_roles_are_spelled_as_the_contract_says() -> None:
-    assert [role.value for role in Role] == ["k", "v", "q", "input", "weight"]
+    assert [role.value for role in Role] == ["k", "v", "q", "p", "input", "weight"]
 
 
 @pytest.mark.parametrize("text", ["model.layers.0.mlp.output", "k_proj", ""])

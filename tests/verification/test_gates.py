@@ -26,6 +26,7 @@ def make_summary(ratio: float, error: float, *, kld: float = 0.01) -> Summary:
         kld_p99=kld,
         kld_max=kld,
         top1_agreement=0.9,
+        top1_ties=0.0,
     )
 
 
