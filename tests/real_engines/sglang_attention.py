@@ -15,6 +15,7 @@ Place = tuple[str, str]
 """A module of SGLang's models, and a name in it."""
 
 
+@cache
 def gives_scales_a_place(architecture: str) -> bool:
     """Tell whether the attention of a model gets the quantization config.
 

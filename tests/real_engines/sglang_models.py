@@ -72,7 +72,7 @@ class _Globals(dict[str, Any]):
         self._held = held
 
     def __missing__(self, name: str) -> Any:
-        if name.endswith("ForCausalLM") and name in _classes():
+        if name.endswith("ForCausalLM") and name in read_classes():
             return _make_class(name, self._held)
         return getattr(builtins, name, Nothing())
 
@@ -173,9 +173,9 @@ def _make_class(architecture: str, held: Mapping[str, _Parameter]) -> Any:
 
 def _find_methods(architecture: str) -> dict[str, tuple[ast.FunctionDef, ast.Module]]:
     """Find a class's methods, and those of its bases that it has not."""
-    if architecture not in _classes():
+    if architecture not in read_classes():
         return {}
-    node, tree = _classes()[architecture]
+    node, tree = read_classes()[architecture]
     own = {
         item.name: (item, tree)
         for item in node.body
@@ -208,7 +208,8 @@ def _run(nodes: list[Any], names: dict[str, Any]) -> None:
 
 
 @cache
-def _classes() -> dict[str, tuple[ast.ClassDef, ast.Module]]:
+def read_classes() -> dict[str, tuple[ast.ClassDef, ast.Module]]:
+    """Find the classes of all models, and the modules that define them."""
     (wheel,) = WHEELS.glob("sglang-*.whl")
     found = {}
     with zipfile.ZipFile(wheel) as archive:

@@ -24,7 +24,9 @@ import torch
 import vllm
 from safetensors.torch import save_file
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import configure_logging_if_needed
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -35,6 +37,7 @@ from vllm.model_executor.layers.quantization.utils import w8a8_utils
 from vllm.model_executor.model_loader import base_loader, get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
+from vllm.plugins import load_general_plugins
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
@@ -42,7 +45,7 @@ REFUSED = ".refused"
 """Suffix of what is written in place of the result where vLLM does not load a model."""
 KERNELS = ("init_fp8_linear_kernel", "init_wfp8_a16_linear_kernel")
 MODULES = (fp8, modelopt, compressed_tensors_w8a8_fp8, compressed_tensors_w8a16_fp8)
-TIMEOUT_S = 300
+TIMEOUT_S = 120
 PACKAGE = str(Path(vllm.__file__).parent)
 
 
@@ -76,6 +79,8 @@ def main() -> None:
     w8a8_utils.ops.scaled_fp8_quant = scaled_fp8_quant
     registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
     _set_torch_accelerator_to_noop()
+    configure_logging_if_needed(LoggingConfig())  # each fork would, in half of its time
+    load_general_plugins()
     torch.set_num_threads(1)
     gc.freeze()  # or every fork goes through all of vLLM's objects, twice a model
     replies = os.fdopen(os.dup(1), "w")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import gc
+import os
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.real_engines.fuzz.compare import Finding, Kind
-from tests.real_engines.fuzz.draw import Case, draw, parse_case, shrink
-from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver
-from tests.real_engines.fuzz.evaluate import Evaluator, Observe, Observers, Result
-from tests.real_engines.fuzz.report import Disagreement, print_report
-from tests.real_engines.fuzz.sglang import observe_sglang
-from tests.real_engines.vllm_job import WeightLoader
+import torch
+
+from tests.real_engines.fuzz.compare import Kind
+from tests.real_engines.fuzz.draw import draw, parse_case
+from tests.real_engines.fuzz.evaluate import Result
+from tests.real_engines.fuzz.report import Disagreement, list_disagreements, print_report
+from tests.real_engines.fuzz.workers import Timed, Workers
 
 ENGINES = ("vllm", "transformers", "sglang")
+_MOST_JOBS = 4
+"""By default: each holds vLLM in memory."""
 
 
 def main() -> int:
@@ -28,53 +30,39 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="one line of a report, instead of random checkpoints")
     parser.add_argument("--engine", action="append", choices=ENGINES, help="instead of all")
+    parser.add_argument("--jobs", type=int, default=min(_MOST_JOBS, os.cpu_count() or 1))
     options = parser.parse_args()
-    gc.freeze()  # or every fork goes through all of torch's objects
+    torch.set_num_threads(1)  # forks have no threads but their own
     cases = [parse_case(options.case)] if options.case else draw(options.fuzz, options.seed)
     started = time.monotonic()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
-        evaluate = Evaluator(folder, _make_observers(stack, folder, options.engine or ENGINES))
-        results, found = [], []
-        for case in cases:
-            results.append(_evaluate(evaluate, case))
-            found += [_reduce(evaluate, case, *item) for item in results[-1].findings.items()]
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        jobs = max(1, min(options.jobs, len(cases)))
+        with Workers(Path(folder), options.engine or ENGINES, jobs) as workers:
+            results: list[Result] = []
+            for timed in workers.evaluate(cases):
+                results.append(timed.result)
+                done = len({result.case.seed for result in results})
+                _tell(f"{done:4}/{len(cases)} {_describe(timed)}")
+            order = {case.seed: number for number, case in enumerate(cases)}
+            results.sort(key=lambda result: order[result.case.seed])
+            found = _reduce(workers, list_disagreements(results))
     print_report(results, found, seed=options.seed, duration_s=time.monotonic() - started)
     return int(any(item.finding.kind is Kind.FALSE_OK for item in found))
 
 
-def _make_observers(stack: ExitStack, folder: Path, engines: list[str]) -> Observers:
-    observers: dict[str, Observe] = {}
-    if "vllm" in engines:
-        loader = stack.enter_context(WeightLoader(folder / "vllm.log"))
-        observers["vllm"] = VllmObserver(loader, folder)
-    if "transformers" in engines:
-        observers["transformers"] = TransformersObserver(folder)
-    if "sglang" in engines:
-        observers["sglang"] = observe_sglang
-    return observers
-
-
-def _evaluate(evaluate: Evaluator, case: Case) -> Result:
-    started = time.monotonic()
-    result = evaluate(case)
+def _describe(timed: Timed) -> str:
+    result = timed.result
     kinds = {engine: finding.kind.name for engine, finding in result.findings.items()}
-    told = result.unwritten or kinds or result.excluded or "agreed"
-    _tell(f"{time.monotonic() - started:5.1f} s  {case}: {told}")
-    return result
+    outcome = result.unwritten or kinds or result.excluded or "agreed"
+    return f"{timed.duration_s:5.1f} s  {result.case}: {outcome}"
 
 
-def _reduce(evaluate: Evaluator, case: Case, engine: str, found: Finding) -> Disagreement:
-    """Find the simplest case in which the same engine disagrees in the same way."""
-
-    def persists(simpler: Case) -> bool:
-        finding = evaluate.find(simpler, engine)
-        return finding is not None and finding.kind is found.kind
-
-    simplest = shrink(case, persists)
-    finding = evaluate.find(simplest, engine) or found
-    _tell(f"         {engine}: {simplest}: {finding.engine}")
-    return Disagreement(engine=engine, drawn=case, simplest=simplest, finding=finding)
+def _reduce(workers: Workers, found: Sequence[Disagreement]) -> list[Disagreement]:
+    reduced: list[Disagreement] = []
+    for item in workers.reduce(found):
+        reduced.append(item)
+        _tell(f"{len(reduced):4}/{len(found)} simplest: {item.engine}: {item.simplest}")
+    return reduced
 
 
 def _tell(text: str) -> None:

@@ -19,6 +19,7 @@ _TWICE_SHARE = 0.1
 """Of the damaged checkpoints, how many have a second damage."""
 _DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
 _NONE = "none"
+MOST_ATTEMPTS = 10
 Item = TypeVar("Item")
 
 
@@ -79,13 +80,13 @@ def draw(count: int, seed: int) -> list[Case]:
 
 
 def list_simpler(case: Case) -> Iterator[Case]:
-    """List simpler cases: a damage less, the simplest model, or a step towards it."""
-    for damage in case.damages:
-        yield replace(case, damages=tuple(name for name in case.damages if name != damage))
+    """List simpler cases: the simplest model, a damage less, or a step towards the model."""
     simplest = {"architecture": SIMPLEST, "dtype": "bfloat16", "layers": 1}
     smaller = replace(case, **simplest)
     if smaller != case:
         yield smaller
+    for damage in case.damages:
+        yield replace(case, damages=tuple(name for name in case.damages if name != damage))
     if case.architecture != SIMPLEST:
         yield replace(case, architecture=SIMPLEST)
     if case.dtype != "bfloat16":
@@ -95,10 +96,17 @@ def list_simpler(case: Case) -> Iterator[Case]:
 
 
 def shrink(case: Case, persists: Callable[[Case], bool]) -> Case:
-    """Give the simplest case that still shows what `persists` asks for."""
-    for simpler in list_simpler(case):
+    """Give the simplest case found that still shows what `persists` asks for.
+
+    It is asked about at most MOST_ATTEMPTS cases.
+    """
+    waiting = list_simpler(case)
+    for _ in range(MOST_ATTEMPTS):
+        simpler = next(waiting, None)
+        if simpler is None:
+            break
         if persists(simpler):
-            return shrink(simpler, persists)
+            case, waiting = simpler, list_simpler(simpler)
     return case
 
 

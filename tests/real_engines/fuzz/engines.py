@@ -27,7 +27,7 @@ from tests.real_engines.fuzz.observation import (
 )
 from tests.real_engines.vllm_job import WeightLoader
 
-_TIMEOUT_S = 300
+_TIMEOUT_S = 120
 _TOKENS = torch.arange(5, 13)[None]
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")

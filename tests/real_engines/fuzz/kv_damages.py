@@ -65,11 +65,11 @@ def _copy_layer(draft: Draft) -> None:
 
 
 def _rename(new: str) -> Change:
-    """Make a change that renames all scales; `new` contains {path} and {role}."""
+    """Make a change that renames all scales; `new` contains {path}, and {role} or {ROLE}."""
 
     def change(draft: Draft) -> None:
         for name, (path, role) in draft.kv_scales().items():
-            draft.rename(name, new.format(path=path, role=role))
+            draft.rename(name, new.format(path=path, role=role, ROLE=role.upper()))
 
     return change
 
@@ -159,7 +159,8 @@ _NAMES: dict[str, Change] = {
     "stray-input_scale": _add("{mlp}.input_scale"),
     "stray-weight_scale": _add("{mlp}.weight_scale"),
     "stray-output_scale": _add("{mlp}.output_scale"),
-    "unknown-K_scale": _rename("{path}.{role}_SCALE"),
+    "unknown-K_scale": _rename("{path}.{ROLE}_scale"),
+    "unknown-k_cache_scale": _rename("{path}.{role}_cache_scale"),
     "unknown-key_scale": _rename("{path}.{role}ey_scale"),
     "unknown-_k_scale": _rename("{path}._{role}_scale"),
     "unknown-k_scales": _rename("{path}.{role}_scales"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tests.real_engines.fuzz.architectures import ARCHITECTURES
 from tests.real_engines.fuzz.compare import Finding, Kind
@@ -15,16 +16,52 @@ from tests.real_engines.fuzz.forms import FORMS
 _WIDTH = 400
 _EXAMPLES = 8
 _MOST_LISTED = 40
+_CAUSE_WIDTH = 120
+_VARYING = {
+    r"'[^']*'|\"[^\"]*\"": "NAME",
+    r"/\S+": "PATH",
+    r"\w+(\.\w+)*[._]\w+": "NAME",
+    r"-?\b\d[\w.+-]*|\b(inf|nan)\b": "N",
+    r"\b[A-Z]\w*?(ForCausalLM|Model|Attention|MLP|DecoderLayer)\b": "NAME",
+}
+"""Patterns of what differs between checkpoints in texts of the same cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """A disagreement, and the simplest case that shows it."""
+    """A disagreement of one or more cases, and the simplest case that shows it."""
 
     engine: str
-    drawn: Case
+    drawn: tuple[Case, ...]
     simplest: Case
     finding: Finding
+
+
+def list_disagreements(results: Sequence[Result]) -> list[Disagreement]:
+    """List them, one for all cases in which the same damage of a form has the same effect."""
+    groups = defaultdict(list)
+    for result in results:
+        for engine, finding in result.findings.items():
+            case = result.case
+            effect = (finding.kind, normalize(finding.engine))
+            groups[engine, case.form, case.damages, effect].append((case, finding))
+    return [
+        Disagreement(
+            engine=engine,
+            drawn=tuple(case for case, _ in items),
+            simplest=items[0][0],
+            finding=items[0][1],
+        )
+        for (engine, *_), items in groups.items()
+    ]
+
+
+def normalize(text: str) -> str:
+    """Give the first line of a text without names, paths and numbers."""
+    line = next(iter(text.splitlines()), "")
+    for pattern, put in _VARYING.items():
+        line = re.sub(pattern, put, line)
+    return line[:_CAUSE_WIDTH]
 
 
 def print_report(
@@ -37,26 +74,40 @@ def print_report(
     """Print the disagreements by kind, then the tables."""
     for kind in Kind:
         _print_kind(kind, [item for item in found if item.finding.kind is kind])
-    print(f"\n{len(results)} checkpoints, seed {seed}, {duration_s:.0f} s")
+    written = sum(not result.unwritten for result in results)
+    print(f"\n{written} checkpoints, seed {seed}, {duration_s:.0f} s")
     _print_counts(results)
     _print_coverage(results)
 
 
 def _print_kind(kind: Kind, found: Sequence[Disagreement]) -> None:
+    """Print the disagreements of one kind, by what check and the engine say."""
     groups = defaultdict(list)
     for item in found:
-        groups[item.engine, replace(item.simplest, seed="")].append(item)
-    print(f"\n{kind.value.upper()}: {len(found)}, {len(groups)} of them different")
+        texts = (normalize(item.finding.check), normalize(item.finding.engine))
+        groups[item.engine, texts].append(item)
+    count = sum(len(item.drawn) for item in found)
+    print(f"\n{kind.value.upper()}: {count}, of {len(groups)} causes")
     for items in groups.values():
         first = items[0]
-        print(f"\n* {first.engine}: {first.simplest}")
+        drawn = [str(case) for item in items for case in item.drawn]
+        print(f"\n* {first.engine}, {len(drawn)} times")
         print(f"  check:  {_cut(first.finding.check)}")
         print(f"  engine: {_cut(first.finding.engine)}")
-        others = [str(item.drawn) for item in items]
-        print(
-            f"  drawn:  {'; '.join(others[:_EXAMPLES])}"
-            + f" and {len(others) - _EXAMPLES} more" * (len(others) > _EXAMPLES)
-        )
+        _print_examples("repeat: ", list(dict.fromkeys(_repeat(item) for item in items)))
+        _print_examples("drawn:  ", drawn)
+
+
+def _repeat(found: Disagreement) -> str:
+    """Give the command that shows a disagreement again."""
+    return f'scripts/test-engines --engine {found.engine} --case "{found.simplest}"'
+
+
+def _print_examples(label: str, lines: Sequence[str]) -> None:
+    for line in lines[:_EXAMPLES]:
+        print(f"  {label}{line}")
+    if len(lines) > _EXAMPLES:
+        print(f"  {label}and {len(lines) - _EXAMPLES} more")
 
 
 def _cut(text: str) -> str:

@@ -13,7 +13,7 @@ from tests.real_engines.fuzz.forms import open_geometry
 from tests.real_engines.fuzz.kv_damages import TENSOR_DAMAGES
 from tests.real_engines.fuzz.observation import HeldPair, Observation
 from tests.real_engines.sglang_attention import gives_scales_a_place
-from tests.real_engines.sglang_models import hold_kv_scales, load
+from tests.real_engines.sglang_models import hold_kv_scales, load, read_classes
 from tests.real_engines.test_sglang_models import MODELS, STRIPPED
 
 _FORMS = (
@@ -22,6 +22,14 @@ _FORMS = (
 )
 """Those whose config gives attention layers SGLang's KV cache method, and says nothing else."""
 Tensors = dict[str, torch.Tensor]
+
+
+def read_wheel() -> None:
+    """Read all that SGLang's wheel is asked for, so that forks need not."""
+    read_classes()
+    for architecture in MODELS.values():
+        gives_scales_a_place(architecture)
+    hold_kv_scales(None, None)
 
 
 def observe_sglang(case: Case, model: Path, original: Path) -> Observation | None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.real_engines.fuzz.compare import Kind, compare
+from tests.real_engines.fuzz.compare import Finding, Kind, compare
+from tests.real_engines.fuzz.draw import parse_case
+from tests.real_engines.fuzz.evaluate import Result
 from tests.real_engines.fuzz.exclusions import EXCLUDED, find_exclusion
 from tests.real_engines.fuzz.observation import (
     HeldPair,
@@ -16,6 +18,7 @@ from tests.real_engines.fuzz.observation import (
     dequantize,
     describe_difference,
 )
+from tests.real_engines.fuzz.report import list_disagreements, print_report
 
 STORED = {0: {0.25, 0.5}}
 MISREAD = {"status": "misread", "value": None, "why": "w"}
@@ -102,6 +105,35 @@ def test_only_listed_errors_are_excluded() -> None:
     assert find_exclusion("vllm", "") == ""
     assert "5.19" in find_exclusion("vllm", "Found unknown kwargs={'_name_or_path': ''}")
     assert all(why for reasons in EXCLUDED.values() for why in reasons.values())
+
+
+def disagree(line: str, engine: str) -> Result:
+    found = Finding(kind=Kind.FALSE_OK, check="ok", engine=engine)
+    return Result(case=parse_case(line), findings={"vllm": found})
+
+
+def test_the_same_effect_of_a_damage_is_one_disagreement() -> None:
+    """The names of layers and the numbers in an error are not its cause."""
+    error = "ValueError: no module named 'layers.{}.k_scale' in {}ForCausalLM of {} layers"
+    results = [
+        disagree("1:0 fp8 kv-only-k phi3 bfloat16 0", error.format(0, "Phi3", 2)),
+        disagree("1:1 fp8 kv-only-k llama float16 0", error.format(1, "Llama", 3)),
+        disagree("1:2 fp8 kv-only-k llama float16 0", "AssertionError: "),
+        disagree("1:3 fp8 kv-only-v llama float16 0", error.format(0, "Llama", 2)),
+        disagree("1:4 quark kv-only-k llama float16 0", error.format(0, "Llama", 2)),
+    ]
+    found = list_disagreements(results)
+    drawn = [[case.seed for case in item.drawn] for item in found]
+    assert drawn == [["1:0", "1:1"], ["1:2"], ["1:3"], ["1:4"]]
+
+
+def test_a_report_names_the_command_for_each_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "1:0 fp8 kv-only-k phi3 bfloat16 0"
+    results = [disagree(line, "ValueError: x")]
+    print_report(results, list_disagreements(results), seed=1, duration_s=1)
+    printed = capsys.readouterr().out
+    assert f'scripts/test-engines --engine vllm --case "{line}"' in printed
+    assert "CHECK SAYS FINE, THE ENGINE DOES SOMETHING ELSE: 1, of 1 causes" in printed
 
 
 CODES = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,8 +14,10 @@ import torch
 from tests.real_engines.fuzz.architectures import ARCHITECTURES, SIMPLEST, save_model
 from tests.real_engines.fuzz.damage import Damage
 from tests.real_engines.fuzz.draft import Draft, UnfitError
-from tests.real_engines.fuzz.draw import DAMAGES, Case, draw, parse_case, shrink
+from tests.real_engines.fuzz.draw import DAMAGES, MOST_ATTEMPTS, Case, draw, parse_case, shrink
+from tests.real_engines.fuzz.evaluate import Evaluator
 from tests.real_engines.fuzz.forms import FORMS
+from tests.real_engines.fuzz.workers import evaluate_all
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -56,6 +60,22 @@ def test_what_is_needed_stays() -> None:
     assert shrink(TWO, lambda case: case == TWO) == TWO
     found = shrink(TWO, lambda case: case.architecture == "phi3" and len(case.damages) == 1)
     assert str(found) == "1:2 fp8 kv-only-k phi3 bfloat16 0"
+
+
+def test_attempts_to_simplify_are_limited() -> None:
+    asked: list[Case] = []
+    many = replace(TWO, damages=tuple(list(DAMAGES)[:MOST_ATTEMPTS]))
+    shrink(many, lambda case: bool(asked.append(case)))
+    assert len(asked) == MOST_ATTEMPTS
+
+
+def test_what_cannot_be_written_is_made_of_the_simplest_model_as_well(tmp_path: Path) -> None:
+    """Cohere2 shares its head's weights with the embedding."""
+    case = parse_case("1:1 modelopt/fp8-static w-lm_head cohere2 bfloat16 0")
+    first, second = evaluate_all(Evaluator(tmp_path, {}), [case])
+    assert first.result.unwritten == "UnfitError: there is no lm_head"
+    assert second.result.case == replace(case, architecture=SIMPLEST)
+    assert not second.result.unwritten
 
 
 @pytest.fixture(scope="module")
