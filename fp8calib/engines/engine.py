@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp8calib.engines.numerics import Numerics
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
 """Replay the loading of a checkpoint folder on a number of ranks; raise `Refusal` at a failure."""
+MakeLinearLoader = Callable[["ScaleFolder", "ModelGeometry"], Any]
+"""Make the `LinearLoader` (`fp8calib/engines/weights/`) of a folder's linears.
+
+It raises `Refusal` where the engine refuses the folder's config.
+"""
 ReplayJson = Callable[[Path, "ModelGeometry", int, "ScaleFolder"], "EngineReport"]
 """Replay the loading of a JSON file of scales on a number of ranks of a model; likewise."""
 
@@ -70,6 +75,8 @@ class Effect(StrEnum):
     """The engine does not start."""
     MISREAD = "misread"
     """It starts, and its answers are wrong."""
+    DEFAULTED = "defaulted"
+    """It starts, and uses 1.0 for a scale that it does not find."""
     CONDITION = "condition"
     """It serves the checkpoint, under a condition or in another way."""
 
@@ -89,9 +96,6 @@ class WeightRule:
     """The schemes that are loaded after all under ModelOpt's MIXED_PRECISION."""
     model_types: tuple[str, ...] = ()
     except_model_types: tuple[str, ...] = ()
-    unread_exclusion: str = ""
-    """The list of unquantized linears in ModelOpt's inline config that the engine does not read;
-    the rule is for the linears that only this list excludes."""
     endings: tuple[str, ...] = ()
     """How the paths of the linears end."""
     has_blocks: bool = False
@@ -137,6 +141,8 @@ class Engine:
     """Why it uses no JSON file of scales, where that needs more words than "it reads none"."""
     tensor_file_condition: str = ""
     """When it reads a file of scale tensors that is copied into a model's folder; empty: never."""
+    make_linear_loader: MakeLinearLoader | None = None
+    """How it loads the linears of a folder; None where only `weight_rules` are known."""
     splits_heads: bool = False
     """It distributes heads over ranks, and does not start where they do not divide."""
     weight_rules: tuple[WeightRule, ...] = ()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.engines.weights.faults import list_split_groups
+from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.selection.select import Selection, select
@@ -343,8 +343,9 @@ def test_numbers_smaller_than_a_byte_are_quantized_already(
 def test_groups_of_which_a_part_is_left_are_known(tmp_path: Path) -> None:
     found = pick(tmp_path / "a", make_tensors(), "*.k_proj", "*.o_proj")
     taken = [matrix.module for matrix in found.quantized]
-    split = list_split_groups(taken, [item.module for item in found.unquantized])
-    assert split == [f"{LAYER}.self_attn.q_proj+k_proj+v_proj"]
+    others = (name_fused_group(item.module) for item in found.unquantized)
+    split = set(map(name_fused_group, taken)).intersection(others)
+    assert split == {f"{LAYER}.self_attn.q_proj+k_proj+v_proj"}
 
 
 @pytest.mark.parametrize("kind", [["llama"], {"a": "b"}, None, 3])

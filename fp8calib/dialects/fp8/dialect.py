@@ -5,6 +5,7 @@ Neither this module nor one that declares a dialect imports torch: `--help` name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Config = dict[str, object]
 HEAD = "lm_head"
+_LAYER = re.compile(r"(.*?)[^.]+[.]\d+[.]")
+"""What precedes the list of layers in a path."""
 NUMBER: Config = {"num_bits": 8, "type": "float"}
 """FP8, in the words of compressed-tensors and ModelOpt."""
 
@@ -46,6 +49,12 @@ class UnquantizedMatrix:
         """List the paths of its linears."""
         return (self.module, *self.experts) if self.is_linear else self.experts
 
+    @property
+    def renamed(self) -> tuple[str, ...]:
+        """List their paths in engines that rename the modules of a layer."""
+        layer = _LAYER.match(self.module)
+        return tuple(f"{layer[1]}{end}" for end in self.ends) if layer is not None else ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigJob:
@@ -59,7 +68,8 @@ class ConfigJob:
     @property
     def excluded(self) -> list[str]:
         """Name the linears that have no scales, and the output head even where it is tied."""
-        return list(dict.fromkeys([HEAD, *(n for each in self.unquantized for n in each.linears)]))
+        names = (name for each in self.unquantized for name in (*each.linears, *each.renamed))
+        return list(dict.fromkeys([HEAD, *names]))
 
     @property
     def excluded_ends(self) -> list[str]:

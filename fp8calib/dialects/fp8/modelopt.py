@@ -32,7 +32,7 @@ _READ_ALGORITHMS = {
 _PRODUCER = {"name": "fp8calib", "version": __version__}
 
 
-def _read_algorithm(name: object) -> StoredScheme | None:
+def read_algorithm(name: object) -> StoredScheme | None:
     """Find the scheme of a ModelOpt `quant_algo`; None where it is not FP8."""
     found = _READ_ALGORITHMS.get(str(name).upper())
     if found is None:
@@ -56,7 +56,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     def find(module: str) -> StoredScheme:
         refuse_ignored(path, module, ignored, fnmatchcase)
         own = _find_layer(module, by_layer) if algorithm == "MIXED_PRECISION" else algorithm
-        scheme = _read_algorithm(own)
+        scheme = read_algorithm(own)
         if scheme is None:
             raise weight_contradiction(path, module, f"its quant_algo is {own!a:.40}")
         return scheme

@@ -12,6 +12,7 @@ from fp8calib.fp8.formats import E4M3FNUZ, E5M2
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.engines.weights.linear_loader import LinearLoader
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -73,6 +74,13 @@ _NUMERICS = Numerics(
     },
 )
 
+
+def _make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
+    from fp8calib.engines.sglang.linear_loader import SglangLinearLoader  # noqa: PLC0415
+
+    return SglangLinearLoader(folder, geometry)
+
+
 _WEIGHT_RULES = (
     WeightRule(
         dialect="modelopt",
@@ -125,5 +133,6 @@ SGLANG = Engine(
     tensor_file_condition="it is read only inside a model folder without "
     "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
     splits_heads=True,
+    make_linear_loader=_make_linear_loader,
     weight_rules=_WEIGHT_RULES,
 )

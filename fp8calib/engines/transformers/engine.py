@@ -9,6 +9,7 @@ from fp8calib.engines.engine import Effect, Engine, WeightRule
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.engines.weights.linear_loader import LinearLoader
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -18,13 +19,22 @@ def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Eng
     return replay_transformers(folder, geometry, tp)
 
 
+def _make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
+    from fp8calib.engines.transformers.linear_loader import make_linear_loader  # noqa: PLC0415
+
+    del geometry
+    return make_linear_loader(folder)
+
+
 _WEIGHT_RULES = (
     WeightRule(
         dialect="autofp8",
         schemes=("fp8-static", "fp8-dynamic"),
-        effect=Effect.MISREAD,
-        why="it misreads the scales without an error, and its answers are wrong",
-        source="transformers 5.23, tried",
+        effect=Effect.REFUSED,
+        why="it looks for scales named weight_scale_inv and activation_scale: without a GPU the "
+        "first forward pass fails (RuntimeError), with one it uses 1.0",
+        fix="rename the scales: the numbers are the same",
+        source="transformers 5.23 integrations/finegrained_fp8.py, run on a CPU, read for a GPU",
     ),
     WeightRule(
         dialect="modelopt",
@@ -49,5 +59,6 @@ TRANSFORMERS = Engine(
     "FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20); --engine reference "
     "rounds to the same format",
     replay_folder=_replay_folder,
+    make_linear_loader=_make_linear_loader,
     weight_rules=_WEIGHT_RULES,
 )

@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Effect, Engine, Launch, ReplayFolder, WeightRule
+from fp8calib.engines.engine import (
+    Effect,
+    Engine,
+    Launch,
+    MakeLinearLoader,
+    ReplayFolder,
+    WeightRule,
+)
 from fp8calib.engines.vllm.numerics import make_numerics
 from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.engines.weights.linear_loader import LinearLoader
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -22,6 +30,15 @@ def _make_replay(release: Release) -> ReplayFolder:
         return replay_vllm(folder, geometry, tp, release)
 
     return replay_folder
+
+
+def _make_linear_loader_factory(release: Release) -> MakeLinearLoader:
+    def make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
+        from fp8calib.engines.vllm.linear_loader import VllmLinearLoader  # noqa: PLC0415
+
+        return VllmLinearLoader(folder, geometry, release)
+
+    return make_linear_loader
 
 
 _WEIGHT_RULES = (
@@ -62,16 +79,6 @@ _WEIGHT_RULES = (
     ),
 )
 
-_UNREAD_EXCLUSION = WeightRule(
-    dialect="modelopt",
-    unread_exclusion="exclude_modules",
-    effect=Effect.MISREAD,
-    why="vLLM 0.32 reads only `ignore` in config.json: it casts the linears in `exclude_modules` "
-    "to FP8 without a scale",
-    fix="name the list `ignore`, or serve it with vLLM 0.33",
-    source="vLLM 0.32.0 quantization/modelopt.py (ModelOptQuantConfigBase.from_config)",
-)
-
 
 def _make_engine(release: Release) -> Engine:
     return Engine(
@@ -90,9 +97,8 @@ def _make_engine(release: Release) -> Engine:
         tensor_file_condition="it is read only inside a model folder without "
         "model.safetensors.index.json whose config.json has the quantization_config of kv-overlay",
         splits_heads=True,
-        weight_rules=_WEIGHT_RULES
-        if release.reads_exclude_modules
-        else (*_WEIGHT_RULES, _UNREAD_EXCLUSION),
+        make_linear_loader=_make_linear_loader_factory(release),
+        weight_rules=_WEIGHT_RULES,
     )
 
 

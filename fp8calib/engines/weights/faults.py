@@ -69,12 +69,6 @@ def fault_per_engine(
         yield WeightFault(engine=engine, effect=effect, why=why, source=source, fix=fix)
 
 
-def list_split_groups(quantized: Collection[str], unquantized: Collection[str]) -> list[str]:
-    """List the fused weights of which only a part is quantized; arguments are paths of linears."""
-    groups = {name_fused_group(module) for module in quantized}
-    return sorted({name_fused_group(module) for module in unquantized} & groups)
-
-
 def list_split_experts(
     quantized: Collection[str], unquantized: Collection[str], *, by_projection: bool = False
 ) -> list[str]:

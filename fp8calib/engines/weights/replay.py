@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.dialects.fp8.autofp8 import AUTOFP8
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.fp8.modelopt import OLD_BLOCK_ALGORITHM
-from fp8calib.dialects.fp8.quantization_config import ContradictionError, FindScheme, StoredScheme
+from fp8calib.dialects.fp8.quantization_config import ContradictionError, StoredScheme
 from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
 from fp8calib.engines.engine import Effect, Engine
@@ -23,93 +23,119 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.weights.blocks import list_rank_block_faults
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, WeightFault
+from fp8calib.engines.weights.linear_loader import LinearGroup
+from fp8calib.engines.weights.loading import list_loading_faults
 from fp8calib.engines.weights.rules import apply_rules, list_weight_faults
-from fp8calib.engines.weights.scales import list_scale_faults
+from fp8calib.engines.weights.stored import (
+    ScaleValues,
+    list_groups,
+    list_indexed_tensors,
+    read_scale_values,
+)
 from fp8calib.errors import VerificationError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _SUFFIX = ".weight"
 _FLOATS = ("BF16", "F16", "F32")
-_TRIED_DIALECTS = (COMPRESSED_TENSORS, AUTOFP8)
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linears of decoder layers that vLLM creates by the config in all models."""
+_STATUSES = {Effect.MISREAD: Status.MISREAD, Effect.DEFAULTED: Status.DEFAULTED}
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 
 
 class WeightReplay:
-    """The faults of a folder's FP8 weights, computed once for all engines."""
+    """The faults of a folder's FP8 weights; what all engines share is computed once."""
 
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> None:
+        self._folder = folder
         self._geometry = geometry
         self._problem = ""
         self._faults: list[WeightFault] = []
         self._weights: QuantizedWeights | None = None
-        tensors = _list_tensors(folder)
-        if (stack := _find_stack(tensors)) is not None:
+        self._located = list_indexed_tensors(folder)
+        self._tensors = {name: entry for name, (_, entry) in self._located.items()}
+        if (stack := _find_stack(self._tensors)) is not None:
             self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
-        matrices = _list_matrices(tensors)
+        matrices = _list_matrices(self._tensors)
         stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
-        if not stored:
-            return
-        try:
-            dialect, find_scheme = load_finder(folder.path, folder.config)
-            self._faults += _list_contradictions(dialect, find_scheme, stored, geometry)
-            schemes = {module: find_scheme(module) for module in stored}
-            unquantized = {name for name, entry in matrices.items() if entry.dtype in _FLOATS}
-            self._faults += _list_forgotten(dialect, find_scheme, unquantized, folder, geometry)
-        except VerificationError as error:
-            self._problem = f"{_UNCHECKED}: {error.message}"
-            return
-        if _names_old_blocks(folder):
+        self._has_old_blocks = bool(stored) and _names_old_blocks(folder)
+        if self._has_old_blocks:
             self._problem = (
                 f"{_UNCHECKED}: engines accept {OLD_BLOCK_ALGORITHM} only for some of the linears"
             )
-            return
-        self._weights = QuantizedWeights(
-            dialect=_refine_dialect(dialect, schemes, tensors),
-            config=folder.config,
-            linears=tuple(_make_linear(each, stored[each], schemes[each]) for each in stored),
-            unquantized=unquantized,
-            is_mixed=_is_mixed(folder),
+        elif stored:
+            try:
+                self._weights = self._describe(stored, matrices)
+            except VerificationError as error:
+                self._problem = f"{_UNCHECKED}: {error.message}"
+                return
+            self._faults += list_weight_faults(self._weights)
+            self._faults += list_rank_block_faults(self._weights, geometry, tp)
+
+    def _describe(
+        self, stored: Mapping[str, TensorEntry], matrices: Mapping[str, TensorEntry]
+    ) -> QuantizedWeights:
+        """Describe the FP8 weights for tables and rules; those that no config has are left out."""
+        dialect, find_scheme = load_finder(self._folder.path, self._folder.config)
+        schemes: dict[str, StoredScheme] = {}
+        for module in stored:
+            with suppress(ContradictionError):
+                schemes[module] = find_scheme(module)
+        return QuantizedWeights(
+            dialect=_refine_dialect(dialect, schemes, self._tensors),
+            config=self._folder.config,
+            linears=tuple(_make_linear(each, stored[each], schemes[each]) for each in schemes),
+            unquantized={name for name, entry in matrices.items() if entry.dtype in _FLOATS},
+            is_mixed=_is_mixed(self._folder),
         )
-        self._faults += list_scale_faults(schemes, tensors)
-        self._faults += list_weight_faults(self._weights)
-        self._faults += list_rank_block_faults(self._weights, geometry, tp)
+
+    @cached_property
+    def _groups(self) -> list[LinearGroup]:
+        return list(list_groups(self._tensors, self._geometry))
+
+    @cached_property
+    def _values(self) -> ScaleValues:
+        return read_scale_values(self._folder, self._located)
+
+    def _judge_loading(self, engine: Engine) -> list[WeightFault]:
+        """Compare what an engine creates with what is stored."""
+        if engine.make_linear_loader is None or self._has_old_blocks:
+            return []
+        try:
+            loader = engine.make_linear_loader(self._folder, self._geometry)
+        except Refusal as refusal:
+            return [_refuse_config(engine, refusal)]
+        return list_loading_faults(loader, self._groups, self._values)
 
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Add what an engine does with the weights to its report on the KV scales."""
         own = [fault for fault in self._faults if fault.engine == engine.loader]
         own += apply_rules(engine, self._weights) if self._weights is not None else []
+        own += self._judge_loading(engine)
         refused = next((fault for fault in own if fault.effect is Effect.REFUSED), None)
         if refused is not None:
             refusal = Refusal(refused.why, fix=refused.fix)
             verdict = LoadVerdict(status=Status.REFUSED, why=refused.why, fix=refused.fix)
             report = report_refusal(self._geometry, refusal)
             return report.model_copy(update={"weights": verdict})
-        misread = next((fault for fault in own if fault.effect is Effect.MISREAD), None)
-        if misread is not None:
-            verdict = LoadVerdict(status=Status.MISREAD, why=misread.why, fix=misread.fix)
-            report = report.model_copy(update={"weights": verdict})
+        for effect, status in _STATUSES.items():
+            found = next((fault for fault in own if fault.effect is effect), None)
+            if found is not None:
+                verdict = LoadVerdict(status=status, why=found.why, fix=found.fix)
+                report = report.model_copy(update={"weights": verdict})
+                break
         notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
         notes += [self._problem] if self._problem else []
         return report.add_problems(*(f"weights: {why}" for why in notes))
 
 
-def _list_tensors(folder: ScaleFolder) -> dict[str, TensorEntry]:
-    """List the tensors of the files that the index names, else of all.
-
-    Some folders contain the same weights again, under other names, in files that it does not name.
-    """
-    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
-    listed = weight_map.values() if isinstance(weight_map, dict) else folder.tensors
-    named = {file for file in listed if isinstance(file, str)}
-    return {
-        name: entry
-        for file, held in folder.tensors.items()
-        if file in named
-        for name, entry in held.items()
-    }
+def _refuse_config(engine: Engine, refusal: Refusal) -> WeightFault:
+    return WeightFault(
+        engine=engine.key,
+        effect=Effect.REFUSED,
+        why=refusal.why,
+        source=f"{engine.release}, its quantization config",
+        fix=refusal.fix,
+    )
 
 
 def _refine_dialect(
@@ -159,72 +185,6 @@ def _list_matrices(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]
         for name, entry in tensors.items()
         if name.endswith(_SUFFIX) and len(entry.shape) == 2
     }
-
-
-def _list_contradictions(
-    dialect: Fp8Dialect, find_scheme: FindScheme, stored: Collection[str], geometry: ModelGeometry
-) -> Iterator[WeightFault]:
-    """Yield the first FP8 weight that compressed-tensors' config does not quantize."""
-    if dialect is not COMPRESSED_TENSORS:
-        return
-    for module in _list_modules(geometry):
-        if module not in stored:
-            continue
-        try:
-            find_scheme(module)
-        except ContradictionError as error:
-            yield WeightFault(
-                engine="vllm",
-                effect=Effect.REFUSED,
-                why=f"{error.message}: vLLM has no parameter for its scale (ValueError)",
-                source="vLLM 0.32.0 models/utils.py (AutoWeightsLoader), tried",
-                fix="use the config that the weights were quantized with",
-            )
-            return
-
-
-def _list_forgotten(
-    dialect: Fp8Dialect,
-    find_scheme: FindScheme,
-    unquantized: Collection[str],
-    folder: ScaleFolder,
-    geometry: ModelGeometry,
-) -> Iterator[WeightFault]:
-    """Yield the first linear that is not FP8 although the config quantizes it.
-
-    A name that occurs in the config's lists is not judged: it may mean the linear by another path.
-    """
-    spelled = " ".join(_list_texts(folder.config.get("quantization_config")))
-    for module in _list_modules(geometry) if dialect in _TRIED_DIALECTS else ():
-        name = module.rpartition(".")[2]
-        if module not in unquantized or name not in _PROJECTIONS or name in spelled:
-            continue
-        try:
-            find_scheme(module)
-        except ContradictionError:
-            continue
-        yield WeightFault(
-            engine="vllm",
-            effect=Effect.MISREAD,
-            why=f"{module} is not FP8, but the config quantizes it: vLLM casts it without a scale",
-            source="vLLM 0.32.0 model_executor/parameter.py, tried",
-            fix="exclude it in the config, or quantize it",
-        )
-        return
-
-
-def _list_modules(geometry: ModelGeometry) -> Iterator[str]:
-    """List the linears of the decoder layers, by their paths in the checkpoint."""
-    for _, linear in geometry.linears():
-        yield (linear.checkpoint_name or "").removesuffix(_SUFFIX)
-
-
-def _list_texts(config: object) -> Iterator[str]:
-    """List the texts in a config's lists, at any depth."""
-    if isinstance(config, list):
-        yield from (item for item in config if isinstance(item, str))
-    for value in config.values() if isinstance(config, Mapping) else ():
-        yield from _list_texts(value)
 
 
 def _make_linear(module: str, entry: TensorEntry, scheme: StoredScheme) -> QuantizedLinear:

@@ -5,8 +5,7 @@ Each engine's record has a table of rules; the rules here compare several linear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 
 from fp8calib.engines.engine import Effect, Engine, WeightRule
 from fp8calib.engines.weights.blocks import list_fused_block_faults
@@ -14,16 +13,13 @@ from fp8calib.engines.weights.faults import (
     QuantizedWeights,
     WeightFault,
     list_split_experts,
-    list_split_groups,
 )
-from fp8calib.errors import shorten
 from fp8calib.geometry.expert_layouts import find_layout
 
 
 def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
     """List what engines do to FP8 weights on one rank other than loading them as they are."""
     return [
-        *_list_fused_faults(weights),
         *_list_split_expert_faults(weights),
         *list_fused_block_faults(weights),
         *_list_stack_faults(weights),
@@ -33,8 +29,7 @@ def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
 def apply_rules(engine: Engine, weights: QuantizedWeights) -> Iterator[WeightFault]:
     """List what the rules of an engine's record say about FP8 weights."""
     for rule in engine.weight_rules:
-        find = _find_overlooked if rule.unread_exclusion else _find_linear
-        if _holds_for(rule, weights) and (found := find(rule, weights)):
+        if _holds_for(rule, weights) and (found := _find_linear(rule, weights)):
             yield WeightFault(
                 engine=engine.key,
                 effect=rule.effect,
@@ -51,18 +46,6 @@ def _holds_for(rule: WeightRule, weights: QuantizedWeights) -> bool:
         and (not rule.model_types or model_type in rule.model_types)
         and model_type not in rule.except_model_types
     )
-
-
-def _find_overlooked(rule: WeightRule, weights: QuantizedWeights) -> str:
-    """Find the first linear that is excluded only by a list that the engine does not read."""
-    section = weights.config.get("quantization_config")
-    if not isinstance(section, Mapping) or "ignore" in section:
-        return ""
-    listed = section.get(rule.unread_exclusion)
-    patterns = listed if isinstance(listed, list) else []
-    linears = (each for each in sorted(weights.unquantized) if "embed" not in each)
-    excluded = (each for each in linears if any(fnmatchcase(each, str(p)) for p in patterns))
-    return shorten(next(excluded, ""))
 
 
 def _find_linear(rule: WeightRule, weights: QuantizedWeights) -> str:
@@ -84,25 +67,11 @@ def _find_linear(rule: WeightRule, weights: QuantizedWeights) -> str:
 
 def _explain(rule: WeightRule, example: str, model_type: str) -> str:
     """Add the model type and an example to a rule's reason, where the rule is limited to some."""
-    is_limited = rule.has_experts or rule.endings or rule.unread_exclusion
+    is_limited = rule.has_experts or rule.endings
     why = f"{model_type}: {rule.why}" if rule.model_types else rule.why
     why = f"{why} ({example})" if is_limited else why
     options = " ".join(f"--ignore '{pattern}'" for pattern in rule.ignore)
     return f"{why}; {options} leaves them unquantized" if options else why
-
-
-def _list_fused_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
-    """List fused projections of which only a part is quantized."""
-    groups = list_split_groups([each.module for each in weights.linears], weights.unquantized)
-    for engine in ("vllm", "sglang"):
-        for group in groups:
-            yield WeightFault(
-                engine=engine,
-                effect=Effect.REFUSED,
-                why=f"{group} becomes one weight in the engine, and only a part of it is quantized",
-                source="vLLM 0.32.0 quantization/utils/quant_utils.py (is_layer_skipped)",
-                fix="quantize all of these projections, or none",
-            )
 
 
 def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:

@@ -1,0 +1,254 @@
+"""How transformers 5.23 loads the linears of a checkpoint. Run on tiny models, on a CPU.
+
+compressed-tensors 0.20 gives every linear its parameters (`quantization/lifecycle/initialize.py`).
+The `fp8` method (`integrations/finegrained_fp8.py`) dequantizes while loading wherever there is no
+GPU, by blocks whose size it derives from the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
+from fp8calib.engines.engine import Effect
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.weights.compressed_groups import (
+    FIX,
+    FORMATS,
+    find_foreign,
+    read_compressed_group,
+)
+from fp8calib.engines.weights.group_schemes import GroupSchemes, Section
+from fp8calib.engines.weights.linear_loader import (
+    Found,
+    GroupKind,
+    LinearGroup,
+    LinearLoader,
+    Outcome,
+    StoredLinear,
+    Unquantized,
+)
+from fp8calib.engines.weights.parameters import (
+    INPUT_SCALE,
+    WEIGHT,
+    Fit,
+    Parameter,
+    Shape,
+    Unfilled,
+    fit_exactly,
+)
+from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, count_blocks
+
+_INITIALIZE = "compressed-tensors 0.20 quantization/lifecycle/initialize.py, run"
+_DEQUANTIZE = "transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU"
+_FORWARD = "compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py, run"
+_LOAD = "transformers 5.23 modeling_utils.py (from_pretrained), run"
+_SCALE_NAMES = ("weight_scale_inv", "scale", "qscale_weight")
+"""A block scale's names; transformers renames the last two to the first."""
+_FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E8M0", "F16", "BF16", "F32", "F64")
+
+
+def make_linear_loader(folder: ScaleFolder) -> LinearLoader:
+    """Make the loader for a folder's quantization method."""
+    section = find_quantization(folder, keys=("quantization_config",)) or {}
+    if section.get("quant_method") == "fp8":
+        return _FineGrained(section, folder.config)
+    return _Compressed(section, folder.config)
+
+
+class _Compressed(LinearLoader):
+    """The linears that compressed-tensors initializes in a model."""
+
+    engine = "transformers"
+    shape_source = _LOAD
+    unfilled_source = _INITIALIZE
+    joins_linears = False
+
+    def __init__(self, section: Section, config: Section) -> None:
+        self._schemes = _CompressedSchemes(section, config)
+
+    def find_scheme(self, group: LinearGroup) -> Found:
+        """Find the scheme of a linear; experts are joined anew, which `rules.py` judges."""
+        if self._schemes.method not in ("", "compressed-tensors"):
+            return None
+        return None if group.kind is GroupKind.EXPERTS else self._schemes.find(group)
+
+    def list_parameters(
+        self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme
+    ) -> Mapping[str, Parameter]:
+        """List what `initialize_qparams` registers, and the weight."""
+        del group
+        shapes: dict[Granularity, Shape] = {
+            Granularity.TENSOR: (1,),
+            Granularity.CHANNEL: (linear.shape[0], 1),
+            Granularity.BLOCK: count_blocks(linear.shape, scheme.block),
+        }
+        created = {
+            WEIGHT: _make_parameter(linear.shape, Unfilled.REFUSED),
+            "weight_scale": _make_parameter(shapes[scheme.weights], Unfilled.MEMORY),
+        }
+        if scheme.inputs is InputScaling.STATIC:
+            created[INPUT_SCALE] = _make_parameter((1,), Unfilled.MEMORY)
+        return created
+
+    def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome:
+        """Judge a tensor without a parameter: it is reported and left out."""
+        del group, suffix
+        what = "has no parameter: transformers reports it UNEXPECTED and leaves it out"
+        return Outcome(effect=Effect.CONDITION, what=what, source=_LOAD)
+
+    def judge_codes(self, why: str) -> Outcome:
+        """Judge an FP8 weight in a parameter of 16 bits: its codes are copied."""
+        what = f"is FP8, but {why}: transformers uses its codes as the weight"
+        return Outcome(effect=Effect.MISREAD, what=what, source=_LOAD)
+
+    def judge_plain(self, group: LinearGroup) -> Outcome:
+        """Judge a weight that is not FP8: it is multiplied by a scale that was never loaded."""
+        del group
+        what = "is not FP8, but the config quantizes it: its scale is uninitialised memory"
+        return Outcome(effect=Effect.MISREAD, what=what, source=_INITIALIZE)
+
+    def judge_sizes(self, linear: StoredLinear, scheme: StoredScheme) -> Outcome | None:
+        """Judge whether the inputs can be split into groups, which the first forward pass does."""
+        if scheme.inputs is not InputScaling.GROUP or linear.shape[1] % GROUP_SIZE == 0:
+            return None
+        what = (
+            f"has {linear.shape[1]} inputs, no multiple of {GROUP_SIZE}: the first forward pass "
+            "fails (RuntimeError: unflatten)"
+        )
+        return Outcome(effect=Effect.REFUSED, what=what, source=_FORWARD)
+
+    def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
+        """Judge a tensor that holds no floating-point numbers."""
+        if dtype in _FLOATS:
+            return None
+        if suffix == WEIGHT:
+            what = f"is {dtype}: transformers multiplies its values by the scale"
+            return Outcome(effect=Effect.MISREAD, what=what, source=_LOAD)
+        what = f"is {dtype}: the first forward pass fails (RuntimeError: not the same dtype)"
+        return Outcome(effect=Effect.REFUSED, what=what, source=_FORWARD)
+
+
+class _CompressedSchemes(GroupSchemes):
+    """The schemes of compressed-tensors' own matching: the output layer is a Linear like others."""
+
+    def find_class_target(self, group: LinearGroup) -> str | None:
+        """Find the class `Linear` among the targets."""
+        del group
+        return "Linear" if "Linear" in self.targets else None
+
+    def read_group(self, group: Section) -> Found:
+        """Read a config group; the format of the whole config is not used, that of a group is."""
+        form = group.get("format")
+        if form == "dense":
+            return Unquantized(why="its config group is dense")
+        if ("format" in self.section and self.section["format"] is None) or (
+            form is not None and form not in FORMATS
+        ):
+            raise Refusal(f"the config's format is {form!a:.40} (ValidationError)", fix=FIX)
+        foreign = find_foreign(group)
+        if foreign is not None:
+            return replace(foreign, effect=Effect.MISREAD)
+        return read_compressed_group(group)
+
+
+class _FineGrained(LinearLoader):
+    """Weights of the `fp8` method, which are dequantized while loading where there is no GPU."""
+
+    engine = "transformers"
+    shape_source = _DEQUANTIZE
+    unfilled_source = _DEQUANTIZE
+    joins_linears = False
+
+    def __init__(self, section: Section, config: Section) -> None:
+        excluded: dict[str, list[str]] = {"ignored_layers": [], "modules_to_not_convert": []}
+        self._schemes = GroupSchemes({**section, **excluded}, config)
+
+    def find_scheme(self, group: LinearGroup) -> Found:
+        """Find the scheme: whatever the config excludes, a weight with a scale is dequantized."""
+        if group.kind is GroupKind.EXPERTS:
+            return None
+        return self._schemes.find(replace(group, kind=GroupKind.LINEAR))
+
+    def creates(self, group: LinearGroup) -> bool:
+        """Tell whether a linear is created by the config, which no weight of 16 bits needs."""
+        return super().creates(group) and group.kind is not GroupKind.HEAD
+
+    def list_parameters(
+        self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme
+    ) -> Mapping[str, Parameter]:
+        """List the weight and its scale."""
+        del group
+        is_block = scheme.weights is Granularity.BLOCK
+        shape: Shape = count_blocks(linear.shape, scheme.block) if is_block else (1,)
+        return {
+            WEIGHT: _make_parameter(linear.shape, Unfilled.RANDOM),
+            _find_scale(linear): Parameter(
+                shape=shape, fit=lambda _: Fit.WHOLE, unfilled=Unfilled.NONE
+            ),
+        }
+
+    def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
+        """Judge a tensor without a parameter: it is reported and left out."""
+        del group
+        if suffix == "activation_scale":
+            return None
+        what = "has no parameter: transformers reports it UNEXPECTED and leaves it out"
+        return Outcome(effect=Effect.CONDITION, what=what, source=_LOAD)
+
+    def judge_codes(self, why: str) -> Outcome | None:
+        """Judge an FP8 weight without quantization, which this method has none of."""
+        del why
+        return None
+
+    def judge_plain(self, group: LinearGroup) -> Outcome | None:
+        """Judge a weight that is not FP8: it is used as it is."""
+        del group
+        return None
+
+    def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
+        """Judge a weight that holds no floating-point numbers; INT8 is taken for packed FP4."""
+        if suffix != WEIGHT or dtype in _FLOATS:
+            return None
+        if dtype == "I8":
+            what = "is I8, which transformers takes for packed FP4 (RuntimeError)"
+            return Outcome(effect=Effect.REFUSED, what=what, source=_DEQUANTIZE)
+        what = f"is {dtype}: transformers multiplies its values by the scale"
+        return Outcome(effect=Effect.MISREAD, what=what, source=_DEQUANTIZE)
+
+    def judge_sizes(self, linear: StoredLinear, scheme: StoredScheme) -> Outcome | None:
+        """Judge the size of the blocks, which follows from how often the scales divide the weight.
+
+        Only equal blocks are dequantized, so blocks that end inside of a weight move.
+        """
+        name = _find_scale(linear)
+        if scheme.weights is not Granularity.BLOCK or name not in linear.tensors:
+            return None
+        shape = linear.tensors[name].shape
+        grid = (1, 1) if shape in ((), (1,)) else shape[-2:]
+        is_grid = len(grid) == 2 and all(grid)
+        if not is_grid or linear.shape[0] % grid[0] or linear.shape[1] % grid[1]:
+            what = f"has the shape {list(linear.shape)}, which {list(shape)} scales do not divide"
+            what = f"{what}: without a GPU, transformers fails (RuntimeError: CONVERSION)"
+            return Outcome(effect=Effect.REFUSED, what=what, source=_DEQUANTIZE)
+        sizes = [linear.shape[axis] // grid[axis] for axis in (0, 1)]
+        wanted = [min(scheme.block[axis], linear.shape[axis]) for axis in (0, 1)]
+        if sizes == wanted:
+            return None
+        what = (
+            f"has the shape {list(linear.shape)}: without a GPU, transformers dequantizes it by "
+            f"blocks of {sizes}, not {list(scheme.block)}, and its answers are wrong"
+        )
+        return Outcome(effect=Effect.MISREAD, what=what, source=_DEQUANTIZE)
+
+
+def _find_scale(linear: StoredLinear) -> str:
+    """Find the name of a weight's scale, which has two other spellings."""
+    return next((name for name in _SCALE_NAMES if name in linear.tensors), _SCALE_NAMES[0])
+
+
+def _make_parameter(shape: Shape, unfilled: Unfilled) -> Parameter:
+    return Parameter(shape=shape, fit=fit_exactly(shape), unfilled=unfilled)

@@ -1,0 +1,143 @@
+"""How vLLM 0.32.0 loads the linears of a checkpoint. Run on tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
+from fp8calib.engines.engine import Effect
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.vllm.model_types import CREATED_LINEARS, PLAIN_HEAD_TYPES
+from fp8calib.engines.vllm.releases import Release
+from fp8calib.engines.weights.group_schemes import GroupSchemes, Section, list_strings
+from fp8calib.engines.weights.linear_loader import (
+    Found,
+    GroupKind,
+    LinearGroup,
+    LinearLoader,
+    Outcome,
+    StoredLinear,
+    Unquantized,
+)
+from fp8calib.engines.weights.linear_parameters import (
+    find_unequal_inputs,
+    list_expert_parameters,
+    list_linear_parameters,
+)
+from fp8calib.engines.weights.parameters import WEIGHT, Parameter
+from fp8calib.geometry.model_geometry import ModelGeometry
+
+CONFIG_KEYS = (
+    "quantization_config",
+    "modelopt",
+    "text_config.quantization_config",
+    "compression_config",
+)
+"""Where vLLM looks for the quantization config, in order."""
+_LOADER = "vLLM 0.32.0 models/utils.py (AutoWeightsLoader), run"
+_EXPERTS = "vLLM 0.32.0 fused_moe/routed_experts.py (weight_loader), run"
+_COPY = "vLLM 0.32.0 model_executor/parameter.py, layers/linear.py (weight_loader_v2), run"
+_CREATE = "vLLM 0.32.0 quantization/utils/fp8_utils.py (create_fp8_scale_parameter), run"
+_RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+_RENAMING_TYPES = ("mistral3",)
+"""Model types whose `load_weights` takes these names too (`models/mistral3.py`)."""
+_CAST_EXACTLY = ("F8_E4M3", "F8_E4M3FNUZ")
+_DROPPED = ("g_idx",)
+"""Tensors that vLLM drops by name (`base_config.py`, get_checkpoint_weight_mapper)."""
+
+
+class VllmLinearLoader(LinearLoader):
+    """The linears that vLLM creates by a folder's quantization config."""
+
+    engine = "vllm"
+    shape_source = _COPY
+    unfilled_source = _CREATE
+
+    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> None:
+        section = find_quantization(folder, keys=CONFIG_KEYS) or {}
+        kind = _NewerSchemes if release.reads_exclude_modules else GroupSchemes
+        self._schemes = kind(section, folder.config)
+        self._renames = geometry.model_type in _RENAMING_TYPES
+        self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
+        self._created = CREATED_LINEARS.get(geometry.model_type, ())
+
+    def find_scheme(self, group: LinearGroup) -> Found:
+        """Find the scheme by which vLLM creates a group."""
+        if group.kind is GroupKind.HEAD and self._has_plain_head:
+            return Unquantized(why="vLLM does not quantize the output layer of this model")
+        return self._schemes.find(group)
+
+    def creates(self, group: LinearGroup) -> bool:
+        """Tell whether vLLM creates a group by the config: some routers and mixers too."""
+        return super().creates(group) or group.path.endswith(self._created)
+
+    def list_parameters(
+        self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme
+    ) -> Mapping[str, Parameter]:
+        """List what the method of a scheme registers (create_weights)."""
+        method = self._schemes.method
+        if group.kind is GroupKind.EXPERTS:
+            return list_expert_parameters(linear, scheme, method)
+        created = list_linear_parameters(group, linear, scheme, method)
+        if not self._renames:
+            return created
+        return {_find_spelling(linear, name): each for name, each in created.items()}
+
+    def judge_values(
+        self, group: LinearGroup, scheme: StoredScheme, numbers: Mapping[str, float]
+    ) -> Outcome | None:
+        """Judge whether gate and up of an expert have one input scale, as one method requires."""
+        del scheme
+        is_checked = self._schemes.method == "compressed-tensors"
+        if not is_checked or group.kind is not GroupKind.EXPERTS:
+            return None
+        if not (expert := find_unequal_inputs(group, numbers)):
+            return None
+        what = f"has other input scales for gate and up ({expert}): ValueError"
+        return Outcome(effect=Effect.REFUSED, what=what, source=_EXPERTS)
+
+    def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
+        """Judge a tensor without a parameter: vLLM stops."""
+        if suffix in _DROPPED:
+            return None
+        error = "AttributeError" if len(group.members) > 1 else "ValueError"
+        what = f"has no parameter in vLLM ({error})"
+        return Outcome(effect=Effect.REFUSED, what=what, source=_LOADER)
+
+    def judge_codes(self, why: str) -> Outcome | None:
+        """Judge an FP8 weight in a parameter of 16 bits: its codes are copied."""
+        what = f"is FP8, but {why}: vLLM uses its codes as the weight"
+        return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
+
+    def judge_plain(self, group: LinearGroup) -> Outcome | None:
+        """Judge a weight that is not FP8 in an FP8 parameter: it is cast."""
+        del group
+        what = "is not FP8, but the config quantizes it: vLLM casts it without a scale"
+        return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
+
+    def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
+        """Judge the dtype of a weight: any other than FP8 is cast to e4m3fn, value by value."""
+        if suffix != WEIGHT or dtype in _CAST_EXACTLY:
+            return None
+        what = f"is {dtype}: vLLM casts its values to float8_e4m3fn"
+        return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
+
+    def judge_surplus(self) -> Outcome:
+        """Judge tensors of a layer that the model does not have: vLLM stops."""
+        what = "is in a layer that the model does not have (ValueError)"
+        return Outcome(effect=Effect.REFUSED, what=what, source=_LOADER)
+
+
+class _NewerSchemes(GroupSchemes):
+    """The schemes of vLLM 0.33, which reads ModelOpt's list by both of its names."""
+
+    def read_exclusions(self, section: Section, *, is_nested: bool) -> list[str]:
+        """Read ModelOpt's list."""
+        key = "ignore" if "ignore" in section and not is_nested else "exclude_modules"
+        return list_strings(section, key)
+
+
+def _find_spelling(linear: StoredLinear, name: str) -> str:
+    other = _RENAMED.get(name, name)
+    return other if other in linear.tensors else name

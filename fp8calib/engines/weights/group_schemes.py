@@ -1,0 +1,328 @@
+"""By which scheme vLLM and SGLang create a linear, from the quantization config alone.
+
+vLLM 0.32.0: `layers/quantization/`: `compressed_tensors/compressed_tensors.py` (get_scheme_dict,
+_get_scheme_from_parts), `compressed_tensors/utils.py`, `utils/config_utils.py`, `fp8.py`,
+`modelopt.py` (is_layer_excluded, _resolve_quant_algo) and `utils/quant_utils.py`
+(is_layer_skipped); run on tiny models. SGLang 0.5.23 adapted these files; where it differs, its
+`linear_loader.py` overrides a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatch
+
+from fp8calib.dialects.fp8.modelopt import read_algorithm
+from fp8calib.dialects.fp8.quantization_config import StoredScheme
+from fp8calib.dialects.fp8.weights import name_fused_group
+from fp8calib.engines.replay.module_targets import matches_target
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.weights.compressed_groups import (
+    FORMATS,
+    find_foreign,
+    read_compressed_group,
+    require_served,
+)
+from fp8calib.engines.weights.linear_loader import (
+    Foreign,
+    Found,
+    GroupKind,
+    LinearGroup,
+    Unquantized,
+)
+from fp8calib.fp8.schemes import Granularity, InputScaling
+
+Section = Mapping[str, object]
+_CLASSES = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
+_VISION = ("vision_tower", "vision_model", "vit_large_projector")
+_TEXT_KEYS = ("text_config", "llm_config", "language_config")
+_WRAPPERS = ("model", "language_model", "text_model", "llm")
+_PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+_PART_FIX = "quantize all of these projections, or none"
+_NO_CONFIG = "there is no quantization config"
+
+
+class GroupSchemes:
+    """The schemes that a quantization config gives to groups of linears.
+
+    Args:
+        section: the config that the engine uses; empty where there is none.
+        config: the model's config.json. Paths of the text part of a multimodal model are compared
+            in all spellings, which engines map to their own.
+    """
+
+    formats: Collection[str] = FORMATS
+    """The formats of compressed-tensors for which the engine has schemes of 8 bits."""
+
+    def __init__(self, section: Section, config: Section) -> None:
+        self._is_wrapped = any(isinstance(config.get(key), dict) for key in _TEXT_KEYS)
+        nested = section.get("quantization")
+        self._is_nested = isinstance(nested, dict)
+        method = section.get("quant_method") or ("modelopt" if self._is_nested else "")
+        self.method = str(method).lower().replace("compressed_tensors", "compressed-tensors")
+        self.section: Section = nested if isinstance(nested, dict) else section
+        self.targets: dict[str, Section] = {}
+        self._algorithms: Section = {}
+        self._fp8: StoredScheme | None = None
+        self.excluded: list[str] = []
+        if self.method == "compressed-tensors":
+            self.excluded = list_strings(section, "ignore")
+            self.targets = _list_targets(section)
+        elif self.method == "fp8":
+            self.excluded = self.read_ignored_layers(section)
+            self._fp8 = _read_fp8(section)
+        elif self.method.startswith("modelopt"):
+            self.excluded = self.read_exclusions(self.section, is_nested=self._is_nested)
+            layers = self.section.get("quantized_layers")
+            self._algorithms = layers if isinstance(layers, dict) else {}
+
+    def find(self, group: LinearGroup) -> Found:
+        """Find a group's scheme; None where the engine creates something that is not FP8.
+
+        Raises:
+            Refusal: the engine does not start.
+        """
+        if not self.method:
+            return Unquantized(why=_NO_CONFIG)
+        if self.method == "compressed-tensors":
+            return self._find_compressed(group)
+        if self.method == "fp8":
+            return self._find_fp8(group)
+        return self._find_modelopt(group) if self.method.startswith("modelopt") else None
+
+    def read_ignored_layers(self, section: Section) -> list[str]:
+        """Read the list of the `fp8` method."""
+        ignored = list_strings(section, "ignored_layers")
+        return ignored or list_strings(section, "modules_to_not_convert")
+
+    def read_exclusions(self, section: Section, *, is_nested: bool) -> list[str]:
+        """Read ModelOpt's list, which has another name in the file of its own."""
+        return list_strings(section, "exclude_modules" if is_nested else "ignore")
+
+    def ignores(self, entry: str, path: str) -> bool:
+        """Match a module with an entry of compressed-tensors' `ignore`."""
+        return matches_target(entry, path)
+
+    def skips(self, entry: str, path: str) -> bool:
+        """Match a module with an entry of the `fp8` method's list."""
+        return entry == path
+
+    def skips_experts(self, entry: str, path: str) -> bool:
+        """Match the experts of a layer with an entry of the `fp8` method's list."""
+        return "experts" in entry and path in entry
+
+    def find_exclusion(self, group: LinearGroup) -> str | None:
+        """Find the entry of ModelOpt's list that excludes a group: a name, a part of it, a glob."""
+        if group.kind is not GroupKind.EXPERTS:
+            exact = frozenset(self.excluded)
+            if covers_group(group, lambda path: not exact.isdisjoint(self.spell(path))):
+                return group.path
+        pairs = ((entry, name) for entry in self.excluded for name in self.spell(group.path))
+        for entry, name in pairs:
+            is_part = entry != name and entry in name
+            is_expert = group.kind is GroupKind.EXPERTS and self.skips_experts(entry, name)
+            if is_part or is_expert or fnmatch(name, entry):
+                return entry
+        return None
+
+    def find_target(self, group: LinearGroup) -> str | None:
+        """Find the first target of compressed-tensors: by path, all projections, or class."""
+        return (
+            self.find_path_target(group.path)
+            or self.find_part_target(group)
+            or self.find_class_target(group)
+        )
+
+    def find_path_target(self, path: str) -> str | None:
+        """Find the first target that matches a module's path."""
+        names = self.spell(path)
+        return next((target for target in self.targets if matches_target(target, *names)), None)
+
+    def spell(self, path: str) -> list[str]:
+        """List the spellings of a module's path."""
+        if not self._is_wrapped:
+            return [path]
+        parts = path.split(".")
+        while len(parts) > 1 and parts[0] in _WRAPPERS:
+            del parts[0]
+        tail = ".".join(parts)
+        return [path, *(f"{prefix}{tail}" for prefix in _PREFIXES)]
+
+    def find_part_target(self, group: LinearGroup) -> str | None:
+        """Find the target of the first projection, where all of them have one."""
+        parts = [self.find_path_target(each.module) for each in group.members]
+        return parts[0] if None not in parts else None
+
+    def find_class_target(self, group: LinearGroup) -> str | None:
+        """Find the first target that is a part of the name of the engine's class."""
+        kind = _name_class(group).lower()
+        plain = (target for target in self.targets if not target.startswith("re:"))
+        return next((target for target in plain if target.lower() in kind), None)
+
+    def read_group(self, group: Section) -> Found:
+        """Read a config group of compressed-tensors.
+
+        Raises:
+            Refusal: the engine has no scheme for it.
+        """
+        if (foreign := find_foreign(group)) is not None:
+            return foreign
+        own = group.get("format")
+        form = self.section.get("format") if own is None else own
+        scheme = read_compressed_group(group)
+        require_served(group, scheme, form, self.formats)
+        return scheme
+
+    def judge_untargeted(self, group: LinearGroup) -> Unquantized:
+        """Judge a group that no target of compressed-tensors matches.
+
+        Raises:
+            Refusal: the engine does not start.
+        """
+        del group
+        return Unquantized(why="no config group has it")
+
+    def _find_compressed(self, group: LinearGroup) -> Found:
+        probe = group if group.kind is not GroupKind.EXPERTS else _probe_expert(group)
+
+        def find_entry(path: str) -> str | None:
+            names = self.spell(path)
+            return next((e for e in self.excluded if any(self.ignores(e, n) for n in names)), None)
+
+        if covers_group(probe, lambda path: find_entry(path) is not None):
+            return _exclude(find_entry(probe.members[0].module) or probe.path)
+        target = self.find_target(probe)
+        if target is None:
+            return self.judge_untargeted(group)
+        return self.read_group(self.targets[target])
+
+    def _find_fp8(self, group: LinearGroup) -> Found:
+        if group.kind is GroupKind.HEAD:
+            return Unquantized(why="the engine's fp8 method does not quantize the output layer")
+        if group.kind is GroupKind.EXPERTS:
+            names = self.spell(group.path)
+            entries = (e for e in self.excluded if any(self.skips_experts(e, n) for n in names))
+            entry = next(entries, None)
+            return self._fp8 if entry is None else _exclude(entry)
+        exact = frozenset(self.excluded)
+
+        def skipped(path: str) -> bool:
+            names = self.spell(path)
+            is_named = any(name in exact for name in names)
+            return is_named or any(self.skips(e, n) for n in names for e in self.excluded)
+
+        return _exclude(group.path) if covers_group(group, skipped) else self._fp8
+
+    def _find_modelopt(self, group: LinearGroup) -> Found:
+        if (entry := self.find_exclusion(group)) is not None:
+            return _exclude(entry)
+        if any(part in group.path for part in _VISION):
+            return Unquantized(why="the engine's ModelOpt method does not quantize vision towers")
+        algorithm = str(self.section.get("quant_algo")).upper()
+        if algorithm == "MIXED_PRECISION":
+            algorithm = _find_algorithm(group, self._algorithms)
+            if not algorithm:
+                return Unquantized(why="quantized_layers does not list it")
+        scheme = read_algorithm(algorithm)
+        return scheme or Foreign(why=f"its quant_algo is {algorithm!a:.40}")
+
+
+def covers_group(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
+    """Check whether a list covers a group: the fused path, or all projections.
+
+    Raises:
+        Refusal: it covers some of them.
+    """
+    if len(group.members) > 1 and matches(group.path):
+        return True
+    found = {matches(each.module) for each in group.members}
+    if len(found) > 1:
+        joined = name_fused_group(group.members[0].module)
+        raise Refusal(
+            f"{joined} becomes one weight in the engine, and only a part of it is quantized by the "
+            "config (ValueError)",
+            fix=_PART_FIX,
+        )
+    return found == {True}
+
+
+def list_strings(section: Section, key: str) -> list[str]:
+    """List the texts of a list in a config."""
+    value = section.get(key)
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _exclude(entry: str) -> Unquantized:
+    return Unquantized(why=f"the config excludes {entry!a:.80}")
+
+
+def _list_targets(section: Section) -> dict[str, Section]:
+    groups = section.get("config_groups")
+    return {
+        target: group
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict)
+        for target in list_strings(group, "targets")
+    }
+
+
+def _read_fp8(section: Section) -> StoredScheme:
+    block = section.get("weight_block_size")
+    if block is None:
+        is_static = section.get("activation_scheme") == "static"
+        inputs = InputScaling.STATIC if is_static else InputScaling.TOKEN
+        return StoredScheme(weights=Granularity.TENSOR, inputs=inputs)
+    if not isinstance(block, list) or len(block) != 2 or not all(type(s) is int for s in block):
+        raise Refusal(
+            f"weight_block_size is {block!a:.40}, and engines need two sizes",
+            fix="write [128, 128]",
+        )
+    return StoredScheme(
+        weights=Granularity.BLOCK, block=(block[0], block[1]), inputs=InputScaling.GROUP
+    )
+
+
+def _find_algorithm(group: LinearGroup, layers: Section) -> str:
+    """Find a group's algorithm in a mixed precision; empty where it is not listed.
+
+    Raises:
+        Refusal: its projections have several.
+    """
+    names = [group.path, *(each.module for each in group.members)]
+    if group.kind is GroupKind.EXPERTS:
+        starts = (f"{group.path}.", group.path.removesuffix("experts"))
+        names = [name for start in starts for name in layers if name.startswith(start)][:1]
+    found = {
+        str(fields.get("quant_algo")).upper()
+        for name in names
+        if isinstance(fields := layers.get(name), dict)
+    }
+    if len(found) > 1:
+        joined = name_fused_group(group.members[0].module)
+        raise Refusal(
+            f"{joined} becomes one weight, and its projections have several quant_algo "
+            f"({', '.join(sorted(found))}): ValueError",
+            fix=_PART_FIX,
+        )
+    return found.pop() if found else ""
+
+
+def _probe_expert(group: LinearGroup) -> LinearGroup:
+    """Take the projections of the first expert, by which engines decide for a layer's experts."""
+    first = f"{group.path}.0."
+    members = tuple(each for each in group.members if each.module.startswith(first))
+    return LinearGroup(
+        path=group.path, kind=GroupKind.EXPERTS, members=members, is_known=group.is_known
+    )
+
+
+def _name_class(group: LinearGroup) -> str:
+    """Name the engine's class of a module; experts are targeted as `Linear` is."""
+    if group.kind is GroupKind.EXPERTS:
+        return "RoutedExperts FusedMoE Linear"
+    if group.kind is GroupKind.HEAD:
+        return "ParallelLMHead"
+    if len(group.members) == 1:
+        return _CLASSES.get(group.members[0].shard or "", "ReplicatedLinear")
+    is_attention = group.path.endswith("qkv_proj")
+    return "QKVParallelLinear" if is_attention else "MergedColumnParallelLinear"

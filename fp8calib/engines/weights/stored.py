@@ -1,0 +1,243 @@
+"""The linears of a checkpoint as its tensors and the model's geometry show them, in groups."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp8calib.checkpoint.header import PACKED_BITS, TensorEntry
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_fused_group
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, StoredLinear
+from fp8calib.engines.weights.parameters import WEIGHT, Shape
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.geometry.module_paths import split_expert
+
+_HEADS = ("lm_head", "embed_out")
+_TRANSPOSED_TYPES = ("gpt2",)
+"""Model types whose checkpoints store linears as [in, out]; engines transpose them."""
+_FUSED_PATHS = {
+    "q_proj+k_proj+v_proj": "qkv_proj",
+    "gate_proj+up_proj": "gate_up_proj",
+    "w1+w3": "gate_up_proj",
+    "q_a_proj+kv_a_proj_with_mqa": "fused_qkv_a_proj",
+    "in_proj_qkv+in_proj_z": "in_proj_qkvz",
+    "in_proj_b+in_proj_a": "in_proj_ba",
+    "c_fc_0+c_fc_1": "gate_up_proj",
+}
+"""The fused projection's name in engines (vLLM 0.32.0, SGLang 0.5.23 `models/`)."""
+_NUMBER = re.compile(r"\d+")
+_LAYER = re.compile(r"(.*?\.)(\d+)\.")
+
+
+def list_indexed_tensors(folder: ScaleFolder) -> dict[str, tuple[str, TensorEntry]]:
+    """List the tensors of the files that the index names, else of all: file and entry by name.
+
+    Some folders contain the same weights again, under other names, in files that it does not name.
+    """
+    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
+    listed = weight_map.values() if isinstance(weight_map, dict) else folder.tensors
+    named = {file for file in listed if isinstance(file, str)}
+    return {
+        name: (file, entry)
+        for file, held in folder.tensors.items()
+        if file in named
+        for name, entry in held.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleValues:
+    """What the scales of linears hold, by their names."""
+
+    bad: Mapping[str, str]
+    """What is not a finite number above zero, in words."""
+    numbers: Mapping[str, float]
+    """Those that are one number."""
+
+
+def read_scale_values(
+    folder: ScaleFolder, tensors: Mapping[str, tuple[str, TensorEntry]]
+) -> ScaleValues:
+    """Read the scales of linears; numbers smaller than a byte are not read."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for name, (file, entry) in tensors.items():
+        if is_linear_scale(name) and entry.dtype not in PACKED_BITS and entry.size_bytes:
+            by_file[file].append(name)
+    bad: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    for file, names in by_file.items():
+        with TensorFile(folder.path / file) as opened:
+            for name in names:
+                scale = opened.read(name)
+                values = (scale.real if scale.is_complex() else scale).to(torch.float32)
+                if what := _describe_bad(values):
+                    bad[name] = what
+                if values.numel() == 1:
+                    numbers[name] = values.item()
+    return ScaleValues(bad=bad, numbers=numbers)
+
+
+def _describe_bad(values: torch.Tensor) -> str:
+    """Say what a scale holds that no scale may hold; empty where all are finite and above zero."""
+    if bool(values.isnan().any()):
+        return "NaN"
+    if bool(values.isinf().any()):
+        return "infinity"
+    if bool((values < 0).any()):
+        return "a negative number"
+    return "0" if bool((values == 0).any()) else ""
+
+
+def list_groups(
+    tensors: Mapping[str, TensorEntry], geometry: ModelGeometry
+) -> Iterator[LinearGroup]:
+    """List the linears that engines create for a checkpoint, in groups that they join.
+
+    These are the linears of the model's decoder layers, and whatever else is stored as a matrix or
+    has the scale of one.
+    """
+    beside: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for name, entry in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        beside[module][suffix] = entry
+    known = {} if geometry.model_type in _TRANSPOSED_TYPES else _list_known(geometry, beside)
+    stored = (module for module, held in beside.items() if _is_linear(held))
+    experts: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    plain: list[str] = []
+    for module in dict.fromkeys((*known, *stored)):
+        if (expert := split_expert(module)) is not None:
+            experts[expert[0]].append((expert[1], expert[2]))
+        else:
+            plain.append(module)
+    is_surplus = _make_surplus_test(known, geometry)
+    for group in (
+        *_group_plain(plain, known, beside),
+        *(_group_experts(path, found, beside) for path, found in experts.items()),
+    ):
+        yield replace(group, is_surplus=True) if is_surplus(group.path) else group
+
+
+def _make_surplus_test(
+    known: Mapping[str, Linear], geometry: ModelGeometry
+) -> Callable[[str], bool]:
+    """Make the test whether a path is in a decoder layer that the model does not have."""
+    first = _LAYER.match(next(iter(known), ""))
+    if first is None:
+        return lambda _: False
+    number = len(geometry.layers) + geometry.num_draft_layers
+
+    def is_surplus(path: str) -> bool:
+        found = _LAYER.match(path)
+        return found is not None and found[1] == first[1] and int(found[2]) >= number
+
+    return is_surplus
+
+
+def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
+    is_matrix = WEIGHT in tensors and len(tensors[WEIGHT].shape) == 2
+    return is_matrix or any(is_linear_scale(suffix) for suffix in tensors)
+
+
+def _list_known(
+    geometry: ModelGeometry, beside: Mapping[str, Mapping[str, TensorEntry]]
+) -> dict[str, Linear]:
+    """List the linears of decoder layers that the checkpoint should store, by path.
+
+    One that is not stored at all counts where other layers store theirs under the same name.
+    """
+    patterns = {_NUMBER.sub("*", module) for module in beside}
+    known = {}
+    for _, linear in geometry.linears():
+        name = linear.checkpoint_name or ""
+        module = name.removesuffix(f".{WEIGHT}")
+        if linear.num_experts or linear.section == "other" or module == name:
+            continue
+        if module in beside or _NUMBER.sub("*", module) in patterns:
+            known[module] = linear
+    return known
+
+
+def _group_plain(
+    modules: list[str],
+    known: Mapping[str, Linear],
+    beside: Mapping[str, Mapping[str, TensorEntry]],
+) -> Iterator[LinearGroup]:
+    joined: dict[tuple[str, str], dict[str, StoredLinear]] = defaultdict(dict)
+    for module in modules:
+        parent, _, projection = module.rpartition(".")
+        linear = _make_linear(module, known.get(module), beside.get(module, {}))
+        fused = name_fused_group(module).rpartition(".")[2]
+        joined[parent, fused][projection] = linear
+    for (parent, fused), members in joined.items():
+        parts = fused.split("+")
+        if len(members) == len(parts) > 1:
+            path = f"{parent}.{_FUSED_PATHS[fused]}" if parent else _FUSED_PATHS[fused]
+            ordered = tuple(members[part] for part in parts)
+            yield _make_group(path, ordered, known)
+        else:
+            yield from (_make_group(each.module, (each,), known) for each in members.values())
+
+
+def _make_group(
+    path: str, members: tuple[StoredLinear, ...], known: Mapping[str, Linear]
+) -> LinearGroup:
+    is_head = path.rpartition(".")[2] in _HEADS
+    return LinearGroup(
+        path=path,
+        kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
+        members=members,
+        is_known=all(each.module in known for each in members) or (is_head and bool(known)),
+    )
+
+
+def _make_linear(
+    module: str, linear: Linear | None, tensors: Mapping[str, TensorEntry]
+) -> StoredLinear:
+    stored = tensors[WEIGHT].shape if WEIGHT in tensors else ()
+    return StoredLinear(
+        module=module,
+        shape=(linear.out_features, linear.in_features) if linear else _read_matrix(stored),
+        tensors=tensors,
+        shard=linear.shard if linear else None,
+    )
+
+
+def _group_experts(
+    path: str, found: list[tuple[int, str]], beside: Mapping[str, Mapping[str, TensorEntry]]
+) -> LinearGroup:
+    """Group the experts of a layer, each with all projections that any of them has.
+
+    Args:
+        path: of the experts.
+        found: the number and the projection of each expert's linear.
+        beside: all tensors of the checkpoint.
+    """
+    shapes = {projection: Counter[Shape]() for _, projection in found}
+    for number, projection in found:
+        if (weight := beside[f"{path}.{number}.{projection}"].get(WEIGHT)) is not None:
+            shapes[projection][weight.shape] += 1
+    members = (
+        StoredLinear(
+            module=f"{path}.{number}.{projection}",
+            shape=_read_matrix(next(iter(counted.most_common(1)), ((), 0))[0]),
+            tensors=beside.get(f"{path}.{number}.{projection}", {}),
+        )
+        for number in range(max(number for number, _ in found) + 1)
+        for projection, counted in shapes.items()
+    )
+    return LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
+
+
+def _read_matrix(shape: Shape) -> tuple[int, int]:
+    return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
+
+
+def is_fp8(entry: TensorEntry | None) -> bool:
+    """Check whether a tensor is stored in FP8."""
+    return entry is not None and entry.dtype in WEIGHT_FORMATS
