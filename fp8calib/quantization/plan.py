@@ -131,7 +131,12 @@ def make_plan(
     tag = _make_tag(checkpoint, config, settings, scales)
     shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, tag))
     has_kv = bool(scales.kv)
-    job = ConfigJob(scheme=settings.scheme, unquantized=selection.unquantized, has_kv=has_kv)
+    job = ConfigJob(
+        scheme=settings.scheme,
+        unquantized=selection.unquantized,
+        quantized=[matrix.module for matrix in selection.quantized],
+        has_kv=has_kv,
+    )
     assert settings.dialect.make_config is not None  # noqa: S101 -- find_written refused it
     quantization = settings.dialect.make_config(job)
     extras = settings.dialect.make_files(job)

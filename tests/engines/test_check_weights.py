@@ -77,6 +77,7 @@ def test_whole_blocks_and_whole_groups_are_served(tmp_path: Path, form: str, sch
     assert refused == {
         ("compressed-tensors", "fp8-block"): {"tgi"},
         ("modelopt", "fp8-dynamic"): {"sglang"},
+        ("autofp8", "fp8-static"): {"transformers"},
     }.get((form, scheme), set())
     assert ask(folder, "vllm").ok
     misread = ask(folder, "transformers").weights

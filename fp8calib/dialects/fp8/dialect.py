@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from fp8calib.dialects.fp8.quantization_config import Fields, FindScheme
 from fp8calib.dialects.kv.kv_scales import name_scales
 from fp8calib.fp8.schemes import SCHEMES, Granularity, Scheme, count_blocks
+from fp8calib.geometry.module_paths import split_expert
 from fp8calib.geometry.sites import Role
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class ConfigJob:
 
     scheme: Scheme
     unquantized: Sequence[UnquantizedMatrix]
+    quantized: Sequence[str]
+    """The paths of the linears that get scales."""
     has_kv: bool
     """Whether the checkpoint has scales of K and V."""
 
@@ -70,6 +73,15 @@ class ConfigJob:
         """Name the linears that have no scales, and the output head even where it is tied."""
         names = (name for each in self.unquantized for name in (*each.linears, *each.renamed))
         return list(dict.fromkeys([HEAD, *names]))
+
+    @property
+    def excluded_experts(self) -> list[str]:
+        """Name the modules of experts that have no scales at all: `model.layers.0.mlp.experts`."""
+        found, quantized = (
+            dict.fromkeys(expert[0] for expert in map(split_expert, names) if expert is not None)
+            for names in (self.excluded, self.quantized)
+        )
+        return [module for module in found if module not in quantized]
 
     @property
     def excluded_ends(self) -> list[str]:

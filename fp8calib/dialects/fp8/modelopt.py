@@ -73,11 +73,20 @@ def _find_layer(module: str, layers: Fields) -> object:
     return fields.get("quant_algo") if isinstance(fields, dict) else None
 
 
+def _list_excluded(job: ConfigJob) -> list[str]:
+    """Name what is not quantized.
+
+    SGLang 0.5.23 looks for the module of all experts of a layer, not for single ones
+    (`modelopt_quant.py`, is_layer_excluded); vLLM 0.32.0 takes both.
+    """
+    return [*job.excluded, *job.excluded_experts]
+
+
 def _make_config(job: ConfigJob) -> Config:
     config: Config = {
         "quant_method": "modelopt",
         "quant_algo": _ALGORITHMS[job.scheme.name],
-        "ignore": job.excluded,
+        "ignore": _list_excluded(job),
         "producer": _PRODUCER,
     }
     if job.scheme.has_static_inputs:
@@ -95,7 +104,7 @@ def _make_files(job: ConfigJob) -> dict[str, Config]:
         "quantization": {
             "quant_algo": _ALGORITHMS[job.scheme.name],
             "kv_cache_quant_algo": "FP8" if job.has_kv else None,
-            "exclude_modules": job.excluded,
+            "exclude_modules": _list_excluded(job),
         },
     }
     return {MODELOPT_CONFIG_NAME: document}

@@ -88,7 +88,8 @@ def _split(groups: Iterable[LinearGroup]) -> Iterator[LinearGroup]:
 def _join(engine: str, findings: list[_Finding]) -> WeightFault:
     first = findings[0]
     why = f"{shorten(first.subject)} {first.outcome.what}".strip()
-    if others := list(dict.fromkeys(each.subject for each in findings[1:])):
+    others = list(dict.fromkeys(each.subject or each.outcome.what for each in findings[1:]))
+    if others:
         why += f"; {len(others)} more likewise, such as {shorten(others[0])}"
     return WeightFault(
         engine=engine,

@@ -192,7 +192,7 @@ def _make_group(
         path=path,
         kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
         members=members,
-        is_known=all(each.module in known for each in members) or (is_head and bool(known)),
+        is_known=is_head or all(each.module in known for each in members),
     )
 
 
