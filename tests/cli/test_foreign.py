@@ -37,7 +37,8 @@ CHECKED: Mapping[str, tuple[str, str, str, str]] = {
     "modelopt-kv": (REFUSED, REFUSED, DROPPED, DROPPED),
     # transformers wants the quark package
     "quark-fp8-kv": (USED, USED, DROPPED, REFUSED),
-    "quark-autofp8-kv": (USED, USED, USED, DROPPED),
+    # transformers knows other names for scales of weights
+    "quark-autofp8-kv": (USED, USED, USED, REFUSED),
 }
 """What each engine does with k and v: FORMATS of the engines, sections 1.ii to 1.vii."""
 
