@@ -203,7 +203,11 @@ class PartLoader:
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a parameter or buffer of a model."""
+    """Replace a parameter or buffer of a model.
+
+    Parameters require gradients as those of a whole model do: torch 2.13 multiplies by others with
+    another kernel where the input is transposed (`should_fold`), which rounds differently.
+    """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:
@@ -211,7 +215,7 @@ def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
     elif isinstance(value, nn.Parameter):
         module._parameters[leaf] = value
     else:
-        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=value.is_floating_point())
 
 
 def _dtypes_by_name(
