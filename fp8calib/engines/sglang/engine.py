@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Effect, Engine, Launch, WeightRule
+from fp8calib.engines.engine import Effect, Engine, Evidence, Launch, WeightRule
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
 from fp8calib.fp8.formats import E4M3FNUZ, E5M2
 
@@ -120,6 +120,7 @@ SGLANG = Engine(
     key="sglang",
     title="SGLang",
     version="0.5.23",
+    evidence=Evidence.LOADER,
     is_default=True,
     launch=Launch(
         command="python -m sglang.launch_server --model-path",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Effect, Engine, WeightRule
+from fp8calib.engines.engine import Effect, Engine, Evidence, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -54,6 +54,7 @@ TRANSFORMERS = Engine(
     key="transformers",
     title="transformers",
     version="5.23",
+    evidence=Evidence.RUN,
     is_default=True,
     no_numerics="transformers keeps no FP8 cache: compressed-tensors rounds K and V to values of "
     "FP8 and stores them in the model's dtype (modeling/kvcache.py of 0.20); --engine reference "

@@ -49,12 +49,18 @@ _NUMERICS = Numerics(
     weights_through_float16=True,
     modelopt_keeps_equal_scales=True,
     kv_skip_flag=SKIP_FLAG,
+    run=frozenset(
+        {
+            *("kv_rounding", "kv_by_reciprocal", "kv_heads_share_largest", "kv_scales_latents"),
+            *("fused_share_scales", "weights_through_float16"),
+        }
+    ),
     sources={
         "kv_skip_flag": SKIP_SOURCE,
         "kv_rounding": "vllm-project/vllm 0f25e05 csrc/cpu/cpu_attn_fp8.hpp "
-        "float_to_fp8e4m3_scalar; all bfloat16 values through the installed kernel",
+        "float_to_fp8e4m3_scalar",
         "kv_by_reciprocal": "vllm-project/vllm 0a2c686 csrc/cpu/cpu_attn.cpp "
-        "cpu_attn_reshape_and_cache (k_inv, v_inv); values through the installed kernel",
+        "cpu_attn_reshape_and_cache (k_inv, v_inv)",
         "kv_scales_e5m2": E5M2_SOURCE,
         "kv_heads_share_largest": f"{CT_FOLDER}/compressed_tensors.py "
         "CompressedTensorsKVCacheMethod.process_weights_after_loading (_k_scale_float); "

@@ -24,10 +24,7 @@ MODELOPT_SOURCE = (
 E5M2_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/attention/attention.py _init_kv_cache_quant: a ValueError"
 )
-LATENT_SOURCE = (
-    f"{CT_FOLDER}/compressed_tensors.py get_quant_method: Attention, not MLAAttention; "
-    "read back from a loaded model"
-)
+LATENT_SOURCE = f"{CT_FOLDER}/compressed_tensors.py get_quant_method: Attention, not MLAAttention"
 SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 SKIP_SOURCE = "vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers"
 
@@ -48,6 +45,7 @@ _NUMERICS = Numerics(
     weights_through_float16=True,
     modelopt_keeps_equal_scales=True,
     kv_skip_flag=SKIP_FLAG,
+    run=frozenset({"kv_scales_latents"}),
     sources={
         "kv_skip_flag": SKIP_SOURCE,
         "kv_scales_e5m2": E5M2_SOURCE,

@@ -1,0 +1,157 @@
+"""docs/engines.md lists what the records of engines assume, and what was run and what read.
+
+FP8CALIB_WRITE_README=1 in the environment writes the page again.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+from fp8calib.engines.engine import Engine, WeightRule
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import ENGINES
+from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+HEAD = """# What is assumed of engines, and how it is known
+
+`check` replays loading rules, and `verify` emulates arithmetic. *Run* means that the result was
+compared with the engine itself, *loader run* with the engine's own code that loads scales. *Read*
+means that only the source was read: such a rule is an assumption until someone runs the engine.
+`tests/engines/test_documentation.py` makes these tables from the records in `fp8calib/engines/`.
+"""
+ARITHMETIC = """
+## Arithmetic that `verify --engine` emulates
+
+What differs from the plain rule (divide in fp32, saturate, round to nearest even). It is true for
+Hopper GPUs, unless the engine is for a CPU. Not emulated: the order of sums, and accumulation in
+fewer bits than fp32.
+"""
+
+
+def read_meanings(kind: type) -> dict[str, str]:
+    """Read what the source says below each field of a class."""
+    (body,) = (
+        node.body
+        for node in ast.parse(Path(inspect.getfile(kind)).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+    )
+    found: dict[str, str] = {}
+    for one, after in pairwise(body):
+        is_field = isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if is_field and is_text:
+            found[one.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
+    return found
+
+
+def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+
+
+def list_releases() -> Iterator[Engine]:
+    for engine in ENGINES.values():
+        yield from (engine, *engine.releases)
+
+
+def describe_engine(engine: Engine) -> tuple[str, ...]:
+    is_replayed = engine.replay_folder is not None or engine.replay_json is not None
+    arithmetic = "not emulated"
+    if engine.numerics is not None:
+        numbers = engine.numerics
+        arithmetic = "run and read" if numbers.run else "read"
+    return (
+        engine.title,
+        f"`{engine.key}`",
+        engine.version,
+        str(engine.evidence) if is_replayed else "not replayed",
+        arithmetic,
+    )
+
+
+def describe_field(numerics: Numerics, name: str, meanings: dict[str, str]) -> tuple[str, ...]:
+    known = "run" if name in numerics.run else "read"
+    shown = f"`{name}` = {show_value(getattr(numerics, name))}"
+    return shown, meanings[name], known, numerics.sources[name]
+
+
+def show_value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key or 'others'}: {each}" for key, each in value.items())
+    if isinstance(value, frozenset | tuple):
+        return ", ".join(map(str, sorted(value)))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def describe_rule(engine: Engine, rule: WeightRule) -> tuple[str, ...]:
+    scope = [rule.dialect, *rule.schemes, *rule.model_types]
+    scope += ["blocks"] * rule.has_blocks + ["experts"] * rule.has_experts
+    known = "run" if "tried" in rule.source else "read"
+    return (
+        engine.key,
+        ", ".join(filter(None, scope)) or "all",
+        rule.effect,
+        rule.why,
+        known,
+        rule.source,
+    )
+
+
+def describe_releases() -> Iterator[tuple[str, str, str]]:
+    meanings = read_meanings(Release)
+    for each in fields(Release):
+        old, new = (getattr(release, each.name) for release in (VLLM_0_32, VLLM_0_33))
+        if each.name not in {"version", "evidence"} and old != new:
+            yield meanings[each.name], show_value(old), show_value(new)
+
+
+def make_page() -> str:
+    releases = [each for each in list_releases() if each.key != "reference"]
+    lines = [HEAD, *make_table(ENGINE_COLUMNS, map(describe_engine, releases))]
+    lines += ["", "## What differs between the releases of vLLM", ""]
+    lines += make_table(("", VLLM_0_32.version, VLLM_0_33.version), describe_releases())
+    lines.append(ARITHMETIC.rstrip())
+    meanings, seen = read_meanings(Numerics), set()
+    for engine in releases:
+        numerics = engine.numerics
+        if numerics is None or numerics.name in seen:
+            continue
+        seen.add(numerics.name)
+        lines += ["", f"### {engine.release}, `{engine.key}`", ""]
+        rows = (describe_field(numerics, name, meanings) for name in sorted(numerics.sources))
+        lines += make_table(("field", "what it means", "known by", "source"), rows)
+    lines += ["", "## FP8 weights that engines do not load as they are", ""]
+    owners: dict[WeightRule, Engine] = {}
+    for engine in releases:
+        for rule in engine.weight_rules:
+            owners.setdefault(rule, engine)
+    rules = (describe_rule(engine, rule) for rule, engine in owners.items())
+    return "\n".join([*lines, *make_table(RULE_COLUMNS, rules)]) + "\n"
+
+
+ENGINE_COLUMNS = ("engine", "`--engine`", "release", "loading", "arithmetic")
+RULE_COLUMNS = ("engine", "weights", "effect", "why", "known by", "source")
+
+
+def test_the_page_shows_the_records() -> None:
+    page = make_page()
+    if os.environ.get("FP8CALIB_WRITE_README"):
+        PAGE.write_text(page)
+    assert PAGE.read_text() == page, "FP8CALIB_WRITE_README=1 writes it again"
+
+
+def test_every_field_and_rule_has_a_meaning_and_a_source() -> None:
+    assert read_meanings(Numerics).keys() >= {each.name for each in fields(Numerics)}
+    assert read_meanings(Release).keys() >= {
+        each.name for each in fields(Release) if each.name != "version"
+    }
+    assert all(rule.source for engine in ENGINES.values() for rule in engine.weight_rules)
