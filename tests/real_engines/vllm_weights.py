@@ -11,6 +11,7 @@ file beside `result` has the error and the engine's line. A line on stdout says 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import vllm
 from safetensors.torch import save_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.logging import LoggingConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -79,16 +81,23 @@ def main() -> None:
     w8a8_utils.ops.scaled_fp8_quant = scaled_fp8_quant
     registry._run_in_subprocess = lambda inspect: inspect()  # a fork can import the model itself
     _set_torch_accelerator_to_noop()
-    configure_logging_if_needed(LoggingConfig())  # each fork would, in half of its time
-    load_general_plugins()
-    torch.set_num_threads(1)
-    gc.freeze()  # or every fork goes through all of vLLM's objects, twice a model
+    prepare_for_forks()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no reply
     for line in sys.stdin:
         job = json.loads(line)
         answer_in_fork(job["model"], job["dtype"], Path(job["result"]))
         print("done", file=replies, flush=True)
+
+
+def prepare_for_forks() -> None:
+    """Do what does not depend on the model, and takes half of the time of a load."""
+    configure_logging_if_needed(LoggingConfig())
+    load_general_plugins()
+    importlib.import_module("vllm.model_executor.models.transformers")
+    get_checkpoint_conversion_mapping("llama")  # transformers makes all of them at once
+    torch.set_num_threads(1)
+    gc.freeze()  # or every fork goes through all of vLLM's objects, twice a model
 
 
 def answer_in_fork(model: str, dtype: str, result: Path) -> None:

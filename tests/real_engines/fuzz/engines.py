@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from tests.real_engines.fuzz.draw import Case
 from tests.real_engines.fuzz.forms import open_geometry
@@ -118,6 +119,7 @@ class TransformersObserver:
         self._count = 0
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
+        get_checkpoint_conversion_mapping("llama")  # makes all of them, which forks need not
 
     def __call__(self, _: Case, model: Path, original: Path) -> Observation:
         """Load a checkpoint; `original` is the model before it was quantized."""
