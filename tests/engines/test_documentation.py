@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
@@ -106,6 +107,16 @@ def describe_rule(engine: Engine, rule: WeightRule) -> tuple[str, ...]:
     )
 
 
+def list_loader_sources() -> Iterator[tuple[str, str]]:
+    """List the constants that name a file of an engine and end in how it is known."""
+    for path in sorted(ENGINE_FOLDER.glob("**/*.py")):
+        for node in ast.parse(path.read_text()).body:
+            value = node.value if isinstance(node, ast.Assign) else None
+            text = value.value if isinstance(value, ast.Constant) else None
+            if isinstance(text, str) and (found := KNOWN_BY.fullmatch(text)):
+                yield found[1], found[2]
+
+
 def describe_releases() -> Iterator[tuple[str, str, str]]:
     meanings = read_meanings(Release)
     for each in fields(Release):
@@ -129,6 +140,8 @@ def make_page() -> str:
         lines += ["", f"### {engine.release}, `{engine.key}`", ""]
         rows = (describe_field(numerics, name, meanings) for name in sorted(numerics.sources))
         lines += make_table(("field", "what it means", "known by", "source"), rows)
+    lines += ["", "## Parameters of linears and of KV scales, and how tensors fill them", ""]
+    lines += make_table(("source", "known by"), list_loader_sources())
     lines += ["", "## FP8 weights that engines do not load as they are", ""]
     owners: dict[WeightRule, Engine] = {}
     for engine in releases:
@@ -138,6 +151,8 @@ def make_page() -> str:
     return "\n".join([*lines, *make_table(RULE_COLUMNS, rules)]) + "\n"
 
 
+ENGINE_FOLDER = Path(__file__).parents[2] / "fp8calib" / "engines"
+KNOWN_BY = re.compile(r"(.+), ((?:run|read).*)")
 ENGINE_COLUMNS = ("engine", "`--engine`", "release", "loading", "arithmetic")
 RULE_COLUMNS = ("engine", "weights", "effect", "why", "known by", "source")
 
