@@ -21,7 +21,7 @@ _VARYING = {
     r"'[^']*'|\"[^\"]*\"": "NAME",
     r"/\S+": "PATH",
     r"\w+(\.\w+)*[._]\w+": "NAME",
-    r"-?\b\d[\w.+-]*|\b(inf|nan)\b": "N",
+    r"-?\b\d[\w.+-]*": "N",
     r"\b[A-Z]\w*?(ForCausalLM|Model|Attention|MLP|DecoderLayer)\b": "NAME",
 }
 """Patterns of what differs between checkpoints in texts of the same cause."""
@@ -43,8 +43,8 @@ def list_disagreements(results: Sequence[Result]) -> list[Disagreement]:
     for result in results:
         for engine, finding in result.findings.items():
             case = result.case
-            effect = (finding.kind, normalize(finding.engine))
-            groups[engine, case.form, case.damages, effect].append((case, finding))
+            key = (engine, case.form, case.damages, describe_effect(finding))
+            groups[key].append((case, finding))
     return [
         Disagreement(
             engine=engine,
@@ -54,6 +54,11 @@ def list_disagreements(results: Sequence[Result]) -> list[Disagreement]:
         )
         for (engine, *_), items in groups.items()
     ]
+
+
+def describe_effect(finding: Finding) -> tuple[Kind, str]:
+    """Give what disagreements of the same cause have in common."""
+    return finding.kind, normalize(finding.engine)
 
 
 def normalize(text: str) -> str:

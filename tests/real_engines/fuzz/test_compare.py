@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.real_engines.fuzz.compare import Finding, Kind, compare
-from tests.real_engines.fuzz.draw import parse_case
-from tests.real_engines.fuzz.evaluate import Result
+from tests.real_engines.fuzz.draw import Case, parse_case
+from tests.real_engines.fuzz.evaluate import Evaluator, Result
 from tests.real_engines.fuzz.exclusions import EXCLUDED, find_exclusion
 from tests.real_engines.fuzz.observation import (
     HeldPair,
@@ -19,6 +20,7 @@ from tests.real_engines.fuzz.observation import (
     describe_difference,
 )
 from tests.real_engines.fuzz.report import list_disagreements, print_report
+from tests.real_engines.fuzz.workers import reduce_one
 
 STORED = {0: {0.25, 0.5}}
 MISREAD = {"status": "misread", "value": None, "why": "w"}
@@ -125,6 +127,21 @@ def test_the_same_effect_of_a_damage_is_one_disagreement() -> None:
     found = list_disagreements(results)
     drawn = [[case.seed for case in item.drawn] for item in found]
     assert drawn == [["1:0", "1:1"], ["1:2"], ["1:3"], ["1:4"]]
+
+
+def test_another_effect_is_not_what_is_simplified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama disagrees as well, for another reason."""
+    drawn = disagree("1:0 fp8 kv-only-k phi3 float16 0", "k 0.25")
+    other = disagree("1:0 fp8 none llama bfloat16 1", "k inf").findings["vllm"]
+
+    def find(_: Evaluator, case: Case, engine: str) -> Finding:
+        return other if case.architecture == "llama" else drawn.findings[engine]
+
+    monkeypatch.setattr(Evaluator, "find", find)
+    (found,) = list_disagreements([drawn])
+    reduced = reduce_one(Evaluator(Path(), {}), found)
+    assert str(reduced.simplest) == "1:0 fp8 none phi3 bfloat16 0"
+    assert reduced.finding == found.finding
 
 
 def test_a_report_names_the_command_for_each_cause(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tests.real_engines.fuzz.architectures import SIMPLEST
 from tests.real_engines.fuzz.draw import Case, shrink
 from tests.real_engines.fuzz.engines import TransformersObserver, VllmObserver
 from tests.real_engines.fuzz.evaluate import Evaluator, Observe, Result
-from tests.real_engines.fuzz.report import Disagreement
+from tests.real_engines.fuzz.report import Disagreement, describe_effect
 from tests.real_engines.fuzz.sglang import observe_sglang, read_wheel
 from tests.real_engines.vllm_job import WeightLoader
 
@@ -130,10 +130,11 @@ def _time(evaluator: Evaluator, case: Case) -> Timed:
 
 def reduce_one(evaluator: Evaluator, found: Disagreement) -> Disagreement:
     """Find the simplest case in which the same engine disagrees in the same way."""
+    effect = describe_effect(found.finding)
 
     def persists(simpler: Case) -> bool:
         finding = evaluator.find(simpler, found.engine)
-        return finding is not None and finding.kind is found.finding.kind
+        return finding is not None and describe_effect(finding) == effect
 
     simplest = shrink(found.simplest, persists)
     if simplest == found.simplest:
