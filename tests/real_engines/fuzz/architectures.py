@@ -51,6 +51,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"scoring_func": "sigmoid"},
     "mpt": {"d_model": 256},
     "nemotron_h": {"mamba_head_dim": 64},
+    "phimoe": {"num_hidden_layers": 1},  # vLLM traces its router for ten seconds a layer
     "opt": {"ffn_dim": 256, "word_embed_proj_dim": 256},
     "xglm": {"d_model": 256, "ffn_dim": 256},
 }
