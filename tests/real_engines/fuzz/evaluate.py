@@ -116,8 +116,13 @@ def write(case: Case, original: Path, out: Path) -> None:
         draft = FORMS[case.form].write(original, written, random)
     finally:
         shutil.rmtree(written, ignore_errors=True)
-    for name in case.damages:
-        DAMAGES[name].change(draft)
+    for number, name in enumerate(case.damages):
+        try:
+            DAMAGES[name].change(draft)
+        except (KeyError, StopIteration) as error:
+            if not number:
+                raise
+            raise UnfitError(f"{name} finds nothing to change after {case.damages[0]}") from error
     draft.save(out)
 
 

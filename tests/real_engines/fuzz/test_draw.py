@@ -78,6 +78,12 @@ def test_what_cannot_be_written_is_made_of_the_simplest_model_as_well(tmp_path: 
     assert not second.result.unwritten
 
 
+def test_a_second_damage_may_find_nothing_to_change(tmp_path: Path) -> None:
+    name = "1:1 compressed-tensors/fp8-dynamic w-no-groups+w-inputs-null llama bfloat16 0"
+    result = Evaluator(tmp_path, {})(parse_case(name))
+    assert result.unwritten == "UnfitError: w-inputs-null finds nothing to change after w-no-groups"
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Draft]:
     """Make a llama in every form."""
