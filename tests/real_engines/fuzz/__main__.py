@@ -24,7 +24,7 @@ _MOST_JOBS = 4
 
 
 def main() -> int:
-    """Run the command line; 1 where `check` calls something fine that is not."""
+    """Run the command line; 1 where `check` crashes, or calls something fine that is not."""
     parser = argparse.ArgumentParser(prog="scripts/test-engines", description=__doc__)
     parser.add_argument("--fuzz", type=int, default=0, metavar="N", help="number of checkpoints")
     parser.add_argument("--seed", type=int, default=0)
@@ -47,7 +47,7 @@ def main() -> int:
             results.sort(key=lambda result: order[result.case.seed])
             found = _reduce(workers, list_disagreements(results))
     print_report(results, found, seed=options.seed, duration_s=time.monotonic() - started)
-    return int(any(item.finding.kind is Kind.FALSE_OK for item in found))
+    return int(any(item.finding.kind in {Kind.CRASH, Kind.FALSE_OK} for item in found))
 
 
 def _describe(timed: Timed) -> str:

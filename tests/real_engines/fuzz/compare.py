@@ -18,6 +18,7 @@ _CLOSE = 0.01
 class Kind(StrEnum):
     """How `check` and an engine disagree, the worst first."""
 
+    CRASH = "check ends in an error of its own"
     FALSE_OK = "check says fine, the engine does something else"
     FALSE_ALARM = "check refuses or warns, the engine does it right"
     OTHER_FAULT = "neither is fine, but check names something else than happens"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from fp8calib.cli import main_inner
 from fp8calib.errors import Fp8CalibError
 from tests.real_engines.fuzz.architectures import save_model
-from tests.real_engines.fuzz.compare import Finding, compare
+from tests.real_engines.fuzz.compare import Finding, Kind, compare
 from tests.real_engines.fuzz.draft import UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, Case
 from tests.real_engines.fuzz.engines import find_index
@@ -89,7 +89,13 @@ class Evaluator:
             result.excluded[engine] = why
             return
         has_kv = FORMS[result.case.form].has_kv
-        finding = compare(ask_check(out, engine), seen, list_stored(out), has_kv=has_kv)
+        try:
+            report = ask_check(out, engine)
+        except Exception as error:  # noqa: BLE001 -- a defect, which is a finding
+            said = f"{type(error).__name__}: {error}"
+            finding: Finding | None = Finding(kind=Kind.CRASH, check=said, engine=seen.error)
+        else:
+            finding = compare(report, seen, list_stored(out), has_kv=has_kv)
         if finding:
             result.findings[engine] = finding
         else:

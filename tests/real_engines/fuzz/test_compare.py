@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.real_engines.fuzz import evaluate
 from tests.real_engines.fuzz.compare import Finding, Kind, compare
 from tests.real_engines.fuzz.draw import Case, parse_case
 from tests.real_engines.fuzz.evaluate import Evaluator, Result
@@ -142,6 +143,19 @@ def test_another_effect_is_not_what_is_simplified(monkeypatch: pytest.MonkeyPatc
     reduced = reduce_one(Evaluator(Path(), {}), found)
     assert str(reduced.simplest) == "1:0 fp8 none phi3 bfloat16 0"
     assert reduced.finding == found.finding
+
+
+def test_a_crash_of_check_is_a_disagreement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(evaluate, "main_inner", crash)
+    evaluator = Evaluator(tmp_path, {"vllm": lambda *_: Observation()})
+    result = evaluator(parse_case("1:0 fp8 none llama bfloat16 1"))
+    assert result.findings["vllm"].kind is Kind.CRASH
+    assert result.findings["vllm"].check == "KeyError: 'x'"
 
 
 def test_a_report_names_the_command_for_each_cause(capsys: pytest.CaptureFixture[str]) -> None:
