@@ -448,3 +448,17 @@ def test_a_linear_that_the_config_leaves_out_is_not(
     forget(folder)
     change_config(folder, **{key: ["lm_head", name]})
     assert (ask(folder, "vllm").weights is None) is (name == DOWN)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_weights_that_nobody_quantized_are_never_blamed(tmp_path: Path, name: str) -> None:
+    """Routers and mixers have parameters of their own beside the weight."""
+    families.save(name, FAMILIES[name], tmp_path / "model")
+    opened = open_folder(tmp_path / "model")
+    geometry = read_geometry(tmp_path / "model", opened.config)
+
+    engines = check_folder(
+        opened, geometry, [*list_defaults(), "vllm==0.32", "vllm-gaudi"], 1
+    ).engines
+
+    assert {key: report.weights for key, report in engines.items() if report.weights} == {}

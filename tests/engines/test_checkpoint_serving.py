@@ -69,7 +69,7 @@ def test_transformers_misreads_what_only_servers_know(tmp_path: Path) -> None:
 def test_a_fused_group_quantized_in_part_is_refused_by_engines(tmp_path: Path) -> None:
     found = make(tmp_path, "compressed-tensors", "w8a16", None, "*.k_proj")
     blocked = {item.engine for item in list_limitations(found) if item.is_blocking}
-    assert blocked == {"vLLM", "SGLang"}
+    assert blocked == {"vLLM", "SGLang", "TGI"}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,8 @@ def test_experts_are_refused_in_more_forms_than_other_linears(
     }
     refused = {
         ("compressed-tensors", "w8a16"): {"vLLM", "SGLang"},
-        ("modelopt", "fp8-dynamic"): {"vLLM"},
+        ("modelopt", "fp8-static"): {"TGI"},
+        ("modelopt", "fp8-dynamic"): {"vLLM", "TGI"},
     }
     with_experts = make(tmp_path / "a", form, scheme, tensors)
     without = make(tmp_path / "b", form, scheme, tensors, "*.experts")

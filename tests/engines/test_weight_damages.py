@@ -14,6 +14,42 @@ from fp8calib.model.geometry_from_config import read_geometry
 from tests.engines.test_check_weights import PAIRS, WHOLE, make
 from tests.engines.weight_damages import CT, DAMAGES, Damage, Verdict, copy_damaged
 
+REFUSED_BY_TGI = {
+    "no weight scale": ".weight_scale",
+    "no fused input scale": "k_proj.input_scale is missing",
+    "no weight": "down_proj.weight is missing",
+    "no weight and no scales": "down_proj.weight is missing",
+    "one of q, k and v in 16 bits": "only a part of it is FP8",
+    "one of q, k and v excluded": "only a part of it is FP8",
+    "the scale's name of another method": "is missing beside the FP8 weight",
+    "the scale's name of a model": "is missing beside the FP8 weight",
+    "a weight scale that is too short": "[127, 1]",
+    "a weight scale that is too long": "[129, 1]",
+    "a weight that is too short": "[255, 256]",
+    "a weight that is too narrow": "[256, 255]",
+    "an output layer in FP8": "TGI does not quantize the output layer",
+}
+"""By damage, words of the reason."""
+REFUSED_BY_COMPRESSED_TGI = REFUSED_BY_TGI | {
+    "no input scale": "down_proj.input_scale is missing",
+    "an activation_scale": "down_proj.input_scale is missing",
+    "everything in 16 bits": "13 more",
+    "one linear in 16 bits": "down_proj is not FP8",
+    "an excluded linear in FP8": "down_proj is FP8, but the config excludes",
+    "no format": "",
+    "the format dense": "",
+    "targets that match nothing": "Cannot find compressed-tensors target",
+}
+REFUSED_BLOCKS = REFUSED_BY_TGI | {
+    "a weight scale [out]": "per block",
+    "a weight scale [out, 1]": "per block",
+    "a weight scale that is one number": "per block",
+}
+MISREAD_BY_TGI = {
+    **{f"weight scale holds {bad}": bad for bad in ("NaN", "infinity", "0", "a negative number")},
+    "a weight in e5m2": "F8_E5M2",
+    "a weight in INT8": "I8",
+}
 ENGINES = ("vllm==0.32", "sglang", "transformers")
 CASES = [(name, pair) for name, damage in DAMAGES.items() for pair in damage.pairs]
 Pair = tuple[str, str]
@@ -60,3 +96,18 @@ def test_damages(tmp_path: Path, find_base: FindBase, name: str, pair: Pair) -> 
         texts = [verdict.why] if verdict is not None else list(reports[engine].problems)
         assert (str(verdict.status) if verdict is not None else "ok") == status, (engine, texts)
         assert not words or any(words in text for text in texts), (engine, texts)
+
+
+@pytest.mark.parametrize(("name", "pair"), [case for case in CASES if case[1] != (CT, "fp8-block")])
+def test_damages_in_tgi(tmp_path: Path, find_base: FindBase, name: str, pair: Pair) -> None:
+    """By what its source does with each name, shape and dtype."""
+    base, geometry = find_base(pair)
+    folder = copy_damaged(base, tmp_path / "case", DAMAGES[name].edit)
+    refused = REFUSED_BLOCKS if pair[1] == "fp8-block" else REFUSED_BY_TGI
+    refused = REFUSED_BY_COMPRESSED_TGI if pair[0] == CT else refused
+
+    verdict = check_folder(open_folder(folder), geometry, ["tgi"], 1).engines["tgi"].weights
+
+    expected = "refused" if name in refused else "misread" if name in MISREAD_BY_TGI else "ok"
+    assert (str(verdict.status) if verdict else "ok") == expected
+    assert verdict is None or (refused | MISREAD_BY_TGI)[name] in verdict.why

@@ -290,13 +290,13 @@ DAMAGES: dict[str, Damage] = {
         edit=remove("weight"),
         vllm=(MISREAD, "weight is missing: the engine uses uninitialised memory"),
         sglang=(MISREAD, "weight is missing: the engine uses uninitialised memory"),
-        transformers=(REFUSED, "weight is missing: the engine uses none: loading fails"),
+        transformers=(REFUSED, "weight is missing: loading fails"),
     ),
     "no weight and no scales": Damage(
         edit=remove("weight", "weight_scale", "input_scale"),
         vllm=(MISREAD, "weight is missing: the engine uses uninitialised memory"),
         sglang=(MISREAD, "weight is missing: the engine uses uninitialised memory"),
-        transformers=(REFUSED, "weight is missing: the engine uses none: loading fails"),
+        transformers=(REFUSED, "weight is missing: loading fails"),
     ),
     "everything in 16 bits": Damage(
         edit=store_plain(),

@@ -10,6 +10,7 @@ from fp8calib.engines.tgi.numerics import NUMERICS
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.engines.weights.linear_loader import LinearLoader
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -17,6 +18,13 @@ def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Eng
     from fp8calib.engines.tgi.replay import replay_tgi  # noqa: PLC0415
 
     return replay_tgi(folder, geometry, tp)
+
+
+def _make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
+    from fp8calib.engines.tgi.linear_loader import TgiLinearLoader  # noqa: PLC0415
+
+    del geometry
+    return TgiLinearLoader(folder)
 
 
 _WEIGHT_RULES = (
@@ -33,6 +41,14 @@ _WEIGHT_RULES = (
         effect=Effect.CONDITION,
         why="it quantizes the inputs too, per token, where its kernels can",
         source="TGI layers/compressed_tensors/w8an_fp.py (force_w8a16)",
+    ),
+    WeightRule(
+        dialect="modelopt",
+        has_experts=True,
+        effect=Effect.REFUSED,
+        why="it loads FP8 experts of the methods fp8 and compressed-tensors alone (AssertionError)",
+        source="TGI models/__init__.py (get_model), layers/moe/unquantized.py "
+        "(_load_expert_multi_weights_col)",
     ),
     WeightRule(
         dialect="modelopt",
@@ -54,6 +70,7 @@ TGI = Engine(
     ),
     numerics=NUMERICS,
     replay_folder=_replay_folder,
+    make_linear_loader=_make_linear_loader,
     tensor_file_condition="it is read only inside the model's folder",
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,

@@ -65,10 +65,14 @@ class _Compressed(LinearLoader):
     engine = "transformers"
     shape_source = _LOAD
     unfilled_source = _INITIALIZE
-    joins_linears = False
 
     def __init__(self, section: Section, config: Section) -> None:
         self._schemes = _CompressedSchemes(section, config)
+
+    def joins(self, group: LinearGroup) -> bool:
+        """Tell whether linears are joined: none is."""
+        del group
+        return False
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme of a linear; experts are joined anew, which `rules.py` judges."""
@@ -161,11 +165,15 @@ class _FineGrained(LinearLoader):
     engine = "transformers"
     shape_source = _DEQUANTIZE
     unfilled_source = _DEQUANTIZE
-    joins_linears = False
 
     def __init__(self, section: Section, config: Section) -> None:
         excluded: dict[str, list[str]] = {"ignored_layers": [], "modules_to_not_convert": []}
         self._schemes = GroupSchemes({**section, **excluded}, config)
+
+    def joins(self, group: LinearGroup) -> bool:
+        """Tell whether linears are joined: none is."""
+        del group
+        return False
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme: whatever the config excludes, a weight with a scale is dequantized."""

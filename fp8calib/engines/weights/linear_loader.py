@@ -103,8 +103,11 @@ class LinearLoader(ABC):
     """Where it compares shapes."""
     unfilled_source: str
     """Where it creates parameters."""
-    joins_linears = True
-    """It joins projections and experts; otherwise each linear is a group of its own."""
+
+    def joins(self, group: LinearGroup) -> bool:
+        """Tell whether the engine joins a group; otherwise each linear is a group of its own."""
+        del group
+        return True
 
     @abstractmethod
     def find_scheme(self, group: LinearGroup) -> Found:

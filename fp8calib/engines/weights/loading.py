@@ -43,6 +43,7 @@ _EFFECTS = {
     Unfilled.ONE: Effect.DEFAULTED,
     Unfilled.NONE: Effect.REFUSED,
     Unfilled.REFUSED: Effect.REFUSED,
+    Unfilled.ABSENT: Effect.REFUSED,
 }
 
 
@@ -72,17 +73,17 @@ def list_loading_faults(
         VerificationError: the config cannot be read.
     """
     kinds: dict[tuple[Effect, str], list[_Finding]] = {}
-    for group in groups if loader.joins_linears else _split(groups):
-        for finding in _judge_group(loader, group, values):
-            key = (finding.outcome.effect, finding.fix)
-            kinds.setdefault(key, []).append(finding)
+    for group in groups:
+        for part in (group,) if loader.joins(group) else _split(group):
+            for finding in _judge_group(loader, part, values):
+                key = (finding.outcome.effect, finding.fix)
+                kinds.setdefault(key, []).append(finding)
     return [_join(loader.engine, findings) for findings in kinds.values()]
 
 
-def _split(groups: Iterable[LinearGroup]) -> Iterator[LinearGroup]:
-    for group in groups:
-        for linear in group.members:
-            yield replace(group, path=linear.module, members=(linear,))
+def _split(group: LinearGroup) -> Iterator[LinearGroup]:
+    for linear in group.members:
+        yield replace(group, path=linear.module, members=(linear,))
 
 
 def _join(engine: str, findings: list[_Finding]) -> WeightFault:
@@ -146,12 +147,22 @@ def _judge_unquantized(
 def _judge_strays(
     loader: LinearLoader, group: LinearGroup, linear: StoredLinear, wanted: Iterable[str]
 ) -> Iterator[_Finding]:
-    """Judge the tensors beside a linear that have no parameter; KV scales are judged elsewhere."""
+    """Judge the tensors beside a linear that have no parameter; KV scales are judged elsewhere.
+
+    Some linears have parameters of the model's own: a router's `e_score_correction_bias`.
+    """
     for suffix in linear.tensors:
-        if suffix in wanted or suffix == "bias" or parse_name(linear.name(suffix)) is not None:
+        if suffix in wanted or "bias" in suffix or parse_name(linear.name(suffix)) is not None:
+            continue
+        if not (loader.creates(group) or _describes_numbers(suffix)):
             continue
         if (outcome := loader.judge_stray(group, suffix)) is not None:
             yield _Finding(subject=linear.name(suffix), outcome=outcome, fix=_STRAY_FIX)
+
+
+def _describes_numbers(suffix: str) -> bool:
+    """Tell from the last part of a name whether it is that of a scale or a zero point."""
+    return "scale" in suffix or "zero_point" in suffix
 
 
 def _judge_quantized(
@@ -242,7 +253,7 @@ def _judge_missing(
         return _outcome(Effect.CONDITION, what, loader.unfilled_source)
     effect = _EFFECTS.get(parameter.unfilled, Effect.MISREAD)
     beside = "" if suffix == WEIGHT else " beside the FP8 weight"
-    what = f"is missing{beside}: the engine uses {parameter.unfilled}"
+    what = f"is missing{beside}: {parameter.unfilled}"
     return _outcome(effect, what, loader.unfilled_source)
 
 
@@ -267,7 +278,7 @@ def _judge_misfit(loader: LinearLoader, what: str, parameter: Parameter, fit: Fi
         return _outcome(Effect.MISREAD, f"{what}: the rest is dropped", loader.shape_source)
     if fit is Fit.PADDED:
         return _outcome(Effect.MISREAD, f"{what}: the rest becomes zero", loader.shape_source)
-    what = f"{what}: for the rest the engine uses {parameter.unfilled}"
+    what = f"{what}: for the rest {parameter.unfilled}"
     return _outcome(Effect.MISREAD, what, loader.shape_source)
 
 

@@ -26,14 +26,15 @@ class Fit(StrEnum):
 
 
 class Unfilled(StrEnum):
-    """What a parameter holds that gets no tensor."""
+    """What becomes of a parameter that gets no tensor."""
 
-    MEMORY = "uninitialised memory"
-    LOWEST = "-3.4e38, the lowest float32"
-    ONE = "1.0"
-    RANDOM = "random numbers"
-    NONE = "none: the weight stays FP8, and the first forward pass fails (RuntimeError)"
-    REFUSED = "none: loading fails (NotImplementedError)"
+    MEMORY = "the engine uses uninitialised memory"
+    LOWEST = "the engine uses -3.4e38, the lowest float32"
+    ONE = "the engine uses 1.0"
+    RANDOM = "the engine uses random numbers"
+    NONE = "the weight stays FP8, and the first forward pass fails (RuntimeError)"
+    REFUSED = "loading fails (NotImplementedError)"
+    ABSENT = "loading fails (RuntimeError: does not exist)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,6 +125,8 @@ class WeightReplay:
                 break
         notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
         notes += [self._problem] if self._problem else []
+        if engine.make_linear_loader is None and self._weights is not None:
+            notes.append(f"names, shapes and values of scales are not checked for {engine.title}")
         return report.add_problems(*(f"weights: {why}" for why in notes))
 
 
