@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.engines.check import check_folder
+from fp8calib.engines.engine import Effect
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
@@ -130,6 +131,32 @@ def test_vllms_fp8_method_copies_scales_where_it_does_not_check(tmp_path: Path) 
         assert not report.ok
 
 
+@pytest.mark.parametrize(
+    ("rows", "effect"),
+    [
+        ((256, 128, 128), None),
+        ((256, 128, 96), None),  # the last may end anywhere
+        ((192, 96, 96), Effect.REFUSED),  # 2 + 1 + 1 scales for 384 rows, which have 3 blocks
+        ((250, 250, 12), Effect.REFUSED),  # 2 + 2 + 1 scales for 512 rows, which have 4 blocks
+        ((100, 100, 256), Effect.MISREAD),  # 1 + 1 + 2 scales for 456 rows, which have 4 blocks
+    ],
+)
+def test_tgi_joins_the_scales_of_blocks(rows: tuple[int, ...], effect: Effect | None) -> None:
+    linears = tuple(
+        QuantizedLinear(
+            module=f"model.layers.0.self_attn.{name}_proj",
+            shape=(number, 256),
+            scheme="fp8-block",
+            block=(128, 128),
+        )
+        for name, number in zip("qkv", rows, strict=True)
+    )
+    for dialect in ("autofp8", "compressed-tensors"):
+        weights = QuantizedWeights(dialect=dialect, config={}, linears=linears, unquantized=())
+        found = [each.effect for each in list_weight_faults(weights) if each.engine == "tgi"]
+        assert found == ([effect] if effect and dialect == "autofp8" else [])
+
+
 def test_sglang_wants_the_last_part_of_autofp8_whole_too() -> None:
     """Its `fp8.py` looks at every part; `fp8_utils.py`, for compressed-tensors, at all but it."""
     linears = tuple(
@@ -167,7 +194,8 @@ def test_ranks_have_to_fill_blocks_too(
         why = explain_refusal(ask(folder, engine, tp))
         assert bool(why) is bool(part)
         assert part in why
-    assert not explain_refusal(ask(folder, "tgi", tp))
+    # TGI gives no KV head to several ranks: each of 4 would get half a block of k
+    assert bool(explain_refusal(ask(folder, "tgi", tp))) is (bool(part) or tp == 4)
 
 
 def test_the_inputs_of_a_row_are_cut_for_ranks(tmp_path: Path) -> None:

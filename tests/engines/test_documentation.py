@@ -31,8 +31,9 @@ ARITHMETIC = """
 ## Arithmetic that `verify --engine` emulates
 
 What differs from the plain rule (divide in fp32, saturate, round to nearest even). It is true for
-Hopper GPUs, unless the engine is for a CPU. Not emulated: the order of sums, and accumulation in
-fewer bits than fp32.
+Hopper GPUs, unless the engine is for a CPU. Not emulated: the order of sums, accumulation in fewer
+bits than fp32, and FlashInfer's own quantization of inputs in vLLM's block linears, for batches of
+fewer than 32 tokens.
 """
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.engines.engine import Effect
@@ -29,6 +29,7 @@ _SOURCES = {
     "(validate_fp8_block_shape)",
     "sglang": "SGLang 0.5.23 layers/quantization/fp8_utils.py, fp8.py (validate_fp8_block_shape)",
 }
+_TGI_SOURCE = "TGI db931fc layers/fp8.py (get_multi_weights_col, w8a8_block_fp8_matmul)"
 _SOURCE_FINER = "vLLM 0.32.0 layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape)"
 _MIN_FINER_BLOCK = 32
 _DIALECTS = ("compressed-tensors", "autofp8", "quark")
@@ -98,7 +99,8 @@ def list_rank_block_faults(
     blocks = {each.module: each.block for each in weights.linears if each.block is not None}
     found = list(_find_linears(blocks, geometry))
     if tp > 1 and (why := next(filter(None, (_explain_split(*each, tp) for each in found)), "")):
-        return list(fault_per_engine(_SOURCES, Effect.REFUSED, why, _RANKS_FIX))
+        sources = _SOURCES | ({"tgi": _TGI_SOURCE} if weights.dialect == "autofp8" else {})
+        return list(fault_per_engine(sources, Effect.REFUSED, why, _RANKS_FIX))
     fused = _fuse_on_ranks(found, tp)
     return [
         *(_judge_experts(weights, tp, _EXPERTS_FIX) if tp > 1 else ()),
@@ -113,6 +115,40 @@ def _judge(fused: Iterable[_FusedWeight], dialect: str) -> Iterator[WeightFault]
         faults = (_judge_one(engine, each, dialect) for each in every)
         if (fault := next(filter(None, faults), None)) is not None:
             yield fault
+    if dialect == "autofp8":
+        yield from islice(filter(None, map(_judge_joined, every)), 1)
+
+
+def _judge_joined(fused: _FusedWeight) -> WeightFault | None:
+    """Judge TGI, which joins the scales of all projections, whatever rows they cover.
+
+    Of projections that are stored as one weight it looks for the scale of a tensor.
+    """
+    if fused.is_stored_fused:
+        return WeightFault(
+            engine="tgi",
+            effect=Effect.REFUSED,
+            why=f"{fused.members[0].module} joins projections, for which it reads no blocks: it "
+            "looks for weight_scale, and stops (RuntimeError)",
+            source="TGI db931fc layers/fp8.py (get_weights_col_packed)",
+            fix=_FIX,
+        )
+    odd = next((m for m in fused.members if math.ceil(m.stored / fused.block) % fused.tp), None)
+    split = odd or fused.find_split_block(checks_last=False)
+    if split is None:
+        return None
+    counts = [math.ceil(member.rows / fused.block) for member in fused.members]
+    rows = sum(member.rows for member in fused.members)
+    is_refused = odd is not None or sum(counts) != math.ceil(rows / fused.block)
+    end = "it stops" if is_refused else "rows get the scales of other blocks"
+    return WeightFault(
+        engine="tgi",
+        effect=Effect.REFUSED if is_refused else Effect.MISREAD,
+        why=f"{split.module} has {split.rows} outputs, no multiple of {fused.block}, and is joined "
+        f"with other projections: {end}",
+        source=_TGI_SOURCE,
+        fix=_FIX if fused.tp == 1 else _RANKS_FIX,
+    )
 
 
 def _judge_one(engine: str, fused: _FusedWeight, dialect: str) -> WeightFault | None:
