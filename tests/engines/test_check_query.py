@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.read import read_scales
-from fp8calib.engines.vllm.quantization_config import KvMethod
-from fp8calib.engines.vllm.tensor_names import name_vllm_parameter
 from tests.engines.check_handmade import (
     FP8,
     MODELOPT,
@@ -124,21 +122,6 @@ def test_hunyuans_names_are_known(tmp_path: Path) -> None:
         report = ask(engine, folder)
         assert statuses(report) == both("dropped")
         assert all(layer.k.fix and layer.v.fix for layer in report.layers)
-
-
-@pytest.mark.parametrize(
-    ("name", "mapped"),
-    [
-        ("a.self_attn.q.scale", "a.self_attn.attn.q_scale"),
-        ("a.self_attn.k_cache.scale", "a.self_attn.attn.k_scale"),
-        ("a.self_attn.v_cache.scale", "a.self_attn.attn.v_scale"),
-        ("a.self_attn.qkqkv_proj.v_scale", "a.self_attn.attn.v_scale"),
-        ("a.mixer.k_proj.k_scale", "a.mixer.attn.k_scale"),
-        ("a.attention.k_cache.scale", "a.attention.k_cache.scale"),
-    ],
-)
-def test_rarer_names_are_mapped_as_vllm_does(name: str, mapped: str) -> None:
-    assert name_vllm_parameter(name, KvMethod.COMPRESSED_TENSORS) == mapped
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.engines.vllm.quantization_config import KvMethod
-from fp8calib.engines.vllm.tensor_names import name_vllm_parameter
 from tests.dialects.handmade import (
     hybrid_stats,
     latent_stats,
@@ -253,29 +251,6 @@ def test_per_head_scales_need_config_groups(tmp_path: Path) -> None:
 
     assert statuses(report) == both("refused")
     assert "config_groups" in report.layers[0].k.why
-
-
-@pytest.mark.parametrize(
-    ("name", "mapped"),
-    [
-        ("transformer.h.0.attn.k_scale", "transformer.h.0.attn.k_scale"),
-        ("transformer.h.0.attn.kv_scale", "transformer.h.0.attn.attn.k_scale"),
-        ("transformer.h.0.attn.attn.k_scale", "transformer.h.0.attn.attn.k_scale"),
-        ("model.layers.0.self_attn.v_scale", "model.layers.0.self_attn.attn.v_scale"),
-        ("backbone.layers.3.mixer.k_proj.k_scale", "backbone.layers.3.mixer.attn.k_scale"),
-        ("model.layers.0.attn.k_proj.k_scale", "model.layers.0.attn.k_proj.attn.k_scale"),
-    ],
-)
-def test_names_are_mapped_as_vllms_regexes_do(name: str, mapped: str) -> None:
-    """What `QuantizationConfig.get_cache_scale_mapper().map_name` of vLLM 0.32.0 gave."""
-    assert name_vllm_parameter(name, KvMethod.COMPRESSED_TENSORS) == mapped
-
-
-def test_output_scales_are_mapped_for_fp8_and_quark_alone() -> None:
-    name = "model.layers.0.self_attn.k_proj.output_scale"
-
-    assert name_vllm_parameter(name, KvMethod.FP8) == "model.layers.0.self_attn.attn.k_scale"
-    assert name_vllm_parameter(name, KvMethod.MODELOPT) == name
 
 
 def test_the_attn_name_of_gpt2_is_refused_and_the_inner_one_used(tmp_path: Path) -> None:

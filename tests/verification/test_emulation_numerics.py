@@ -156,6 +156,37 @@ def test_tgi_rounds_one_scale_for_k_and_v_to_the_dtype_it_serves_llama_in(llama:
     assert float(others[Role.K].scale) == pytest.approx(THIRD)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("engine", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("dialect", ["autofp8", "modelopt", "quark"])
+def test_vllm_rounds_scales_that_are_not_compressed_tensors(
+    llama: Subject, engine: str, dialect: str
+) -> None:
+    """VLLM 0.32 on a CPU held 0.0123291015625 for 0.0123456, with bfloat16."""
+    numerics = find_emulated(engine)[1]
+    rounded = quantizers(llama, numerics, (0.0123456,), dialect=dialect)
+    exact = quantizers(llama, numerics, (0.0123456,), dialect="compressed-tensors")
+    for role, quantizer in rounded.items():
+        assert float(quantizer.scale) == 0.0123291015625  # type: ignore[arg-type]
+        assert float(exact[role].scale) == pytest.approx(0.0123456, rel=1e-7)  # type: ignore[arg-type]
+
+
+def test_a_scale_that_the_rounding_ruins_is_refused(llama: Subject) -> None:
+    geometry = llama.geometry.model_copy(update={"checkpoint_dtype": "float16"})
+    half = replace(llama, geometry=geometry)
+    for value, shown in ((2e-8, "0"), (7e4, "inf")):
+        with pytest.raises(VerificationError, match=rf"to float16, in which .* is {shown}"):
+            quantizers(half, find_emulated("vllm")[1], (value,), dialect="quark")
+        quantizers(half, find_emulated("vllm")[1], (value,), dialect="compressed-tensors")
+
+
+def test_sglang_misreads_modelopts_scales_of_latents(latent: Subject) -> None:
+    numerics = find_emulated("sglang")[1]
+    with pytest.raises(VerificationError, match="stores latents without these scales"):
+        quantizers(latent, numerics, dialect="modelopt")
+    ones = quantizers(latent, numerics, (1.0,), dialect="modelopt")
+    assert {float(quantizer.scale) for quantizer in ones.values()} == {1.0}  # type: ignore[arg-type]
+
+
 def test_the_largest_of_a_layers_heads_serves_them_all_in_vllm_cpu(llama: Subject) -> None:
     found = quantizers(llama, find_emulated("vllm-cpu")[1], ((0.01, 0.07),), per_head=True)
     assert torch.equal(found[Role.K].fake(X).values, by_reciprocal(X, 0.07, down=True))

@@ -243,6 +243,12 @@ class LoadContext:
             geometry, (stored for file in folder.scales.values() for stored in file.values())
         )
 
+    @property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """All tensors in the files that the engine opens, by name."""
+        stored = (self.folder.tensors.get(file, {}) for file in self.files)
+        return {name: entry for tensors in stored for name, entry in tensors.items()}
+
     def load(self, find_slot: Callable[[str], Slot | None]) -> dict[Slot, StoredScale]:
         """Assign each scale to a layer by the engine's rules for names; the last one wins."""
         loaded: dict[Slot, StoredScale] = {}

@@ -6,8 +6,11 @@ A scale that was not loaded is -1.0 (vLLM 0.32.0 `quantization/kv_cache.py`, run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from fp8calib.engines.replay.folder import LoadContext, Slot, StoredScale
 from fp8calib.engines.replay.verdicts import (
@@ -32,6 +35,8 @@ class PairRules:
     """Which numbers count as not loaded, where both k and v are such."""
     absent_why: str
     absent_fix: str
+    dtype: torch.dtype = torch.float32
+    """That of the parameters, to which stored numbers are rounded."""
 
 
 def is_negative(value: float) -> bool:
@@ -66,8 +71,8 @@ def judge_pair(
     """
     stored = {role: loaded.get((index, role)) for role in (Role.K, Role.V)}
     k, v = (
-        -1.0 if (one := stored[role]) is None else require_scalar(one, rules.engine)
-        for role in (Role.K, Role.V)
+        -1.0 if one is None else _round(context, require_scalar(one, rules.engine), rules.dtype)
+        for one in stored.values()
     )
     if k > 0 and v > 0:
         return LayerVerdict(
@@ -86,6 +91,14 @@ def judge_pair(
         why = f"layer {index}: {rules.engine} asserts k_scale > 0 and fails: {found}"
         raise Refusal(why, fix=_BOTH_FIX)
     return _copied(index, stored, k, v, rules)
+
+
+def _round(context: LoadContext, value: float, dtype: torch.dtype) -> float:
+    rounded = float(torch.tensor(value).to(dtype))
+    if rounded != value and not math.isnan(value):
+        name = str(dtype).removeprefix("torch.")
+        context.problems.append(f"scales are rounded to {name}, the model's dtype")
+    return rounded
 
 
 def _unset(

@@ -40,6 +40,7 @@ _NUMERICS = Numerics(
     kv_unsaturated=frozenset({E4M3FNUZ.name, E5M2.name}),
     kv_per_head=False,
     kv_scales_latents=False,
+    kv_misread_latents=frozenset({"modelopt"}),
     quantizes_query=True,
     query_unscaled=True,
     probability_factor=256.0,
@@ -57,6 +58,9 @@ _NUMERICS = Numerics(
         "compressed_tensors.py CompressedTensorsKVCacheMethod.is_supported_scheme",
         "kv_scales_latents": "SGLang 0.5.23 srt/model_loader/weight_utils.py "
         "maybe_remap_kv_scale_name: to .attn, and MLA models have attn_mqa and attn_mha",
+        "kv_misread_latents": "SGLang 0.5.23 srt/mem_cache/memory_pool.py MLATokenToKVPool (a cast "
+        "without a scale); srt/layers/attention/trtllm_mla_backend.py _compute_decode_bmm1_scale, "
+        "flashmla_backend.py",
         "quantizes_query": "SGLang 0.5.23 srt/layers/attention/flashattention_backend.py "
         "prepare_paged_mha_query (Hopper's default), trtllm_mha_backend.py (Blackwell's); "
         "flashinfer and triton leave q alone",

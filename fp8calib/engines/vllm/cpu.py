@@ -18,6 +18,8 @@ from fp8calib.engines.vllm.numerics import (
     MODELOPT_SOURCE,
     QUANT_FP8_SOURCE,
     REQUANTIZE_SOURCE,
+    ROUNDED_DIALECTS,
+    ROUNDED_SOURCE,
     SKIP_FLAG,
     SKIP_SOURCE,
 )
@@ -40,6 +42,7 @@ _NUMERICS = Numerics(
     kv_rounding=Rounding.TOWARD_ZERO,
     kv_by_reciprocal=True,
     kv_scales_e5m2=False,
+    kv_rounded_dialects=ROUNDED_DIALECTS,
     kv_heads_share_largest=True,
     kv_scales_latents=False,
     input_by_reciprocal=True,
@@ -62,6 +65,7 @@ _NUMERICS = Numerics(
         "kv_by_reciprocal": "vllm-project/vllm 0a2c686 csrc/cpu/cpu_attn.cpp "
         "cpu_attn_reshape_and_cache (k_inv, v_inv)",
         "kv_scales_e5m2": E5M2_SOURCE,
+        "kv_rounded_dialects": ROUNDED_SOURCE,
         "kv_heads_share_largest": f"{CT_FOLDER}/compressed_tensors.py "
         "CompressedTensorsKVCacheMethod.process_weights_after_loading (_k_scale_float); "
         "v1/attention/backends/cpu_attn.py forward",

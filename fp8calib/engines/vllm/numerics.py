@@ -25,12 +25,18 @@ E5M2_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/attention/attention.py _init_kv_cache_quant: a ValueError"
 )
 LATENT_SOURCE = f"{CT_FOLDER}/compressed_tensors.py get_quant_method: Attention, not MLAAttention"
+ROUNDED_DIALECTS = frozenset({"autofp8", "modelopt", "quark"})
+ROUNDED_SOURCE = (
+    "vLLM 0.32.0 model_executor/layers/quantization/kv_cache.py KVCacheScaleParameter: a tensor of "
+    "the model's default dtype; compressed-tensors' method makes its own in fp32; run"
+)
 SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 SKIP_SOURCE = "vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers"
 
 _NUMERICS = Numerics(
     name="vllm",
     kv_scales_e5m2=False,
+    kv_rounded_dialects=ROUNDED_DIALECTS,
     kv_scales_latents=False,
     quantizes_query=True,
     query_by_reciprocal=True,
@@ -49,6 +55,7 @@ _NUMERICS = Numerics(
     sources={
         "kv_skip_flag": SKIP_SOURCE,
         "kv_scales_e5m2": E5M2_SOURCE,
+        "kv_rounded_dialects": ROUNDED_SOURCE,
         "kv_scales_latents": LATENT_SOURCE,
         "quantizes_query": "vLLM 0.32.0 model_executor/layers/attention/attention.py "
         "Attention.__init__ (query_quant); v1/attention/backends/flash_attn.py: all but "

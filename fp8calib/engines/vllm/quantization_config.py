@@ -9,9 +9,10 @@ Sources: `transformers_utils/config.py`, `model_arch_config_convertor.py` there
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
+from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.releases import Release
 
@@ -21,9 +22,10 @@ _DEPRECATED = ("fbgemm_fp8", "fp_quant")
 _WITHOUT_KV = (
     *("awq", "auto_awq", "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming"),
     *("experts_int8", "moe_wna16", "torchao", "inc", "auto-round", "mxfp4", "gpt_oss_mxfp4"),
-    *("deepseek_v4_fp8",),
 )
 """Methods without parameters for KV scales: scales in the checkpoint are ignored."""
+_FP8_METHODS = ("fp8", "deepseek_v4_fp8")
+"""`Fp8Config`, and its subclass (`models/deepseek_v4/quant_config.py`)."""
 MODELOPT_ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
@@ -33,6 +35,7 @@ MODELOPT_ALGORITHMS = (
     "MXFP8",
     "MIXED_PRECISION",
 )
+_ANY_PATH = "any.path"
 _STRATEGIES = ("tensor", "attn_head")
 _GROUPS_FIX = "write config_groups as kv-overlay does, or remove the group"
 
@@ -61,7 +64,8 @@ def find_kv_method(
         raise Refusal(why, fix="quantize with compressed-tensors instead")
     if method.startswith("modelopt"):
         return _check_modelopt(quantization, release, beside)
-    checks = {"compressed-tensors": _check_compressed, "fp8": _check_fp8, "quark": _check_quark}
+    checks = {"compressed-tensors": _check_compressed, "quark": _check_quark}
+    checks |= dict.fromkeys(_FP8_METHODS, _check_fp8)
     if method in checks:
         return checks[method](quantization)
     if method == "mxfp8":
@@ -95,8 +99,9 @@ def _name_method(quantization: Mapping[str, object], release: Release) -> str:
 def _check_modelopt(
     quantization: Mapping[str, object], release: Release, beside: object
 ) -> KvMethod:
-    section = quantization.get("quantization", quantization)
-    algorithm = section.get("quant_algo") if isinstance(section, dict) else None
+    nested = quantization.get("quantization", quantization)
+    section = nested if isinstance(nested, dict) else {}
+    algorithm = section.get("quant_algo")
     if not algorithm:
         why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"
         fix = "write the scales as compressed-tensors does (kv-overlay)"
@@ -104,6 +109,9 @@ def _check_modelopt(
     if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
         why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
         raise Refusal(why, fix=f"use one of {', '.join(MODELOPT_ALGORITHMS)}")
+    _require_names(
+        section, "exclude_modules" if "quantization" in quantization else "ignore", (list,)
+    )
     if str(algorithm).upper() == "MIXED_PRECISION":
         return _check_mixed(quantization if "quantized_layers" in quantization else beside)
     return KvMethod.MODELOPT
@@ -132,7 +140,8 @@ def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
     if not isinstance(groups, dict):
         raise Refusal("config_groups is not an object (AttributeError)", fix=_GROUPS_FIX)
     for name, group in groups.items():
-        _check_group(name, group if isinstance(group, dict) else {})
+        _check_group(name, group if isinstance(group, dict) else {}, quantization.get("ignore"))
+    _require_names(quantization, "ignore", (list, dict, str))
     sparsity = quantization.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("targets"):
         why = "sparsity_config has targets; vLLM supports sparsity no longer (DeprecationWarning)"
@@ -140,15 +149,39 @@ def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
     return KvMethod.COMPRESSED_TENSORS
 
 
-def _check_group(name: str, group: Mapping[str, object]) -> None:
-    """Refuse a group without weights, unless its only target is an attention class."""
+def _check_group(name: str, group: Mapping[str, object], ignore: object) -> None:
+    """Refuse a group without weights, unless its only target is an attention class.
+
+    Targets that are one text are its letters, which occur in the class of every module: even the
+    embedding is then to be quantized, unless all modules are ignored (run).
+    """
     targets = group.get("targets")
-    if not isinstance(targets, list):
+    if not isinstance(targets, list | dict | str):
         raise Refusal(f"group {name!a:.40} of config_groups has no targets", fix=_GROUPS_FIX)
-    is_attention = len(targets) == 1 and str(targets[0]).endswith("Attention")
+    if not all(isinstance(target, str) for target in targets):
+        raise Refusal(f"group {name!a:.40} has a target that is no text", fix=_GROUPS_FIX)
+    if isinstance(targets, str) and targets and not _ignores_all(ignore):
+        why = f"the targets of group {name!a:.40} are a text, not a list (ValueError)"
+        raise Refusal(why, fix=_GROUPS_FIX)
+    is_attention = len(targets) == 1 and next(iter(targets)).endswith("Attention")
     if targets and not is_attention and not isinstance(group.get("weights"), dict):
         why = f"group {name!a:.40} of config_groups has no weights (ValidationError)"
         raise Refusal(why, fix=_GROUPS_FIX)
+
+
+def _ignores_all(ignore: object) -> bool:
+    return isinstance(ignore, list) and any(matches_target(item, _ANY_PATH) for item in ignore)
+
+
+def _require_names(
+    section: Mapping[str, object], key: str, kinds: tuple[type[Iterable[object]], ...]
+) -> None:
+    """Refuse a list of modules that the engine cannot iterate over, or that holds no texts."""
+    found = section.get(key, [])
+    if not isinstance(found, kinds) or not all(isinstance(item, str) for item in found):
+        raise Refusal(
+            f"{key} is {found!a:.40}, not a list of names (TypeError)", fix="write [] there"
+        )
 
 
 def _check_scheme(scheme: object) -> None:

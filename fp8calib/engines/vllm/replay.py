@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from fp8calib.engines.replay.folder import (
     LoadContext,
@@ -26,6 +26,7 @@ from fp8calib.engines.replay.query_scales import (
     list_zero_points,
 )
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
+from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
@@ -34,10 +35,17 @@ from fp8calib.engines.replay.verdicts import (
     Status,
     judge_number,
 )
-from fp8calib.engines.vllm.model_types import EXPANDED_TYPES, UNSUPPORTED_TYPES
+from fp8calib.engines.vllm.model_types import (
+    BFLOAT16_TYPES,
+    EXPANDED_TYPES,
+    TYPES_WITHOUT_CACHE_CONFIG,
+    TYPES_WITHOUT_KV_SCALES,
+    UNSUPPORTED_TYPES,
+)
 from fp8calib.engines.vllm.quantization_config import KvMethod, find_kv_method
 from fp8calib.engines.vllm.releases import Release
-from fp8calib.engines.vllm.tensor_names import NAMES_FIX, name_vllm_parameter, refuse_unmapped
+from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
+from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
@@ -73,9 +81,9 @@ def replay_vllm(
     context = LoadContext(folder, geometry, files)
     quantization = find_quantization(folder, keys=_CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
-    if method is None:
-        return _check_unquantized(context)
     layers = _judge_layers(context, quantization, method, tp, release)
+    if method is None:
+        return EngineReport(layers=tuple(layers), problems=tuple(context.problems))
     if method is not KvMethod.NONE:
         _note_loaded(context, method, release)
     if geometry.has_latent_attention:
@@ -96,25 +104,56 @@ def replay_vllm(
 def _judge_layers(
     context: LoadContext,
     quantization: Mapping[str, object],
-    method: KvMethod,
+    method: KvMethod | None,
     tp: int,
     release: Release,
 ) -> list[LayerVerdict]:
-    loaded = _load(context, method, _list_excluded(quantization, method))
+    loader = make_loader(context, method, _find_places(context, quantization, method))
+    refuse_faults(context, loader)
+    loaded = context.load(loader.find_slot)
     scheme = quantization.get("kv_cache_scheme")
-    per_head = isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
-    _check_shapes(context, method, per_head=per_head)
-    if method is KvMethod.COMPRESSED_TENSORS:
-        if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
-            raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
-        layers = _judge_compressed_layers(context, loaded, tp, per_head=per_head)
-    else:
-        attentions = _list_attentions(context.geometry)
-        layers = [_judge(context, method, loaded, *item) for item in attentions]
-    _note_dtype_flag(context, method, has_scheme=isinstance(scheme, dict))
-    if release.runs_on_gpus:
+    is_compressed = method is KvMethod.COMPRESSED_TENSORS
+    per_head = is_compressed and isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
+    if method is not None:
+        _check_shapes(context, method, per_head=per_head)
+    if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
+        raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
+    layers = []
+    for index, attention in _list_attentions(context.geometry):
+        bare = _explain_bare(context, method, attention, has_scheme=isinstance(scheme, dict))
+        if bare is not None:
+            layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
+        elif is_compressed:
+            heads = attention if per_head else None
+            layers.append(_judge_compressed_layer(context, index, loaded, heads, tp))
+        else:
+            layers.append(_judge(context, loaded, index))
+    if method is not None:
+        _note_dtype_flag(context, method, has_scheme=isinstance(scheme, dict))
+    if method is not None and release.runs_on_gpus:
         _note_gpus(context, method, per_head=per_head)
     return layers
+
+
+def _find_places(
+    context: LoadContext, quantization: Mapping[str, object], method: KvMethod | None
+) -> dict[str, int]:
+    """Find the `Attention` modules that have parameters for scales, with their layers.
+
+    An expression in the list `exclude` of a Quark config can match some.
+    """
+    excluded = quantization.get("exclude")
+    targets = excluded if method is KvMethod.QUARK and isinstance(excluded, list) else []
+    is_placeless = context.geometry.model_type in TYPES_WITHOUT_KV_SCALES
+    if is_placeless or method in (None, KvMethod.NONE):
+        return {}
+    return {
+        path: index
+        for index, attention in _list_attentions(context.geometry)
+        if _has_heads(context, attention)
+        for path in (f"{attention.checkpoint_module}.attn",)
+        if not any(matches_target(target, path) for target in targets)
+    }
 
 
 def _misread_latents(layer: LayerVerdict) -> LayerVerdict:
@@ -142,67 +181,35 @@ _UNCHANGED = (
 )
 
 
-def _check_unquantized(context: LoadContext) -> EngineReport:
-    stray = next(iter(context.scales.values()), None)
-    if stray is not None:
-        why = f"{stray}: without a quantization_config no module has a place for it (ValueError)"
-        fix = "add the quantization_config of kv-overlay to config.json"
-        raise Refusal(why, fix=fix)
-    layers = (
-        context.judge_absent_layer(index, why="", fix="")
-        for index, _ in _list_attentions(context.geometry)
-    )
-    return EngineReport(layers=tuple(layers))
-
-
 def _list_attentions(geometry: ModelGeometry) -> list[tuple[int, Attention]]:
     return [(layer.index, attention) for layer, attention in geometry.attentions()]
 
 
-def _list_excluded(quantization: Mapping[str, object], method: KvMethod) -> list[object]:
-    """List what a Quark config excludes; an expression there can match attention layers."""
-    excluded = quantization.get("exclude")
-    return excluded if method is KvMethod.QUARK and isinstance(excluded, list) else []
-
-
-def _load(
-    context: LoadContext, method: KvMethod, excluded: Sequence[object]
-) -> dict[Slot, StoredScale]:
-    places: dict[str, Slot] = {
-        f"{layer}.{role}_scale": (index, role)
-        for index, attention in _list_attentions(context.geometry)
-        if _has_kv_scales(context, attention) and method is not KvMethod.NONE
-        for layer in (f"{attention.checkpoint_module}.attn",)
-        if not any(matches_target(target, layer) for target in excluded)
-        for role in (Role.K, Role.V)
-    }
-    refuse_unmapped(context, method)
-    return context.load(lambda name: places.get(name_vllm_parameter(name, method)))
-
-
-def _has_kv_scales(context: LoadContext, attention: Attention) -> bool:
+def _has_heads(context: LoadContext, attention: Attention) -> bool:
+    """Check whether vLLM caches K and V of a layer by heads, in an `Attention`."""
     return attention.kind == "heads" or context.geometry.model_type in EXPANDED_TYPES
 
 
-def _judge(
-    context: LoadContext,
-    method: KvMethod,
-    loaded: dict[Slot, StoredScale],
-    index: int,
-    attention: Attention,
-) -> LayerVerdict:
-    if not _has_kv_scales(context, attention) or method is KvMethod.NONE:
-        return _judge_bare_layer(context, index, attention)
-    rules = PairRules("vLLM", is_negative, _NO_PARAMETER, NAMES_FIX)
+def _judge(context: LoadContext, loaded: dict[Slot, StoredScale], index: int) -> LayerVerdict:
+    dtype = find_served_dtype(context.geometry, bfloat16_types=BFLOAT16_TYPES)
+    rules = PairRules("vLLM", is_negative, _NO_PARAMETER, NAMES_FIX, dtype)
     return judge_pair(context, index, loaded, rules)
 
 
-def _judge_bare_layer(context: LoadContext, index: int, attention: Attention) -> LayerVerdict:
-    why, fix = "the quantization method has no parameters for KV scales", "write a kv-overlay"
-    if attention.kind == "latent":
+def _explain_bare(
+    context: LoadContext, method: KvMethod | None, attention: Attention, *, has_scheme: bool
+) -> tuple[str, str] | None:
+    """Say why no scale of a layer is used, and what to do; None where scales are used."""
+    if attention.kind == "latent" and not _has_heads(context, attention):
         why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
-        fix = "serve it with 1.0, or with SGLang and ModelOpt's names"
-    return context.judge_absent_layer(index, why=why, fix=fix)
+        return why, "serve it without scales: latents are cached with 1.0"
+    if method in (None, KvMethod.NONE):
+        return "the quantization method has no parameters for KV scales", "write a kv-overlay"
+    turns_on = method is KvMethod.COMPRESSED_TENSORS and has_scheme
+    if context.geometry.model_type in TYPES_WITHOUT_CACHE_CONFIG and not turns_on:
+        why = f"vLLM's {context.geometry.model_type} caches 16 bits whatever --kv-cache-dtype says"
+        return why, "write a kv-overlay: its kv_cache_scheme makes the cache FP8"
+    return None
 
 
 def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> None:
@@ -228,20 +235,17 @@ def _fits_query(stored: StoredScale, attention: Attention) -> bool:
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
-def _judge_compressed_layers(
-    context: LoadContext, loaded: dict[Slot, StoredScale], tp: int, *, per_head: bool
-) -> list[LayerVerdict]:
-    verdicts = []
-    for index, attention in _list_attentions(context.geometry):
-        if not _has_kv_scales(context, attention):
-            verdicts.append(_judge_bare_layer(context, index, attention))
-            continue
-        k, v = (
-            _judge_compressed(context, (index, role), loaded, attention if per_head else None, tp)
-            for role in (Role.K, Role.V)
-        )
-        verdicts.append(LayerVerdict(layer=index, k=k, v=v))
-    return verdicts
+def _judge_compressed_layer(
+    context: LoadContext,
+    index: int,
+    loaded: dict[Slot, StoredScale],
+    heads: Attention | None,
+    tp: int,
+) -> LayerVerdict:
+    k, v = (
+        _judge_compressed(context, (index, role), loaded, heads, tp) for role in (Role.K, Role.V)
+    )
+    return LayerVerdict(layer=index, k=k, v=v)
 
 
 def _judge_compressed(

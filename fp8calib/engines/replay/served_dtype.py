@@ -1,0 +1,20 @@
+"""The dtype in which engines serve a model, for what they store in that dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8calib.geometry.model_geometry import ModelGeometry
+
+
+def find_served_dtype(
+    geometry: ModelGeometry, *, bfloat16_types: tuple[str, ...] = ()
+) -> torch.dtype:
+    """Find the 16-bit dtype a model is served in; fp32 checkpoints are served in bfloat16.
+
+    Args:
+        geometry: the model.
+        bfloat16_types: types that are served in bfloat16 even if the checkpoint is in float16.
+    """
+    is_half = geometry.checkpoint_dtype == "float16" and geometry.model_type not in bfloat16_types
+    return torch.float16 if is_half else torch.bfloat16
