@@ -34,6 +34,7 @@ MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized
 SCHEME = {"type": "float", "num_bits": 8}
 SPARSITY = {"format": "sparse-24-bitmask", "targets": ["Linear"]}
 ONE_GROUP = {"group_0": {"targets": ["re:^none$"], "weights": None}}
+TEXT = {"weights": {"type": "float", "num_bits": 8, "strategy": "tensor"}}
 OF_ATTENTION = {"group_0": {"targets": ["LlamaAttention"], "weights": None}}
 
 
@@ -64,6 +65,26 @@ OF_ATTENTION = {"group_0": {"targets": ["LlamaAttention"], "weights": None}}
             PAIR,
             "used",
         ),
+        ({**PER_TENSOR, "ignore": None}, PAIR, "refused"),
+        ({**PER_TENSOR, "ignore": 7}, PAIR, "refused"),
+        ({**PER_TENSOR, "ignore": [7]}, PAIR, "refused"),
+        ({**PER_TENSOR, "ignore": {}}, PAIR, "used"),
+        ({**PER_TENSOR, "ignore": "re:.*"}, PAIR, "used"),
+        ({**PER_TENSOR, "config_groups": {"g": {**TEXT, "targets": "Linear"}}}, PAIR, "used"),
+        (
+            {**PER_TENSOR, "config_groups": {"g": {**TEXT, "targets": "Linear"}}, "ignore": []},
+            PAIR,
+            "refused",
+        ),
+        ({**PER_TENSOR, "config_groups": {"g": {"targets": "Attention"}}}, PAIR, "refused"),
+        ({**PER_TENSOR, "config_groups": {"g": {**TEXT, "targets": ""}}}, PAIR, "used"),
+        ({**PER_TENSOR, "config_groups": {"g": {**TEXT, "targets": {}}}}, PAIR, "used"),
+        ({**PER_TENSOR, "config_groups": {"g": {**TEXT, "targets": [7]}}}, PAIR, "refused"),
+        ({**MODELOPT, "ignore": None}, PROJECTIONS, "refused"),
+        ({**MODELOPT, "ignore": "*"}, PROJECTIONS, "refused"),
+        ({**MODELOPT, "ignore": [7]}, PROJECTIONS, "refused"),
+        ({**FP8, "ignored_layers": None}, PAIR, "used"),
+        ({**FP8, "quant_method": "deepseek_v4_fp8"}, PAIR, "used"),
         ({**QUARK, "exclude": None}, OUTPUTS, "refused"),
         ({**QUARK, "exclude": ["re:.*_proj$", "lm_head"]}, OUTPUTS, "used"),
         ({**QUARK, "exclude": ["re:.*self_attn.*"]}, OUTPUTS, "dropped"),

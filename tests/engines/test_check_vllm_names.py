@@ -10,7 +10,9 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from tests.dialects.handmade import latent_stats, make_geometry
 from tests.engines.check_handmade import (
     FP8,
+    MODELOPT,
     PER_TENSOR,
+    QUARK,
     ask,
     both,
     plain_geometry,
@@ -50,6 +52,164 @@ def test_models_it_does_not_run_are_refused(tmp_path: Path, model_type: str) -> 
     folder = save_folder(tmp_path / "f", spell(*PAIR), quantization=PER_TENSOR)
 
     assert statuses(ask("vllm", folder, plain_geometry(model_type=model_type))) == both("refused")
+
+
+WEIGHTS = spell("k_proj.weight", "v_proj.weight", "o_proj.weight", value=[[1.0]])
+
+
+@pytest.mark.parametrize("quantization", [PER_TENSOR, FP8, MODELOPT])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.2.self_attn.k_scale",
+        "mtp.layers.0.self_attn.k_scale",
+        "model.layers.0.self_attn.q_proj.q_scale",
+        "model.layers.0.self_attn.k_proj.k_zero_point",
+        "model.layers.0.mlp.k_scale",
+        "model.layers.0.self_attn.attn.kv_scale",
+        "model.layers.0.self_attn.K_scale",
+        "model.layers.0.self_attn.key_scale",
+        "model.layers.0.self_attn._k_scale",
+        "model.layers.0.self_attn.k_cache_scale",
+        "layers.0.self_attn.k_scale",
+        "k_scale",
+    ],
+)
+def test_a_name_without_a_parameter_stops_the_loader(
+    tmp_path: Path, quantization: dict[str, object], name: str
+) -> None:
+    scales = spell(*PAIR) | WEIGHTS
+    plain = save_folder(tmp_path / "plain", scales, quantization=quantization)
+    stray = save_folder(tmp_path / "stray", {**scales, name: 0.5}, quantization=quantization)
+
+    assert ask("vllm", plain).ok
+    report = ask("vllm", stray)
+    assert statuses(report) == both("refused")
+    assert name in report.layers[0].k.why
+
+
+@pytest.mark.parametrize(
+    "suffix", ["o_proj.input_scale", "o_proj.weight_scale", "o_proj.output_scale", "input_scale"]
+)
+def test_scales_of_weights_that_are_not_quantized_stop_the_loader(
+    tmp_path: Path, suffix: str
+) -> None:
+    scales = spell(*PAIR) | WEIGHTS | spell(suffix, layers=1)
+
+    report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR))
+
+    assert statuses(report) == both("refused")
+    assert suffix in report.layers[0].k.why
+
+
+def test_scales_of_weights_that_the_config_quantizes_have_a_place(tmp_path: Path) -> None:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": "float", "num_bits": 8, "strategy": "tensor"},
+    }
+    quantization = {**PER_TENSOR, "ignore": [], "config_groups": {"group_0": group}}
+    scales = spell(*PAIR) | WEIGHTS | spell("o_proj.weight_scale")
+
+    assert ask("vllm", save_folder(tmp_path / "f", scales, quantization=quantization)).ok
+
+
+OUTPUTS = ("k_proj.output_scale", "v_proj.output_scale")
+
+
+@pytest.mark.parametrize("quantization", [FP8, QUARK])
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "status"),
+    [
+        ("llama", "Handmade", "used"),
+        ("qwen3_moe", "Handmade", "used"),
+        ("gemma2", "Handmade", "refused"),
+        ("qwen2_moe", "Handmade", "refused"),
+        ("smollm3", "Handmade", "refused"),
+        ("gemma2", "PaliGemmaForConditionalGeneration", "used"),
+        ("llama", "VipLlavaForConditionalGeneration", "refused"),
+    ],
+)
+def test_quarks_names_are_lost_where_k_proj_becomes_qkv_proj_first(
+    tmp_path: Path,
+    quantization: dict[str, object],
+    model_type: str,
+    architecture: str,
+    status: str,
+) -> None:
+    folder = save_folder(tmp_path / "f", spell(*OUTPUTS) | WEIGHTS, quantization=quantization)
+
+    report = ask("vllm", folder, plain_geometry(model_type=model_type, architecture=architecture))
+
+    assert statuses(report) == both(status)
+    assert ("qkv_proj" in report.layers[0].k.why) == (status == "refused")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "statuses_", "number"),
+    [
+        (PER_TENSOR, "used", 0.25),
+        (FP8, "dropped", 1.0),
+        (MODELOPT, "dropped", 1.0),
+        (QUARK, "dropped", 1.0),
+        ({**PER_TENSOR, "kv_cache_scheme": None}, "dropped", 1.0),
+    ],
+)
+def test_the_cache_of_falcon_is_fp8_only_with_a_scheme_of_compressed_tensors(
+    tmp_path: Path, quantization: dict[str, object], statuses_: str, number: float
+) -> None:
+    folder = save_folder(tmp_path / "f", spell(*PAIR), quantization=quantization)
+
+    report = ask("vllm", folder, plain_geometry(model_type="falcon"))
+
+    assert (statuses(report), values(report)) == (both(statuses_), [(number, number)] * 2)
+
+
+@pytest.mark.parametrize("quantization", [FP8, MODELOPT, QUARK])
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "held"),
+    [
+        ("llama", "bfloat16", 0.0123291015625),
+        ("llama", "float32", 0.0123291015625),
+        ("llama", "float16", 0.0123443603515625),
+        ("gemma2", "float16", 0.0123291015625),
+    ],
+)
+def test_scales_are_rounded_to_the_dtype_that_the_model_is_served_in(
+    tmp_path: Path, quantization: dict[str, object], model_type: str, dtype: str, held: float
+) -> None:
+    """What vLLM 0.32 held on a CPU with --dtype auto; compressed-tensors' scales stay fp32."""
+    geometry = plain_geometry(model_type=model_type, checkpoint_dtype=dtype)
+    scales = spell("k_scale", value=0.0123456) | spell("v_scale", value=0.5)
+    folder = save_folder(tmp_path / "f", scales, quantization=quantization)
+    exact = save_folder(tmp_path / "g", scales, quantization=PER_TENSOR)
+
+    report = ask("vllm", folder, geometry)
+
+    assert report.ok
+    assert values(report) == [(held, 0.5)] * 2
+    assert any("are rounded to" in problem for problem in report.problems)
+    assert values(ask("vllm", exact, geometry))[0][0] == pytest.approx(0.0123456, rel=1e-7)
+
+
+@pytest.mark.parametrize(("value", "status"), [(2e-8, "refused"), (7e4, "misread")])
+def test_a_scale_outside_float16_is_refused_or_infinite(
+    tmp_path: Path, value: float, status: str
+) -> None:
+    folder = save_folder(tmp_path / "f", spell(*PAIR, value=value), quantization=FP8)
+
+    report = ask("vllm", folder, plain_geometry(checkpoint_dtype="float16"))
+
+    assert statuses(report) == both(status)
+    assert ask("vllm", folder).ok
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_bare_scales_of_latents_are_skipped(tmp_path: Path, model_type: str) -> None:
+    folder = save_folder(tmp_path / "f", spell(*PAIR, layers=1))
+
+    report = ask("vllm", folder, _latent(model_type))
+
+    assert (statuses(report), values(report)) == ([("dropped", "dropped")], [(1.0, 1.0)])
 
 
 def _latent(model_type: str) -> ModelGeometry:

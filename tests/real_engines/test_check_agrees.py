@@ -58,8 +58,16 @@ EXCLUDED = {
     "exclude": ["re:.*"],
     "export": {**QUARK["export"], "pack_method": "reorder"},
 }
+LISTED = {
+    **QUARK,
+    "exclude": [*IGNORED, "lm_head"],
+    "export": {**QUARK["export"], "pack_method": "reorder"},
+}
 ZERO_POINTS = {"k_zero_point": [0.0, 0.0], "v_zero_point": [0.0, 0.0]}
 FOUR_BITS = {**PER_TENSOR, "kv_cache_scheme": {**PER_TENSOR["kv_cache_scheme"], "num_bits": 4}}
+
+TEXT_TARGETS = {"g": {"targets": "Linear", "weights": PER_TENSOR["kv_cache_scheme"]}}
+ODD = {"k_scale": 0.0123456, "v_scale": 0.5}
 
 Scales = Mapping[str, object]
 
@@ -111,6 +119,26 @@ CASES: Mapping[str, tuple[object, Scales]] = {
     "modelopt mixed without kv": (MIXED, {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}),
     "modelopt probabilities": (UNQUANTIZED, {**PAIR, "prob_output_scale": 0.5}),
     "modelopt pair": (UNQUANTIZED, {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}),
+    "ct odd number": (PER_TENSOR, ODD),
+    "fp8 odd number": (FP8, ODD),
+    "modelopt odd number": (UNQUANTIZED, ODD),
+    "quark odd number": (LISTED, {"k_proj.output_scale": 0.0123456, "v_proj.output_scale": 0.5}),
+    "fp8 of deepseek_v4": ({**FP8, "quant_method": "deepseek_v4_fp8"}, ODD),
+    "ct ignore null": ({**PER_TENSOR, "ignore": None}, PAIR),
+    "ct ignore a text": ({**PER_TENSOR, "ignore": "re:.*"}, PAIR),
+    "ct targets a text": ({**PER_TENSOR, "config_groups": TEXT_TARGETS}, PAIR),
+    "ct targets a text, nothing ignored": (
+        {**PER_TENSOR, "config_groups": TEXT_TARGETS, "ignore": []},
+        PAIR,
+    ),
+    "modelopt ignore null": ({**MODELOPT, "ignore": None}, PAIR),
+    "ct q under its projection": (PER_TENSOR, {**PAIR, "q_proj.q_scale": 0.5}),
+    "ct zero point under a projection": (PER_TENSOR, {**PAIR, "k_proj.k_zero_point": 0.0}),
+    "ct another spelling": (PER_TENSOR, {**PAIR, "K_scale": 0.5}),
+    "ct scale of the cache": (PER_TENSOR, {**PAIR, "k_cache_scale": 0.5}),
+    "ct scale of an input": (PER_TENSOR, {**PAIR, "o_proj.input_scale": 0.5}),
+    "fp8 scale of a weight": (FP8, {**PAIR, "o_proj.weight_scale": 0.5}),
+    "fp8 zero points": (FP8, {**PAIR, "k_zero_point": 0.0}),
     "modelopt kv only": (
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
         {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5},
@@ -157,6 +185,25 @@ def test_vllm_holds_what_check_says(tmp_path: Path, vllm: VllmServer, name: str)
     if not is_refused:
         held = {i: (_finite(k), _finite(v)) for i, (k, v) in answer.scales().items()}
         assert held == {layer.layer: (layer.k.value, layer.v.value) for layer in report.layers}
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(2e-8, "float16"), (7e4, "float16"), (0.1, "auto")])
+def test_vllm_rounds_scales_as_check_says(
+    tmp_path: Path, vllm: VllmServer, value: float, dtype: str
+) -> None:
+    folder = tmp_path / "case" / "model"
+    folder.parent.mkdir()
+    _save(folder, FP8, {"k_scale": value, "v_scale": value})
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "float32" if dtype == "auto" else dtype
+    (folder / "config.json").write_text(json.dumps(config))
+    (layer, _) = _ask(folder).layers
+
+    answer = vllm(folder, kv_cache_dtype="fp8", dtype=dtype)
+
+    assert bool(answer.error) == (layer.k.status is Status.REFUSED), answer.error
+    if not answer.error:
+        assert _finite(answer.scales()[0][0]) == layer.k.value
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "MXFP8", None])

@@ -18,7 +18,13 @@ from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.dialects.kv.parse_names import is_of_draft_layer, is_probability_scale, parse_name
 from fp8calib.dialects.metadata import DTYPE_KEY
-from fp8calib.engines.replay.verdicts import LayerVerdict, LoadVerdict, Refusal, Status
+from fp8calib.engines.replay.verdicts import (
+    EngineReport,
+    LayerVerdict,
+    LoadVerdict,
+    Refusal,
+    Status,
+)
 from fp8calib.errors import ModelError, VerificationError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Role
@@ -249,6 +255,10 @@ class LoadContext:
         stored = (self.folder.tensors.get(file, {}) for file in self.files)
         return {name: entry for tensors in stored for name, entry in tensors.items()}
 
+    def report(self, layers: Iterable[LayerVerdict]) -> EngineReport:
+        """Report the verdicts, and each problem once."""
+        return EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(self.problems)))
+
     def load(self, find_slot: Callable[[str], Slot | None]) -> dict[Slot, StoredScale]:
         """Assign each scale to a layer by the engine's rules for names; the last one wins."""
         loaded: dict[Slot, StoredScale] = {}
@@ -291,6 +301,17 @@ class LoadContext:
         text = f"the checkpoint has no {slot[1]}_scale for this layer"
         fix = "calibrate the layer; a layer that reads another one's cache gets that layer's scale"
         return LoadVerdict(status=status, value=value, why=text, fix=fix)
+
+
+def open_indexed(folder: ScaleFolder, geometry: ModelGeometry, *, error: str) -> LoadContext:
+    """Open the files that the index names, or all where there is none, as vLLM and SGLang do.
+
+    Raises:
+        Refusal: a file is missing or damaged; `error` is what the engine raises at a missing one.
+    """
+    files = find_indexed(folder, error=error) if folder.has_index else folder.files
+    require_readable(folder, files)
+    return LoadContext(folder, geometry, files)
 
 
 def _is_of_draft_layer(geometry: ModelGeometry, name: str) -> bool:

@@ -16,8 +16,7 @@ from fp8calib.engines.replay.folder import (
     ScaleFolder,
     Slot,
     StoredScale,
-    find_indexed,
-    require_readable,
+    open_indexed,
 )
 from fp8calib.engines.replay.kv_cache_method import PairRules, is_not_positive, judge_pair
 from fp8calib.engines.replay.quantization_config import find_quantization
@@ -59,9 +58,7 @@ def replay_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Engi
         Refusal: SGLang does not start.
     """
     del tp  # every rank uses the same number
-    files = find_indexed(folder, error="RuntimeError") if folder.has_index else folder.files
-    require_readable(folder, files)
-    context = LoadContext(folder, geometry, files)
+    context = open_indexed(folder, geometry, error="RuntimeError")
     fault = _find_fault(folder, geometry)
     places = {} if fault else _find_places(geometry)
     model_type = find_sglang_type(geometry)
@@ -72,7 +69,7 @@ def replay_sglang(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Engi
         for layer, attention in geometry.attentions()
     ]
     note_unread(context, "SGLang does not read it, and does not use it to quantize the query")
-    report = EngineReport(layers=tuple(layers), problems=tuple(context.problems))
+    report = context.report(layers)
     doubled = "SGLang uses it as a scale for e4m3fn, and doubles it on AMD gfx94x"
     return amend_for_dtype(report, folder, fnuz=doubled, e5m2=_E5M2)
 

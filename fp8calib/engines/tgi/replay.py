@@ -70,7 +70,7 @@ def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
         context.problems.append(
             "kv_cache_torch_dtype is read only by the branch of pull request 2028"
         )
-    report = EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(context.problems)))
+    report = context.report(layers)
     return amend_for_dtype(report, folder, fnuz=_FNUZ, e5m2=_E5M2)
 
 

@@ -79,11 +79,8 @@ def replay_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
         for layer, attention in geometry.attentions()
     ]
     note_unread(context, "reported as unexpected")
-    report = EngineReport(
-        layers=tuple(layers),
-        problems=tuple(dict.fromkeys(context.problems)),
-        weights=_judge_experts(quantization, folder, geometry),
-    )
+    experts = _judge_experts(quantization, folder, geometry)
+    report = context.report(layers).model_copy(update={"weights": experts})
     return amend_for_dtype(report, folder, fnuz=_FNUZ, e5m2=_E5M2)
 
 

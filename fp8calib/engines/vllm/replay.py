@@ -9,8 +9,7 @@ from fp8calib.engines.replay.folder import (
     ScaleFolder,
     Slot,
     StoredScale,
-    find_indexed,
-    require_readable,
+    open_indexed,
 )
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -76,19 +75,17 @@ def replay_vllm(
     if geometry.model_type in UNSUPPORTED_TYPES:
         why = f"{release.title} does not run {geometry.model_type}"
         raise Refusal(why, fix="use another engine")
-    files = find_indexed(folder, error="FileNotFoundError") if folder.has_index else folder.files
-    require_readable(folder, files)
-    context = LoadContext(folder, geometry, files)
+    context = open_indexed(folder, geometry, error="FileNotFoundError")
     quantization = find_quantization(folder, keys=_CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
     layers = _judge_layers(context, quantization, method, tp, release)
     if method is None:
-        return EngineReport(layers=tuple(layers), problems=tuple(context.problems))
+        return context.report(layers)
     if method is not KvMethod.NONE:
         _note_loaded(context, method, release)
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
-    report = EngineReport(layers=tuple(layers), problems=tuple(context.problems))
+    report = context.report(layers)
     is_unchanged = method is KvMethod.COMPRESSED_TENSORS
     if not release.runs_on_gpus:
         return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)

@@ -39,7 +39,8 @@ def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
         if is_of_draft_layer(context.geometry, module):
             continue
         why = loader.find_fault(name)
-        if why and not (is_companion(name) and is_quantized(module)):
+        is_of_weight = is_companion(name) and not loader.maps_outputs(name)
+        if why and not (is_of_weight and is_quantized(module)):
             raise _refuse(context, loader, name, why)
 
 

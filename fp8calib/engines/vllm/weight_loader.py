@@ -116,11 +116,14 @@ class WeightLoader:
             return name
         for pattern, new in _REGEXES:
             name = pattern.sub(new, name)
-        if self.method in (KvMethod.FP8, KvMethod.QUARK):
-            for suffix, new in _OUTPUTS.items():
-                if name.endswith(suffix) and not self._fuses(name):
-                    name = name.removesuffix(suffix) + new
+        if self.maps_outputs(name) and not self._fuses(name):
+            suffix = next(suffix for suffix in _OUTPUTS if name.endswith(suffix))
+            return name.removesuffix(suffix) + _OUTPUTS[suffix]
         return name
+
+    def maps_outputs(self, name: str) -> bool:
+        """Check whether a name is Quark's, and the quantization method maps those."""
+        return self.method in (KvMethod.FP8, KvMethod.QUARK) and name.endswith(tuple(_OUTPUTS))
 
     def find_fault(self, name: str) -> str:
         """Say why the loader raises an error for a tensor of this name; empty where it does not."""

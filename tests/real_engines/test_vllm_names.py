@@ -1,0 +1,134 @@
+"""Which names of scales stop vLLM's weight loader is what `check` says, name by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.dialects.kv.parse_names import is_probability_scale, parse_name
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale, open_folder
+from fp8calib.engines.replay.verdicts import Status
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.model.geometry_from_config import read_geometry
+from tests import zoo
+from tests.architectures.families import FAMILIES, SIZES
+from tests.engines.check_handmade import PER_TENSOR
+from tests.engines.test_check_vllm_loader import ELSEWHERE, IN_ATTENTION
+from tests.real_engines.exports import HEADS, LATENT, WIDTH
+from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, TIMEOUT_S
+
+WORKER = Path(__file__).with_name("vllm_names.py")
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": WIDTH,
+    "gemma2": HEADS,
+    "gpt2": WIDTH,
+    "gpt_neox": WIDTH,
+    "falcon": WIDTH,
+    "opt": {**WIDTH, "word_embed_proj_dim": 128},
+    "starcoder2": WIDTH,
+    "mixtral": WIDTH,
+    "qwen3_moe": HEADS,
+    "qwen3_next": HEADS,
+    "deepseek_v3": LATENT,
+    "jamba": {**SIZES, **FAMILIES["jamba"], **WIDTH},
+}
+"""Model types, and the changes with which vLLM takes them on a CPU."""
+Outcomes = Mapping[str, list[str] | str]
+"""By name: the parameters that a tensor is loaded into, or the error."""
+METHODS = ("none", "compressed-tensors", "fp8")
+COMPANIONS = ("input_scale", "weight_scale", "output_scale", "k_scale", "weight_zero_point")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Outcomes]:
+    """Let vLLM's loaders try all names, model by model."""
+    root = tmp_path_factory.mktemp("names")
+    jobs = {}
+    for family in MODELS:
+        for method in METHODS:
+            folder = root / f"{family}-{method}"
+            _save(family, method, folder)
+            jobs[str(folder)] = _list_names(open_folder(folder), _read(folder))
+    job, result = root / "job.json", root / "result.json"
+    job.write_text(json.dumps(jobs))
+    command = [PYTHON, WORKER, job, result]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRONMENT, capture_output=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, list[str] | str]] = json.loads(result.read_text())
+    return {Path(folder).name: outcomes for folder, outcomes in found.items()} | {
+        "": {str(root): ""}
+    }
+
+
+def _save(family: str, method: str, folder: Path) -> None:
+    changes = dict(MODELS[family])
+    if family in zoo.ZOO:
+        zoo.save(family, folder, **changes)
+    else:
+        zoo.ZOO[family] = {}
+        zoo.save(family, folder, **changes)
+        del zoo.ZOO[family]
+    config = json.loads((folder / "config.json").read_text())
+    names = next(iter(open_folder(folder).tensors.values()))
+    ignored = [name.rpartition(".")[0] for name in names]
+    quantization = {
+        "none": None,
+        "compressed-tensors": PER_TENSOR,
+        "fp8": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignored},
+    }[method]
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _read(folder: Path) -> ModelGeometry:
+    return read_geometry(folder, open_folder(folder).config)
+
+
+def _list_names(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
+    paths = [attention.checkpoint_module for _, attention in geometry.attentions()]
+    (stored,) = folder.tensors.values()
+    modules = {name.rpartition(".")[0] for name in stored if name.endswith(".weight")}
+    names = [f"{path}.{suffix}" for path in paths for suffix in IN_ATTENTION]
+    names += [f"{module}.{suffix}" for module in sorted(modules) for suffix in COMPANIONS]
+    return [*dict.fromkeys([*names, *ELSEWHERE])]
+
+
+def _ask(folder: ScaleFolder, geometry: ModelGeometry, name: str) -> bool:
+    """Say whether `check` says that vLLM refuses the folder with this tensor."""
+    ((file, stored),) = folder.tensors.items()
+    entry = TensorEntry(dtype="F32", shape=(1,), start=0, stop=4)
+    is_scale = parse_name(name) is not None or is_probability_scale(name)
+    scale = StoredScale(name=name, file=file, shape=(1,), values=(0.25,))
+    changed = replace(
+        folder,
+        tensors={file: {**stored, name: entry}},
+        scales={file: {name: scale} if is_scale else {}},
+    )
+    report = check_folder(changed, geometry, ["vllm==0.32"], 1).engines["vllm==0.32"]
+    return report.layers[0].k.status is Status.REFUSED
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", MODELS)
+def test_check_refuses_the_names_that_stop_the_loader(
+    answers: Mapping[Path, Outcomes], family: str, method: str
+) -> None:
+    path = next(path for path in answers if path.name == f"{family}-{method}")
+    folder, geometry, outcomes = open_folder(path), _read(path), answers[path]
+    assert len(outcomes) > len(IN_ATTENTION)
+
+    found = {name: _ask(folder, geometry, name) for name in outcomes}
+
+    assert found == {name: isinstance(outcome, str) for name, outcome in outcomes.items()}
