@@ -89,6 +89,7 @@ def read_scales(
         per_head=parsed.per_head,
         scales=scales,
         origin=parsed.origin,
+        dialect=dialect.name,
     )
     return FoundScales(
         dialect=dialect.name,

@@ -44,8 +44,12 @@ class Numerics:
     kv_joint_dtypes: Mapping[str, str] = field(default_factory=dict)
     """By model type, and under "" for all others: the dtype to which a scale is rounded that the
     file stores for k and v together. Without an entry it is not rounded."""
+    kv_rounded_dialects: frozenset[str] = frozenset()
+    """The dialects whose scales, q's too, are rounded to the dtype that the model is served in."""
     kv_scales_latents: bool = True
     """The cache of latent attention (MLA) uses scales; if not, they are replaced by 1.0."""
+    kv_misread_latents: frozenset[str] = frozenset()
+    """The dialects whose scales of latents multiply what was stored without them."""
     quantizes_query: bool = False
     """q is quantized statically when the KV cache is FP8, with `q_scale` or 1.0."""
     query_by_reciprocal: bool = False

@@ -73,6 +73,8 @@ class ScaleTable:
     """Sites where the rule could not be applied and the amax was used, with the reason."""
     origin: CalibrationOrigin | None = None
     """None if it was not recorded."""
+    dialect: str = ""
+    """The name of the dialect from which it was read; empty if it was computed."""
 
     def kv(self, attention: Attention, rank: int = 0) -> float:
         """Give the one scale that covers k and v of a layer on `rank`: the larger of the two.

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from fp8calib.checkpoint.header import TensorEntry
-from fp8calib.engines.replay.folder import LoadContext, ScaleFolder
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.quantization_config import KvMethod
 from fp8calib.engines.vllm.weight_loader import WeightLoader, make_loader

@@ -99,8 +99,9 @@ def quantizers(
     subject: Subject, numerics: Numerics, values: Any = (THIRD,), **settings: Any
 ) -> dict[Role, Quantizer]:
     """Give what the product does to K, V and q of layer 0."""
+    dialect = settings.pop("dialect", "")
     table = make_table(subject, torch.tensor(values), **settings)
-    found = emulate_kv(table, numerics)
+    found = emulate_kv(replace(table, dialect=dialect), numerics)
     attention = first_attention(subject)
     roles = (Role.K, Role.V, Role.Q)
     return {role: found[attention.site(role)] for role in roles if attention.site(role) in found}

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8calib.engines.replay.folder import (
-    LoadContext,
-    ScaleFolder,
-    find_indexed,
-    require_readable,
-)
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.load_context import open_indexed
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -31,7 +27,7 @@ def replay_constant(
     Raises:
         Refusal: the files cannot be opened.
     """
-    context = open_context(folder, geometry)
+    context = open_indexed(folder, geometry, error="an error")
     layers = [
         context.judge_absent_layer(layer.index, why=why, fix=FIX)
         for layer, _ in geometry.attentions()
@@ -40,17 +36,6 @@ def replay_constant(
         layers=tuple(_replace_value(layer, value) for layer in layers),
         problems=tuple(context.problems),
     )
-
-
-def open_context(folder: ScaleFolder, geometry: ModelGeometry) -> LoadContext:
-    """Open the files that the index names, else all.
-
-    Raises:
-        Refusal: one is missing or damaged.
-    """
-    files = find_indexed(folder, error="an error") if folder.has_index else folder.files
-    require_readable(folder, files)
-    return LoadContext(folder, geometry, files)
 
 
 def _replace_value(layer: LayerVerdict, value: float | None) -> LayerVerdict:
@@ -72,7 +57,7 @@ def refuse_lmdeploy(folder: ScaleFolder, geometry: ModelGeometry) -> None:
     quantization = find_quantization(folder, keys=keys)
     if quantization is not None and (method := quantization.get("quant_method")) != "fp8":
         raise Refusal(f"Unsupported quant method: {method!a:.40} (TypeError)", fix=FIX)
-    stray = next(iter(open_context(folder, geometry).scales.values()), None)
+    stray = next(iter(open_indexed(folder, geometry, error="an error").scales.values()), None)
     if stray is not None:
         raise Refusal(f"{stray}: its models have no parameter of that name (KeyError)", fix=FIX)
 

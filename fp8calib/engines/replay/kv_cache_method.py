@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8calib.engines.replay.folder import LoadContext, Slot, StoredScale
+from fp8calib.engines.replay.folder import StoredScale
+from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.parse_names import is_probability_scale, parse_name
-from fp8calib.engines.replay.folder import LoadContext, StoredScale
+from fp8calib.engines.replay.folder import StoredScale
+from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.geometry.sites import Role
 
 

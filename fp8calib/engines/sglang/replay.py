@@ -11,14 +11,9 @@ from collections.abc import Mapping
 
 from fp8calib.dialects.dialect import Spelling
 from fp8calib.dialects.kv.parse_names import parse_name
-from fp8calib.engines.replay.folder import (
-    LoadContext,
-    ScaleFolder,
-    Slot,
-    StoredScale,
-    open_indexed,
-)
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import PairRules, is_not_positive, judge_pair
+from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype

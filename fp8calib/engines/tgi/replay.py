@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fp8calib.engines.replay.folder import LoadContext, ScaleFolder, StoredScale, require_readable
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.load_context import LoadContext, require_readable
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.query_scales import note_unread

@@ -13,14 +13,8 @@ from collections.abc import Mapping
 import torch
 
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.engines.replay.folder import (
-    LoadContext,
-    ScaleFolder,
-    Slot,
-    StoredScale,
-    find_indexed,
-    require_readable,
-)
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
+from fp8calib.engines.replay.load_context import LoadContext, Slot, find_indexed, require_readable
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8calib.engines.replay.folder import (
-    LoadContext,
-    ScaleFolder,
-    Slot,
-    StoredScale,
-    open_indexed,
-)
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
     is_negative,
     judge_pair,
     require_scalar,
 )
+from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.query_scales import (
@@ -29,11 +24,10 @@ from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
-    LoadVerdict,
     Refusal,
     Status,
-    judge_number,
 )
+from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compressed_layer
 from fp8calib.engines.vllm.model_types import (
     BFLOAT16_TYPES,
     EXPANDED_TYPES,
@@ -46,7 +40,6 @@ from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
-from fp8calib.geometry.sites import Role
 
 _CONFIG_KEYS = (
     "quantization_config",
@@ -58,9 +51,6 @@ _NO_GROUPS = "attn_head without config_groups: vLLM does not know the number of 
 _NEEDS_FLASH_ATTENTION = (
     "per-head scales need FlashAttention 3 or later; on a backend that takes one number, the "
     "largest of a layer serves all its heads"
-)
-_NO_PARAMETER = (
-    "vLLM's model has no parameter of that name and ignores it without a warning, so it uses 1.0"
 )
 
 
@@ -122,7 +112,7 @@ def _judge_layers(
             layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
         elif is_compressed:
             heads = attention if per_head else None
-            layers.append(_judge_compressed_layer(context, index, loaded, heads, tp))
+            layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
         else:
             layers.append(_judge(context, loaded, index))
     if method is not None:
@@ -189,7 +179,7 @@ def _has_heads(context: LoadContext, attention: Attention) -> bool:
 
 def _judge(context: LoadContext, loaded: dict[Slot, StoredScale], index: int) -> LayerVerdict:
     dtype = find_served_dtype(context.geometry, bfloat16_types=BFLOAT16_TYPES)
-    rules = PairRules("vLLM", is_negative, _NO_PARAMETER, NAMES_FIX, dtype)
+    rules = PairRules("vLLM", is_negative, NO_PARAMETER, NAMES_FIX, dtype)
     return judge_pair(context, index, loaded, rules)
 
 
@@ -230,66 +220,6 @@ def _fits_query(stored: StoredScale, attention: Attention) -> bool:
     """Check that vLLM can reduce a scale of q to one maximum per KV head."""
     groups, rest = divmod(stored.numel, attention.num_heads // attention.num_kv_heads)
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
-
-
-def _judge_compressed_layer(
-    context: LoadContext,
-    index: int,
-    loaded: dict[Slot, StoredScale],
-    heads: Attention | None,
-    tp: int,
-) -> LayerVerdict:
-    k, v = (
-        _judge_compressed(context, (index, role), loaded, heads, tp) for role in (Role.K, Role.V)
-    )
-    return LayerVerdict(layer=index, k=k, v=v)
-
-
-def _judge_compressed(
-    context: LoadContext,
-    slot: Slot,
-    loaded: dict[Slot, StoredScale],
-    heads: Attention | None,
-    tp: int,
-) -> LoadVerdict:
-    stored = loaded.get(slot)
-    if stored is None:
-        return _unloaded(context, slot, loaded)
-    if heads is not None:
-        return _judge_heads(context, stored, heads.num_kv_heads, tp)
-    return judge_number(require_scalar(stored, "vLLM"), str(stored))
-
-
-def _unloaded(context: LoadContext, slot: Slot, loaded: dict[Slot, StoredScale]) -> LoadVerdict:
-    k = loaded.get((slot[0], Role.K))
-    if k is not None and k.name.endswith(".kv_scale"):
-        why = (
-            f"{k} becomes k_scale, and compressed-tensors' method does not copy it to v_scale, "
-            "so it uses 1.0"
-        )
-        fix = "store it as k_scale and as v_scale"
-        return LoadVerdict(status=Status.DEFAULTED, value=1.0, why=why, fix=fix)
-    return context.judge_absent(slot, why=_NO_PARAMETER, fix=NAMES_FIX)
-
-
-def _judge_heads(context: LoadContext, stored: StoredScale, num_heads: int, tp: int) -> LoadVerdict:
-    """Judge per-head scales: each rank takes its slice; one number is repeated on a single rank."""
-    if stored.numel < num_heads and not (stored.numel == 1 and tp == 1):
-        why = f"{stored} has shape {list(stored.shape)} for {num_heads} KV heads: RuntimeError"
-        raise Refusal(why, fix=f"store [{num_heads}, 1, 1], or strategy tensor with one number")
-    used = stored.values[:num_heads]
-    bad = [value for value in used if not 0 < value < float("inf")]
-    if bad:
-        return judge_number(bad[0], str(stored))
-    largest = max(used)
-    if stored.numel > num_heads:
-        why = f"{stored} has {stored.numel} numbers, of which vLLM uses the first {num_heads}"
-        return LoadVerdict(
-            status=Status.MISREAD, value=largest, why=why, fix="write one number per KV head"
-        )
-    if stored.numel < num_heads:
-        context.problems.append("attn_head with one number per layer: it is used for all heads")
-    return judge_number(largest, f"the largest of {stored.numel} heads, {stored}")
 
 
 def _note_dtype_flag(context: LoadContext, method: KvMethod, *, has_scheme: bool) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from fp8calib.engines.replay.folder import LoadContext, Slot
+from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.vllm.model_types import (
     LENIENT_TO_COMPANIONS,
     LOADERS,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -34,6 +37,8 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
         VerificationError: the engine cannot use such scales.
     """
     _check_usable(table, numerics)
+    if table.dialect in numerics.kv_rounded_dialects:
+        table = _round_scales(table, numerics)
     quantizers: dict[Site, Quantizer] = {}
     for _, attention in table.geometry.attentions():
         for role in (Role.K, Role.V):
@@ -65,11 +70,38 @@ def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
             hint="is the file of another model? the ranks must divide the attention heads",
         )
     is_scaled = any(bool((scale.values != 1).any()) for scale in table.scales.values())
+    is_misread = table.dialect in numerics.kv_misread_latents
+    if is_misread and table.geometry.has_latent_attention and is_scaled:
+        raise VerificationError(
+            f"{numerics.name} stores latents without these scales, but multiplies by them",
+            hint="serve the model without scales of latents, or with 1.0",
+        )
     if table.fmt is E5M2 and is_scaled and not numerics.kv_scales_e5m2:
         raise VerificationError(
             f"{numerics.name} uses no scales with an e5m2 KV cache",
             hint="use --fp8-dtype e4m3fn; e5m2 is verified only at scale 1.0",
         )
+
+
+def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
+    """Round scales to the dtype that the model is served in.
+
+    Raises:
+        VerificationError: one becomes zero or infinite.
+    """
+    dtype = find_served_dtype(table.geometry)
+    rounded = {}
+    for site, scale in table.scales.items():
+        values = scale.values.to(dtype).float()
+        if not bool(((values > 0) & values.isfinite()).all()):
+            name = str(dtype).removeprefix("torch.")
+            raise VerificationError(
+                f"{numerics.name} rounds scales to {name}, in which that of {site} is "
+                f"{values.max().item():g}",
+                hint="store the scales as compressed-tensors does (kv-overlay): they stay fp32",
+            )
+        rounded[site] = replace(scale, values=values)
+    return replace(table, scales=rounded)
 
 
 def _kv_scale_values(
