@@ -98,7 +98,7 @@ def _round(context: LoadContext, value: float, dtype: torch.dtype) -> float:
     rounded = float(torch.tensor(value).to(dtype))
     if rounded != value and not math.isnan(value):
         name = str(dtype).removeprefix("torch.")
-        context.problems.append(f"scales are rounded to {name}, the model's dtype")
+        context.problems.append(f"scales are rounded to the model's {name}")
     return rounded
 
 
