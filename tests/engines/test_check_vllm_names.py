@@ -120,11 +120,14 @@ OUTPUTS = ("k_proj.output_scale", "v_proj.output_scale")
 @pytest.mark.parametrize(
     ("model_type", "architecture", "status"),
     [
-        ("llama", "Handmade", "used"),
-        ("qwen3_moe", "Handmade", "used"),
-        ("gemma2", "Handmade", "refused"),
-        ("qwen2_moe", "Handmade", "refused"),
-        ("smollm3", "Handmade", "refused"),
+        *(
+            (model_type, "Handmade", "used")
+            for model_type in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+        ),
+        *(
+            (model_type, "Handmade", "refused")
+            for model_type in ("cohere", "gemma2", "olmo", "opt", "qwen2_moe", "smollm3")
+        ),
         ("gemma2", "PaliGemmaForConditionalGeneration", "used"),
         ("llama", "VipLlavaForConditionalGeneration", "refused"),
     ],

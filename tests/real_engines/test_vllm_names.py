@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from fp8calib.engines.replay.verdicts import Status
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
 from tests import zoo
-from tests.architectures.families import FAMILIES, SIZES
-from tests.engines.check_handmade import PER_TENSOR
+from tests.architectures import families
+from tests.engines.check_handmade import PER_TENSOR, QUARK
 from tests.engines.test_check_vllm_loader import ELSEWHERE, IN_ATTENTION
 from tests.real_engines.exports import HEADS, LATENT, WIDTH
 from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, TIMEOUT_S
@@ -29,6 +29,9 @@ from tests.real_engines.vllm_job import ENVIRONMENT, PYTHON, TIMEOUT_S
 WORKER = Path(__file__).with_name("vllm_names.py")
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": WIDTH,
+    "mistral": WIDTH,
+    "qwen2": WIDTH,
+    "qwen3": HEADS,
     "gemma2": HEADS,
     "gpt2": WIDTH,
     "gpt_neox": WIDTH,
@@ -39,12 +42,12 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": HEADS,
     "qwen3_next": HEADS,
     "deepseek_v3": LATENT,
-    "jamba": {**SIZES, **FAMILIES["jamba"], **WIDTH},
+    "jamba": WIDTH,
 }
 """Model types, and the changes with which vLLM takes them on a CPU."""
 Outcomes = Mapping[str, list[str] | str]
 """By name: the parameters that a tensor is loaded into, or the error."""
-METHODS = ("none", "compressed-tensors", "fp8")
+METHODS = ("none", "compressed-tensors", "fp8", "quark")
 COMPANIONS = ("input_scale", "weight_scale", "output_scale", "k_scale", "weight_zero_point")
 
 
@@ -65,31 +68,31 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Outcomes]:
         command, env=os.environ | ENVIRONMENT, capture_output=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, list[str] | str]] = json.loads(result.read_text())
-    return {Path(folder).name: outcomes for folder, outcomes in found.items()} | {
-        "": {str(root): ""}
-    }
+    found: dict[str, Outcomes] = json.loads(result.read_text())
+    return {Path(folder): outcomes for folder, outcomes in found.items()}
 
 
 def _save(family: str, method: str, folder: Path) -> None:
-    changes = dict(MODELS[family])
     if family in zoo.ZOO:
-        zoo.save(family, folder, **changes)
+        zoo.save(family, folder, **MODELS[family])
     else:
-        zoo.ZOO[family] = {}
-        zoo.save(family, folder, **changes)
-        del zoo.ZOO[family]
-    config = json.loads((folder / "config.json").read_text())
-    names = next(iter(open_folder(folder).tensors.values()))
+        families.save(family, {**families.FAMILIES[family], **MODELS[family]}, folder)
+    (names,) = open_folder(folder).tensors.values()
     ignored = [name.rpartition(".")[0] for name in names]
-    quantization = {
-        "none": None,
-        "compressed-tensors": PER_TENSOR,
-        "fp8": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignored},
-    }[method]
-    if quantization is not None:
-        config["quantization_config"] = quantization
+    config = json.loads((folder / "config.json").read_text())
+    if method != "none":
+        config["quantization_config"] = _make_config(method, ignored)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def _make_config(method: str, ignored: Sequence[str]) -> Mapping[str, object]:
+    """Make a config that quantizes no weight."""
+    if method == "fp8":
+        return {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ignored}
+    if method == "quark":
+        export = {**QUARK["export"], "pack_method": "reorder"}  # type: ignore[dict-item]
+        return {**QUARK, "exclude": ignored, "export": export}
+    return PER_TENSOR
 
 
 def _read(folder: Path) -> ModelGeometry:

@@ -171,6 +171,18 @@ def test_vllm_rounds_scales_that_are_not_compressed_tensors(
         assert float(exact[role].scale) == pytest.approx(0.0123456, rel=1e-7)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "held"), [("llama", 0.0123443603515625), ("gemma2", 0.0123291015625)]
+)
+def test_vllm_rounds_to_float16_where_it_serves_a_model_in_it(
+    llama: Subject, model_type: str, held: float
+) -> None:
+    changes = {"checkpoint_dtype": "float16", "model_type": model_type}
+    half = replace(llama, geometry=llama.geometry.model_copy(update=changes))
+    found = quantizers(half, find_emulated("vllm")[1], (0.0123456,), dialect="quark")
+    assert float(found[Role.K].scale) == held  # type: ignore[arg-type]
+
+
 def test_a_scale_that_the_rounding_ruins_is_refused(llama: Subject) -> None:
     geometry = llama.geometry.model_copy(update={"checkpoint_dtype": "float16"})
     half = replace(llama, geometry=geometry)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
 from fp8calib.engines.vllm.engine import OLDER_VLLM
+from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES
 from fp8calib.engines.vllm.numerics import (
+    BFLOAT16_SOURCE,
     CT_FOLDER,
     E5M2_SOURCE,
     FUSED_SOURCE,
@@ -43,6 +45,7 @@ _NUMERICS = Numerics(
     kv_by_reciprocal=True,
     kv_scales_e5m2=False,
     kv_rounded_dialects=ROUNDED_DIALECTS,
+    bfloat16_types=BFLOAT16_TYPES,
     kv_heads_share_largest=True,
     kv_scales_latents=False,
     input_by_reciprocal=True,
@@ -66,6 +69,7 @@ _NUMERICS = Numerics(
         "cpu_attn_reshape_and_cache (k_inv, v_inv)",
         "kv_scales_e5m2": E5M2_SOURCE,
         "kv_rounded_dialects": ROUNDED_SOURCE,
+        "bfloat16_types": BFLOAT16_SOURCE,
         "kv_heads_share_largest": f"{CT_FOLDER}/compressed_tensors.py "
         "CompressedTensorsKVCacheMethod.process_weights_after_loading (_k_scale_float); "
         "v1/attention/backends/cpu_attn.py forward",

@@ -10,6 +10,7 @@ from fp8calib.engines.numerics import (
     SMALLEST_TOKEN_SCALE,
     Numerics,
 )
+from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES
 from fp8calib.engines.vllm.releases import Release
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
@@ -30,6 +31,7 @@ ROUNDED_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/quantization/kv_cache.py KVCacheScaleParameter: a tensor of "
     "the model's default dtype; compressed-tensors' method makes its own in fp32; run"
 )
+BFLOAT16_SOURCE = "vLLM 0.32.0 config/model.py _FLOAT16_NOT_SUPPORTED_MODELS"
 SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 SKIP_SOURCE = "vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers"
 
@@ -37,6 +39,7 @@ _NUMERICS = Numerics(
     name="vllm",
     kv_scales_e5m2=False,
     kv_rounded_dialects=ROUNDED_DIALECTS,
+    bfloat16_types=BFLOAT16_TYPES,
     kv_scales_latents=False,
     quantizes_query=True,
     query_by_reciprocal=True,
@@ -56,6 +59,7 @@ _NUMERICS = Numerics(
         "kv_skip_flag": SKIP_SOURCE,
         "kv_scales_e5m2": E5M2_SOURCE,
         "kv_rounded_dialects": ROUNDED_SOURCE,
+        "bfloat16_types": BFLOAT16_SOURCE,
         "kv_scales_latents": LATENT_SOURCE,
         "quantizes_query": "vLLM 0.32.0 model_executor/layers/attention/attention.py "
         "Attention.__init__ (query_quant); v1/attention/backends/flash_attn.py: all but "

@@ -89,7 +89,7 @@ def _round_scales(table: ScaleTable, numerics: Numerics) -> ScaleTable:
     Raises:
         VerificationError: one becomes zero or infinite.
     """
-    dtype = find_served_dtype(table.geometry)
+    dtype = find_served_dtype(table.geometry, bfloat16_types=numerics.bfloat16_types)
     rounded = {}
     for site, scale in table.scales.items():
         values = scale.values.to(dtype).float()
