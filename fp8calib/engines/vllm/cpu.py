@@ -58,7 +58,7 @@ _NUMERICS = Numerics(
     run=frozenset(
         {
             *("kv_rounding", "kv_by_reciprocal", "kv_heads_share_largest", "kv_scales_latents"),
-            *("fused_share_scales", "weights_through_float16"),
+            *("kv_rounded_dialects", "fused_share_scales", "weights_through_float16"),
         }
     ),
     sources={

@@ -29,7 +29,7 @@ LATENT_SOURCE = f"{CT_FOLDER}/compressed_tensors.py get_quant_method: Attention,
 ROUNDED_DIALECTS = frozenset({"autofp8", "modelopt", "quark"})
 ROUNDED_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/quantization/kv_cache.py KVCacheScaleParameter: a tensor of "
-    "the model's default dtype; compressed-tensors' method makes its own in fp32; run"
+    "the model's default dtype; compressed-tensors' method makes its own in fp32"
 )
 BFLOAT16_SOURCE = "vLLM 0.32.0 config/model.py _FLOAT16_NOT_SUPPORTED_MODELS"
 SKIP_FLAG = "--kv-cache-dtype-skip-layers"
@@ -54,7 +54,7 @@ _NUMERICS = Numerics(
     weights_through_float16=True,
     modelopt_keeps_equal_scales=True,
     kv_skip_flag=SKIP_FLAG,
-    run=frozenset({"kv_scales_latents"}),
+    run=frozenset({"kv_rounded_dialects", "kv_scales_latents"}),
     sources={
         "kv_skip_flag": SKIP_SOURCE,
         "kv_scales_e5m2": E5M2_SOURCE,
