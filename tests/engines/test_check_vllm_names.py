@@ -54,6 +54,10 @@ def test_models_it_does_not_run_are_refused(tmp_path: Path, model_type: str) -> 
     assert statuses(ask("vllm", folder, plain_geometry(model_type=model_type))) == both("refused")
 
 
+EXCLUDING_QUARK = {
+    **QUARK,
+    "exclude": [name.removesuffix(".weight") for name in spell("o_proj.weight", "q_norm.weight")],
+}
 WEIGHTS = spell("k_proj.weight", "v_proj.weight", "o_proj.weight", value=[[1.0]])
 
 
@@ -88,18 +92,58 @@ def test_a_name_without_a_parameter_stops_the_loader(
     assert name in report.layers[0].k.why
 
 
+@pytest.mark.parametrize("quantization", [PER_TENSOR, EXCLUDING_QUARK])
 @pytest.mark.parametrize(
-    "suffix", ["o_proj.input_scale", "o_proj.weight_scale", "o_proj.output_scale", "input_scale"]
+    "suffix",
+    [
+        *("o_proj.input_scale", "o_proj.weight_scale", "o_proj.output_scale", "input_scale"),
+        *("q_norm.output_scale", "q_norm.weight_zero_point"),
+    ],
 )
 def test_scales_of_weights_that_are_not_quantized_stop_the_loader(
-    tmp_path: Path, suffix: str
+    tmp_path: Path, quantization: dict[str, object], suffix: str
 ) -> None:
-    scales = spell(*PAIR) | WEIGHTS | spell(suffix, layers=1)
+    norms = spell("q_norm.weight", value=[1.0])
+    scales = spell(*PAIR) | WEIGHTS | norms | spell(suffix, layers=1)
 
-    report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR))
+    report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=quantization))
 
     assert statuses(report) == both("refused")
     assert suffix in report.layers[0].k.why
+
+
+@pytest.mark.parametrize("quantization", [PER_TENSOR, EXCLUDING_QUARK])
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [
+        ("model.layers.0.self_attn.o_proj.weight_scale", False),
+        ("model.layers.0.self_attn.q_norm.input_scale", False),
+        ("model.layers.0.self_attn.o_proj.output_scale", True),
+        ("model.layers.0.self_attn.k_proj.weight_scale", True),
+        ("lm_head.weight_scale", True),
+    ],
+)
+def test_the_loader_of_qwen3_moe_ignores_some_scales_of_weights(
+    tmp_path: Path, quantization: dict[str, object], name: str, is_refused: bool
+) -> None:
+    norms = spell("q_norm.weight", value=[1.0]) | {"lm_head.weight": [[1.0]]}
+    scales = spell(*PAIR) | WEIGHTS | norms | {name: 1.0}
+    folder = save_folder(tmp_path / "f", scales, quantization=quantization)
+
+    report = ask("vllm", folder, plain_geometry(model_type="qwen3_moe"))
+
+    assert (statuses(report) == both("refused")) is is_refused
+
+
+def test_the_number_of_an_expert_is_not_that_of_a_draft_layer(tmp_path: Path) -> None:
+    expert = spell("experts.2.down_proj.k_scale", path="model.layers.{}.mlp")
+    draft = spell(*PAIR, layers=1, path="model.layers.2.self_attn")
+    geometry = plain_geometry(num_draft_layers=1)
+    stray = save_folder(tmp_path / "stray", spell(*PAIR) | expert, quantization=PER_TENSOR)
+    drafted = save_folder(tmp_path / "drafted", spell(*PAIR) | draft, quantization=PER_TENSOR)
+
+    assert statuses(ask("vllm", stray, geometry)) == both("refused")
+    assert ask("vllm", drafted, geometry).ok
 
 
 def test_scales_of_weights_that_the_config_quantizes_have_a_place(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.vllm.model_types import CREATED_LINEARS, PLAIN_HEAD_TYPES
 from fp8calib.engines.vllm.releases import Release
+from fp8calib.engines.vllm.weight_loader import ignores_companion
 from fp8calib.engines.weights.group_schemes import GroupSchemes, Section, list_strings
 from fp8calib.engines.weights.linear_loader import (
     Found,
@@ -58,6 +59,7 @@ class VllmLinearLoader(LinearLoader):
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
         kind = _NewerSchemes if release.reads_exclude_modules else GroupSchemes
         self._schemes = kind(section, folder.config)
+        self._model_type = geometry.model_type
         self._renames = geometry.model_type in _RENAMING_TYPES
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
         self._created = CREATED_LINEARS.get(geometry.model_type, ())
@@ -98,8 +100,9 @@ class VllmLinearLoader(LinearLoader):
         return Outcome(effect=Effect.REFUSED, what=what, source=_EXPERTS)
 
     def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
-        """Judge a tensor without a parameter: vLLM stops."""
-        if suffix in _DROPPED:
+        """Judge a tensor without a parameter: most models' loaders stop."""
+        names = (member.name(suffix) for member in group.members)
+        if suffix in _DROPPED or all(ignores_companion(self._model_type, each) for each in names):
             return None
         error = "AttributeError" if len(group.members) > 1 else "ValueError"
         what = f"has no parameter in vLLM ({error})"

@@ -27,7 +27,7 @@ _WEIGHTS = (".weight", ".weight_packed", ".qweight")
 def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
     """Refuse a folder where the name of a scale stops the loader.
 
-    Scales of quantized weights are judged with these (`engines/weights`).
+    Scales of quantized weights are judged elsewhere (`linear_loader.py`).
 
     Raises:
         Refusal: naming the scale.

@@ -38,8 +38,9 @@ _REGEXES = (
 )
 """`QuantizationConfig.get_cache_scale_mapper`, in its order, applied one after another."""
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
-_RENAMED = re.compile(r"\.(?:[qkv]_proj|gate_proj|up_proj|experts)\.")
-"""Modules that loaders rename before they look for a parameter, which is then an error."""
+_RENAMED = re.compile(r"(?:^|\.)(?:[qkv]_proj|gate_proj|up_proj|experts|lm_head)\.")
+"""Modules that loaders rename before they look for a parameter, which is then an error; and the
+output layer, which the outermost loader fills."""
 _OUTPUTS = {
     **{f".{role}_proj.output_scale": f".attn.{role}_scale" for role in _ROLES},
     ".self_attn.prob_output_scale": ".self_attn.attn.prob_scale",
@@ -81,6 +82,12 @@ def is_scale_name(name: str) -> bool:
 def is_companion(name: str) -> bool:
     """Check whether a name is that of the scale or zero point of a weight or of its input."""
     return _COMPANION.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def ignores_companion(model_type: str, name: str) -> bool:
+    """Check whether the loader of a type ignores this scale of a weight without a parameter."""
+    is_ignored = name.endswith((".weight_scale", ".input_scale")) and not _RENAMED.search(name)
+    return is_ignored and model_type in LENIENT_TO_COMPANIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +152,8 @@ class WeightLoader:
         parent, _, leaf = mapped.rpartition(".")
         if self.skips and mapped.startswith(self.skips):
             return True
-        if self.model_type in LENIENT_TO_COMPANIONS and leaf in ("weight_scale", "input_scale"):
-            return parent in self.stored and not _RENAMED.search(mapped)
+        if ignores_companion(self.model_type, mapped):
+            return parent in self.stored
         if self.kind is LoaderKind.LENIENT:
             is_mapped = leaf in _IGNORED or (self.method is None and mapped.endswith(_UNMAPPED))
             is_renamed = bool(_RENAMED.search(mapped)) and not _PROJECTION.search(mapped)
