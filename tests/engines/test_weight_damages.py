@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
@@ -111,3 +112,24 @@ def test_damages_in_tgi(tmp_path: Path, find_base: FindBase, name: str, pair: Pa
     expected = "refused" if name in refused else "misread" if name in MISREAD_BY_TGI else "ok"
     assert (str(verdict.status) if verdict else "ok") == expected
     assert verdict is None or (refused | MISREAD_BY_TGI)[name] in verdict.why
+
+
+@pytest.mark.parametrize("gone", [".0.block_sparse_moe.experts.3.", ".1.block_sparse_moe.experts."])
+@pytest.mark.parametrize("pair", [(CT, "fp8-static"), ("modelopt", "fp8-static")])
+def test_experts_that_are_not_stored(tmp_path: Path, pair: Pair, gone: str) -> None:
+    """Both are loaded by vLLM 0.32.0, which computes with uninitialised memory (run)."""
+    base = make(tmp_path / "base", *pair, "mixtral")
+    geometry = read_geometry(base, open_folder(base).config)
+
+    def remove(_: object, tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if gone in name]:
+            del tensors[name]
+
+    folder = copy_damaged(base, tmp_path / "case", remove)
+
+    reports = check_folder(open_folder(folder), geometry, ["vllm==0.32", "sglang"], 1).engines
+    for report in reports.values():
+        assert report.weights is not None
+        assert report.weights.status == "misread"
+        assert f"layers{gone}" in report.weights.why
+    assert check_folder(open_folder(base), geometry, ["vllm==0.32"], 1).engines["vllm==0.32"].ok

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,7 +118,7 @@ def list_groups(
     is_surplus = _make_surplus_test(known, geometry)
     for group in (
         *_group_plain(plain, known, beside),
-        *(_group_experts(path, found, beside) for path, found in experts.items()),
+        *_group_experts(experts, _count_experts(experts, known, geometry), beside),
     ):
         yield replace(group, is_surplus=True) if is_surplus(group.path) else group
 
@@ -208,30 +208,66 @@ def _make_linear(
     )
 
 
-def _group_experts(
-    path: str, found: list[tuple[int, str]], beside: Mapping[str, Mapping[str, TensorEntry]]
-) -> LinearGroup:
-    """Group the experts of a layer, each with all projections that any of them has.
+def _count_experts(
+    paths: Collection[str], known: Mapping[str, Linear], geometry: ModelGeometry
+) -> dict[str, int]:
+    """Count the experts of each decoder layer that has some, by the path that others have.
 
     Args:
-        path: of the experts.
-        found: the number and the projection of each expert's linear.
+        paths: of the experts that are stored, by layer.
+        known: the other linears of decoder layers, by path.
+        geometry: the model's; its paths may be other ones than the checkpoint's.
+    """
+    first = _LAYER.match(next(iter(known), ""))
+    if first is None:
+        return {}
+    counts = {
+        layer.index: number
+        for layer in geometry.layers
+        if (number := max((linear.num_experts for linear in layer.linears), default=0))
+    }
+    found = (_LAYER.match(path) for path in paths)
+    ends = {each.string[each.end() :] for each in found if each and each[1] == first[1]}
+    return {f"{first[1]}{index}.{end}": number for end in ends for index, number in counts.items()}
+
+
+def _group_experts(
+    experts: Mapping[str, Collection[tuple[int, str]]],
+    counts: Mapping[str, int],
+    beside: Mapping[str, Mapping[str, TensorEntry]],
+) -> Iterator[LinearGroup]:
+    """Group the experts of each layer, each with all projections that any expert has.
+
+    Args:
+        experts: the number and the projection of each expert's linear, by the path of the layer's.
+        counts: how many experts the model has, by path.
         beside: all tensors of the checkpoint.
     """
-    shapes = {projection: Counter[Shape]() for _, projection in found}
-    for number, projection in found:
-        if (weight := beside[f"{path}.{number}.{projection}"].get(WEIGHT)) is not None:
-            shapes[projection][weight.shape] += 1
-    members = (
-        StoredLinear(
-            module=f"{path}.{number}.{projection}",
-            shape=_read_matrix(next(iter(counted.most_common(1)), ((), 0))[0]),
-            tensors=beside.get(f"{path}.{number}.{projection}", {}),
+    shapes: dict[str, Counter[Shape]] = defaultdict(Counter)
+    own: dict[tuple[str, str], Counter[Shape]] = defaultdict(Counter)
+    for path, found in experts.items():
+        for number, projection in found:
+            weight = beside[f"{path}.{number}.{projection}"].get(WEIGHT)
+            found_shapes = [] if weight is None else [weight.shape]
+            shapes[projection].update(found_shapes)
+            own[path, projection].update(found_shapes)
+    for path in dict.fromkeys((*experts, *counts)):
+        found = experts.get(path, ())
+        number = max(counts.get(path, 0), *(number + 1 for number, _ in found), 0)
+        members = (
+            StoredLinear(
+                module=f"{path}.{expert}.{projection}",
+                shape=_read_matrix(_find_commonest(own[path, projection] or every)),
+                tensors=beside.get(f"{path}.{expert}.{projection}", {}),
+            )
+            for expert in range(number)
+            for projection, every in shapes.items()
         )
-        for number in range(max(number for number, _ in found) + 1)
-        for projection, counted in shapes.items()
-    )
-    return LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
+        yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
+
+
+def _find_commonest(shapes: Counter[Shape]) -> Shape:
+    return next((shape for shape, _ in shapes.most_common(1)), ())
 
 
 def _read_matrix(shape: Shape) -> tuple[int, int]:
