@@ -25,6 +25,7 @@ HEAD = """# What is assumed of engines, and how it is known
 `check` replays loading rules, and `verify` emulates arithmetic. *Run* means that the result was
 compared with the engine itself, *loader run* with the engine's own code that loads scales. *Read*
 means that only the source was read: such a rule is an assumption until someone runs the engine.
+A rule that does not say that it was run was read.
 `tests/engines/test_documentation.py` makes these tables from the records in `fp8calib/engines/`.
 """
 ARITHMETIC = """
@@ -32,8 +33,8 @@ ARITHMETIC = """
 
 What differs from the plain rule (divide in fp32, saturate, round to nearest even). It is true for
 Hopper GPUs, unless the engine is for a CPU. Not emulated: the order of sums, accumulation in fewer
-bits than fp32, and FlashInfer's own quantization of inputs in vLLM's block linears, for batches of
-fewer than 32 tokens.
+bits than fp32, the running maximum of softmax over tiles (the maximum of the row is used), and
+FlashInfer's own quantization of inputs in vLLM's block linears, for fewer than 32 tokens.
 """
 
 
@@ -118,6 +119,23 @@ def list_loader_sources() -> Iterator[tuple[str, str]]:
                 yield found[1], found[2]
 
 
+def list_loading_rules() -> Iterator[tuple[str, str]]:
+    """List the modules and the tables in them whose docstrings name a source."""
+    for path in sorted(ENGINE_FOLDER.glob("**/*.py")):
+        tree = ast.parse(path.read_text())
+        place = path.relative_to(ENGINE_FOLDER).with_suffix("").as_posix()
+        texts = {place: ast.get_docstring(tree) or ""}
+        for one, after in pairwise(tree.body):
+            target = one.target if isinstance(one, ast.AnnAssign) else None
+            target = one.targets[0] if isinstance(one, ast.Assign) else target
+            value = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+                texts[f"{place}: {target.id.strip('_')}"] = str(value.value)
+        for rule, text in texts.items():
+            if SOURCE.search(text):
+                yield f"`{rule}`", " ".join(text.split())
+
+
 def describe_releases() -> Iterator[tuple[str, str, str]]:
     meanings = read_meanings(Release)
     for each in fields(Release):
@@ -141,6 +159,12 @@ def make_page() -> str:
         lines += ["", f"### {engine.release}, `{engine.key}`", ""]
         rows = (describe_field(numerics, name, meanings) for name in sorted(numerics.sources))
         lines += make_table(("field", "what it means", "known by", "source"), rows)
+    lines += [
+        "",
+        "## Loading rules",
+        "",
+        *make_table(("rule", "what it follows"), list_loading_rules()),
+    ]
     lines += ["", "## Parameters of linears and of KV scales, and how tensors fill them", ""]
     lines += make_table(("source", "known by"), list_loader_sources())
     lines += ["", "## FP8 weights that engines do not load as they are", ""]
@@ -153,6 +177,7 @@ def make_page() -> str:
 
 
 ENGINE_FOLDER = Path(__file__).parents[2] / "fp8calib" / "engines"
+SOURCE = re.compile(r"\.py|\d\.\d|commit [0-9a-f]{6}")
 KNOWN_BY = re.compile(r"(.+), ((?:run|read).*)")
 ENGINE_COLUMNS = ("engine", "`--engine`", "release", "loading", "arithmetic")
 RULE_COLUMNS = ("engine", "weights", "effect", "why", "known by", "source")

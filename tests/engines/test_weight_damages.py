@@ -13,7 +13,15 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
 from tests.engines.test_check_weights import PAIRS, WHOLE, make
-from tests.engines.weight_damages import CT, DAMAGES, Damage, Verdict, copy_damaged
+from tests.engines.weight_damages import (
+    CT,
+    DAMAGES,
+    STATIC,
+    Damage,
+    Verdict,
+    add,
+    copy_damaged,
+)
 
 REFUSED_BY_TGI = {
     "no weight scale": ".weight_scale",
@@ -133,3 +141,19 @@ def test_experts_that_are_not_stored(tmp_path: Path, pair: Pair, gone: str) -> N
         assert report.weights.status == "misread"
         assert f"layers{gone}" in report.weights.why
     assert check_folder(open_folder(base), geometry, ["vllm==0.32"], 1).engines["vllm==0.32"].ok
+
+
+@pytest.mark.parametrize("suffix", ["weight_scale", "input_scale"])
+@pytest.mark.parametrize("module", ["model.norm", "model.foo"])
+@pytest.mark.parametrize("pair", STATIC)
+def test_scales_beside_no_linear(
+    tmp_path: Path, find_base: FindBase, pair: Pair, module: str, suffix: str
+) -> None:
+    """They stop vLLM 0.32.0 with a ValueError (run)."""
+    base, geometry = find_base(pair)
+    folder = copy_damaged(base, tmp_path / "case", add(suffix, module))
+
+    report = check_folder(open_folder(folder), geometry, ["vllm==0.32"], 1).engines["vllm==0.32"]
+
+    assert report.layers[0].k.status == "refused"
+    assert f"{module}.{suffix}" in report.layers[0].k.why

@@ -14,6 +14,7 @@ from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
 from fp8calib.errors import VerificationError, shorten
+from fp8calib.geometry.module_paths import split_expert
 
 NAMES_FIX = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
 _STRAY_FIX = "remove the tensor: no engine has a place for it"
@@ -47,7 +48,10 @@ def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
 def _make_test(context: LoadContext, tensors: Mapping[str, TensorEntry]) -> Callable[[str], bool]:
     """Make a test of whether vLLM may have parameters for the scales of a module's weight."""
     if any(_is_quantized(name, entry) for name, entry in tensors.items()):
-        return lambda _: True
+        stored = {name.rpartition(".")[0] for name, entry in tensors.items() if _is_matrix(entry)}
+        meant = {linear.checkpoint_name or "" for _, linear in context.geometry.linears()}
+        linears = stored | {name.removesuffix(".weight") for name in meant}
+        return lambda module: module in linears or split_expert(module) is not None
     try:
         _, find_scheme = load_finder(context.folder.path, context.folder.config)
     except VerificationError:
@@ -65,6 +69,10 @@ def _make_test(context: LoadContext, tensors: Mapping[str, TensorEntry]) -> Call
         return True
 
     return is_quantized
+
+
+def _is_matrix(entry: TensorEntry) -> bool:
+    return len(entry.shape) > 1
 
 
 def _is_quantized(name: str, entry: TensorEntry) -> bool:
