@@ -136,6 +136,25 @@ def test_exclude_modules_in_config_json(
 
 
 @pytest.mark.parametrize(
+    ("engine", "section", "status"),
+    [
+        ("vllm", {"exclude_modules": None}, "refused"),
+        ("vllm", {"exclude_modules": "lm_head"}, "refused"),
+        ("vllm", {"exclude_modules": None, "ignore": []}, "used"),
+        ("vllm==0.32", {"exclude_modules": None}, "used"),
+        ("vllm==0.32", {"ignore": None}, "refused"),
+    ],
+)
+def test_a_list_of_modules_that_is_none(
+    tmp_path: Path, engine: str, section: dict[str, object], status: str
+) -> None:
+    scales = spell("k_proj.k_scale", "v_proj.v_scale")
+    folder = save_folder(tmp_path / "f", scales, quantization={**MODELOPT, **section})
+
+    assert statuses(ask(engine, folder)) == both(status)
+
+
+@pytest.mark.parametrize(
     ("engine", "gpus"),
     [("vllm", "CUDA, and AMD GPUs except gfx90a and gfx11"), ("vllm==0.32", "CUDA")],
 )

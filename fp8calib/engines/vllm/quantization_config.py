@@ -109,9 +109,9 @@ def _check_modelopt(
     if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
         why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
         raise Refusal(why, fix=f"use one of {', '.join(MODELOPT_ALGORITHMS)}")
-    _require_names(
-        section, "exclude_modules" if "quantization" in quantization else "ignore", (list,)
-    )
+    is_flat = "quantization" not in quantization
+    reads_ignore = is_flat and ("ignore" in section or not release.reads_exclude_modules)
+    _require_names(section, "ignore" if reads_ignore else "exclude_modules", (list,))
     if str(algorithm).upper() == "MIXED_PRECISION":
         return _check_mixed(quantization if "quantized_layers" in quantization else beside)
     return KvMethod.MODELOPT
