@@ -45,6 +45,11 @@ class Draft:
     missing_files: dict[str, str] = field(default_factory=dict)
     """Names that the index lists in files that do not exist."""
     metadata: dict[str, str] = field(default_factory=lambda: {"format": "pt"})
+    undamaged: Tensors = field(init=False)
+    """All tensors before the first damage."""
+
+    def __post_init__(self) -> None:
+        self.undamaged = {name: self[name] for name in self}
 
     @property
     def quantization(self) -> dict[str, Any]:

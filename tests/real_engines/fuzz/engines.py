@@ -86,7 +86,7 @@ def _find_fault(held: Tensors, meant: Tensors | str) -> str:
         {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
         for kind, tensors in (("loaded.", held), ("ready.", held), ("loaded.", meant))
     )
-    prepared = dequantize(ready)
+    prepared = dequantize(ready, is_transposed=True)  # as vLLM's kernels want it
     computed = {
         name: prepared.get(name, tensor) if tensor.element_size() == 1 else tensor
         for name, tensor in loaded.items()

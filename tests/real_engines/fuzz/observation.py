@@ -47,7 +47,9 @@ def compare_matrices(held: torch.Tensor, meant: torch.Tensor) -> float:
     meant = meant.float()
     ways = (held.float(), held.float().transpose(-1, -2)) if held.dim() > 1 else ()
     errors = [
-        float((way - meant).norm() / meant.norm()) for way in ways if way.shape == meant.shape
+        0.0 if torch.equal(way, meant) else float((way - meant).norm() / meant.norm())
+        for way in ways
+        if way.shape == meant.shape
     ]
     errors = [math.inf if math.isnan(error) else error for error in errors]
     return min(errors, default=math.inf)
@@ -66,13 +68,18 @@ def describe_difference(held: Tensors, meant: Tensors) -> str:
     return ""
 
 
-def dequantize(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Multiply the FP8 matrices of an engine by their scales; give the others as they are."""
+def dequantize(tensors: Tensors, *, is_transposed: bool = False) -> dict[str, torch.Tensor]:
+    """Multiply the FP8 matrices of an engine by their scales; give the others as they are.
+
+    Args:
+        tensors: by name.
+        is_transposed: square matrices are [in, out].
+    """
     found = dict(tensors)
     for name, tensor in tensors.items():
         scale = next((tensors[n] for n in _name_scales(name) if n in tensors), None)
         if tensor.dtype in FP8_DTYPES and scale is not None:
-            spread = _spread(scale.float(), tensor.shape)
+            spread = _spread(scale.float(), tensor.shape, is_transposed=is_transposed)
             found[name] = tensor.float() if spread is None else tensor.float() * spread
     return found
 
@@ -81,7 +88,7 @@ def _name_scales(name: str) -> tuple[str, str]:
     return f"{name}_scale_inv", f"{name}_scale"
 
 
-def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+def _spread(scale: torch.Tensor, shape: torch.Size, *, is_transposed: bool) -> torch.Tensor | None:
     """Give every element of a weight its scale; None where a scale has another shape.
 
     The scale is one number, or by output, by part of a stack of experts, or by block.
@@ -91,8 +98,8 @@ def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
     if scale.numel() == 1:
         found = scale.reshape(())
     elif not experts and scale.numel() in {rows, columns} and 1 in {*scale.shape, scale.dim()}:
-        # vLLM's kernels want [in, out]
-        found = scale.reshape(1, -1) if scale.numel() == columns else scale.reshape(-1, 1)
+        by_column = is_transposed if rows == columns else scale.numel() == columns
+        found = scale.reshape(1, -1) if by_column else scale.reshape(-1, 1)
     elif experts and scale.shape == (*experts,):
         found = scale.reshape(-1, 1, 1)
     elif experts and scale.shape == (*experts, 2):

@@ -181,9 +181,11 @@ CODES = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn)
     ],
 )
 def test_codes_get_their_scales(scale: torch.Tensor, expected: list[list[float]]) -> None:
-    """Of a square matrix a scale belongs to a column, as in vLLM's [in, out]."""
-    found = dequantize({"w": CODES, "w_scale": scale})["w"]
+    """Of a square matrix a scale belongs to a column in vLLM's [in, out], else to a row."""
+    found = dequantize({"w": CODES, "w_scale": scale}, is_transposed=True)["w"]
     assert found.tolist() == expected
+    turned = dequantize({"w": CODES.T.contiguous(), "w_scale": scale})["w"]
+    assert turned.T.tolist() == expected
 
 
 def test_blocks_and_parts_of_experts_get_their_scales() -> None:
@@ -208,6 +210,9 @@ def test_rounding_is_no_difference_and_damage_is() -> None:
     assert describe_difference({"w": rounded}, meant) == ""
     assert describe_difference({"w": rounded.T}, meant) == ""
     assert describe_difference({}, meant) == "w is not there"
+    zeros = torch.zeros(1, 4)
+    assert describe_difference({"w": zeros}, {"w": zeros}) == ""
+    assert describe_difference({"w": zeros + 1}, {"w": zeros}).startswith("w differs by inf")
     assert describe_difference({"w": rounded * 1.2}, meant).startswith("w differs by 0.2")
     assert describe_difference({"w": rounded * math.nan}, meant).startswith("w differs by inf")
     assert describe_difference({"w": rounded[:32]}, meant).startswith("w differs by inf")

@@ -102,6 +102,19 @@ def test_a_damage_changes_a_form_that_it_fits(plain: dict[str, Draft], name: str
     assert any(has_effect(DAMAGES[name], draft) for draft in fitting)
 
 
+def test_weights_in_16_bits_are_those_before_an_earlier_damage(plain: dict[str, Draft]) -> None:
+    restored = []
+    for first in ("w-scale-zero", "w-named-scale"):
+        draft = copy.copy(plain["modelopt/fp8-static+kv"])
+        draft.shards = {file: dict(tensors) for file, tensors in draft.shards.items()}
+        for name in (first, "w-all-16-bit"):
+            DAMAGES[name].change(draft)
+        restored.append({name: draft[name] for name in draft if name.endswith("proj.weight")})
+    assert restored[0]
+    assert is_same(*restored)
+    assert all(tensor.count_nonzero() for tensor in restored[0].values())
+
+
 def has_effect(damage: Damage, plain: Draft) -> bool:
     draft = copy.copy(plain)
     draft.shards = {file: dict(tensors) for file, tensors in plain.shards.items()}

@@ -89,17 +89,18 @@ def _choose(draft: Draft, *ends: str) -> str:
 
 
 def _restore(draft: Draft, module: str, *, keep_scales: bool = False) -> None:
-    """Store a linear as the 16-bit numbers that its codes stand for."""
-    codes = draft[f"{module}.weight"].float()
-    names = draft.companions(module)
-    scale = next(draft[name] for name in names if _is_scale(name)).float()
+    """Store a linear in 16 bits, with the numbers that its codes stood for before any damage."""
+    codes = draft.undamaged[f"{module}.weight"].float()
+    beside = (name for name in draft.undamaged if name.startswith(f"{module}."))
+    scales = (draft.undamaged[name].float() for name in beside if _is_scale(name))
+    scale = next(scales, torch.ones(1))
     if (scale.dim() == 2 and scale.shape[1] != 1) or scale.numel() not in {1, codes.shape[0]}:
         rows, columns = (torch.arange(size) // 128 for size in codes.shape)
         scale = scale[rows][:, columns]
     else:
         scale = scale.reshape(-1, 1)
     draft.put(f"{module}.weight", (codes * scale).bfloat16())
-    for name in names:
+    for name in draft.companions(module):
         if not keep_scales and (_is_scale(name) or _is_input(name)):
             draft.pop(name)
 
