@@ -97,7 +97,7 @@ def prepare_for_forks() -> None:
     importlib.import_module("vllm.model_executor.models.transformers")
     get_checkpoint_conversion_mapping("llama")  # transformers makes all of them at once
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     gc.freeze()  # or every fork goes through all of vLLM's objects, twice a model
 
 

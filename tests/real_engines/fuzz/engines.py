@@ -165,6 +165,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _load_in_transformers(model: Path, original: Path) -> Tensors:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     meant = AutoModelForCausalLM.from_pretrained(original, dtype="auto")
     runs = _can_run(meant)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
