@@ -60,6 +60,11 @@ class NoKernel:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Want no other layout."""
 
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: object = None) -> torch.Tensor:
+        """Give zeros, from which latent attention makes a weight that nothing here reads."""
+        del bias
+        return x.new_zeros(*x.shape[:-1], layer.output_size_per_partition)
+
 
 def scaled_fp8_quant(
     values: torch.Tensor, scale: torch.Tensor

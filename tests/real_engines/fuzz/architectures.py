@@ -47,8 +47,16 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "gptj": {**_GPT2, "rotary_dim": 16},
     "granitemoehybrid": _MAMBA,
     "llama4_text": {"intermediate_size_mlp": 256, **_LONG},
-    "lfm2": {"conv_dim": 256, "conv_dim_out": 256, "conv_use_xavier_init": True},
-    "minimax_m2": {"scoring_func": "sigmoid"},
+    "lfm2": {
+        "block_auto_adjust_ff_dim": False,
+        "block_dim": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 128,
+        "conv_dim": 256,
+        "conv_dim_out": 256,
+        "conv_use_xavier_init": True,
+    },
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "mpt": {"d_model": 256},
     "nemotron_h": {"mamba_head_dim": 64},
     "phimoe": {"num_hidden_layers": 1},  # vLLM traces its router for ten seconds a layer

@@ -105,9 +105,9 @@ def _find_input_fault(held: Tensors, model: Path) -> str:
     }
     for name, tensor in held.items():
         if name.startswith("loaded.") and name.endswith("input_scale"):
-            bad = [v for v in tensor.flatten().tolist() if not is_scale(v) or v not in stored]
-            if bad:
-                return f"{name.removeprefix('loaded.')} is {bad[0]:g}"
+            used = tensor.float().max().item()  # vLLM takes the largest of what it joins
+            if not is_scale(used) or used not in stored:
+                return f"{name.removeprefix('loaded.')} is {used:g}"
     return ""
 
 

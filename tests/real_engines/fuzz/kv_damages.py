@@ -38,7 +38,9 @@ def _add(name: str) -> Change:
             fields = {"attention": path, "layer": layer, "mlp": ""}
             if "{mlp}" in name:
                 fields["mlp"] = _find_mlp(draft, layer, path)
-            draft.put(name.format(**fields), _number(draft))
+            if (added := name.format(**fields)) in draft:
+                raise UnfitError(f"{added} is stored already")
+            draft.put(added, _number(draft))
 
     return change
 
