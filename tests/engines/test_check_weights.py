@@ -490,3 +490,51 @@ def test_weights_that_nobody_quantized_are_never_blamed(tmp_path: Path, name: st
     ).engines
 
     assert {key: report.weights for key, report in engines.items() if report.weights} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "misread"),
+    [
+        ("llama", ""),
+        ("gptj", "transformer.h.0.attn."),  # the class does not say that qkv_proj joins these
+        ("stablelm", "model.layers.0.self_attn."),
+        ("granitemoehybrid", "model.layers.0.mamba.in_proj"),  # vLLM calls it mixer.in_proj
+        ("gemma3n_text", "model.altup_projections.0"),  # self_decoder.altup_projections.0
+    ],
+)
+def test_vllm_compares_its_own_paths_with_lists(tmp_path: Path, name: str, misread: str) -> None:
+    """Every matrix is excluded by its name in the checkpoint (vLLM 0.32.0, run)."""
+    if name in FAMILIES:
+        families.save(name, FAMILIES[name], tmp_path / "model")
+    else:
+        zoo.save(name, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    ignored = [each.removesuffix(".weight") for each in load_file(weights)]
+    fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignored}
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**config, "quantization_config": fields}))
+
+    found = ask(tmp_path / "model", "vllm==0.32").weights
+
+    assert (str(found.status) if found else "") == ("misread" if misread else "")
+    assert found is None or misread in found.why
+
+
+@pytest.mark.parametrize(
+    ("inputs", "status"),
+    [({"type": "float", "dynamic": True, "strategy": "token"}, ""), (None, "refused")],
+)
+def test_servers_do_not_ask_for_the_bits_of_floats(
+    tmp_path: Path, inputs: dict[str, object] | None, status: str
+) -> None:
+    """The first is loaded as FP8 by vLLM 0.32.0 (run)."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **WHOLE)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["weights"]["num_bits"], group["input_activations"] = 4, inputs
+    (folder / "config.json").write_text(json.dumps(config))
+
+    for engine in ("vllm==0.32", "sglang"):
+        found = ask(folder, engine).weights
+        assert (str(found.status) if found else "") == status

@@ -23,6 +23,7 @@ from fp8calib.engines.weights.compressed_groups import (
 )
 from fp8calib.engines.weights.group_schemes import GroupSchemes, Section
 from fp8calib.engines.weights.linear_loader import (
+    Foreign,
     Found,
     GroupKind,
     LinearGroup,
@@ -153,6 +154,12 @@ class _CompressedSchemes(GroupSchemes):
             form is not None and form not in FORMATS
         ):
             raise Refusal(f"the config's format is {form!a:.40} (ValidationError)", fix=FIX)
+        weights = group.get("weights")
+        if isinstance(weights, dict) and weights.get("type") == "float":
+            num_bits = weights.get("num_bits", 8)
+            if num_bits != 8:
+                why = f"the config says {num_bits!a:.20} bits of floats (NotImplementedError)"
+                return Foreign(why=why)
         foreign = find_foreign(group)
         if foreign is not None:
             return replace(foreign, effect=Effect.MISREAD)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.engine import Effect
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
-from fp8calib.engines.vllm.model_types import CREATED_LINEARS, PLAIN_HEAD_TYPES
+from fp8calib.engines.vllm.model_types import (
+    CREATED_LINEARS,
+    PLAIN_HEAD_TYPES,
+    RENAMED_LINEARS,
+    UNPACKED_TYPES,
+)
 from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.weight_loader import ignores_companion
 from fp8calib.engines.weights.group_schemes import GroupSchemes, Section, list_strings
@@ -62,13 +69,29 @@ class VllmLinearLoader(LinearLoader):
         self._model_type = geometry.model_type
         self._renames = geometry.model_type in _RENAMING_TYPES
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
+        self._is_unpacked = geometry.model_type in UNPACKED_TYPES
+        self._renamed = RENAMED_LINEARS.get(geometry.model_type, ("", ""))
         self._created = CREATED_LINEARS.get(geometry.model_type, ())
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which vLLM creates a group."""
         if group.kind is GroupKind.HEAD and self._has_plain_head:
             return Unquantized(why="vLLM does not quantize the output layer of this model")
-        return self._schemes.find(group)
+        return self._schemes.find(self._rename(group))
+
+    def _rename(self, group: LinearGroup) -> LinearGroup:
+        """Give a group the paths that vLLM compares with the lists of a config."""
+        members = group.members
+        if self._is_unpacked and group.kind is GroupKind.LINEAR:
+            members = (replace(members[0], module=group.path),)
+        pattern, new = self._renamed
+        if not pattern:
+            return replace(group, members=members)
+        return replace(
+            group,
+            path=re.sub(pattern, new, group.path),
+            members=tuple(replace(m, module=re.sub(pattern, new, m.module)) for m in members),
+        )
 
     def creates(self, group: LinearGroup) -> bool:
         """Tell whether vLLM creates a group by the config: some routers and mixers too."""

@@ -20,6 +20,7 @@ does so itself (minicpm3, read), or runs transformers' (youtu, run)."""
 CREATED_LINEARS: Mapping[str, tuple[str, ...]] = {
     "falcon_h1": (".mamba.in_proj", ".mamba.out_proj"),
     "gemma3n_text": (
+        *(f".altup_{name}projections.{index}" for name in ("", "unembed_") for index in range(3)),
         *(".altup.correction_coefs", ".altup.modality_router", ".altup.prediction_coefs"),
         *(".laurel.linear_left", ".laurel.linear_right"),
         *(".per_layer_input_gate", ".per_layer_projection", ".per_layer_model_projection"),
@@ -37,6 +38,22 @@ CREATED_LINEARS: Mapping[str, tuple[str, ...]] = {
 }
 """Linears outside of attention and MLPs that vLLM 0.32.0 creates by the quantization config, by
 model type: the ends of their paths. Run, on tiny models."""
+RENAMED_LINEARS: Mapping[str, tuple[str, str]] = {
+    "gemma3n_text": (
+        r"^model\.(altup_projections|per_layer_model_projection)",
+        r"model.self_decoder.\1",
+    ),
+    "granitemoehybrid": (r"\.mamba\.", ".mixer."),
+}
+"""An expression for paths, by model type, and what it becomes where vLLM 0.32.0 compares the paths
+of linears with the lists of a config: the prefixes in its classes (`models/gemma3n.py`,
+`granitemoehybrid.py`; run)."""
+UNPACKED_TYPES = (
+    *("gptj", "hrm_text", "iquestloopcoder", "kimi_linear", "orion", "stablelm", "step3_text"),
+)
+"""Model types whose classes fuse projections in vLLM 0.32.0, but have no `packed_modules_mapping`:
+lists of a config match them by the name of the fused one alone. The attribute was read of all
+classes; gptj run."""
 PLAIN_HEAD_TYPES = ("falcon_h1", "jamba", "qwen3_next")
 """Model types whose output layer vLLM 0.32.0 creates without a quantization config. Run."""
 BFLOAT16_TYPES = ("gemma2", "gemma3", "gemma3_text", "glm4")

@@ -23,15 +23,20 @@ FIX = "write the config_groups as llm-compressor or fp8calib do"
 
 
 def find_foreign(group: Mapping[str, object]) -> Foreign | None:
-    """Find what a config group says of weights that are not FP8; None where they are."""
-    weights = group.get("weights")
+    """Find what a config group says of weights that are not FP8; None where they are.
+
+    With inputs of type float, vLLM 0.32.0 (run) and SGLang 0.5.23 (read) do not ask for the number
+    of bits (`_is_fp8_w8a8`).
+    """
+    weights, inputs = group.get("weights"), group.get("input_activations")
     fields = weights if isinstance(weights, dict) else {"type": "float"}
     kind, num_bits = str(fields.get("type", "int")), fields.get("num_bits", 8)
-    if (kind, num_bits) == ("float", 8):
+    strategy = fields.get("strategy", "tensor")
+    has_floats = isinstance(inputs, dict) and inputs.get("type") == "float"
+    if kind == "float" and (num_bits == 8 or (has_floats and strategy in _WEIGHTS)):
         return None
     what = f"the config says {num_bits!a:.20} bits of {kind!a:.20}"
-    is_cast = num_bits == 8 and fields.get("strategy", "tensor") in ("tensor", "channel")
-    if is_cast and group.get("input_activations"):
+    if num_bits == 8 and strategy in ("tensor", "channel") and inputs:
         return Foreign(why=f"{what}: the engine casts its codes", effect=Effect.MISREAD)
     return Foreign(why=what)
 
