@@ -538,3 +538,19 @@ def test_servers_do_not_ask_for_the_bits_of_floats(
     for engine in ("vllm==0.32", "sglang"):
         found = ask(folder, engine).weights
         assert (str(found.status) if found else "") == status
+
+
+@pytest.mark.parametrize(("name", "is_misread"), [("gpt_oss", True), ("llama", False)])
+def test_quarks_loader_of_gpt_oss_finds_no_stacks(
+    tmp_path: Path, name: str, is_misread: bool
+) -> None:
+    """With Quark's config vLLM 0.32.0 leaves the experts uninitialised (run)."""
+    zoo.save(name, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    fields = {"quant_method": "quark", "exclude": ["re:.*"], "export": {"kv_cache_group": []}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": fields}))
+
+    found = ask(tmp_path / "model", "vllm==0.32").weights
+
+    assert bool(found) is is_misread
+    assert found is None or found.why.endswith("it is uninitialised memory")

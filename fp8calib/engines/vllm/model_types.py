@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-UNSUPPORTED_TYPES = ("bamba", "diffllama", "minimax", "mpt", "xglm")
+UNSUPPORTED_TYPES = ("bamba", "diffllama", "minimax", "mpt", "recurrent_gemma", "xglm")
 """Model types that vLLM does not start (run); an earlier release started some of them."""
 TYPES_WITHOUT_KV_SCALES = ("jamba", "lfm2", "lfm2_moe", "zamba2")
 """Model types whose `Attention` vLLM creates without a `quant_config`: it has no parameter for
@@ -48,6 +48,9 @@ RENAMED_LINEARS: Mapping[str, tuple[str, str]] = {
 """An expression for paths, by model type, and what it becomes where vLLM 0.32.0 compares the paths
 of linears with the lists of a config: the prefixes in its classes (`models/gemma3n.py`,
 `granitemoehybrid.py`; run)."""
+TYPES_WITH_QUARK_EXPERTS = ("gpt_oss",)
+"""Model types with another loader for Quark's checkpoints, which finds no experts in one tensor
+(vLLM 0.32.0 `models/gpt_oss.py`, _load_weights_quark, run)."""
 UNPACKED_TYPES = (
     *("gptj", "hrm_text", "iquestloopcoder", "kimi_linear", "orion", "stablelm", "step3_text"),
 )

@@ -24,6 +24,7 @@ from fp8calib.engines.replay.served_dtype import find_served_dtype
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
     LayerVerdict,
+    LoadVerdict,
     Refusal,
     Status,
 )
@@ -31,6 +32,7 @@ from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compres
 from fp8calib.engines.vllm.model_types import (
     BFLOAT16_TYPES,
     EXPANDED_TYPES,
+    TYPES_WITH_QUARK_EXPERTS,
     TYPES_WITHOUT_CACHE_CONFIG,
     TYPES_WITHOUT_KV_SCALES,
     UNSUPPORTED_TYPES,
@@ -39,6 +41,7 @@ from fp8calib.engines.vllm.quantization_config import KvMethod, find_kv_method
 from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
+from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 
 _CONFIG_KEYS = (
@@ -47,6 +50,7 @@ _CONFIG_KEYS = (
     "text_config.quantization_config",
     "compression_config",
 )
+_PLAIN_KV_FIX = "write the scales as compressed-tensors does (kv-overlay)"
 _NO_GROUPS = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
 _NEEDS_FLASH_ATTENTION = (
     "per-head scales need FlashAttention 3 or later; on a backend that takes one number, the "
@@ -76,6 +80,8 @@ def replay_vllm(
     if geometry.has_latent_attention:
         layers = [_misread_latents(layer) for layer in layers]
     report = context.report(layers)
+    if method is KvMethod.QUARK and geometry.model_type in TYPES_WITH_QUARK_EXPERTS:
+        report = _misread_stacks(report, context)
     is_unchanged = method is KvMethod.COMPRESSED_TENSORS
     if not release.runs_on_gpus:
         return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
@@ -86,6 +92,16 @@ def replay_vllm(
         e5m2=_E5M2,
         fnuz_device="AMD gfx94x" if is_unchanged else "",
     )
+
+
+def _misread_stacks(report: EngineReport, context: LoadContext) -> EngineReport:
+    """Judge experts in one tensor; the loader of Quark's checkpoints looks for single ones."""
+    stack = next((name for name in context.tensors if name.endswith("experts.gate_up_proj")), None)
+    if stack is None:
+        return report
+    why = f"vLLM does not load {shorten(stack)} with this quant_method: it is uninitialised memory"
+    verdict = LoadVerdict(status=Status.MISREAD, why=why, fix=_PLAIN_KV_FIX)
+    return report.model_copy(update={"weights": verdict})
 
 
 def _judge_layers(

@@ -60,7 +60,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "mpt": {"d_model": 256},
     "nemotron_h": {"mamba_head_dim": 64},
     "phimoe": {"num_hidden_layers": 1},  # vLLM traces its router for ten seconds a layer
-    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 256},
+    "opt": {"ffn_dim": 256, "num_key_value_heads": 4, "word_embed_proj_dim": 256},
     "xglm": {"d_model": 256, "ffn_dim": 256},
 }
 _FINE = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
