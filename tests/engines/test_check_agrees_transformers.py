@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.convert import convert_table
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
+from tests.engines.test_check_weights import WHOLE, ask, change_tensors, explain_refusal, make
+from tests.engines.weight_damages import CT
 
 pytest.importorskip("compressed_tensors")
 
@@ -203,3 +206,78 @@ def test_what_we_write(tmp_path: Path, form: str) -> None:
                 stored = getattr(module, f"{role}_scale").float().flatten()
                 expected = fitted.scales[attention.site(role)].values.flatten()  # type: ignore[arg-type]
                 assert stored.equal(expected)
+
+
+ROUTED = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256}
+ONE_BLOCK = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 128}
+ONES = torch.ones(1)
+ATTENTION = "model.layers.1.self_attn"
+EXPERT = "model.layers.1.mlp.experts.2.down_proj"
+Edit = Callable[[dict[str, torch.Tensor]], None]
+
+
+def put(name: str, tensor: torch.Tensor) -> Edit:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def store(module: str, dtype: torch.dtype) -> Edit:
+    """Store a linear's weight in another dtype, without a scale."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        shape = tensors[f"{module}.weight"].shape
+        for name in [name for name in tensors if name.startswith(f"{module}.")]:
+            del tensors[name]
+        tensors[f"{module}.weight"] = torch.ones(shape, dtype=dtype)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "family", "sizes", "edit", "words"),
+    [
+        (
+            CT,
+            "fp8-block",
+            "qwen3_moe",
+            ROUTED,
+            None,
+            "experts.0.down_proj: transformers multiplies",
+        ),
+        (CT, "fp8-block", "qwen3_moe", ONE_BLOCK, None, ""),
+        (CT, "fp8-dynamic", "qwen3_moe", ROUTED, None, ""),
+        *(
+            (CT, "fp8-static", "qwen3_moe", ROUTED, put(f"{EXPERT}.{name}", ONES), name)
+            for name in ("weight_zero_point", "weight_packed", "weight_shape")
+        ),
+        (CT, "fp8-static", "qwen3_moe", ROUTED, put(f"{EXPERT}.output_scale", ONES), ""),
+        (CT, "fp8-static", "llama", WHOLE, put(f"{ATTENTION}.o_proj.weight_shape", ONES), ""),
+        (
+            "autofp8",
+            "fp8-block",
+            "llama",
+            WHOLE,
+            store(f"{ATTENTION}.o_proj", torch.half),
+            "is F16",
+        ),
+        ("autofp8", "fp8-block", "llama", WHOLE, store(f"{ATTENTION}.o_proj", torch.float32), ""),
+        ("autofp8", "fp8-block", "llama", WHOLE, store("lm_head", torch.half), "lm_head.weight is"),
+    ],
+)
+def test_weights_are_refused_where_loading_or_running_fails(
+    tmp_path: Path,
+    form: str,
+    scheme: str,
+    family: str,
+    sizes: Mapping[str, int],
+    edit: Edit | None,
+    words: str,
+) -> None:
+    folder = make(tmp_path, form, scheme, family, **sizes)
+    if edit is not None:
+        change_tensors(folder, edit)
+
+    why = explain_refusal(ask(folder, "transformers"))
+
+    assert (words in why) if words else (why == "")
+    with pytest.raises((AttributeError, RuntimeError)) if words else nullcontext():
+        AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(torch.arange(8)[None])

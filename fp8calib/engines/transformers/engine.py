@@ -22,8 +22,7 @@ def _replay_folder(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> Eng
 def _make_linear_loader(folder: ScaleFolder, geometry: ModelGeometry) -> LinearLoader:
     from fp8calib.engines.transformers.linear_loader import make_linear_loader  # noqa: PLC0415
 
-    del geometry
-    return make_linear_loader(folder)
+    return make_linear_loader(folder, geometry.checkpoint_dtype)
 
 
 _WEIGHT_RULES = (

@@ -41,22 +41,31 @@ from fp8calib.engines.weights.parameters import (
     Unfilled,
     fit_exactly,
 )
+from fp8calib.engines.weights.stored import is_fp8
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, count_blocks
+from fp8calib.geometry.expert_layouts import find_layout
 
 _INITIALIZE = "compressed-tensors 0.20 quantization/lifecycle/initialize.py, run"
 _DEQUANTIZE = "transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize), run on a CPU"
 _FORWARD = "compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py, run"
 _LOAD = "transformers 5.23 modeling_utils.py (from_pretrained), run"
+_KEEP_DTYPE = "transformers 5.23 quantizers/base.py (get_new_dtype), run on a CPU"
+_SEPARATE_TYPES = ("llama4", "llama4_text")
+"""Model types whose quantized experts stay linears; those of others are joined (run)."""
+_PACKED_NAMES = ("weight_zero_point", "weight_global_scale", "weight_packed", "weight_shape")
+"""What is collected for an expert beside `weight` and `weight_scale`: the `serialized_names` of
+`quantizers/quantizer_compressed_tensors.py`."""
+_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _SCALE_NAMES = ("weight_scale_inv", "scale", "qscale_weight")
 """A block scale's names; transformers renames the last two to the first."""
 _FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E8M0", "F16", "BF16", "F32", "F64")
 
 
-def make_linear_loader(folder: ScaleFolder) -> LinearLoader:
-    """Make the loader for a folder's quantization method."""
+def make_linear_loader(folder: ScaleFolder, dtype: str) -> LinearLoader:
+    """Make the loader for a folder's quantization method and the model's dtype."""
     section = find_quantization(folder, keys=("quantization_config",)) or {}
     if section.get("quant_method") == "fp8":
-        return _FineGrained(section, folder.config)
+        return _FineGrained(section, folder.config, dtype)
     return _Compressed(section, folder.config)
 
 
@@ -69,6 +78,9 @@ class _Compressed(LinearLoader):
 
     def __init__(self, section: Section, config: Section) -> None:
         self._schemes = _CompressedSchemes(section, config)
+        kind, layout, _ = find_layout(config)
+        is_split = layout is None or layout.is_split_in_transformers
+        self._joins_experts = is_split and kind not in _SEPARATE_TYPES
 
     def joins(self, group: LinearGroup) -> bool:
         """Tell whether linears are joined: none is."""
@@ -76,10 +88,21 @@ class _Compressed(LinearLoader):
         return False
 
     def find_scheme(self, group: LinearGroup) -> Found:
-        """Find the scheme of a linear; experts are joined anew, which `rules.py` judges."""
+        """Find the scheme of a linear.
+
+        Experts are dequantized and joined while loading, which `rules.py` judges.
+
+        Raises:
+            Refusal: experts cannot be joined.
+        """
         if self._schemes.method not in ("", "compressed-tensors"):
             return None
-        return None if group.kind is GroupKind.EXPERTS else self._schemes.find(group)
+        if group.kind is not GroupKind.EXPERTS:
+            return self._schemes.find(group)
+        if self._joins_experts and self._schemes.method:
+            for linear in group.members:
+                _require_joinable(linear)
+        return None
 
     def list_parameters(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme
@@ -137,6 +160,31 @@ class _Compressed(LinearLoader):
         return Outcome(effect=Effect.REFUSED, what=what, source=_FORWARD)
 
 
+def _require_joinable(linear: StoredLinear) -> None:
+    """Check that an expert's weight is dequantized by one multiplication, and nothing is beside it.
+
+    transformers 5.23 integrations/compressed_tensors.py (CompressedTensorsDequantize), run.
+
+    Raises:
+        Refusal: it is not.
+    """
+    weight, scale = (linear.tensors.get(name) for name in (WEIGHT, "weight_scale"))
+    surplus = next((name for name in _PACKED_NAMES if name in linear.tensors), None)
+    if weight is None or not is_fp8(weight):
+        return
+    if surplus is not None:
+        why = f"{linear.name(surplus)} cannot be joined with the experts' weights (AttributeError"
+        raise Refusal(f"{why} or RuntimeError: CONVERSION)", fix="remove these tensors")
+    if scale is None:
+        return
+    pairs = zip(reversed(scale.shape), reversed(weight.shape), strict=False)
+    if any(size not in (1, whole) for size, whole in pairs):
+        what = f"an expert of shape {list(weight.shape)} by scales of shape {list(scale.shape)}"
+        why = f"{linear.module}: transformers multiplies {what} without regard to blocks"
+        fix = "quantize experts with one scale per tensor or per channel, or serve it with vLLM"
+        raise Refusal(f"{why} (RuntimeError: CONVERSION)", fix=fix)
+
+
 class _CompressedSchemes(GroupSchemes):
     """The schemes of compressed-tensors' own matching: the output layer is a Linear like others."""
 
@@ -173,7 +221,8 @@ class _FineGrained(LinearLoader):
     shape_source = _DEQUANTIZE
     unfilled_source = _DEQUANTIZE
 
-    def __init__(self, section: Section, config: Section) -> None:
+    def __init__(self, section: Section, config: Section, dtype: str) -> None:
+        self._dtype = dtype
         excluded: dict[str, list[str]] = {"ignored_layers": [], "modules_to_not_convert": []}
         self._schemes = GroupSchemes({**section, **excluded}, config)
 
@@ -223,6 +272,15 @@ class _FineGrained(LinearLoader):
         """Judge a weight that is not FP8: it is used as it is."""
         del group
         return None
+
+    def judge_plain_dtype(self, dtype: str) -> Outcome | None:
+        """Judge the dtype of a weight that is not FP8: it is kept, unlike by other methods."""
+        wanted = _DTYPES.get(self._dtype, dtype)
+        if dtype == wanted:
+            return None
+        what = f"is {dtype}, and the model {wanted}: without a GPU, transformers keeps that, and "
+        what += "the first forward pass fails (RuntimeError: not the same dtype)"
+        return Outcome(effect=Effect.REFUSED, what=what, source=_KEEP_DTYPE)
 
     def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
         """Judge a weight that holds no floating-point numbers; INT8 is taken for packed FP4."""

@@ -143,6 +143,11 @@ class LinearLoader(ABC):
     def judge_plain(self, group: LinearGroup) -> Outcome | None:
         """Judge a weight that is not FP8 where the engine creates an FP8 one."""
 
+    def judge_plain_dtype(self, dtype: str) -> Outcome | None:
+        """Judge the dtype of a weight that is not FP8; None where it is converted."""
+        del dtype
+        return None
+
     def judge_sizes(self, linear: StoredLinear, scheme: StoredScheme) -> Outcome | None:
         """Judge the sizes of a quantized linear; None where the engine can run them."""
         del linear, scheme

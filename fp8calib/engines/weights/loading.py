@@ -33,6 +33,7 @@ _MISSING_FIX = "complete the download or the export"
 _PLAIN_FIX = "exclude it in the config, or quantize it"
 _SIZE_FIX = "quantize with one scale per tensor or per channel, or serve it with another engine"
 _DTYPE_FIX = "store weights as float8_e4m3fn, and scales as floating-point numbers"
+_PLAIN_DTYPE_FIX = "store it in the model's dtype"
 _EQUAL_FIX = "quantize with shared input scales, as fp8calib does"
 _VALUE_FIX = "quantize the model again: a scale is a finite number above zero"
 
@@ -176,7 +177,8 @@ def _judge_quantized(
     for linear in group.members:
         parameters = loader.list_parameters(group, linear, scheme)
         yield from _judge_strays(loader, group, linear, parameters)
-        if _is_plain(linear):
+        if (weight := linear.tensors.get(WEIGHT)) is not None and weight.dtype in _FLOATS:
+            yield from _judge_plain_dtype(loader, group, linear, weight.dtype)
             plain = loader.judge_plain(group) if loader.creates(group) else None
             if plain is not None:
                 yield _Finding(subject=linear.module, outcome=plain, fix=_PLAIN_FIX)
@@ -189,9 +191,13 @@ def _judge_quantized(
             yield from _judge_parameter(loader, group, linear, suffix, parameter, values)
 
 
-def _is_plain(linear: StoredLinear) -> bool:
-    weight = linear.tensors.get(WEIGHT)
-    return weight is not None and weight.dtype in _FLOATS
+def _judge_plain_dtype(
+    loader: LinearLoader, group: LinearGroup, linear: StoredLinear, dtype: str
+) -> Iterator[_Finding]:
+    if group.is_known or group.kind is GroupKind.HEAD:
+        outcome = loader.judge_plain_dtype(dtype)
+        if outcome is not None:
+            yield _Finding(subject=linear.name(WEIGHT), outcome=outcome, fix=_PLAIN_DTYPE_FIX)
 
 
 def _judge_parameter(
