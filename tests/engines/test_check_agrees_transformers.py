@@ -21,6 +21,8 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Status
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.convert import convert_table
+from tests.architectures import families
+from tests.architectures.families import FAMILIES
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import WHOLE, ask, change_tensors, explain_refusal, make
@@ -281,3 +283,33 @@ def test_weights_are_refused_where_loading_or_running_fails(
     assert (words in why) if words else (why == "")
     with pytest.raises((AttributeError, RuntimeError)) if words else nullcontext():
         AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(torch.arange(8)[None])
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"quant_algo": "FP8"}, "no quant_method"),
+        ({"quant_method": "fp8", "activation_scheme": "none"}, "activation_scheme is 'none'"),
+        ({"quant_method": "fp8", "activation_scheme": None}, "activation_scheme is None"),
+        ({"quant_method": "fp8", "scale_fmt": "e8m0"}, "scale_fmt is 'e8m0'"),
+        ({"quant_method": "fp8"}, ""),
+    ],
+)
+def test_a_config_is_refused_where_loading_fails(
+    tmp_path: Path, section: Mapping[str, object], words: str
+) -> None:
+    """The experts of llama4 are replaced under compressed-tensors alone."""
+    families.save("llama4_text", FAMILIES["llama4_text"], tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**document, "quantization_config": section}))
+
+    report = ask(tmp_path, "transformers")
+
+    assert words in explain_refusal(report)
+    assert bool(explain_refusal(report)) is bool(words)
+    assert words or report.weights is None
+    with pytest.raises((AttributeError, ValueError)) if words else nullcontext():
+        _, loading = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype="auto", output_loading_info=True
+        )
+        assert not loading["missing_keys"]

@@ -41,7 +41,6 @@ from fp8calib.engines.weights.parameters import (
     Unfilled,
     fit_exactly,
 )
-from fp8calib.engines.weights.stored import is_fp8
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, count_blocks
 from fp8calib.geometry.expert_layouts import find_layout
 
@@ -170,7 +169,7 @@ def _require_joinable(linear: StoredLinear) -> None:
     """
     weight, scale = (linear.tensors.get(name) for name in (WEIGHT, "weight_scale"))
     surplus = next((name for name in _PACKED_NAMES if name in linear.tensors), None)
-    if weight is None or not is_fp8(weight):
+    if weight is None:
         return
     if surplus is not None:
         why = f"{linear.name(surplus)} cannot be joined with the experts' weights (AttributeError"

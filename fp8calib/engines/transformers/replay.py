@@ -44,12 +44,15 @@ _UNCOUNTED_TYPES = ("biogpt", "blt", "hrm_text", "modernbert-decoder", "opt", "x
 (`utils/helpers.py`, get_num_kv_heads; tried on 5.23, some only as far as the config class)."""
 _STRATEGIES = ("tensor", "attn_head")
 _REBUILT_TYPES = ("llama4_text",)
-"""Model types whose experts transformers 5.23 replaces under any `quantization_config`, without
-loading their weights (`quantizers/base.py`, MODULES_TO_PATCH_FOR_QUANTIZATION; tried)."""
+"""Model types whose experts transformers 5.23 replaces under compressed-tensors, without loading
+their weights (`quantizers/base.py`, MODULES_TO_PATCH_FOR_QUANTIZATION; run)."""
 _REBUILT = (
-    "the experts are replaced under any quantization_config and their weights reported MISSING: "
-    "they are random numbers"
+    "the experts are replaced under compressed-tensors and their weights reported MISSING: they "
+    "are random numbers"
 )
+_CONFIG_VALUES = {"activation_scheme": ("dynamic", "static"), "scale_fmt": ("float", "ue8m0")}
+"""Keys of the `fp8` method that are checked (`utils/quantization_config.py`, FineGrainedFP8Config
+of 5.23; run)."""
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _UNSET = "the scale is MISSING, and the parameter holds uninitialised memory"
 
@@ -65,6 +68,7 @@ def replay_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
     quantization = find_quantization(folder, keys=("quantization_config",)) or {}
     if quantization.get("quant_method") == "quark":
         raise Refusal("a Quark checkpoint needs AMD's Quark package (ImportError)", fix=CONFIG_FIX)
+    _check_config(quantization)
     scheme = _find_scheme(quantization, folder, geometry)
     if SINGLE_FILE_NAME in folder.files and folder.has_index:
         context.problems.append(f"transformers reads {SINGLE_FILE_NAME} and ignores {INDEX_NAME}")
@@ -78,11 +82,29 @@ def replay_transformers(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -
     return amend_for_dtype(report, folder, fnuz=_FNUZ, e5m2=_E5M2)
 
 
+def _check_config(quantization: Mapping[str, object]) -> None:
+    """Check what any method requires (transformers 5.23 quantizers/auto.py, run), and `fp8`.
+
+    Raises:
+        Refusal: loading fails.
+    """
+    is_loading = quantization.get("load_in_8bit") or quantization.get("load_in_4bit")
+    if quantization and quantization.get("quant_method") is None and not is_loading:
+        why = "the quantization_config has no quant_method (ValueError)"
+        raise Refusal(why, fix="add the quant_method, or remove the quantization_config")
+    for key, known in _CONFIG_VALUES.items():
+        value = quantization.get(key, known[0])
+        if quantization.get("quant_method") == "fp8" and str(value).lower() not in known:
+            why = f"{key} is {value!a:.40} (ValueError or AttributeError)"
+            raise Refusal(why, fix=f"set it to one of {', '.join(known)}")
+
+
 def _judge_experts(
     quantization: Mapping[str, object], folder: ScaleFolder, geometry: ModelGeometry
 ) -> LoadVerdict | None:
     is_rebuilt = geometry.model_type in _REBUILT_TYPES
-    if quantization and is_rebuilt and _has_stacked_experts(folder):
+    is_compressed = quantization.get("quant_method") == "compressed-tensors"
+    if is_compressed and is_rebuilt and _has_stacked_experts(folder):
         return LoadVerdict(status=Status.MISREAD, why=_REBUILT, fix="serve it with vLLM or SGLang")
     return None
 
