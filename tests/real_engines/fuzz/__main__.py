@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(_MOST_JOBS, os.cpu_count() or 1))
     options = parser.parse_args()
     torch.set_num_threads(1)  # forks have no threads but their own
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # nor does transformers start any
     cases = [parse_case(options.case)] if options.case else draw(options.fuzz, options.seed)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:

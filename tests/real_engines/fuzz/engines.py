@@ -179,8 +179,17 @@ def _load_in_transformers(model: Path, original: Path) -> Tensors:
             held[f"held.{name}.is_fp8"] = torch.tensor(True)
     computed = dequantize(dict(loaded.named_parameters()))
     fault = describe_difference(_stack_experts(computed), dict(meant.named_parameters()))
+    fault = fault or _find_bad_input(loaded)
     held["fault"] = torch.tensor(list(fault.encode()), dtype=torch.uint8)
     return {name: tensor.clone().contiguous() for name, tensor in held.items()}
+
+
+def _find_bad_input(model: torch.nn.Module) -> str:
+    """Find a scale of inputs that is no scale."""
+    for name, tensor in model.named_parameters():
+        if name.endswith("input_scale") and not all(map(is_scale, tensor.flatten().tolist())):
+            return f"{name} is {tensor.flatten()[0]:g}"
+    return ""
 
 
 def _stack_experts(tensors: Tensors) -> Tensors:
