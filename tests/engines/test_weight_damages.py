@@ -157,3 +157,23 @@ def test_scales_beside_no_linear(
 
     assert report.layers[0].k.status == "refused"
     assert f"{module}.{suffix}" in report.layers[0].k.why
+
+
+def test_linears_of_one_kind_have_one_shape(tmp_path: Path) -> None:
+    """In gemma4, of which vLLM 0.32.0 refuses a shorter per_layer_projection (run)."""
+    base = make(tmp_path / "base", CT, "fp8-dynamic", "gemma4_text")
+    geometry = read_geometry(base, open_folder(base).config)
+    name = "model.layers.1.per_layer_projection.weight"
+
+    def cut(_: object, tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:-1]
+
+    folder = copy_damaged(base, tmp_path / "case", cut)
+    reports = [
+        check_folder(open_folder(each), geometry, ["vllm==0.32"], 1) for each in (base, folder)
+    ]
+    found = [each.engines["vllm==0.32"].weights for each in reports]
+
+    assert found[0] is None
+    assert found[1] is not None
+    assert name in found[1].why

@@ -33,12 +33,13 @@ def _add(name: str) -> Change:
     """
 
     def change(draft: Draft) -> None:
+        stored = set(draft)
         for _, path in draft.attentions:
             layer = path.rpartition(".")[0]
             fields = {"attention": path, "layer": layer, "mlp": ""}
             if "{mlp}" in name:
                 fields["mlp"] = _find_mlp(draft, layer, path)
-            if (added := name.format(**fields)) in draft:
+            if (added := name.format(**fields)) in stored:
                 raise UnfitError(f"{added} is stored already")
             draft.put(added, _number(draft))
 
