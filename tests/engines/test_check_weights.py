@@ -554,3 +554,52 @@ def test_quarks_loader_of_gpt_oss_finds_no_stacks(
 
     assert bool(found) is is_misread
     assert found is None or found.why.endswith("it is uninitialised memory")
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("excludes_experts", [True, False])
+def test_stacks_of_experts_in_16_bits_are_excluded_or_cast(
+    tmp_path: Path, name: str, excludes_experts: bool
+) -> None:
+    """FP8 experts are created by the config, whatever is stored (vLLM 0.32.0; granitemoe: run)."""
+    if name in FAMILIES:
+        families.save(name, FAMILIES[name], tmp_path / "model")
+    else:
+        zoo.save(name, tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    ignored = [each.removesuffix(".weight") for each in load_file(weights) if "experts" not in each]
+    places = {each.partition("_moe.")[0] + "_moe" for each in ignored if "input_linear" in each}
+    places |= {each.partition(".mlp.gate")[0] + ".mlp" for each in ignored if ".mlp.gate" in each}
+    ignored += [f"{place}.experts" for place in places] if excludes_experts else []
+    fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignored}
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": fields}))
+
+    found = ask(tmp_path / "model", "vllm==0.32").weights
+
+    is_cast = name != "llama" and not excludes_experts
+    assert (found is not None and "experts.0." in found.why) is is_cast
+
+
+def test_transformers_takes_codes_of_modelopt_for_weights(tmp_path: Path) -> None:
+    """Of every type (transformers 5.23, run)."""
+    folder = make(tmp_path, "modelopt", "fp8-static", **WHOLE)
+    tensors = load_file(folder / "model.safetensors")
+    codes = {name: each for name, each in tensors.items() if each.dtype == torch.float8_e4m3fn}
+    tensors |= {name: each.float().clamp(-127, 127).to(torch.int8) for name, each in codes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    found = ask(folder, "transformers").weights
+
+    assert found is not None
+    assert (found.status, "is I8" in found.why) == ("misread", True)
+
+
+def test_transformers_derives_blocks_from_the_scales(tmp_path: Path) -> None:
+    """A config with other blocks than those of the file is not used (5.23, run on a CPU)."""
+    folder = make(tmp_path, "autofp8", "fp8-block", **WHOLE)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert ask(folder, "transformers").weights is None

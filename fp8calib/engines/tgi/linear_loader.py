@@ -65,6 +65,8 @@ class TgiLinearLoader(LinearLoader):
         """Find the scheme of a group: that of its first linear, or what its dtype shows."""
         if group.kind is GroupKind.HEAD:
             return Unquantized(why="TGI does not quantize the output layer")
+        if any(len(entry.shape) > 2 for each in group.members for entry in each.tensors.values()):
+            return None
         kinds = {is_fp8(each.tensors[WEIGHT]) for each in group.members if WEIGHT in each.tensors}
         if len(kinds) > 1:
             raise Refusal(

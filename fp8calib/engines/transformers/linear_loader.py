@@ -94,6 +94,8 @@ class _Compressed(LinearLoader):
         Raises:
             Refusal: experts cannot be joined.
         """
+        if self._schemes.method.startswith("modelopt"):
+            return Unquantized(why="transformers ignores the quant_method modelopt")
         if self._schemes.method not in ("", "compressed-tensors"):
             return None
         if group.kind is not GroupKind.EXPERTS:
@@ -308,7 +310,8 @@ class _FineGrained(LinearLoader):
             return Outcome(effect=Effect.REFUSED, what=what, source=_DEQUANTIZE)
         sizes = [linear.shape[axis] // grid[axis] for axis in (0, 1)]
         wanted = [min(scheme.block[axis], linear.shape[axis]) for axis in (0, 1)]
-        if sizes == wanted:
+        is_meant = tuple(grid) == count_blocks(linear.shape, scheme.block)
+        if sizes == wanted or not is_meant:  # else the config is wrong, which is not used
             return None
         what = (
             f"has the shape {list(linear.shape)}: without a GPU, transformers dequantizes it by "

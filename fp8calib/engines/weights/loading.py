@@ -132,7 +132,8 @@ def _judge_group(
 def _judge_unquantized(
     loader: LinearLoader, group: LinearGroup, linear: StoredLinear, why: str
 ) -> Iterator[_Finding]:
-    has_codes = is_fp8(linear.tensors.get(WEIGHT))
+    weight = linear.tensors.get(WEIGHT)
+    has_codes = weight is not None and weight.dtype not in _FLOATS
     strays = list(_judge_strays(loader, group, linear, (WEIGHT,)))
     for stray in strays:
         if has_codes and stray.outcome.effect is Effect.REFUSED:
@@ -141,7 +142,9 @@ def _judge_unquantized(
             yield _Finding(subject=linear.module, outcome=outcome, fix=_CONFIG_FIX)
             return
         yield stray
-    if has_codes and (codes := loader.judge_codes(why)) is not None:
+    if weight is not None and has_codes and (codes := loader.judge_codes(why)) is not None:
+        if not is_fp8(weight):
+            codes = replace(codes, what=codes.what.replace("is FP8", f"is {weight.dtype}", 1))
         yield _Finding(subject=linear.module, outcome=codes, fix=_CONFIG_FIX)
 
 

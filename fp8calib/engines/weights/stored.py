@@ -31,6 +31,16 @@ _FUSED_PATHS = {
     "c_fc_0+c_fc_1": "gate_up_proj",
 }
 """The fused projection's name in engines (vLLM 0.32.0, SGLang 0.5.23 `models/`)."""
+_PLAIN = ("BF16", "F16", "F32")
+_STACKED = {
+    "experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "experts.down_proj": ("down_proj",),
+    "input_linear.weight": ("gate_proj", "up_proj"),
+    "output_linear.weight": ("down_proj",),
+}
+"""The names of a layer's experts in one tensor, and the projections in it; the last two are
+granitemoe's."""
+_STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
 _NUMBER = re.compile(r"\d+")
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
 
@@ -119,6 +129,7 @@ def list_groups(
     for group in (
         *_group_plain(plain, known, beside),
         *_group_experts(experts, _count_experts(experts, known, geometry), beside),
+        *_group_stacks(tensors),
     ):
         yield replace(group, is_surplus=True) if is_surplus(group.path) else group
 
@@ -281,6 +292,26 @@ def _group_experts(
             )
             for expert in range(number)
             for projection, every in shapes.items()
+        )
+        yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
+
+
+def _group_stacks(tensors: Mapping[str, TensorEntry]) -> Iterator[LinearGroup]:
+    """Group the experts of layers that store them in one tensor of 16 bits, as linears of one.
+
+    Stacks in FP8 are not judged.
+    """
+    found: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for name, entry in tensors.items():
+        if entry.dtype in _PLAIN and len(entry.shape) == 3 and (stack := _STACK.fullmatch(name)):
+            for projection in _STACKED[stack[2]]:
+                found[f"{stack[1]}.experts"][projection] = entry
+    for path, held in found.items():
+        members = (
+            StoredLinear(
+                module=f"{path}.0.{projection}", shape=_read_matrix(()), tensors={WEIGHT: entry}
+            )
+            for projection, entry in held.items()
         )
         yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
 

@@ -60,7 +60,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "mpt": {"d_model": 256},
     "nemotron_h": {"mamba_head_dim": 64},
     "phimoe": {"num_hidden_layers": 1},  # vLLM traces its router for ten seconds a layer
-    "opt": {"ffn_dim": 256, "num_key_value_heads": 4, "word_embed_proj_dim": 256},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 256},
     "xglm": {"d_model": 256, "ffn_dim": 256},
 }
 _FINE = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
@@ -80,6 +80,9 @@ def make_config(architecture: str, **changes: Any) -> dict[str, Any]:
 def save_model(architecture: str, folder: Path, dtype: str, **changes: Any) -> None:
     """Write a random model of an architecture, with the same numbers in every dtype."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **make_config(architecture, **changes))
+    fields = make_config(architecture, **changes)
+    if not hasattr(AutoConfig.for_model(architecture), "num_key_value_heads"):
+        fields.pop("num_key_value_heads", None)  # which engines would read all the same
+    config = AutoConfig.for_model(architecture, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
