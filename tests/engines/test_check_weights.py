@@ -15,11 +15,11 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.engine import Effect
-from fp8calib.engines.registry import list_defaults
+from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights
-from fp8calib.engines.weights.rules import list_weight_faults
+from fp8calib.engines.weights.rules import apply_rules, list_weight_faults
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.calibrated_scales import find_scales
@@ -603,3 +603,51 @@ def test_transformers_derives_blocks_from_the_scales(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
     assert ask(folder, "transformers").weights is None
+
+
+@pytest.mark.parametrize(("states", "is_refused"), [(8, True), (128, False)])
+def test_vllm_splits_the_input_projection_of_mixers(states: int, is_refused: bool) -> None:
+    """8 states of one group do not fill a block (granitemoehybrid, vLLM 0.32.0, run)."""
+    linear = QuantizedLinear(
+        module="model.layers.0.mamba.in_proj",
+        shape=(2 * 512 + 2 * states + 8, 256),
+        scheme="fp8-block",
+        block=(128, 128),
+    )
+    config = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": states}
+    weights = QuantizedWeights(
+        dialect="compressed-tensors", config=config, linears=(linear,), unquantized=()
+    )
+
+    assert [each.engine for each in list_weight_faults(weights)] == ["vllm"] * is_refused
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "is_refused"),
+    [
+        ("bloom", "fp8-static", True),
+        ("bloom", "fp8-block", True),
+        ("bloom", "fp8-dynamic", False),
+        ("falcon", "fp8-static", False),
+        ("falcon", "fp8-block", True),
+    ],
+)
+def test_vllm_reshapes_scales_of_query_key_value(name: str, scheme: str, is_refused: bool) -> None:
+    """As it does the weight (0.32.0, run)."""
+    weights = QuantizedWeights(
+        dialect="compressed-tensors",
+        config={"model_type": name},
+        linears=(
+            QuantizedLinear(
+                module="transformer.h.0.self_attention.query_key_value",
+                shape=(768, 256),
+                scheme=scheme,
+                block=(128, 128) if scheme == "fp8-block" else None,
+            ),
+        ),
+        unquantized=(),
+    )
+
+    found = [each.effect for each in apply_rules(find_replayed("vllm"), weights)]
+
+    assert (Effect.REFUSED in found) is is_refused

@@ -159,21 +159,33 @@ def test_scales_beside_no_linear(
     assert f"{module}.{suffix}" in report.layers[0].k.why
 
 
-def test_linears_of_one_kind_have_one_shape(tmp_path: Path) -> None:
-    """In gemma4, of which vLLM 0.32.0 refuses a shorter per_layer_projection (run)."""
-    base = make(tmp_path / "base", CT, "fp8-dynamic", "gemma4_text")
-    geometry = read_geometry(base, open_folder(base).config)
-    name = "model.layers.1.per_layer_projection.weight"
+@pytest.mark.parametrize(
+    ("suffix", "value", "status"),
+    [
+        ("", 0.0, None),
+        ("weight_scale", float("nan"), "misread"),
+        ("weight_scale", None, "refused"),
+        ("weight", None, "refused"),
+        ("input_scale", float("nan"), None),  # joined experts do not use it
+    ],
+)
+def test_damaged_experts_in_transformers(
+    tmp_path: Path, suffix: str, value: float | None, status: str | None
+) -> None:
+    """As transformers 5.23 does when it loads and runs a mixtral (run)."""
+    base = make(tmp_path / "base", CT, "fp8-static", "mixtral")
+    name = f"model.layers.1.block_sparse_moe.experts.2.w1.{suffix}"
 
-    def cut(_: object, tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name] = tensors[name][:-1]
+    def edit(_: object, tensors: dict[str, torch.Tensor]) -> None:
+        if suffix and value is None:
+            del tensors[name]
+        elif suffix:
+            tensors[name] = torch.full_like(tensors[name], value or 0.0)
 
-    folder = copy_damaged(base, tmp_path / "case", cut)
-    reports = [
-        check_folder(open_folder(each), geometry, ["vllm==0.32"], 1) for each in (base, folder)
-    ]
-    found = [each.engines["vllm==0.32"].weights for each in reports]
+    folder = copy_damaged(base, tmp_path / "case", edit)
+    geometry = read_geometry(folder, open_folder(folder).config)
+    report = check_folder(open_folder(folder), geometry, ["transformers"], 1)
+    found = report.engines["transformers"].weights
 
-    assert found[0] is None
-    assert found[1] is not None
-    assert name in found[1].why
+    assert (str(found.status) if found else None) == status
+    assert found is None or ".experts.2.w1" in found.why

@@ -41,6 +41,7 @@ from fp8calib.engines.weights.parameters import (
     Unfilled,
     fit_exactly,
 )
+from fp8calib.engines.weights.stored import is_fp8
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, count_blocks
 from fp8calib.geometry.expert_layouts import find_layout
 
@@ -103,13 +104,18 @@ class _Compressed(LinearLoader):
         if self._joins_experts and self._schemes.method:
             for linear in group.members:
                 _require_joinable(linear)
-        return None
+        (linear,) = group.members
+        is_loaded = WEIGHT in linear.tensors and not is_fp8(linear.tensors[WEIGHT])
+        return None if is_loaded else self._schemes.find(replace(group, kind=GroupKind.LINEAR))
 
     def list_parameters(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme
     ) -> Mapping[str, Parameter]:
-        """List what `initialize_qparams` registers, and the weight."""
-        del group
+        """List what `initialize_qparams` registers, and the weight.
+
+        Experts that are joined are dequantized before, and their input scales are not used.
+        """
+        is_joined = group.kind is GroupKind.EXPERTS and self._joins_experts
         shapes: dict[Granularity, Shape] = {
             Granularity.TENSOR: (1,),
             Granularity.CHANNEL: (linear.shape[0], 1),
@@ -117,15 +123,18 @@ class _Compressed(LinearLoader):
         }
         created = {
             WEIGHT: _make_parameter(linear.shape, Unfilled.REFUSED),
-            "weight_scale": _make_parameter(shapes[scheme.weights], Unfilled.MEMORY),
+            "weight_scale": _make_parameter(
+                shapes[scheme.weights], Unfilled.NONE if is_joined else Unfilled.MEMORY
+            ),
         }
-        if scheme.inputs is InputScaling.STATIC:
+        if scheme.inputs is InputScaling.STATIC and not is_joined:
             created[INPUT_SCALE] = _make_parameter((1,), Unfilled.MEMORY)
         return created
 
-    def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome:
+    def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
         """Judge a tensor without a parameter: it is reported and left out."""
-        del group, suffix
+        if group.kind is GroupKind.EXPERTS and suffix == INPUT_SCALE:
+            return None
         what = "has no parameter: transformers reports it UNEXPECTED and leaves it out"
         return Outcome(effect=Effect.CONDITION, what=what, source=_LOAD)
 
@@ -270,9 +279,11 @@ class _FineGrained(LinearLoader):
         return None
 
     def judge_plain(self, group: LinearGroup) -> Outcome | None:
-        """Judge a weight that is not FP8: it is used as it is."""
-        del group
-        return None
+        """Judge a weight that is not FP8: it is used as it is, unless it has a scale."""
+        if not any(name in group.members[0].tensors for name in _SCALE_NAMES):
+            return None
+        what = "is not FP8, but has a scale: transformers multiplies it"
+        return Outcome(effect=Effect.MISREAD, what=what, source=_DEQUANTIZE)
 
     def judge_plain_dtype(self, dtype: str) -> Outcome | None:
         """Judge the dtype of a weight that is not FP8: it is kept, unlike by other methods."""

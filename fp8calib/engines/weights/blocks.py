@@ -38,6 +38,9 @@ _SGLANG_FUSED = ("q_proj+k_proj+v_proj", "gate_proj+up_proj", "w1+w3")
 """The groups that SGLang fuses in every model; it fuses others only in some."""
 _ROW_EXPERTS = ("down_proj", "w2")
 """Projections of experts that ranks split by inputs; they split the others by outputs."""
+_MIXER_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+_MIXER_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+_MIXER_STATES = ("mamba_d_state", "ssm_state_size")
 _FIX = "quantize with one scale per tensor or per channel"
 _RANKS_FIX = f"serve it with fewer ranks, or {_FIX}"
 _EXPERTS_FIX = f"serve it with expert parallelism or fewer ranks, or {_FIX}"
@@ -84,6 +87,11 @@ def list_fused_block_faults(weights: QuantizedWeights) -> list[WeightFault]:
     return [
         *_judge_experts(weights, 1, _FIX),
         *_judge(_fuse_by_name(weights.linears), weights.dialect),
+        *(
+            each
+            for each in _judge(_split_mixers(weights), weights.dialect)
+            if each.engine == "vllm"
+        ),
     ]
 
 
@@ -334,6 +342,36 @@ def _fuse_on_ranks(
     for group, found_members in groups.items():
         ordered = (found_members[name] for name in _list_parts(group) if name in found_members)
         yield _FusedWeight(members=tuple(ordered), block=length_of[group], tp=tp)
+
+
+def _split_mixers(weights: QuantizedWeights) -> Iterator[_FusedWeight]:
+    """Split `in_proj` of Mamba-2 mixers: z and x, the states B and C of all groups, and dt.
+
+    vLLM 0.32.0 makes five projections of it (`layers/mamba/mamba_mixer2.py`); run.
+    """
+    keys = (_MIXER_HEADS, _MIXER_GROUPS, _MIXER_STATES)
+    heads, groups, states = (_find_number(weights.config, names) for names in keys)
+    for linear in weights.linears:
+        inner = linear.shape[0] - heads - 2 * groups * states
+        if linear.block is None or not linear.module.endswith(".in_proj") or min(inner, heads) <= 0:
+            continue
+        sizes = (inner // 2, inner // 2, groups * states, groups * states, heads)
+        members = (
+            _Member(module=linear.module, stored=size, rows=size, num_slices=1) for size in sizes
+        )
+        yield _FusedWeight(
+            members=tuple(members), block=linear.block[0], tp=1, is_stored_fused=True
+        )
+
+
+def _find_number(config: Mapping[str, object], keys: Iterable[str]) -> int:
+    """Find the first of some numbers in a config or in that of its text part; 0 where none is."""
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, dict) else {}):
+        for key in keys:
+            if isinstance(number := fields.get(key), int):
+                return number
+    return 0
 
 
 def _make_member(part: Part, module: str, tp: int) -> _Member:

@@ -180,11 +180,9 @@ def _group_plain(
     beside: Mapping[str, Mapping[str, TensorEntry]],
 ) -> Iterator[LinearGroup]:
     joined: dict[tuple[str, str], dict[str, StoredLinear]] = defaultdict(dict)
-    usual = _count_shapes(modules, known, beside)
     for module in modules:
         parent, _, projection = module.rpartition(".")
-        others = usual.get(_NUMBER.sub("*", module), Counter())
-        linear = _make_linear(module, known.get(module), beside.get(module, {}), others)
+        linear = _make_linear(module, known.get(module), beside.get(module, {}))
         fused = name_fused_group(module).rpartition(".")[2]
         joined[parent, fused][projection] = linear
     for (parent, fused), members in joined.items():
@@ -209,27 +207,10 @@ def _make_group(
     )
 
 
-def _count_shapes(
-    modules: Collection[str],
-    known: Mapping[str, Linear],
-    beside: Mapping[str, Mapping[str, TensorEntry]],
-) -> Mapping[str, Counter[Shape]]:
-    """Count the shapes of other linears in decoder layers, by path with `*` for numbers."""
-    first = _LAYER.match(next(iter(known), ""))
-    counts: dict[str, Counter[Shape]] = defaultdict(Counter)
-    for module in modules:
-        place = _LAYER.match(module)
-        if first and place and place[1] == first[1] and WEIGHT in beside.get(module, {}):
-            counts[_NUMBER.sub("*", module)][beside[module][WEIGHT].shape] += 1
-    return counts
-
-
 def _make_linear(
-    module: str, linear: Linear | None, tensors: Mapping[str, TensorEntry], usual: Counter[Shape]
+    module: str, linear: Linear | None, tensors: Mapping[str, TensorEntry]
 ) -> StoredLinear:
-    """Make a linear; the shape of one that is not known is what most layers store, or it does."""
     stored = tensors[WEIGHT].shape if WEIGHT in tensors else ()
-    stored = _find_commonest(usual) or stored
     return StoredLinear(
         module=module,
         shape=(linear.out_features, linear.in_features) if linear else _read_matrix(stored),

@@ -123,7 +123,7 @@ def _list_linears(draft: Draft) -> list[str]:
     for name in draft:
         if draft[name].dim() >= 2:
             names.append(name.removesuffix(".weight"))
-            head, found, _ = name.partition(".experts")
+            head, found, _ = name.replace(".input_linear", ".experts").partition(".experts")
             names += [head + found] if found else []
     return list(dict.fromkeys(names))
 
