@@ -651,3 +651,34 @@ def test_vllm_reshapes_scales_of_query_key_value(name: str, scheme: str, is_refu
     found = [each.effect for each in apply_rules(find_replayed("vllm"), weights)]
 
     assert (Effect.REFUSED in found) is is_refused
+
+
+def test_a_subclass_of_the_fp8_method_casts_weights_too(tmp_path: Path) -> None:
+    """As `models/deepseek_v4/quant_config.py` of vLLM 0.32.0 does (run)."""
+    zoo.save("llama", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    fields = {"quant_method": "deepseek_v4_fp8", "activation_scheme": "dynamic"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": fields}))
+
+    found = ask(tmp_path / "model", "vllm==0.32").weights
+
+    assert found is not None
+    assert (found.status, "is not FP8" in found.why) == ("misread", True)
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("gemma3_text", True), ("llama", False)])
+def test_sglang_raises_errors_beside_fused_projections(
+    tmp_path: Path, name: str, is_refused: bool
+) -> None:
+    """Of some models (0.5.23, its loader run)."""
+    if name in zoo.ZOO:
+        zoo.save(name, tmp_path / "model")
+    else:
+        families.save(name, FAMILIES[name], tmp_path / "model")
+    (path,) = (tmp_path / "model").glob("*.safetensors")
+    stray = {"model.layers.0.mlp.up_proj.output_scale": torch.ones(1)}
+    save_file(load_file(path) | stray, path, metadata={"format": "pt"})
+
+    why = explain_refusal(ask(tmp_path / "model", "sglang"))
+
+    assert ("has no parameter in SGLang (KeyError)" in why) is is_refused

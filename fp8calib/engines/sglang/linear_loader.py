@@ -51,6 +51,8 @@ _EXPERTS = "SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py (weight_loader), 
 _COPY = "SGLang 0.5.23 srt/layers/parameter.py (copy_with_check, pad_or_narrow_weight), read"
 _CREATE = "SGLang 0.5.23 srt/layers/quantization/ (create_weights), read"
 _MODELS = "SGLang 0.5.23 srt/models/ (load_weights), read"
+_STRICT_WHEN_FUSED = ("gemma3_text", "qwen3")
+"""More model types that raise a KeyError for a tensor beside fused projections (loader run)."""
 _FUSED_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
@@ -67,7 +69,7 @@ class SglangLinearLoader(LinearLoader):
         )
         model_type = find_sglang_type(geometry)
         self._is_strict = model_type in STRICT_TYPES
-        self._is_strict_when_fused = model_type in FUSING_TYPES
+        self._is_strict_when_fused = model_type in (*FUSING_TYPES, *_STRICT_WHEN_FUSED)
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which SGLang creates a group."""

@@ -104,9 +104,8 @@ class _Compressed(LinearLoader):
         if self._joins_experts and self._schemes.method:
             for linear in group.members:
                 _require_joinable(linear)
-        (linear,) = group.members
-        is_loaded = WEIGHT in linear.tensors and not is_fp8(linear.tensors[WEIGHT])
-        return None if is_loaded else self._schemes.find(replace(group, kind=GroupKind.LINEAR))
+        is_coded = _is_coded(group.members[0])
+        return self._schemes.find(replace(group, kind=GroupKind.LINEAR)) if is_coded else None
 
     def list_parameters(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme
@@ -243,7 +242,7 @@ class _FineGrained(LinearLoader):
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme: whatever the config excludes, a weight with a scale is dequantized."""
-        if group.kind is GroupKind.EXPERTS:
+        if group.kind is GroupKind.EXPERTS and not _is_coded(group.members[0]):
             return None
         return self._schemes.find(replace(group, kind=GroupKind.LINEAR))
 
@@ -254,12 +253,14 @@ class _FineGrained(LinearLoader):
     def list_parameters(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme
     ) -> Mapping[str, Parameter]:
-        """List the weight and its scale."""
-        del group
+        """List the weight and its scale; experts are joined, which needs all of them."""
+        is_joined = group.kind is GroupKind.EXPERTS
         is_block = scheme.weights is Granularity.BLOCK
         shape: Shape = count_blocks(linear.shape, scheme.block) if is_block else (1,)
         return {
-            WEIGHT: _make_parameter(linear.shape, Unfilled.RANDOM),
+            WEIGHT: _make_parameter(
+                linear.shape, Unfilled.REFUSED if is_joined else Unfilled.RANDOM
+            ),
             _find_scale(linear): Parameter(
                 shape=shape, fit=lambda _: Fit.WHOLE, unfilled=Unfilled.NONE
             ),
@@ -329,6 +330,11 @@ class _FineGrained(LinearLoader):
             f"blocks of {sizes}, not {list(scheme.block)}, and its answers are wrong"
         )
         return Outcome(effect=Effect.MISREAD, what=what, source=_DEQUANTIZE)
+
+
+def _is_coded(linear: StoredLinear) -> bool:
+    """Check whether a weight is FP8, or missing where others may be."""
+    return WEIGHT not in linear.tensors or is_fp8(linear.tensors[WEIGHT])
 
 
 def _find_scale(linear: StoredLinear) -> str:

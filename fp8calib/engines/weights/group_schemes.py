@@ -33,6 +33,8 @@ from fp8calib.engines.weights.linear_loader import (
 from fp8calib.fp8.schemes import Granularity, InputScaling
 
 Section = Mapping[str, object]
+_METHODS = {"compressed_tensors": "compressed-tensors", "deepseek_v4_fp8": "fp8"}
+"""Other names of methods; the second is a subclass (vLLM 0.32.0 `deepseek_v4/quant_config.py`)."""
 _CLASSES = {"column": "ColumnParallelLinear", "row": "RowParallelLinear"}
 _VISION = ("vision_tower", "vision_model", "vit_large_projector")
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
@@ -59,7 +61,7 @@ class GroupSchemes:
         nested = section.get("quantization")
         self._is_nested = isinstance(nested, dict)
         method = section.get("quant_method") or ("modelopt" if self._is_nested else "")
-        self.method = str(method).lower().replace("compressed_tensors", "compressed-tensors")
+        self.method = _METHODS.get(str(method).lower(), str(method).lower())
         self.section: Section = nested if isinstance(nested, dict) else section
         self.targets: dict[str, Section] = {}
         self._algorithms: Section = {}
