@@ -95,6 +95,8 @@ class ResumableFolder(OutputFolder):
     def _check_old(self, staging: Path) -> None:
         """Refuse a folder that no interrupted run made, or that this run cannot continue."""
         progress = staging / PROGRESS_NAME
+        for path in staging.glob(f".{PROGRESS_NAME}.tmp-*"):  # of a run that was killed very early
+            path.unlink(missing_ok=True)
         if not progress.is_file() and any(staging.iterdir()):
             raise UsageError(
                 f"{staging}: the folder is not empty, and was not made by an interrupted run",

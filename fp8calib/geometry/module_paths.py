@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_LONGEST = 1000
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
@@ -24,6 +26,18 @@ def matches_pattern(pattern: str, *paths: str) -> bool:
     if not pattern.startswith("re:"):
         return any(fnmatchcase(path, pattern) for path in paths)
     return matches_expression(pattern.removeprefix("re:"), *paths, is_whole=True)
+
+
+def refuse_costly(expression: str) -> None:
+    """Refuse an expression of a checkpoint that could take exponential time.
+
+    Raises:
+        ValueError: it is too long, or repeats a group.
+    """
+    if len(expression) > _LONGEST or _REPEATED_GROUP.search(expression):
+        raise ValueError(
+            "fp8calib does not evaluate this expression, which could take exponential time"
+        )
 
 
 def matches_expression(expression: str, *paths: str, is_whole: bool = False) -> bool:

@@ -179,3 +179,16 @@ def test_a_run_that_waited_for_one_that_has_ended_is_an_error(
         folder_of(tmp_path / "out", resume=True),
     ):
         pass
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_killed_before_its_mark_was_renamed_stops_nobody(
+    tmp_path: Path, resume: bool
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / f".{PROGRESS_NAME}.tmp-0123abcd").touch()
+
+    with folder_of(tmp_path / "out", resume=resume) as staging:
+        (staging / "file").touch()
+
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"file"}

@@ -108,22 +108,25 @@ def test_extract_refuses_what_has_no_kv_scales(tmp_path: Path, name: str) -> Non
 def test_check_says_what_becomes_of_them(name: str) -> None:
     outcome = run("check", FOLDER / name, "--json")
     engines = outcome.json["engines"]
-    found = {
+    statuses = {
         engine: {
             (layer["k"]["status"], layer["v"]["status"]) for layer in engines[engine]["layers"]
         }
         for engine in ENGINES
     }
-    assert found == {
+    assert statuses == {
         engine: {(status, status)} for engine, status in zip(ENGINES, CHECKED[name], strict=True)
     }
     assert outcome.code == (0 if set(CHECKED[name]) == {USED} else 8)
     if name in KV_SCALES:
-        largest = [(max(k), max(v)) for k, v in load_kv_scales(name)]
+        largest = torch.tensor([(max(k), max(v)) for k, v in load_kv_scales(name)])
         for engine, status in zip(ENGINES, CHECKED[name], strict=True):
             if status == USED:
                 layers = engines[engine]["layers"]
-                assert [(item["k"]["value"], item["v"]["value"]) for item in layers] == largest
+                found = torch.tensor([(item["k"]["value"], item["v"]["value"]) for item in layers])
+                # under these methods vLLM stores the scales in the model's dtype
+                rounds = engine == "vllm" and name.startswith(("modelopt", "quark"))
+                assert found.equal(largest.bfloat16().float() if rounds else largest)
 
 
 def test_modelopt_measures_the_scales_that_calibrate_measures(tmp_path: Path, rows: Path) -> None:

@@ -379,6 +379,11 @@ REFUSED: dict[str, tuple[Tensors, object, str]] = {
         CT_STATIC | {"ignore": ["re:(", "re:*"]},
         "regular expression",
     ),
+    "an expression that never ends": (
+        linear(scale=HALF, input_scale=HALF),
+        CT_STATIC | {"ignore": ["re:(.*)*(.*)*x$"]},
+        "exponential time",
+    ),
     "a zero point that is not zero": (
         linear(scale=HALF, input_scale=HALF) | {f"{LINEAR}.weight_zero_point": torch.ones(1)},
         CT_STATIC,

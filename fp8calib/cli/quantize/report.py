@@ -11,7 +11,7 @@ from fp8calib.checkpoint.atomic import format_size
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.serving import describe_serving
 from fp8calib.engines.serving import find_checkpoint_serving
-from fp8calib.errors import cut_list
+from fp8calib.errors import cut_list, shorten
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
@@ -73,7 +73,8 @@ def show_quantization_report(report: Mapping[str, Any], *, as_json: bool) -> Non
     for note in report["notes"]:
         warn(note)
     for item in report["dead"]:
-        warn(f"{item['tensor']}: all zeros in {item['count']} of {item['total']} of its scales")
+        name, count, total = shorten(item["tensor"]), item["count"], item["total"]
+        warn(f"{name}: all zeros in {count} of {total} of its scales")
     if as_json:
         print_json(report)
         return

@@ -14,7 +14,7 @@ from pathlib import Path
 from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
-from fp8calib.geometry.module_paths import matches_expression
+from fp8calib.geometry.module_paths import matches_expression, refuse_costly
 
 Fields = Mapping[str, object]
 _WEIGHT_GRANULARITIES = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)
@@ -77,6 +77,11 @@ def matches_entry(path: Path, module: str, expression: str) -> bool:
     Raises:
         VerificationError: the expression is invalid.
     """
+    try:
+        refuse_costly(expression)
+    except ValueError as error:
+        fault = f"re:{expression!a:.80}: {error}"
+        raise refusal(path, fault, hint="name modules by their paths") from error
     try:
         return matches_expression(expression, module)
     except ValueError as error:
