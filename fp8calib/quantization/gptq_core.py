@@ -1,0 +1,132 @@
+"""Round weights to e4m3fn so that later columns make up for the errors of earlier ones.
+
+GPTQ (Frantar et al., arXiv 2210.17323): a column is rounded, then the columns not yet rounded move
+so that the output error, weighted by the Hessian H of the inputs, is smallest. Arrays in, arrays
+out; no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8calib.fp8.formats import E4M3FN
+
+DAMPING = 0.01
+_RAISE = 10.0
+"""The factor by which damping grows until the Hessian can be factorised."""
+_LEAF = 16
+"""Columns that are rounded one by one; the updates of more columns are matrix products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HessianFactor:
+    """A Hessian, prepared to round any weight that reads its inputs."""
+
+    order: torch.Tensor
+    """The inputs in the order in which their columns are rounded: int64 [in]."""
+    upper: torch.Tensor
+    """U with U^T U = H^-1, inputs in `order`, upper triangular: float64 [in, in]."""
+    damping: float
+    """What was added to the diagonal, as a share of its mean; more than asked for where H was not
+    positive definite."""
+
+
+def factorise(
+    hessian: torch.Tensor, *, damping: float = DAMPING, by_diagonal: bool = True
+) -> HessianFactor:
+    """Prepare a Hessian [in, in] for `round_compensated`, in float64.
+
+    Args:
+        hessian: the weighted sum of x x^T over inputs x, finite.
+        damping: share of the mean of the diagonal that is added to it. Where the sum is not
+            positive definite, ten times as much is tried, and so on.
+        by_diagonal: round columns by falling diagonal; otherwise in their own order.
+
+    Inputs that were always zero have no part in any error; their columns are rounded to nearest.
+    """
+    damped = hessian.to(torch.float64)
+    diagonal = damped.diagonal()
+    size = len(diagonal)
+    mean = float(diagonal.mean())
+    order = torch.arange(size, device=hessian.device)
+    if by_diagonal:
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    if mean <= 0:
+        eye = torch.eye(size, dtype=torch.float64, device=hessian.device)
+        return HessianFactor(order=order, upper=eye, damping=damping)
+    # H = R R^T with R upper triangular is the Cholesky factor of H backwards; then U = R^-1.
+    backwards = order.flip(0)
+    damped = damped[backwards][:, backwards]
+    while True:
+        shifted = damped.clone()
+        shifted.diagonal().add_(damping * mean)
+        lower, info = torch.linalg.cholesky_ex(shifted)
+        if not int(info):
+            break
+        damping *= _RAISE
+    right = lower.flip(0, 1)
+    eye = torch.eye(size, dtype=torch.float64, device=hessian.device)
+    upper = torch.linalg.solve_triangular(right, eye, upper=True)
+    return HessianFactor(order=order, upper=upper, damping=damping)
+
+
+def round_compensated(
+    weight: torch.Tensor, scale: torch.Tensor, factor: HessianFactor
+) -> torch.Tensor:
+    """Round a weight [out, in] with given scales: float8_e4m3fn [out, in].
+
+    Args:
+        weight: finite. It is computed in float32, or in float64 if that is its dtype.
+        scale: multiplies codes to dequantize; broadcasts to [out, in].
+        factor: from `factorise`, with the same inputs.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    columns = weight.T.to(dtype)[factor.order].contiguous()
+    scales = scale.to(dtype).expand(-1, weight.shape[1]).T[factor.order]
+    rounding = _Rounding(columns, scales, factor.upper.to(dtype))
+    rounding.run(0, len(columns))
+    codes = torch.empty_like(rounding.codes)
+    codes[factor.order] = rounding.codes
+    return codes.T.contiguous().view(torch.float8_e4m3fn)
+
+
+class _Rounding:
+    """The state of one weight: its columns in order, as rows [in, out]."""
+
+    def __init__(self, columns: torch.Tensor, scales: torch.Tensor, upper: torch.Tensor) -> None:
+        self.codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
+        self._columns = columns
+        self._errors = torch.empty_like(columns)
+        self._scales = scales
+        self._upper = upper
+        self._diagonal = upper.diagonal().tolist()
+
+    def run(self, start: int, stop: int) -> None:
+        """Round columns `start` to `stop`; the errors of all before are applied to them."""
+        if stop - start <= _LEAF:
+            for index in range(start, stop):
+                self._round(index, stop)
+            return
+        middle = (start + stop) // 2
+        self.run(start, middle)
+        update = self._upper[start:middle, middle:stop].T
+        self._columns[middle:stop].addmm_(update, self._errors[start:middle], alpha=-1)
+        self.run(middle, stop)
+
+    def _round(self, index: int, stop: int) -> None:
+        column, scale = self._columns[index], self._scales[index]
+        scaled = (column / scale).clamp_(-E4M3FN.max, E4M3FN.max)
+        code = scaled.to(torch.float8_e4m3fn)
+        self.codes[index] = code.view(torch.uint8)
+        error = (column - code.to(column.dtype) * scale) / self._diagonal[index]
+        self._errors[index] = error
+        later = self._columns[index + 1 : stop]
+        later.addr_(self._upper[index, index + 1 : stop], error, alpha=-1)
+
+
+def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
+    """Compute tr(D H D^T), the squared output error of a change D [out, in], in float64."""
+    wide = difference.to(torch.float64)
+    return float(((wide @ hessian.to(torch.float64)) * wide).sum())

@@ -1,0 +1,133 @@
+"""GPTQ's core against a solution that computes every optimal update from scratch."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8calib.quantization.gptq_core import factorise, output_error, round_compensated
+
+OUT, IN = 12, 40
+
+
+def make_case(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Make a weight [OUT, IN] and a Hessian of correlated inputs, one of them ten times larger."""
+    random = np.random.default_rng(seed)
+    inputs = random.normal(size=(60, IN)) @ random.normal(size=(IN, IN))
+    inputs[:, 3] *= 10
+    return random.normal(size=(OUT, IN)), inputs.T @ inputs
+
+
+def round_e4m3(values: np.ndarray) -> np.ndarray:
+    clipped = np.clip(values, -448, 448)
+    return clipped.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def solve_by_brute_force(
+    weight: np.ndarray, hessian: np.ndarray, scale: np.ndarray, *, damping: float, ordered: bool
+) -> np.ndarray:
+    """Round column by column; before each, the open columns are the least-squares optimum."""
+    damped = hessian + damping * np.diag(hessian).mean() * np.eye(IN)
+    order = np.argsort(-np.diag(hessian), kind="stable") if ordered else np.arange(IN)
+    scale = np.broadcast_to(scale, weight.shape)
+    rounded = np.zeros_like(weight)
+    for position, column in enumerate(order):
+        done, left = order[:position], order[position:]
+        lost = weight[:, done] - rounded[:, done]
+        shift = np.linalg.solve(damped[np.ix_(left, left)], damped[np.ix_(left, done)] @ lost.T).T
+        optimum = weight[:, column] + shift[:, 0]
+        rounded[:, column] = round_e4m3(optimum / scale[:, column]) * scale[:, column]
+    return rounded
+
+
+def spread_blocks(scale: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    return scale.repeat(rows, 0).repeat(columns, 1)[:OUT, :IN]
+
+
+def make_scale(kind: str, weight: np.ndarray) -> np.ndarray:
+    if kind == "tensor":
+        return np.full((1, 1), np.abs(weight).max() / 448)
+    if kind == "channel":
+        return np.abs(weight).max(1, keepdims=True) / 448
+    blocks = [[np.abs(weight[r : r + 8, c : c + 16]).max() for c in (0, 16, 32)] for r in (0, 8)]
+    return spread_blocks(np.array(blocks) / 448, 8, 16)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_every_column_gets_the_optimal_update(kind: str, ordered: bool) -> None:
+    weight, hessian = make_case(seed=1)
+    scale = make_scale(kind, weight)
+    expected = solve_by_brute_force(weight, hessian, scale, damping=0.01, ordered=ordered)
+    factor = factorise(torch.from_numpy(hessian), damping=0.01, by_diagonal=ordered)
+    codes = round_compensated(torch.from_numpy(weight), torch.from_numpy(scale), factor)
+    found = codes.to(torch.float64).numpy() * scale
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_output_error_is_that_of_the_outputs_and_smaller_than_to_nearest() -> None:
+    random = np.random.default_rng(2)
+    inputs = random.normal(size=(300, IN)) @ random.normal(size=(IN, IN))
+    weight, scale = random.normal(size=(OUT, IN)), np.full((1, 1), 1 / 7)
+    hessian = torch.from_numpy(inputs.T @ inputs)
+    codes = round_compensated(torch.from_numpy(weight), torch.from_numpy(scale), factorise(hessian))
+    errors = {}
+    for name, values in (
+        ("gptq", codes.to(torch.float64).numpy() * scale),
+        ("nearest", round_e4m3(weight / scale) * scale),
+    ):
+        errors[name] = output_error(torch.from_numpy(values - weight), hessian)
+        expected = np.square(inputs @ (values - weight).T).sum()
+        assert errors[name] == pytest.approx(expected, rel=1e-9)
+    assert errors["gptq"] < 0.7 * errors["nearest"]
+
+
+def test_inputs_that_are_always_zero_are_rounded_to_nearest() -> None:
+    weight, hessian = make_case(seed=3)
+    dead = [0, 17, 39]
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    scale = make_scale("channel", weight)
+    codes = round_compensated(
+        torch.from_numpy(weight), torch.from_numpy(scale), factorise(torch.from_numpy(hessian))
+    )
+    nearest = round_e4m3(weight / scale)
+    np.testing.assert_array_equal(codes.to(torch.float64).numpy()[:, dead], nearest[:, dead])
+
+
+def test_a_hessian_of_zeros_rounds_to_nearest() -> None:
+    weight, _ = make_case(seed=4)
+    scale = make_scale("tensor", weight)
+    factor = factorise(torch.zeros(IN, IN))
+    codes = round_compensated(torch.from_numpy(weight), torch.from_numpy(scale), factor)
+    np.testing.assert_array_equal(codes.to(torch.float64).numpy(), round_e4m3(weight / scale))
+
+
+def test_an_indefinite_hessian_raises_the_damping_until_it_is_definite() -> None:
+    _, hessian = make_case(seed=5)
+    lowest = np.diag(hessian).mean() * 0.5
+    values, vectors = np.linalg.eigh(hessian)
+    values[0] = -lowest
+    indefinite = (vectors * values) @ vectors.T
+    factor = factorise(torch.from_numpy(indefinite), damping=0.01)
+    assert factor.damping == pytest.approx(1.0)
+    shifted = indefinite + factor.damping * np.diag(indefinite).mean() * np.eye(IN)
+    order = factor.order.numpy()
+    inverse = np.linalg.inv(shifted[np.ix_(order, order)])
+    upper = factor.upper.numpy()
+    np.testing.assert_allclose(upper.T @ upper, inverse, rtol=1e-8, atol=1e-12)
+    np.testing.assert_array_equal(upper, np.triu(upper))
+
+
+def test_saturated_columns_pass_their_error_on() -> None:
+    """A scale far too small saturates; codes stay finite and later columns make up for it."""
+    weight, hessian = make_case(seed=6)
+    scale = np.full((1, 1), np.abs(weight).max() / 448 / 4)
+    expected = solve_by_brute_force(weight, hessian, scale, damping=0.01, ordered=True)
+    codes = round_compensated(
+        torch.from_numpy(weight), torch.from_numpy(scale), factorise(torch.from_numpy(hessian))
+    )
+    assert bool(codes.to(torch.float32).isfinite().all())
+    np.testing.assert_allclose(codes.to(torch.float64).numpy() * scale, expected, rtol=1e-12)
