@@ -25,7 +25,7 @@ from fp8calib.run.forward.observed_batches import BatchObserver
 from fp8calib.run.forward.whole import WholeRunner
 from fp8calib.run.resume.journal import Journal
 from fp8calib.run.resume.work_share import WHOLE, WorkShare
-from fp8calib.run.streaming.layer_observer import LayerObserver
+from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, StatsShard, join_ranges
 from fp8calib.stats.fingerprint import fingerprint_model, versions
@@ -55,11 +55,13 @@ def calibrate(
     progress: Progress,
     streaming: Streaming | None = None,
     share: WorkShare = WHOLE,
+    work: LayerWork | None = None,
 ) -> CalibrationStats:
     """Collect the statistics that `recipe` asks for; `plan` is None if it asks for weights only.
 
     With `streaming` the model has no weights yet: those of each layer are read once, and the
     statistics are the same, bit for bit. Of several processes only the first returns them all.
+    `work` also gets the inputs of each layer, and needs a streamed model.
 
     Raises:
         UsageError: there are fewer batches than shards.
@@ -69,7 +71,9 @@ def calibrate(
     todo = None if plan is None else share.batches(plan, batch_size)
     sites: dict[Site, SiteStats] = {}
     if streaming is not None:
-        sites |= _layer_by_layer(prepared, todo, checkpoint, recipe, progress, streaming, share)
+        sites |= _layer_by_layer(
+            prepared, todo, checkpoint, recipe, progress, streaming, share, work
+        )
     else:
         if recipe.observe.weights:
             sites |= _weights(prepared, checkpoint, progress, share)
@@ -167,6 +171,7 @@ def _layer_by_layer(
     progress: Progress,
     streaming: Streaming,
     share: WorkShare,
+    work: LayerWork | None,
 ) -> dict[Site, SiteStats]:
     num_layers = len(prepared.geometry.layers)
     used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in todo or ())]
@@ -184,6 +189,7 @@ def _layer_by_layer(
             recipe.observe,
             ignored=prepared.ignored,
             linears=share.weights([linear for _, linear in prepared.geometry.linears()]),
+            work=work,
         )
         if not todo:
             progress.stage("reading weights", num_layers, unit="layers")

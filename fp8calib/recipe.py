@@ -29,6 +29,12 @@ _IN_PACKAGE = Path(__file__).parent / "recipes"
 _IN_CLONE = Path(__file__).parents[1] / "recipes"
 
 
+RoundingName = Literal["nearest", "gptq"]
+NEAREST: RoundingName = "nearest"
+GPTQ: RoundingName = "gptq"
+"""How weights are rounded."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -108,6 +114,30 @@ class ScaleOptions(_Section):
     )
 
 
+class Quantize(_Section):
+    """The FP8 checkpoint to write."""
+
+    scheme: str = Field(
+        description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
+        f"one of: {', '.join(SCHEMES)}; `quantize: NAME` is short for it"
+    )
+    rounding: RoundingName = Field(
+        default=NEAREST,
+        description="how weights are rounded: nearest, or gptq, where later columns of a weight "
+        "make up for the errors of earlier ones",
+    )
+    ignore: tuple[str, ...] = Field(
+        default=(), description="modules to leave unquantized, as for quantize --ignore"
+    )
+
+    @field_validator("scheme")
+    @classmethod
+    def _is_scheme(cls, name: str) -> str:
+        if name not in SCHEMES:
+            raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
+        return name
+
+
 class Recipe(_Section):
     """What to observe, on which data, how to compute scales, and what to write."""
 
@@ -125,26 +155,25 @@ class Recipe(_Section):
     query_scale: bool = Field(
         default=False, description="also write q_scale, in the formats that have a place for it"
     )
-    quantize: str | None = Field(
-        default=None,
-        description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
-        f"one of: {', '.join(SCHEMES)}",
+    quantize: Quantize | None = Field(
+        default=None, description="the FP8 checkpoint to write; null means none"
     )
 
-    @field_validator("quantize")
+    @field_validator("quantize", mode="before")
     @classmethod
-    def _is_scheme(cls, name: str | None) -> str | None:
-        if name is not None and name not in SCHEMES:
-            raise ValueError(f"must be one of {', '.join(SCHEMES)}, not {name!r:.60}")
-        return name
+    def _accept_scheme(cls, value: Any) -> Any:
+        return {"scheme": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _observes_static_inputs(self) -> Self:
-        is_static = self.quantize is not None and SCHEMES[self.quantize].has_static_inputs
-        if is_static and not self.observe.inputs:
+        if self.quantize is None or self.observe.inputs:
+            return self
+        if SCHEMES[self.quantize.scheme].has_static_inputs:
             raise ValueError(
-                f"quantize: {self.quantize} needs observe.inputs, for its input scales"
+                f"quantize: {self.quantize.scheme} needs observe.inputs, for its input scales"
             )
+        if self.quantize.rounding == GPTQ:
+            raise ValueError(f"quantize: rounding {GPTQ} needs observe.inputs")
         return self
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from fp8calib.cli.console import print_json, print_table, print_text
 from fp8calib.recipe import Recipe, load_recipe, read_recipe, recipe_files
@@ -33,8 +33,10 @@ def run_recipes(name: str | None, *, as_json: bool) -> None:
 def _describe_fields(model: Any, *, prefix: str = "") -> dict[str, dict[str, str]]:
     explained: dict[str, dict[str, str]] = {}
     for name, field in model.model_fields.items():
-        if hasattr(field.annotation, "model_fields"):
-            explained |= _describe_fields(field.annotation, prefix=f"{prefix}{name}.")
+        sections = (field.annotation, *get_args(field.annotation))  # of `Section | None`
+        section = next((each for each in sections if hasattr(each, "model_fields")), None)
+        if section is not None:
+            explained |= _describe_fields(section, prefix=f"{prefix}{name}.")
         else:
             default = "required" if field.is_required() else _format_default(field.default)
             explained[f"{prefix}{name}"] = {

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from fp8calib.selection.select import Selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin
 from fp8calib.stats.fingerprint import fingerprint_model
 
+ROUNDING_KEY = "fp8calib.rounding"
 _TAG_KEY = "fp8calib.quantize"
 _SHOWN = 5
 _VERSION = 1
@@ -50,6 +51,10 @@ class PlanSettings:
     ignore: tuple[str, ...] = ()
     shares_scales: bool = True
     """Weights that engines fuse share one per-tensor scale."""
+
+    def group(self, matrix: Matrix) -> str:
+        """Name the group of weights that share one per-tensor scale with this one."""
+        return matrix.fused_group if self.shares_scales else matrix.module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,29 @@ class CalibratedScales:
 
 
 NO_SCALES = CalibratedScales(inputs={}, kv={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """How weights are rounded, if not to nearest, as the checkpoint's metadata records it."""
+
+    rounding: str
+    data: str
+    """Fingerprint of the calibration text."""
+    sequences: int
+    held_back: int
+    """Every such sequence is left out of the Hessians; the better rounding is chosen on these."""
+    damping: float
+    order: str
+    tokens: str
+    """How tokens are weighted."""
+    measures_inputs: bool = False
+    """The scales of inputs were measured on the same text, from which they follow."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The record in a file's metadata."""
+        return {ROUNDING_KEY: json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +131,6 @@ class QuantizePlan:
         shards = (shard.name for shard in self.shards)
         return frozenset({CONFIG_NAME, *self.json_files, *shards, *sides})
 
-    def group(self, matrix: Matrix) -> str:
-        """Name the group of weights that share one per-tensor scale with this one."""
-        return matrix.fused_group if self.settings.shares_scales else matrix.module
-
 
 def make_plan(
     checkpoint: Checkpoint,
@@ -114,6 +138,7 @@ def make_plan(
     selection: Selection,
     *,
     scales: CalibratedScales = NO_SCALES,
+    rounding: Rounding | None = None,
 ) -> QuantizePlan:
     """Decide what is written where; only headers and config.json are read.
 
@@ -122,14 +147,17 @@ def make_plan(
         settings: the options.
         selection: from `select`, with the patterns of the settings.
         scales: of inputs and of the KV cache; a static scheme needs the inputs of every linear.
+        rounding: how weights are rounded; None means to nearest.
 
     Raises:
         ModelError: two files hold the same tensor.
     """
     refuse_duplicate_tensors(checkpoint)
     config = checkpoint.load_config()
-    tag = _make_tag(checkpoint, config, settings, scales)
-    shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, tag))
+    tag = _make_tag(checkpoint, config, settings, scales, rounding)
+    measured = make_metadata(fmt=None, origin=scales.origin, provenance=None)
+    metadata = {_TAG_KEY: tag, **measured, **(rounding.metadata if rounding else {})}
+    shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, metadata))
     has_kv = bool(scales.kv)
     job = ConfigJob(
         scheme=settings.scheme,
@@ -172,6 +200,7 @@ def _make_tag(
     config: Mapping[str, object],
     settings: PlanSettings,
     scales: CalibratedScales,
+    rounding: Rounding | None,
 ) -> str:
     asked = [
         _VERSION,
@@ -182,8 +211,10 @@ def _make_tag(
         *(
             [[name, float(value)] for name, value in sorted(part.items())]
             for part in (scales.inputs, scales.kv)
+            if rounding is None or not rounding.measures_inputs
         ),
         scales.origin and scales.origin.to_fields(),
+        *([] if rounding is None else [asdict(rounding)]),
     ]
     text = fingerprint_model(config, checkpoint) + json.dumps(asked)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -194,7 +225,7 @@ def _lay_out_shards(
     settings: PlanSettings,
     selection: Selection,
     scales: CalibratedScales,
-    tag: str,
+    metadata: Mapping[str, str],
 ) -> Iterable[ShardLayout]:
     quantized, unquantized_experts = (
         _by_source(selection.quantized),
@@ -227,10 +258,9 @@ def _lay_out_shards(
     by_file[last] += [
         _constant(name, value, settings.dialect) for name, value in sorted(scales.kv.items())
     ]
-    measured = make_metadata(fmt=None, origin=scales.origin, provenance=None)
     for path in checkpoint.weight_files:
         name = path.name if checkpoint.is_sharded else SINGLE_FILE_NAME
-        yield lay_out(name, by_file[path.name], metadata={_TAG_KEY: tag, **measured})
+        yield lay_out(name, by_file[path.name], metadata=metadata)
 
 
 def _by_source(matrices: Iterable[Matrix]) -> dict[str, list[Matrix]]:

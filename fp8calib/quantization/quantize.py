@@ -23,6 +23,7 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import copy_side_files
 from fp8calib.checkpoint.resumable_folder import PROGRESS_NAME, ResumableFolder
 from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.quantization.weight_reader import WeightReader
@@ -51,6 +52,7 @@ def quantize(
     resume: bool = False,
     force: bool = False,
     inputs: Collection[Path] = (),
+    rounded: RoundedCodes | None = None,
 ) -> Written:
     """Write the checkpoint that `plan` describes.
 
@@ -63,6 +65,7 @@ def quantize(
         resume: continue an interrupted run of the same plan.
         force: replace an existing output.
         inputs: other files that are read, which the output must not replace.
+        rounded: the codes of weights that are not rounded to nearest.
 
     Raises:
         UsageError: the folder is in use, or the interrupted run had another plan.
@@ -83,13 +86,13 @@ def quantize(
         finished = [shard.name for shard in plan.shards if journal.has(shard)]
         written = sum((staging / name).stat().st_size for name in finished)
         require_free_space(staging, plan.size_bytes - written)
-        scales = WeightScales(plan, reader)
+        scales = WeightScales(plan.selection.quantized, plan.settings, reader)
         for shard in plan.shards:
             if shard.name in finished:
                 advance(shard.data_bytes)
                 continue
             temporary = staging / f"{shard.name}.unfinished"
-            writer = ShardWriter(shard, reader, scales, plan.settings.scheme)
+            writer = ShardWriter(shard, reader, scales, plan.settings.scheme, rounded)
             all_zero = writer.write(temporary, advance)
             journal.add(shard, all_zero)
             temporary.replace(staging / shard.name)

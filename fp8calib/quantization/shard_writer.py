@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.fp8.amax import block_amax, row_amax
 from fp8calib.fp8.encode import encode_blocks, encode_rows
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity, Scheme
+from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -32,7 +32,7 @@ from fp8calib.quantization.weight_reader import (
     require_finite,
     split_rows,
 )
-from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
+from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales, part_amax
 from fp8calib.scales.scale_table import scale_of
 from fp8calib.selection.matrices import Matrix
 
@@ -56,12 +56,19 @@ class ShardWriter:
     """
 
     def __init__(
-        self, shard: ShardLayout, reader: WeightReader, scales: WeightScales, scheme: Scheme
+        self,
+        shard: ShardLayout,
+        reader: WeightReader,
+        scales: WeightScales,
+        scheme: Scheme,
+        rounded: RoundedCodes | None = None,
     ) -> None:
+        """Write a shard; weights with `rounded` codes get these, others the nearest."""
         self._shard = shard
         self._reader = reader
         self._scales = scales
         self._scheme = scheme
+        self._rounded = rounded
         self._places = {
             tensor.content.matrix.module: tensor
             for tensor in shard.tensors
@@ -133,8 +140,11 @@ class ShardWriter:
         scale, all_zero = self._scales.of_group(matrix)
 
         def quantize(rows: range) -> None:
-            values = self._reader.read(matrix, rows)
-            self._put_rows(tensor, rows, encode_rows(values, scale.to(values.device)))
+            codes = self._find_rounded(matrix, rows)
+            if codes is None:
+                values = self._reader.read(matrix, rows)
+                codes = encode_rows(values, scale.to(values.device))
+            self._put_rows(tensor, rows, codes)
 
         self._note(all_zero)
         self._put_scale(self._places[matrix.module], scale)
@@ -146,13 +156,17 @@ class ShardWriter:
 
         def quantize(rows: range) -> torch.Tensor:
             values = self._reader.read(matrix, rows)
-            amax = block_amax(values, block) if has_blocks else row_amax(values)
+            amax = part_amax(values, self._scheme)
             require_finite(amax, matrix, rows, values)
-            scale = scale_of(amax, E4M3FN)
-            if has_blocks:
-                self._put_rows(tensor, rows, encode_blocks(values, scale, block))
-            else:
-                self._put_rows(tensor, rows, encode_rows(values, scale.unsqueeze(1)))
+            codes = self._find_rounded(matrix, rows)
+            if codes is None:
+                scale = scale_of(amax, E4M3FN)
+                codes = (
+                    encode_blocks(values, scale, block)
+                    if has_blocks
+                    else encode_rows(values, scale.unsqueeze(1))
+                )
+            self._put_rows(tensor, rows, codes)
             return amax.cpu()
 
         def finish(parts: list[torch.Tensor]) -> None:
@@ -161,6 +175,11 @@ class ShardWriter:
             self._put_scale(self._places[matrix.module], scale)
 
         return self._start(tensor, quantize, split_rows(matrix, block[0]), finish)
+
+    def _find_rounded(self, matrix: Matrix, rows: range) -> torch.Tensor | None:
+        if self._rounded is None or matrix not in self._rounded:
+            return None
+        return self._rounded.read(matrix, rows)
 
     def _start(
         self,

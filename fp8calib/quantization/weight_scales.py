@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
+from fp8calib.fp8.amax import block_amax, row_amax
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import Granularity, Scheme
 from fp8calib.geometry.module_paths import span_experts
-from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.weight_reader import WeightReader
 from fp8calib.scales.scale_table import scale_of
 from fp8calib.selection.matrices import Matrix
@@ -33,20 +36,22 @@ class WeightScales:
     layer, else 1.
     """
 
-    def __init__(self, plan: QuantizePlan, reader: WeightReader) -> None:
+    def __init__(
+        self, quantized: Collection[Matrix], settings: PlanSettings, reader: WeightReader
+    ) -> None:
         self._reader = reader
+        self._settings = settings
         self._groups: dict[str, list[Matrix]] = defaultdict(list)
         self._siblings: dict[str, list[Matrix]] = defaultdict(list)
         self._layers: dict[str, list[Matrix]] = defaultdict(list)
-        self._plan = plan
-        for matrix in plan.selection.quantized:
-            self._groups[plan.group(matrix)].append(matrix)
+        for matrix in quantized:
+            self._groups[settings.group(matrix)].append(matrix)
             self._siblings[span_experts(matrix.module)].append(matrix)
             self._layers[matrix.layer].append(matrix)
 
     def of_group(self, matrix: Matrix) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scale that a weight shares with its group: fp32 []."""
-        amax = torch.tensor(self._reader.measure(self._groups[self._plan.group(matrix)]))
+        amax = torch.tensor(self._reader.measure(self._groups[self._settings.group(matrix)]))
         own = torch.tensor(self._reader.measure([matrix]))
         all_zero = _count_zeros(matrix, own)
         if float(amax.max()) > 0:
@@ -65,6 +70,22 @@ class WeightScales:
         substitute = self._substitute(matrix) if is_whole else scales[amax > 0].max()
         return torch.where(amax > 0, scales, substitute), all_zero
 
+    def of_weight(self, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
+        """Compute the scales of a whole weight [R, C], to multiply codes by: fp32 [R or 1, C or 1].
+
+        They are on the device of `values`.
+        """
+        scheme = self._settings.scheme
+        if scheme.weights is Granularity.TENSOR:
+            return self.of_group(matrix)[0].to(values.device).reshape(1, 1)
+        amax = part_amax(values, scheme).cpu()
+        scales = self.of_parts(matrix, amax)[0].to(values.device)
+        if scheme.weights is Granularity.BLOCK:
+            rows, columns = scheme.block
+            spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            return spread[: values.shape[0], : values.shape[1]]
+        return scales.unsqueeze(1)
+
     def _substitute(self, matrix: Matrix) -> torch.Tensor:
         """Find a scale for a weight of zeros."""
         for pool in (self._siblings[span_experts(matrix.module)], self._layers[matrix.layer]):
@@ -72,6 +93,13 @@ class WeightScales:
             if largest > 0:
                 return scale_of(torch.tensor(largest), E4M3FN)
         return torch.tensor(1.0)
+
+
+def part_amax(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Compute the largest magnitude of each row or block of a weight, as the scheme divides it."""
+    if scheme.weights is Granularity.BLOCK:
+        return block_amax(values, scheme.block)
+    return row_amax(values)
 
 
 def _count_zeros(matrix: Matrix, amax: torch.Tensor) -> AllZeroWeight | None:

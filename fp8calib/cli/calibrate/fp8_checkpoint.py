@@ -14,37 +14,40 @@ from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.cli.calibrate.job import CalibrateJob
+from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
+from fp8calib.cli.calibrate.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.cli.console import Bar
-from fp8calib.cli.quantize.report import Outcome, build_quantization_report
+from fp8calib.cli.quantization_report import Outcome, build_quantization_report
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
-from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.selection.select import Selection, select
+from fp8calib.recipe import Recipe
 from fp8calib.stats.calibration_stats import CalibrationStats
+
+
+def make_plan_settings(recipe: Recipe) -> PlanSettings | None:
+    """Make the options of the recipe's checkpoint; None if it has none."""
+    if recipe.quantize is None:
+        return None
+    return PlanSettings(
+        scheme=find_scheme(recipe.quantize.scheme),
+        dialect=COMPRESSED_TENSORS,
+        ignore=recipe.quantize.ignore,
+    )
 
 
 def explain_refusal(job: CalibrateJob) -> str | None:
     """Explain before the run why the weights cannot be quantized; None if they can."""
-    if job.recipe.quantize is None:
+    if job.quantization is None:
         return None
     try:
-        _select(job)
+        select_matrices(job, job.quantization)
     except (ModelError, ExportError) as error:
         return error.message
     return None
-
-
-def _select(job: CalibrateJob) -> Selection:
-    if job.recipe.scales.fp8_dtype != E4M3FN.name:
-        raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}")
-    check_unquantized(job.checkpoint)
-    return select(job.checkpoint)
 
 
 def check_replaced_checkpoint(job: CalibrateJob) -> None:
@@ -55,7 +58,7 @@ def check_replaced_checkpoint(job: CalibrateJob) -> None:
     """
     if job.recipe.quantize is None:
         return
-    folder = job.out / job.recipe.quantize
+    folder = job.out / job.recipe.quantize.scheme
     shards = {path.name for path in job.checkpoint.weight_files} | {SINGLE_FILE_NAME, INDEX_NAME}
     sides = {name.split("/")[0] for name in find_side_files(job.checkpoint)[0]}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
@@ -71,11 +74,11 @@ def write_checkpoint(
         The report that `quantize` gives; `{"scheme", "why"}` if the checkpoint cannot be written,
         so that the statistics and scales of a long run are kept; None if the recipe has none.
     """
-    scheme = job.recipe.quantize
-    if scheme is None:
+    if job.quantization is None:
         return None
+    scheme = job.quantization.scheme.name
     try:
-        return _quantize(job, scheme, stats, folder, bar)
+        return _quantize(job, job.quantization, stats, folder, bar)
     except (ModelError, ExportError) as error:
         return {"scheme": scheme, "why": "; ".join(filter(None, (error.message, error.hint)))}
 
@@ -98,21 +101,35 @@ def add_checkpoint_report(report: dict[str, Any], checkpoint: Mapping[str, Any])
 
 
 def _quantize(
-    job: CalibrateJob, scheme: str, stats: CalibrationStats, folder: Path, bar: Bar
+    job: CalibrateJob, asked: PlanSettings, stats: CalibrationStats, folder: Path, bar: Bar
 ) -> Mapping[str, Any]:
     started = time.monotonic()
-    found = find_scheme(scheme)
-    settings = PlanSettings(scheme=found, dialect=COMPRESSED_TENSORS)
-    selection = _select(job)
-    if found.has_static_inputs and (unmeasured := list_unmeasured(stats, selection.quantized)):
-        settings = replace(settings, ignore=tuple(unmeasured))
-        selection = select(job.checkpoint, ignore=unmeasured)
+    scheme, settings = asked.scheme.name, asked
+    selection = select_matrices(job, settings)
+    unmeasured = []
+    if asked.scheme.has_static_inputs:
+        unmeasured = list_unmeasured(stats, selection.quantized)
+    if unmeasured:
+        settings = replace(settings, ignore=(*asked.ignore, *unmeasured))
+        selection = select_matrices(job, settings)
     scales = find_scales(stats, job.checkpoint, settings, selection, job.recipe.scales)
-    plan = make_plan(job.checkpoint, settings, selection, scales=scales)
+    rounding = None
+    if job.rounds_by_gptq and job.plan is not None:
+        rounding = make_rounding_record(job.plan, measures_inputs=True)
+    if rounding is not None:
+        scales = replace(scales, origin=stats.origin)
+    plan = make_plan(job.checkpoint, settings, selection, scales=scales, rounding=rounding)
     bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
-    written = quantize(
-        job.checkpoint, plan, folder / scheme, device=torch.device("cpu"), advance=bar.advance
-    )
+    with open_codes(folder) as codes:
+        written = quantize(
+            job.checkpoint,
+            plan,
+            folder / scheme,
+            device=torch.device("cpu"),
+            advance=bar.advance,
+            rounded=codes if job.rounds_by_gptq else None,
+        )
+        rounded = list_rounded(job, selection, codes) if job.rounds_by_gptq else ()
     outcome = Outcome(
         plan=plan,
         written=written,
@@ -123,7 +140,8 @@ def _quantize(
         stats=stats,
         notes=tuple(  # notes on scales are in the report already
             f"{module}: left unquantized: outside the decoder layers inputs are not observed"
-            for module in settings.ignore
+            for module in unmeasured
         ),
+        rounded=rounded,
     )
     return build_quantization_report(outcome)

@@ -11,8 +11,13 @@ from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share
 from fp8calib.dialects.write import list_outputs
+from fp8calib.errors import ExportError
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.model.load import ModelSource
-from fp8calib.recipe import Recipe
+from fp8calib.quantization.plan import PlanSettings
+from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.recipe import GPTQ, Recipe
+from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_stats import STATS_NAME
 
 REPORT_NAME = "report.json"
@@ -35,10 +40,32 @@ class CalibrateJob:
     device: str
     dtype: str
     dtype_why: str
+    quantization: PlanSettings | None = None
+    """How the FP8 checkpoint is written; None without one."""
+
+    @property
+    def rounds_by_gptq(self) -> bool:
+        """Whether the pass also rounds weights, layer by layer."""
+        return self.recipe.quantize is not None and self.recipe.quantize.rounding == GPTQ
 
     @property
     def owned(self) -> frozenset[str]:
         """Names of the files and folders that the command writes in the output folder."""
         formats = list_outputs(self.recipe.formats, self.recipe.tp)
-        checkpoint = {self.recipe.quantize} if self.recipe.quantize else frozenset[str]()
+        scheme = self.recipe.quantize and self.recipe.quantize.scheme
+        checkpoint = {scheme} if scheme else frozenset[str]()
         return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint
+
+
+def select_matrices(job: CalibrateJob, settings: PlanSettings) -> Selection:
+    """Choose the linears to quantize.
+
+    Raises:
+        ModelError: the weights cannot be quantized.
+        ExportError: the recipe asks for another FP8 format than checkpoints hold.
+        UsageError: a pattern names no linear.
+    """
+    if job.recipe.scales.fp8_dtype != E4M3FN.name:
+        raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}")
+    check_unquantized(job.checkpoint)
+    return select(job.checkpoint, ignore=settings.ignore)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from fp8calib.cli.calibrate.fp8_checkpoint import explain_refusal
 from fp8calib.cli.calibrate.job import CalibrateJob
+from fp8calib.cli.calibrate.rounding import plan_rounding
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.machine.launch import ProcessRank, find_process_rank
@@ -22,6 +24,8 @@ from fp8calib.run.planning.whole_or_streamed import MemoryMode, choose_memory_mo
 from fp8calib.run.streaming.layer_observer import LayerObserver
 from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.run.streaming.probe import Probe
+
+_WHY_STREAMED = "layer by layer: each layer is rounded after the text has run through it"
 
 
 def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
@@ -39,6 +43,8 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
     observe = job.recipe.observe
     statistics = stats_bytes(prepared.geometry, inputs=observe.inputs, weights=observe.weights)
 
+    rounding = _plan_rounding(job)
+
     def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe | None:
         return _probe(job, model, weights, streaming, found) if found else None
 
@@ -50,7 +56,7 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
             weights=prepared.weights,
             work=Workload.of(found, len(_distinct(found))),
             itemsize=DTYPES[job.dtype].itemsize,
-            extra={"statistics": statistics},
+            extra={"statistics": statistics, **rounding},
         ),
         find_limits(job.device, settings.memory, sharers=process_rank.local_size),
         source=job.source,
@@ -59,7 +65,14 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
         scratch=_nearest_folder(job.out),
         probe=probe,
         total_bytes=job.checkpoint.total_size_bytes if observe.weights else 0,
+        always_streams=_WHY_STREAMED if rounding else "",
     )
+
+
+def _plan_rounding(job: CalibrateJob) -> Mapping[str, int]:
+    if job.quantization is None or not job.rounds_by_gptq or explain_refusal(job) is not None:
+        return {}
+    return plan_rounding(job, job.quantization)
 
 
 def _take_batches(job: CalibrateJob, process_rank: ProcessRank) -> Sequence[Batch]:

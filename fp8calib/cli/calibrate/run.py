@@ -17,6 +17,7 @@ from fp8calib.cli.calibrate.fp8_checkpoint import (
     add_checkpoint_report,
     check_replaced_checkpoint,
     explain_refusal,
+    make_plan_settings,
     write_checkpoint,
 )
 from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob
@@ -35,6 +36,7 @@ from fp8calib.cli.calibrate.report import (
     save_report,
     show_calibration_report,
 )
+from fp8calib.cli.calibrate.rounding import check_rounding_data, open_rounding
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.calibrate.work_folder import (
     UnwrittenError,
@@ -102,7 +104,7 @@ def run_calibrate(settings: CalibrateSettings) -> None:
         with Bar() as bar, work_folder(job, header, group) as work:
             finished = work.report
             if finished is None:
-                stats, measured = _run(job, mode, work, group, bar)
+                stats, measured = run_job(job, mode, work, group, bar)
                 if not process_rank.is_first:
                     return
                 report = _write(job, stats, measured, work.path, bar)
@@ -165,19 +167,23 @@ def _open_job(
             device=device,
             dtype=dtype,
             dtype_why=why,
+            quantization=make_plan_settings(recipe),
         )
         if not settings.dry_run:
             check_output_of(job)
         check_replaced(recipe.formats, out, checkpoint)
         check_replaced_checkpoint(job)
         if refusal := explain_refusal(job):
-            warn(f"{recipe.quantize} will not be written: {refusal}")
-        job = replace(job, plan=_plan(recipe, source))
+            warn(f"{recipe.quantize and recipe.quantize.scheme} will not be written: {refusal}")
+        job = replace(job, plan=plan_job_data(recipe, source))
+        if job.rounds_by_gptq:
+            check_rounding_data(job.plan)
         check_shard(job)
         yield job
 
 
-def _plan(recipe: Recipe, source: ModelSource) -> DataPlan | None:
+def plan_job_data(recipe: Recipe, source: ModelSource) -> DataPlan | None:
+    """Plan the data of a recipe; None if it runs none."""
     data = recipe.data
     if not recipe.observe.needs_forward:
         return None
@@ -192,14 +198,18 @@ def _plan(recipe: Recipe, source: ModelSource) -> DataPlan | None:
     )
 
 
-def _run(
+def run_job(
     job: CalibrateJob, mode: MemoryMode, work: WorkFolder, group: ProcessGroup | None, bar: Bar
 ) -> tuple[CalibrationStats, RunMeasurements]:
+    """Run the calibration of a job, with the rounding of weights if it asks for that."""
     say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
     if group is not None:
         say(describe_group(group))
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=work.journal, group=group)
+    rounding = None
+    if job.rounds_by_gptq and job.quantization is not None and explain_refusal(job) is None:
+        rounding = open_rounding(job, job.quantization, work.path, group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
             _load(job, mode, bar),
@@ -211,6 +221,7 @@ def _run(
             progress=bar,
             streaming=mode.streaming,
             share=share,
+            work=rounding,
         )
         back_offs = gather_back_offs(share)
     measured = RunMeasurements(

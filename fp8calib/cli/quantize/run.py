@@ -10,7 +10,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.cli.console import Bar, say
-from fp8calib.cli.quantize.report import (
+from fp8calib.cli.quantization_report import (
     Outcome,
     build_quantization_report,
     show_quantization_report,

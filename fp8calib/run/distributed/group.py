@@ -109,9 +109,28 @@ class ProcessGroup:
             # Where a process saw nothing, zeros leave the maximum and the sum as they are.
             tensors = [own[k] if k in own else torch.zeros(shapes[k], dtype=dtype) for k in keys]
             if keys:
-                found = self._all_reduce(tensors, is_count=is_count)
+                operation = distributed.ReduceOp.SUM if is_count else distributed.ReduceOp.MAX
+                found = self._all_reduce(tensors, operation)
                 joined |= zip(keys, found, strict=True)
         return _rebuild(joined) if self.is_first else {}
+
+    def sum_tensors(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sum named fp32 tensors over all processes; each may lack some.
+
+        Sums round: their last bits depend on the number of processes.
+
+        Raises:
+            RankLostError: a process died.
+        """
+        shapes: dict[str, list[int]] = {}
+        for each in self.all_gather({name: list(tensor.shape) for name, tensor in own.items()}):
+            shapes |= each
+        summed: dict[str, torch.Tensor] = {}
+        for name in sorted(shapes):
+            tensor = own[name].cpu() if name in own else torch.zeros(shapes[name])
+            (found,) = self._all_reduce([tensor], distributed.ReduceOp.SUM)
+            summed[name] = found.to(own[name].device) if name in own else found
+        return summed
 
     @contextmanager
     def peer_failures(self) -> Iterator[None]:
@@ -136,8 +155,7 @@ class ProcessGroup:
         self._num_values += 1
         return f"value/{self._num_values}"
 
-    def _all_reduce(self, tensors: Sequence[torch.Tensor], *, is_count: bool) -> list[torch.Tensor]:
-        operation = distributed.ReduceOp.SUM if is_count else distributed.ReduceOp.MAX
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], operation: Any) -> list[torch.Tensor]:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         with self.peer_failures():
             work = distributed.all_reduce(flat, operation, async_op=True)

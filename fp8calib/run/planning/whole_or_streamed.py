@@ -55,18 +55,21 @@ def choose_memory_mode(
     cannot_stream: UsageError | None = None,
     total_bytes: int = 0,
     further_walks: Sequence[float] = (),
+    always_streams: str = "",
 ) -> MemoryMode:
     """Hold the model whole where it fits, else plan to stream it.
 
     `probe` is called only for a model that is streamed. Hidden states that do not fit into memory
     are written to `scratch`. At least `total_bytes` are read. `further_walks` is the work of each
-    further pass over the layers, as a share of the first.
+    further pass over the layers, as a share of the first. `always_streams` is the reason why the
+    model is streamed even where it fits whole.
 
     Raises:
         UsageError: the model fits neither whole nor streamed; or it does not fit whole, and
             `cannot_stream` is given.
     """
-    if (whole := plan_whole(subject, limits, scratch)) is not None:
+    whole = None if always_streams else plan_whole(subject, limits, scratch)
+    if whole is not None:
         return MemoryMode(plan=whole, model=subject.model, weights=subject.weights)
     if cannot_stream is not None:
         raise cannot_stream
@@ -90,4 +93,6 @@ def choose_memory_mode(
 
     measured = probe(model, weights, stream(planner.plan()))
     plan = planner.plan(measured, total_bytes=total_bytes, further_walks=further_walks)
+    if always_streams:
+        plan = replace(plan, why=always_streams)
     return MemoryMode(plan=plan, model=model, weights=weights, streaming=stream(plan))

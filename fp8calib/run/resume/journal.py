@@ -35,7 +35,8 @@ LONGEST_INTERVAL_S = 10.0
 """A killed run loses at most this much work and the running batch."""
 _SHORTEST_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 50.0
-_PREFIX = "checkpoint-"
+NAME_PREFIX = "checkpoint-"
+"""How the names of checkpoints begin; all are removed when the run is finished."""
 _WORTH_SAVING_S = 1.0
 """Weights that were read faster than this are not saved."""
 
@@ -113,9 +114,12 @@ class Journal:
             DataError: a file is damaged.
         """
         found = _drop_repeated(
-            [self.load_file(path) for path in sorted(self._folder.glob(f"{_PREFIX}*.safetensors"))]
+            [
+                self.load_file(path)
+                for path in sorted(self._folder.glob(f"{NAME_PREFIX}*.safetensors"))
+            ]
         )
-        for path in self._folder.glob(f"{_PREFIX}layers-*[0-9]/{STATS_NAME}"):
+        for path in self._folder.glob(f"{NAME_PREFIX}layers-*[0-9]/{STATS_NAME}"):
             self.load_file(path)  # check only: a `LayerJournal` loads it
         self.sites = merge_sites(stats.sites for stats in found)
         self.done = Done(
@@ -148,18 +152,18 @@ class Journal:
 
     def remove(self) -> None:
         """Remove all checkpoints."""
-        for path in self._folder.glob(f"{_PREFIX}*"):
+        for path in self._folder.glob(f"{NAME_PREFIX}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @property
     def layers_stem(self) -> Path:
         """The path, without its suffix, of the folders of a streamed run (`LayerJournal`)."""
-        return self._folder / f"{_PREFIX}layers-{self._rank}"
+        return self._folder / f"{NAME_PREFIX}layers-{self._rank}"
 
     @property
     def has_layers(self) -> bool:
         """Whether a streamed run has left hidden states."""
-        return any(self._folder.glob(f"{_PREFIX}layers-*/{STATS_NAME}"))
+        return any(self._folder.glob(f"{NAME_PREFIX}layers-*/{STATS_NAME}"))
 
     def save_file(self, path: Path, sites: Mapping[Site, SiteStats]) -> None:
         """Write statistics that cover no whole sequence, such as those of some layers.
@@ -184,7 +188,7 @@ class Journal:
         if not self._folder.is_dir():  # the first process has it on another machine
             return
         try:
-            save_stats(stats, self._folder / f"{_PREFIX}{name}.safetensors")
+            save_stats(stats, self._folder / f"{NAME_PREFIX}{name}.safetensors")
         except ExportError as error:
             self.warn(f"no checkpoint was written, the run continues: {error.message}")
         self._saved_at = self._called_at = time.monotonic()
@@ -247,7 +251,7 @@ def _drop_repeated(found: Sequence[CalibrationStats]) -> list[CalibrationStats]:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a file or folder is a checkpoint of a run."""
-    return path.name.startswith(_PREFIX)
+    return path.name.startswith(NAME_PREFIX)
 
 
 def _shard_of(stats: CalibrationStats) -> StatsShard:

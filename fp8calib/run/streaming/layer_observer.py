@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import Batch
-from fp8calib.geometry.model_geometry import Linear
+from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Site
 from fp8calib.machine.allocator import return_memory_of
 from fp8calib.model.weight_stats import check_other_weights, observe_weights
-from fp8calib.observe.calibration_hooks import open_calibration_hooks
+from fp8calib.observe.calibration_hooks import InputListener, open_calibration_hooks
 from fp8calib.observe.recorder import Recorder
 from fp8calib.recipe import Observe
 from fp8calib.run.forward.decoder import OutOfMemoryInForward
@@ -27,6 +28,16 @@ from fp8calib.stats.merge import merge_sites
 from fp8calib.stats.statistic import SiteStats
 
 
+class LayerWork(InputListener, Protocol):
+    """Work on each layer with the inputs of its linears, beside the statistics."""
+
+    def finish_layer(self, layer: Layer) -> None:
+        """Finish a layer that all batches have run through."""
+
+    def forget(self) -> None:
+        """Drop all inputs that were received: the run starts again."""
+
+
 class LayerObserver:
     """Gathers the statistics of a streamed model."""
 
@@ -38,6 +49,7 @@ class LayerObserver:
         *,
         ignored: Collection[str],
         linears: Sequence[Linear] | None = None,
+        work: LayerWork | None = None,
     ) -> None:
         """Observe the weights of `linears` (None: of all); others are only checked for NaN."""
         every = (linear for _, linear in streamed.geometry.linears())
@@ -46,6 +58,7 @@ class LayerObserver:
         self._checkpoint = checkpoint
         self._observe = observe
         self._ignored = ignored
+        self._work = work
         self._weights: dict[Site, SiteStats] = {}
         self._observed: set[str] = set()
         self.recorder = Recorder()
@@ -114,7 +127,7 @@ class LayerObserver:
                     raise
             return_memory_of(self._streamed.device)
             count(-counted)
-            self.recorder.forget()
+            self._forget()
             on_back_off(BackOff(first=batches[0].first, batch_size=size))
             batches = [part for batch in batches for part in cut_into(batch, size)]
 
@@ -127,7 +140,13 @@ class LayerObserver:
     ) -> dict[Site, SiteStats]:
         kept = None if journal is None else LayerJournal(journal, batches)
         with self._runner(streaming) as runner:
-            runner.run(batches, advance, on_layer_read=self._observe_layer, journal=kept)
+            runner.run(
+                batches,
+                advance,
+                on_layer_read=self._observe_layer,
+                on_layer_run=self._finish_layer,
+                journal=kept,
+            )
         earlier = {} if kept is None else kept.sites
         return merge_sites([self._finish(), earlier, self.recorder.stats()])
 
@@ -135,7 +154,12 @@ class LayerObserver:
     def _runner(self, streaming: Streaming) -> Iterator[StreamedRunner]:
         streamed = self._streamed
         with open_calibration_hooks(
-            streamed.model, streamed.geometry, self.recorder, self._observe, ignored=self._ignored
+            streamed.model,
+            streamed.geometry,
+            self.recorder,
+            self._observe,
+            ignored=self._ignored,
+            listener=self._work,
         ) as new_cache:
             observer = BatchObserver(streamed.model, self.recorder, new_cache)
             yield StreamedRunner(streamed, streaming, observer)
@@ -150,6 +174,15 @@ class LayerObserver:
         read = layer.weights.tensor_names({linear.weight_name for linear in linears})
         check_other_weights(layer.held, [name for name in layer.part.tensors if name not in read])
         self._observed.update(layer.part.tensors)
+
+    def _finish_layer(self, layer: StreamedLayer) -> None:
+        if self._work is not None:
+            self._work.finish_layer(layer.layer)
+
+    def _forget(self) -> None:
+        self.recorder.forget()
+        if self._work is not None:
+            self._work.forget()
 
     def _finish(self) -> dict[Site, SiteStats]:
         if self._observe.weights:

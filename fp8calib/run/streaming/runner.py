@@ -53,6 +53,7 @@ class StreamedRunner:
         advance: Callable[[int], None],
         *,
         on_layer_read: Callable[[StreamedLayer], None],
+        on_layer_run: Callable[[StreamedLayer], None] = ignore,
         journal: LayerJournal | None = None,
     ) -> None:
         """Run all batches through every layer in turn.
@@ -61,13 +62,14 @@ class StreamedRunner:
             batches: the micro-batches.
             advance: called with the number of tokens of each batch, in each layer.
             on_layer_read: called with each layer when its tensors have been read, before it runs.
+            on_layer_run: called with each layer that has run all batches, while it is placed.
             journal: saves the state after layers, and knows those an earlier run has done.
 
         Raises:
             CalibrationError: an activation is NaN or inf; the message names layer and sample.
         """
         try:
-            self._walk(batches, advance, on_layer_read, until=None, journal=journal)
+            self._walk(batches, advance, on_layer_read, on_layer_run, until=None, journal=journal)
         except _NonfiniteError as error:
             raise self._locate(error) from None
 
@@ -89,7 +91,7 @@ class StreamedRunner:
 
         def find_site(sequence: Batch) -> Site | None:
             try:
-                self._walk([sequence], ignore, ignore, until=found.index + 1)
+                self._walk([sequence], ignore, ignore, ignore, until=found.index + 1)
             except _NonfiniteError as error:
                 return error.site
             return None
@@ -101,6 +103,7 @@ class StreamedRunner:
         batches: Sequence[Batch],
         advance: Callable[[int], None],
         on_layer_read: Callable[[StreamedLayer], None],
+        on_layer_run: Callable[[StreamedLayer], None],
         *,
         until: int | None,
         journal: LayerJournal | None = None,
@@ -117,6 +120,7 @@ class StreamedRunner:
                     continue
                 with self._streamed.placed(layer):
                     self._run_layer(steps, store, layer, batches, advance)
+                    on_layer_run(layer)
                 if journal is not None and self._has_next(layer):
                     journal.save_if_due(layer.layer.index, store, self._observer.recorder.stats())
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fp8calib.checkpoint.atomic import format_size
@@ -13,8 +14,11 @@ from fp8calib.cli.serving import describe_serving
 from fp8calib.engines.serving import find_checkpoint_serving
 from fp8calib.errors import cut_list, shorten
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
+from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
+from fp8calib.quantization.rounded_codes import RoundedLinear
+from fp8calib.recipe import GPTQ
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHOWN = 5
@@ -34,6 +38,8 @@ class Outcome:
     duration_s: float
     stats: CalibrationStats | None
     notes: tuple[str, ...]
+    rounded: Sequence[RoundedLinear] = ()
+    """How each linear was rounded, if not all to nearest."""
 
 
 def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
@@ -56,6 +62,7 @@ def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
         "quantized": [matrix.module for matrix in plan.selection.quantized],
         "left": [{"module": item.module, "why": item.why} for item in plan.selection.unquantized],
         "dead": [asdict(item) for item in outcome.written.all_zero],
+        "rounded": [asdict(item) for item in outcome.rounded],
         "has_kv_scales": plan.has_kv,
         "notes": [
             *outcome.notes,
@@ -89,6 +96,7 @@ def _describe_checkpoint(report: Mapping[str, Any]) -> Iterator[str]:
         f"weights {before} -> {after}, {report['duration_s']:.1f} s"
     )
     yield from _describe_unquantized(report["left"])
+    yield from _describe_rounding(report["rounded"])
     if report["kv_bytes_per_token"]:
         plain, quantized = report["kv_bytes_per_token"].values()
         scales = "with its scales" if report["has_kv_scales"] else "without scales: 1.0"
@@ -102,6 +110,26 @@ def _describe_unquantized(left: list[dict[str, str]]) -> Iterator[str]:
     for reason in dict.fromkeys(item["why"] for item in left):
         names = [item["module"] for item in left if item["why"] == reason]
         yield f"  not quantized ({reason}): {cut_list(names, _SHOWN)}"
+
+
+def _describe_rounding(rounded: list[dict[str, Any]]) -> Iterator[str]:
+    """Describe how many linears GPTQ rounded, how much it gained, and which it did not round."""
+    if not rounded:
+        return
+    chosen = [item for item in rounded if item["rounding"] == GPTQ]
+    gains = [
+        item["gptq_db"] - item["nearest_db"]
+        for item in chosen
+        if None not in (item["gptq_db"], item["nearest_db"])
+    ]
+    gained = f": {median(gains):.1f} dB less output error in the median" if gains else ""
+    yield f"{len(chosen)} of {len(rounded)} linears rounded by GPTQ{gained}"
+    for why in dict.fromkeys(item["why"] for item in rounded if item["why"]):
+        names = [item["module"] for item in rounded if item["why"] == why]
+        yield f"  rounded to nearest ({why}): {cut_list(names, _SHOWN)}"
+    raised = [item["module"] for item in rounded if (item["damping"] or 0) > DAMPING]
+    if raised:
+        yield f"  more damping, for a Hessian that was not positive: {cut_list(raised, _SHOWN)}"
 
 
 def _list_files(files: list[str]) -> str:

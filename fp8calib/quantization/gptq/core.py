@@ -127,6 +127,5 @@ class _Rounding:
 
 
 def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
-    """Compute tr(D H D^T), the squared output error of a change D [out, in], in float64."""
-    wide = difference.to(torch.float64)
-    return float(((wide @ hessian.to(torch.float64)) * wide).sum())
+    """Compute tr(D H D^T), the squared output error of a change D [out, in], in the dtype of D."""
+    return float((difference @ hessian.to(difference.dtype)).mul_(difference).sum())

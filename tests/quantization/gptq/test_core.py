@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.quantization.gptq_core import factorise, output_error, round_compensated
+from fp8calib.quantization.gptq.core import factorise, output_error, round_compensated
 
 OUT, IN = 12, 40
 

@@ -1,0 +1,111 @@
+"""The rounding of weights while a calibration streams the model: `rounding: gptq`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fp8calib.checkpoint.atomic import require_free_space
+from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
+from fp8calib.data.plan import DataPlan
+from fp8calib.errors import UsageError
+from fp8calib.quantization.gptq.core import DAMPING
+from fp8calib.quantization.gptq.hessians import HELD_EVERY
+from fp8calib.quantization.gptq.input_map import map_inputs
+from fp8calib.quantization.gptq.layer_rounding import LayerRounding, estimate_rounding_bytes
+from fp8calib.quantization.plan import PlanSettings, Rounding
+from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
+from fp8calib.recipe import GPTQ
+from fp8calib.run.distributed.group import ProcessGroup
+from fp8calib.run.resume.journal import NAME_PREFIX
+from fp8calib.selection.matrices import Matrix
+from fp8calib.selection.select import Selection
+
+_CODES = f"{NAME_PREFIX}rounding"
+"""The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
+
+
+def check_rounding_data(plan: DataPlan | None) -> None:
+    """Refuse a text of which nothing could be held back.
+
+    Raises:
+        UsageError: there are too few sequences.
+    """
+    count = 0 if plan is None else len(plan.sequences)
+    if count < HELD_EVERY:
+        raise UsageError(
+            f"rounding {GPTQ} needs at least {HELD_EVERY} sequences, and the data gives {count}: "
+            f"one of {HELD_EVERY} is held back to measure the error",
+            hint="use more text, more --samples, or a shorter --seq-len",
+        )
+
+
+def open_rounding(
+    job: CalibrateJob, settings: PlanSettings, folder: Path, group: ProcessGroup | None
+) -> LayerRounding:
+    """Make what rounds the weights of each layer, into the working folder of the run.
+
+    Raises:
+        ExportError: the disk cannot hold the codes.
+    """
+    matrices = select_matrices(job, settings).quantized
+    require_free_space(folder, count_code_bytes(matrices))
+    return LayerRounding(
+        job.checkpoint,
+        matrices,
+        settings,
+        map_inputs(job.prepared, matrices),
+        RoundedCodes(folder / _CODES),
+        group=group,
+    )
+
+
+def count_code_bytes(matrices: Sequence[Matrix]) -> int:
+    """Count the bytes of the codes of weights, which the disk holds twice until the end."""
+    return sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
+
+
+def plan_rounding(job: CalibrateJob, settings: PlanSettings) -> Mapping[str, int]:
+    """Estimate the memory that rounding needs beside the batches."""
+    matrices = select_matrices(job, settings).quantized
+    return {"rounding": estimate_rounding_bytes(matrices, map_inputs(job.prepared, matrices))}
+
+
+@contextmanager
+def open_codes(folder: Path) -> Iterator[RoundedCodes]:
+    """Open the codes in the working folder of a run."""
+    codes = RoundedCodes(folder / _CODES)
+    try:
+        yield codes
+    finally:
+        codes.close()
+
+
+def make_rounding_record(plan: DataPlan, *, measures_inputs: bool) -> Rounding:
+    """Make the record of the rounding for the checkpoint's metadata."""
+    return Rounding(
+        rounding=GPTQ,
+        data=plan.fingerprint,
+        sequences=len(plan.sequences),
+        held_back=HELD_EVERY,
+        damping=DAMPING,
+        order="by falling diagonal of the Hessian",
+        tokens="scaled to unit length",
+        measures_inputs=measures_inputs,
+    )
+
+
+def list_rounded(
+    job: CalibrateJob, selection: Selection, codes: RoundedCodes
+) -> list[RoundedLinear]:
+    """List how every quantized linear was rounded, in the order of the checkpoint."""
+    known = {rounded.module: rounded for rounded in codes.report()}
+    reasons = map_inputs(job.prepared, selection.quantized).unreached
+    return [
+        known.get(matrix.module)
+        or RoundedLinear(
+            module=matrix.module, rounding="nearest", why=reasons.get(matrix.module, "not reached")
+        )
+        for matrix in selection.quantized
+    ]

@@ -1,0 +1,191 @@
+"""Sum up the Hessians of linears' inputs, batch by batch: of used tokens, and of held-back ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8calib.geometry.model_geometry import Linear
+from fp8calib.observe.batch_view import BatchView
+from fp8calib.observe.hooks import ExpertsCall
+
+HELD_EVERY = 8
+"""Every such sequence is held back: the error of a rounding is measured on it."""
+_REMEMBERED = 4
+"""How many inputs of a batch are remembered: the next linear may read the same tensor."""
+_PADDING, _USED, _HELD = range(3)
+
+
+def weigh_tokens(rows: torch.Tensor) -> torch.Tensor:
+    """Weigh tokens [N, C] before they enter a Hessian: the factors [N, 1] that make them units.
+
+    The first token of a sequence can be a thousand times as long as the others, and would be all
+    that the Hessian is made of.
+    """
+    lengths: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return lengths.clamp_min(torch.finfo(rows.dtype).tiny).reciprocal()
+
+
+def is_held_back(sequence: int) -> bool:
+    """Tell from the global index of a sequence whether its tokens are held back."""
+    return sequence % HELD_EVERY == HELD_EVERY - 1
+
+
+@dataclass(slots=True)
+class HessianSums:
+    """The sums of x x^T over the weighted tokens x of one input: fp32 [in, in] each."""
+
+    used: torch.Tensor
+    held: torch.Tensor
+    num_used: int = 0
+    num_held: int = 0
+
+    def add(self, rows: torch.Tensor, *, is_held: bool) -> None:
+        """Add tokens [N, in]."""
+        if not len(rows):
+            return
+        wide = rows.to(torch.float32)
+        wide = wide * weigh_tokens(wide)
+        if is_held:
+            self.num_held += len(rows)
+            self.held.addmm_(wide.T, wide)
+        else:
+            self.num_used += len(rows)
+            self.used.addmm_(wide.T, wide)
+
+
+def expert_key(path: str, expert: int, *, is_down: bool) -> str:
+    """Name the input of an expert: of gate and up, or of down."""
+    return f"{path}.{expert}.{'down' if is_down else 'in'}"
+
+
+@dataclass(slots=True)
+class LayerHessians:
+    """The Hessians of a layer's inputs."""
+
+    sums: dict[str, HessianSums] = field(default_factory=dict)
+    """By input: the path of the first linear that reads it, or `expert_key`."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Linear -> input."""
+    changing: set[str] = field(default_factory=set)
+    """Linears that read the input of another linear in some batches and not in others."""
+
+    def find(self, key: str) -> HessianSums | None:
+        """Find the sums of a linear or of an `expert_key`; None where no token reached it."""
+        return self.sums.get(self.owners.get(key, key))
+
+
+class HessianCollector:
+    """Receives the inputs of linears, and sums up their Hessians; linears share equal inputs."""
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        """Collect for linears and modules of experts with these paths."""
+        self.wanted = set(wanted)
+        self._layer = LayerHessians()
+        self._batch: BatchView | None = None
+        self._statuses = torch.zeros(0)
+        self._recent: list[tuple[torch.Tensor, int, str]] = []
+
+    def take(self) -> LayerHessians:
+        """Give what was collected, and start anew."""
+        taken, self._layer = self._layer, LayerHessians()
+        self._batch = None
+        self._recent.clear()
+        return taken
+
+    def on_input(self, batch: BatchView, linear: Linear, x: torch.Tensor) -> None:
+        """Receive the input of a linear: [..., C]."""
+        if linear.module not in self.wanted:
+            return
+        self._open(batch)
+        if not self._is_shared(linear.module, x):
+            self._add_all(linear.module, x.reshape(-1, x.shape[-1]))
+
+    def on_expert_input(self, batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> None:
+        """Receive the input of gate and up: [N, C]."""
+        if call.path not in self.wanted:
+            return
+        self._open(batch)
+        experts, order = torch.sort(call.index.flatten(), stable=True)
+        tokens = order // call.index.shape[1]
+        for expert, first, stop in _list_runs(experts, call.num_experts):
+            chosen = tokens[first:stop]
+            key = expert_key(call.path, expert, is_down=False)
+            self._add(key, hidden[chosen], self._status_of(hidden, len(hidden))[chosen])
+
+    def on_expert_down(self, batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> None:
+        """Receive the input of down, its rows sorted by expert: [N * K, C]."""
+        if call.path not in self.wanted:
+            return
+        self._open(batch)
+        experts, order = torch.sort(call.index.flatten())  # as `observe_expert_down`
+        status = self._status_of(rows, len(call.index))[order // call.index.shape[1]]
+        for expert, first, stop in _list_runs(experts, call.num_experts):
+            key = expert_key(call.path, expert, is_down=True)
+            self._add(key, rows[first:stop], status[first:stop])
+
+    def _open(self, batch: BatchView) -> None:
+        if batch is not self._batch:
+            self._batch = batch
+            self._statuses = _find_statuses(batch)
+            self._recent.clear()
+
+    def _is_shared(self, module: str, x: torch.Tensor) -> bool:
+        """Whether another linear has added the same tensor already."""
+        found = next((o for t, v, o in self._recent if t is x and v == x._version), None)
+        owner = self._layer.owners.setdefault(module, found or module)
+        if owner != module:
+            if found != owner:
+                self._layer.changing.add(module)
+            return True
+        self._recent.append((x, x._version, module))
+        del self._recent[:-_REMEMBERED]
+        return False
+
+    def _status_of(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """Give the status of `count` tokens; of other than the batch's, only if all are alike."""
+        statuses = self._statuses.to(rows.device)
+        if count == len(statuses):
+            return statuses
+        if count % len(statuses) == 0:
+            return statuses.repeat(count // len(statuses))
+        only = statuses[0] if bool((statuses == statuses[0]).all()) else _PADDING
+        return statuses.new_full((count,), int(only))
+
+    def _add_all(self, key: str, rows: torch.Tensor) -> None:
+        self._add(key, rows, self._status_of(rows, len(rows)))
+
+    def _add(self, key: str, rows: torch.Tensor, status: torch.Tensor) -> None:
+        sums = self._layer.sums.get(key)
+        if sums is None:
+            size = rows.shape[1]
+            used, held = (torch.zeros(size, size, device=rows.device) for _ in range(2))
+            sums = self._layer.sums[key] = HessianSums(used, held)
+        for which in (_USED, _HELD):
+            chosen = status == which
+            part = rows if bool(chosen.all()) else rows[chosen]
+            sums.add(part, is_held=which == _HELD)
+
+
+def _find_statuses(batch: BatchView) -> torch.Tensor:
+    """Give for every row of a batch whether it is padding, used or held back: int64 [B * S]."""
+    held = [is_held_back(batch.first + index) for index in range(batch.shape[0])]
+    statuses = torch.where(torch.tensor(held), _HELD, _USED).repeat_interleave(batch.shape[1])
+    if batch.kept is not None:
+        is_kept = torch.zeros(len(statuses), dtype=torch.bool)
+        is_kept[batch.kept] = True
+        statuses[~is_kept] = _PADDING
+    return statuses
+
+
+def _list_runs(experts: torch.Tensor, count: int) -> list[tuple[int, int, int]]:
+    """List the runs of equal numbers in a sorted tensor: (expert, first, stop)."""
+    sizes = torch.bincount(experts, minlength=count).tolist()
+    runs, first = [], 0
+    for expert, size in enumerate(sizes):
+        if size:
+            runs.append((expert, first, first + size))
+        first += size
+    return runs

@@ -1,0 +1,224 @@
+"""Round the weights of each layer once all batches have run through it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.fp8.encode import encode_rows
+from fp8calib.geometry.model_geometry import Layer
+from fp8calib.quantization.gptq.core import (
+    DAMPING,
+    HessianFactor,
+    factorise,
+    output_error,
+    round_compensated,
+)
+from fp8calib.quantization.gptq.hessians import HessianCollector, HessianSums, LayerHessians
+from fp8calib.quantization.gptq.input_map import InputMap
+from fp8calib.quantization.plan import PlanSettings
+from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
+from fp8calib.quantization.weight_reader import WeightReader
+from fp8calib.quantization.weight_scales import WeightScales
+from fp8calib.run.distributed.group import ProcessGroup
+from fp8calib.selection.matrices import Matrix
+
+MIN_TOKENS = 256
+"""With fewer tokens in the Hessian of a weight it is rounded to nearest."""
+
+_FLOAT32_BYTES, _FLOAT64_BYTES = 4, 8
+_FACTOR_COPIES = 5
+"""Square float64 matrices while a Hessian is factorised."""
+_WEIGHT_COPIES = 7
+"""Copies of a weight in float32 while it is rounded and its errors are measured."""
+
+
+class LayerRounding(HessianCollector):
+    """Collects the Hessians of each layer and rounds its weights (a `LayerWork`).
+
+    Of several processes the Hessians are summed, and the first one rounds.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        matrices: Collection[Matrix],
+        settings: PlanSettings,
+        inputs: InputMap,
+        codes: RoundedCodes,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        by_layer: dict[int, list[Matrix]] = defaultdict(list)
+        for matrix in matrices:
+            if matrix.module in inputs.inputs:
+                by_layer[inputs.inputs[matrix.module].layer].append(matrix)
+        done = [index for index in by_layer if codes.has_layer(index)]
+        if group is not None:
+            done = group.broadcast(lambda: done)
+        self._todo = {index: found for index, found in by_layer.items() if index not in done}
+        super().__init__(
+            {inputs.inputs[m.module].runner for found in self._todo.values() for m in found}
+        )
+        self._checkpoint = checkpoint
+        self._matrices = matrices
+        self._settings = settings
+        self._inputs = inputs
+        self._codes = codes
+        self._group = group
+
+    def finish_layer(self, layer: Layer) -> None:
+        """Round the weights of a layer and write their codes."""
+        hessians = self.take()
+        matrices = self._todo.get(layer.index)
+        if matrices is None:
+            return
+        if self._group is not None:
+            hessians = _sum_ranks(hessians, self._group)
+        if self._group is None or self._group.is_first:
+            with ThreadPoolExecutor(1) as pool:
+                self._round_layer(layer.index, matrices, hessians, pool)
+        if self._group is not None:
+            self._group.broadcast(lambda: True)  # nobody saves a state after an unwritten layer
+
+    def forget(self) -> None:
+        """Drop the Hessians of the open layer; finished layers stay."""
+        self.take()
+
+    def _round_layer(
+        self,
+        index: int,
+        matrices: list[Matrix],
+        hessians: LayerHessians,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        with self._codes.written_layer(index, matrices) as put:
+            for sums, group in self._group_by_input(matrices, hessians):
+                device = torch.device("cpu") if sums is None else sums.used.device
+                reader = WeightReader(self._checkpoint, pool, device=device)
+                scales = WeightScales(self._matrices, self._settings, reader)
+                rounding = _InputRounding(sums, hessians.changing)
+                for matrix in group:
+                    weight = reader.read(matrix, range(matrix.shape[0]))
+                    scale = scales.of_weight(matrix, weight)
+                    codes, rounded = rounding.round(
+                        matrix, self._inputs.inputs[matrix.module].key, weight, scale
+                    )
+                    put(matrix, codes, rounded)
+
+    def _group_by_input(
+        self, matrices: list[Matrix], hessians: LayerHessians
+    ) -> Iterator[tuple[HessianSums | None, list[Matrix]]]:
+        """Group matrices that share a Hessian, which is dropped after its group."""
+        groups: dict[str, list[Matrix]] = defaultdict(list)
+        for matrix in matrices:
+            key = self._inputs.inputs[matrix.module].key
+            groups[hessians.owners.get(key, key)].append(matrix)
+        for owner, group in groups.items():
+            yield hessians.sums.pop(owner, None), group
+
+
+class _InputRounding:
+    """Rounds the weights that multiply one input."""
+
+    def __init__(self, sums: HessianSums | None, changing: Collection[str]) -> None:
+        self._sums = sums
+        self._changing = changing
+        self._factor: HessianFactor | None = None
+
+    def round(
+        self, matrix: Matrix, key: str, weight: torch.Tensor, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, RoundedLinear]:
+        """Round a weight [out, in] with the better of both roundings on the held-back tokens."""
+        nearest = encode_rows(weight, scale)
+        sums = self._sums
+        why = self._explain_nearest(key)
+        rounded = RoundedLinear(
+            module=matrix.module,
+            rounding="nearest",
+            why=why,
+            tokens=0 if sums is None else sums.num_used,
+            held_tokens=0 if sums is None else sums.num_held,
+        )
+        if sums is None or why:
+            return nearest, rounded
+        if self._factor is None:
+            self._factor = factorise(sums.used, damping=DAMPING)
+        codes = round_compensated(weight, scale, self._factor)
+        wide = weight.to(torch.float32)
+        signal = output_error(wide, sums.held)
+        errors = [
+            output_error(each.to(torch.float32) * scale - wide, sums.held)
+            for each in (codes, nearest)
+        ]
+        is_better = errors[0] < errors[1]
+        return codes if is_better else nearest, replace(
+            rounded,
+            rounding="gptq" if is_better else "nearest",
+            why="" if is_better else "its error on held-back tokens is no larger",
+            gptq_db=_to_db(signal, errors[0]),
+            nearest_db=_to_db(signal, errors[1]),
+            damping=self._factor.damping,
+        )
+
+    def _explain_nearest(self, key: str) -> str:
+        if self._sums is None:
+            return "no token reached it"
+        if key in self._changing:
+            return "it reads the input of another linear in some batches only"
+        if self._sums.num_used < MIN_TOKENS:
+            return f"fewer than {MIN_TOKENS} tokens reached it"
+        return "" if self._sums.num_held else "no held-back token reached it"
+
+
+def estimate_rounding_bytes(matrices: Collection[Matrix], inputs: InputMap) -> int:
+    """Estimate the memory of the Hessians of the largest layer, and of rounding its largest weight.
+
+    Linears that engines fuse read one input.
+    """
+    sums: dict[int, dict[str, int]] = defaultdict(dict)
+    largest = 0
+    for matrix in matrices:
+        mapped = inputs.inputs.get(matrix.module)
+        if mapped is None:
+            continue
+        size = matrix.shape[1]
+        sums[mapped.layer][matrix.fused_group] = 2 * _FLOAT32_BYTES * size * size
+        weight = matrix.shape[0] * size * _WEIGHT_COPIES * _FLOAT32_BYTES
+        largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
+    return largest + max((sum(found.values()) for found in sums.values()), default=0)
+
+
+def _to_db(signal: float, error: float) -> float | None:
+    return 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
+
+
+def _sum_ranks(own: LayerHessians, group: ProcessGroup) -> LayerHessians:
+    """Sum the Hessians of all processes; a linear that shares its input in one only changes it."""
+    owners: dict[str, str] = {}
+    changing: set[str] = set()
+    counts: Mapping[str, list[int]] = {k: [s.num_used, s.num_held] for k, s in own.sums.items()}
+    joined: dict[str, list[int]] = {}
+    gathered = group.all_gather([own.owners, sorted(own.changing), counts])
+    for other_owners, other_changing, other_counts in gathered:
+        for module, owner in other_owners.items():
+            if owners.setdefault(module, owner) != owner:
+                changing.add(module)
+        changing.update(other_changing)
+        for key, pair in other_counts.items():
+            joined[key] = [a + b for a, b in zip(joined.get(key, [0, 0]), pair, strict=True)]
+    named = {
+        f"{k}/{part}": getattr(s, part) for k, s in own.sums.items() for part in ("used", "held")
+    }
+    summed = group.sum_tensors(named)
+    sums = {
+        key: HessianSums(summed[f"{key}/used"], summed[f"{key}/held"], *pair)
+        for key, pair in joined.items()
+    }
+    return LayerHessians(sums=sums, owners=owners, changing=changing)
