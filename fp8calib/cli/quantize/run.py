@@ -31,6 +31,7 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.recipe import GPTQ, NEAREST
 from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 
@@ -44,6 +45,11 @@ def run_quantize(settings: QuantizeSettings) -> None:
         ExportError: the statistics do not fit, or the disk cannot hold the output.
     """
     asked = _resolve(settings)
+    if settings.rounding == GPTQ:
+        from fp8calib.cli.quantize.gptq import run_gptq  # noqa: PLC0415 -- imports transformers
+
+        run_gptq(settings, asked)
+        return
     device = torch.device("cpu" if settings.device == "auto" else choose_device(settings.device))
     stats = None if settings.stats is None else load_stats(settings.stats)
     reader = DequantizedCheckpoint if settings.dequantize else Checkpoint
@@ -70,11 +76,13 @@ def run_quantize(settings: QuantizeSettings) -> None:
 def _resolve(settings: QuantizeSettings) -> PlanSettings:
     scheme = find_scheme(settings.scheme)
     dialect = find_written(settings.dialect, scheme)
-    if scheme.has_static_inputs and settings.stats is None:
+    _check_rounding(settings)
+    if scheme.has_static_inputs and settings.stats is None and settings.rounding == NEAREST:
         raise UsageError(
             f"--scheme {scheme.name}: its input scales come from calibration",
-            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, or choose a "
-            f"scheme that needs no calibration: {', '.join(list_without_calibration())}",
+            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, use --rounding "
+            f"{GPTQ}, which measures them, or choose a scheme that needs no calibration: "
+            f"{', '.join(list_without_calibration())}",
         )
     return PlanSettings(
         scheme=scheme,
@@ -82,6 +90,22 @@ def _resolve(settings: QuantizeSettings) -> PlanSettings:
         ignore=tuple(settings.ignore or ()),
         shares_scales=not settings.no_shared_scales,
     )
+
+
+def _check_rounding(settings: QuantizeSettings) -> None:
+    """Refuse an unknown rounding, and options that it has no use for."""
+    if settings.rounding not in {NEAREST, GPTQ}:
+        raise UsageError(f"--rounding {settings.rounding}: must be {NEAREST} or {GPTQ}")
+    if settings.rounding == NEAREST and settings.text_options:
+        raise UsageError(
+            f"{settings.text_options[0]}: --rounding {NEAREST} runs no text",
+            hint=f"leave it out, or use --rounding {GPTQ}",
+        )
+    if settings.rounding == GPTQ and settings.dequantize:
+        raise UsageError(
+            f"--dequantize: --rounding {GPTQ} needs an unquantized MODEL",
+            hint="use the model that this one was made from",
+        )
 
 
 def _find_folder(settings: QuantizeSettings) -> Path:

@@ -9,10 +9,36 @@ from typing import Annotated
 
 import typer
 
-from fp8calib.cli.option_types import ForceOption, JsonOption, RevisionOption, UnquantizedModel
+from fp8calib.cli.option_types import (
+    BATCH_SIZE,
+    SAMPLES,
+    DataOption,
+    DtypeOption,
+    ForceOption,
+    JsonOption,
+    MemoryOption,
+    NoPackOption,
+    RevisionOption,
+    SeqLenOption,
+    TrustOption,
+    UnquantizedModel,
+)
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import list_written
 from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.recipe import GPTQ, NEAREST
+
+_OF_TEXT = (
+    "data",
+    "samples",
+    "seq_len",
+    "batch_size",
+    "no_pack",
+    "memory",
+    "dry_run",
+    "trust_remote_code",
+)
+"""The settings that rounding to nearest has no use for."""
 
 
 def _describe_schemes() -> Iterator[str]:
@@ -36,12 +62,29 @@ class QuantizeSettings:
         typer.Option(
             "--scheme",
             metavar="NAME",
-            help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats.",
+            help=f"{'; '.join(_describe_schemes())}. Static inputs need --stats, or --rounding "
+            f"{GPTQ}, which measures them.",
         ),
     ]
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Output folder of the FP8 checkpoint.")
     ]
+    rounding: Annotated[
+        str,
+        typer.Option(
+            "--rounding",
+            metavar=f"{NEAREST}|{GPTQ}",
+            help=f"How weights are rounded: {NEAREST}, or {GPTQ}, which runs text through the "
+            "model layer by layer, and lets later columns of a weight make up for the errors of "
+            "earlier ones. The options of its text are --data, --samples, --seq-len, --batch-size "
+            "and --no-pack.",
+        ),
+    ] = NEAREST
+    data: DataOption = None
+    samples: Annotated[int | None, SAMPLES] = None
+    seq_len: SeqLenOption = None
+    batch_size: Annotated[int | None, BATCH_SIZE] = None
+    no_pack: NoPackOption = False
     stats: Annotated[
         Path | None,
         typer.Option(
@@ -88,13 +131,30 @@ class QuantizeSettings:
         typer.Option(
             "--device",
             metavar="auto|cpu|cuda[:i]",
-            help="Device to compute on; auto is the CPU, which is faster than the disk.",
+            help="Device to compute on; auto is the CPU, which is faster than the disk, and with "
+            "--rounding gptq a GPU if there is one.",
         ),
     ] = "auto"
+    dtype: DtypeOption = "auto"
+    memory: MemoryOption = None
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the plan of --rounding gptq and exit."),
+    ] = False
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue an interrupted run after its last finished shard."),
+        typer.Option(
+            "--resume", help="Continue an interrupted run after its last finished shard or layer."
+        ),
     ] = False
     revision: RevisionOption = None
+    trust_remote_code: TrustOption = False
     force: ForceOption = False
     as_json: JsonOption = False
+
+    @property
+    def text_options(self) -> list[str]:
+        """The options that were given and need a rounding that runs text."""
+        given = [name for name in _OF_TEXT if getattr(self, name) not in (None, False)]
+        names = [*given, *(["dtype"] if self.dtype != "auto" else [])]
+        return [f"--{name.replace('_', '-')}" for name in names]
