@@ -242,7 +242,7 @@ def _make_job(
 
 
 def _make_recipe(settings: CalibrateSettings, asked: PlanSettings) -> Recipe:
-    """Make the recipe of a calibration that observes inputs alone, and rounds."""
+    """Make the recipe of a calibration that rounds, and observes what static scales need."""
     given = {
         "samples": settings.samples,
         "seq_len": settings.seq_len,
@@ -250,7 +250,7 @@ def _make_recipe(settings: CalibrateSettings, asked: PlanSettings) -> Recipe:
     }
     return Recipe(
         name=f"quantize --rounding {GPTQ}",
-        observe=Observe(kv=False, query=False, inputs=True, weights=False),
+        observe=Observe(kv=False, query=False, inputs=True, weights=asked.scheme.has_static_inputs),
         data=Data(
             sources=tuple(settings.data or ()),
             pack=not settings.no_pack,

@@ -19,9 +19,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from fp8calib.quantization.gptq.layer_rounding import LayerRounding
+from fp8calib.run.streaming import layer_journal
 from tests import zoo
-from tests.cli.program import fail, succeed
-from tests.quantization.stacked import STACKED
+from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.quantization.stacked import STACKED, find_experts
 from tests.truth import brute_force
 
 NUM_SEQUENCES, SEQ_LEN = 40, 32
@@ -58,6 +60,7 @@ class Inputs:
     rows: list[np.ndarray]
 
     def hessian(self, *, held: bool) -> np.ndarray:
+        """Sum x x^T over the tokens, each of unit length, of the used or held-back sequences."""
         chosen = [x for i, x in enumerate(self.rows) if (i % 8 == 7) is held and len(x)]
         size = max(x.shape[1] for x in self.rows if len(x))
         if not chosen:
@@ -68,6 +71,7 @@ class Inputs:
 
     @property
     def num_used(self) -> int:
+        """Count the tokens that are not held back."""
         return sum(len(x) for i, x in enumerate(self.rows) if i % 8 != 7)
 
 
@@ -92,7 +96,7 @@ def find_inputs(inputs: dict[str, Inputs], module: str) -> Inputs | None:
         return inputs.get(module)
     path, expert, projection = match.groups()
     path = re.sub(r"\.block_sparse_moe\.", ".mlp.", path)
-    return inputs[f"{path}.{expert}.{'down' if projection in DOWN else 'first'}"]
+    return inputs.get(f"{path}.{expert}.{'down' if projection in DOWN else 'first'}")
 
 
 def round_e4m3(values: np.ndarray) -> np.ndarray:
@@ -162,6 +166,19 @@ def by_module(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
+def cut_stacks(model: Any) -> dict[str, np.ndarray]:
+    """Cut the stacks of experts in memory into the weights of single experts, [out, in]."""
+    found = {}
+    for path, experts in find_experts(model).items():
+        for expert, (both, down) in enumerate(
+            zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True)
+        ):
+            gate, up = both.chunk(2)
+            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                found[f"{path}.{expert}.{name}"] = weight.numpy()
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_is_rounded_by_its_own_inputs(family: str, tmp_path: Path) -> None:
     model = zoo.save(family, tmp_path / "model")
@@ -170,3 +187,213 @@ def test_every_linear_is_rounded_by_its_own_inputs(family: str, tmp_path: Path) 
     chosen = compare(by_module(tmp_path / "model"), inputs, tmp_path / "out", report)
     assert chosen > len(report["rounded"]) * 0.6
     assert not (tmp_path / "out.rounding").exists()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_vl_moe"])
+def test_stacked_experts_are_rounded_by_their_own_tokens(family: str, tmp_path: Path) -> None:
+    """One of them is published [in, out], below a vision tower that is not quantized."""
+    model = STACKED[family].build(family)
+    STACKED[family].save(model, tmp_path / "model")
+    report = succeed(*command(tmp_path / "model", tmp_path), "--json").json
+    weights = by_module(tmp_path / "model") | cut_stacks(model)
+    chosen = compare(weights, capture(model), tmp_path / "out", report)
+    experts = [m for m in report["rounded"] if ".experts." in m["module"]]
+    assert len(experts) >= 2 * 4 * 3
+    assert chosen > len(report["rounded"]) * 0.6
+
+
+def test_experts_that_cannot_be_observed_are_rounded_to_nearest_and_listed(tmp_path: Path) -> None:
+    """Llama 4's experts multiply by their weights themselves."""
+    family = STACKED["llama4_text"]
+    family.save(family.build("llama4_text"), tmp_path / "model")
+    outcome = succeed(*command(tmp_path / "model", tmp_path))
+    assert "rounded to nearest (no linear of the decoder layers reads it): " in outcome.out
+    by_hand = succeed(
+        *("quantize", tmp_path / "model", "--scheme", "w8a16", "--out", tmp_path / "nearest")
+    )
+    assert by_hand
+    found, nearest = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "nearest"))
+    same = {n for n in found if torch.equal(found[n].float(), nearest[n].float())}
+    assert {n for n in found if ".experts." in n} <= same
+    assert any(n not in same for n in found)
+
+
+def test_static_scales_are_measured_in_the_same_pass(tmp_path: Path) -> None:
+    """They are those of `calibrate` on the same text; --stats gives the same bytes but the tag."""
+    zoo.save("llama", tmp_path / "model")
+    made = command(tmp_path / "model", tmp_path, "fp8-static")
+    succeed(*made)
+    text = made[made.index("--data") :]
+    stats = tmp_path / "stats"
+    succeed("calibrate", tmp_path / "model", "--recipe", "w8a8-static", *text, "--out", stats)
+    given = command(tmp_path / "model", tmp_path, "fp8-static", "given")
+    succeed(*given, "--stats", stats / "stats.safetensors")
+    own, other = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "given"))
+    scales = [name for name in own if name.endswith("input_scale")]
+    assert len(scales) == 14
+    assert {n for n in other if "k_scale" in n or "v_scale" in n}
+    for name, value in own.items():
+        assert torch.equal(value.float(), other[name].float()), name
+    found = load_file(stats / "fp8-static" / "model.safetensors")
+    assert all(torch.equal(own[name], found[name]) for name in scales)
+
+
+@pytest.mark.parametrize("scheme", ["fp8-static", "fp8-dynamic", "fp8-block"])
+def test_scales_are_those_of_rounding_to_nearest(scheme: str, tmp_path: Path) -> None:
+    """Wide enough for several blocks, with a narrower one at the edge."""
+    zoo.save("llama", tmp_path / "model", hidden_size=160, intermediate_size=272)
+    succeed(*command(tmp_path / "model", tmp_path, scheme))
+    stats = tmp_path / "stats"
+    made = ("quantize", tmp_path / "model", "--scheme", scheme, "--out", tmp_path / "nearest")
+    if scheme == "fp8-static":
+        asked = command(tmp_path / "model", tmp_path)
+        text = asked[asked.index("--data") :]
+        succeed("calibrate", tmp_path / "model", "--recipe", "w8a8-static", *text, "--out", stats)
+        made = (*made, "--stats", stats / "stats.safetensors")
+    succeed(*made)
+    own, nearest = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "nearest"))
+    moved = 0
+    for name, value in own.items():
+        if value.dtype is torch.float8_e4m3fn:
+            moved += int((value.float() != nearest[name].float()).sum())
+            apart = (value.float() - nearest[name].float()).norm() / value.float().norm()
+            assert apart < 0.1, name
+        else:
+            assert torch.equal(value, nearest[name]), name
+    assert moved
+
+
+def test_the_metadata_records_how_weights_were_rounded(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    succeed(*command(tmp_path / "model", tmp_path))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    record = json.loads(metadata["fp8calib.rounding"])
+    origin = json.loads(metadata["fp8calib.measured_on"])
+    assert record["rounding"] == "gptq"
+    assert record["damping"] == 0.01
+    assert record["data"] == origin["data"]
+    assert re.fullmatch("[0-9a-f]{64}", record["data"])
+    assert (record["sequences"], record["held_back"]) == (NUM_SEQUENCES, 8)
+    assert record["order"] == "by falling diagonal of the Hessian"
+
+
+def interrupt_after(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt the run when it has rounded so many layers, with its state saved after each."""
+    finish = LayerRounding.finish_layer
+    done = []
+
+    def stop(self: LayerRounding, layer: Any) -> None:
+        if len(done) == layers:
+            raise KeyboardInterrupt
+        finish(self, layer)
+        done.append(layer)
+
+    monkeypatch.setattr(LayerRounding, "finish_layer", stop)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "fp8-static"])
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_resumed_run_writes_the_same_bytes(
+    scheme: str, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the hidden states of the last finished layer on disk, and with its codes alone."""
+    zoo.save("llama", tmp_path / "model", num_hidden_layers=4)
+    succeed(*command(tmp_path / "model", tmp_path, scheme, "whole"))
+    monkeypatch.setattr(layer_journal, "_SHORTEST_INTERVAL_S", 0.0 if saves else 1e9)
+    monkeypatch.setattr(layer_journal, "_INTERVAL_PER_COST", 0.0)
+    made = command(tmp_path / "model", tmp_path, scheme, "cut")
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert run(*made).code not in {0, 1}
+    work = tmp_path / "cut.rounding.partial" / "checkpoint-rounding"
+    kept = {path.name: path.stat().st_mtime_ns for path in work.iterdir()}
+    assert {"layer-00000.json", "layer-00001.json"} <= kept.keys()
+    assert bool(list(work.parent.glob("checkpoint-layers-*"))) is saves
+    rounded = count_rounded_layers(monkeypatch)
+    succeed(*made, "--resume")
+    assert rounded == [2, 3]
+    assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
+    assert not list(tmp_path.glob("cut*.partial"))
+    assert succeed(*made, "--resume").code == 0  # finished already
+
+
+def count_rounded_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    round_layer = LayerRounding._round_layer
+    found: list[int] = []
+
+    def note(self: LayerRounding, index: int, *arguments: Any) -> None:
+        found.append(index)
+        round_layer(self, index, *arguments)
+
+    monkeypatch.setattr(LayerRounding, "_round_layer", note)
+    return found
+
+
+def test_a_model_without_a_class_is_told_what_needs_none(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "llama-next"}))
+    text = fail(2, *command(tmp_path / "model", tmp_path))
+    assert "--rounding gptq runs the model" in text
+    assert "llama-next" in text
+    assert "--rounding nearest needs neither text nor a class of the model" in text
+    succeed("quantize", tmp_path / "model", "--scheme", "w8a16", "--out", tmp_path / "out")
+
+
+def test_options_of_the_text_need_gptq(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    made = command(tmp_path / "model", tmp_path)
+    text = fail(2, *(each if each != "gptq" else "nearest" for each in made))
+    assert "--data: --rounding nearest runs no text" in text
+    text = fail(2, *(each if each != "gptq" else "best" for each in made))
+    assert "--rounding best: must be nearest or gptq" in text
+
+
+def test_a_text_too_short_to_hold_any_back_is_refused(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    made = command(tmp_path / "model", tmp_path)
+    text = fail(2, *(each if each != NUM_SEQUENCES else 7 for each in made))
+    assert "needs at least 8 sequences, and the data gives 7" in text
+
+
+def test_the_plan_tells_memory_and_disk_and_runs_nothing(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    outcome: Outcome = succeed(*command(tmp_path / "model", tmp_path), "--dry-run", "--json")
+    plan = outcome.json["plan"]
+    assert plan["streamed"]
+    assert plan["rounding"] == "gptq"
+    assert plan["linears"] == 14
+    sums = 2 * 4 * (3 * 32 * 32 + 48 * 48)  # q/k/v, o, gate/up; down
+    assert plan["peak_parts"]["rounding"] > sums
+    assert plan["work_disk_bytes"] == 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_recipe_asks_for_it_too(tmp_path: Path) -> None:
+    """With the same codes as `quantize`, beside the statistics; what it leaves out stays whole."""
+    zoo.save("llama", tmp_path / "model")
+    made = command(tmp_path / "model", tmp_path, "fp8-dynamic")
+    succeed(*made, "--ignore", "*.o_proj")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "name: mine\nobserve: {kv: true, query: false, inputs: true, weights: false}\n"
+        "formats: []\nquantize: {scheme: fp8-dynamic, rounding: gptq, ignore: ['*.o_proj']}\n"
+    )
+    text = made[made.index("--data") :]
+    out = tmp_path / "calibrated"
+    report = succeed(
+        *("calibrate", tmp_path / "model", "--recipe", recipe, *text, "--out", out, "--json")
+    ).json
+    assert {path.name for path in out.iterdir()} == {
+        *("stats.safetensors", "report.json", "fp8-dynamic"),
+    }
+    assert len(report["quantize"]["rounded"]) == 12
+    own, other = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "out", out / "fp8-dynamic")
+    )
+    assert own["model.layers.0.self_attn.o_proj.weight"].dtype is torch.float32
+    for name, value in own.items():
+        assert torch.equal(value.float(), other[name].float()), name
