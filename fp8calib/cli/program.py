@@ -116,12 +116,15 @@ def _show(error: Fp8CalibError, arguments: Sequence[str]) -> int:
 
 
 def _require_one_process(arguments: Sequence[str], process_rank: ProcessRank) -> None:
-    """Refuse several processes for every command but calibrate."""
+    """Refuse several processes for every command but calibrate, and quantize with text."""
     command = next(iter(arguments), "")
-    if process_rank.size > 1 and command in _STAGES and command != "calibrate":
+    runs_text = command == "calibrate" or (
+        command == "quantize" and any(each.endswith("gptq") for each in arguments)
+    )
+    if process_rank.size > 1 and command in _STAGES and not runs_text:
         raise UsageError(
-            f"{command}: {process_rank.size} processes were started, and only calibrate runs in "
-            "several",
+            f"{command}: {process_rank.size} processes were started, and only calibrate and "
+            "quantize --rounding gptq run in several",
             hint="start it without torchrun",
         )
 

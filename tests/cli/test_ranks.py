@@ -197,3 +197,27 @@ def test_other_commands_refuse_several_processes(tmp_path: Path) -> None:
     code, _, err = finish(process)
     assert code == 2
     assert "error: quantize: 2 processes were started" in err
+
+
+def test_hessians_are_summed_over_processes(mixtral: Path, tmp_path: Path) -> None:
+    """The sums round differently, which moves few codes; scales and tokens are the same."""
+    rows = [{"input_ids": [3 + (i * j + j * j) % 90 for j in range(32)]} for i in range(48)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    size = ("--samples", 48, "--seq-len", 32, "--dtype", "float32", "--json")
+    made = ("quantize", mixtral, "--scheme", "w8a16", "--rounding", "gptq", "--data", data, *size)
+    alone = succeed(*made, "--out", tmp_path / "one").json
+    done = [finish(each) for each in start_ranks(2, *made, "--out", tmp_path / "two")]
+    assert [code for code, _, _ in done] == [0, 0], done
+    together = json.loads(done[0][1])
+    for one, two in zip(alone["rounded"], together["rounded"], strict=True):
+        for key in ("module", "rounding", "tokens", "held_tokens", "why"):
+            assert one[key] == two[key], one["module"]
+        assert two["gptq_db"] == (one["gptq_db"] and pytest.approx(one["gptq_db"], abs=0.01))
+    own, other = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "two"))
+    gptq = {each["module"] for each in alone["rounded"] if each["rounding"] == "gptq"}
+    assert gptq
+    for name, value in own.items():
+        if name.removesuffix(".weight") in gptq:
+            assert (value.float() == other[name].float()).float().mean() > 0.99, name
+        else:
+            assert torch.equal(value.float(), other[name].float()), name
