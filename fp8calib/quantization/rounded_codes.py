@@ -21,6 +21,7 @@ from fp8calib.selection.matrices import Matrix
 
 _CODES = "layer-{:05}.safetensors"
 _REPORT = "layer-{:05}.json"
+_OPTIONS = "options.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,15 @@ class RoundedCodes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, TensorFile] | None = None
+
+    def begin(self, options: Mapping[str, object]) -> None:
+        """Record the options of a run."""
+        write_file_atomic(self._folder / _OPTIONS, json.dumps(options).encode())
+
+    def is_of(self, options: Mapping[str, object]) -> bool:
+        """Tell whether a run with these options may continue: no codes are of others."""
+        path = self._folder / _OPTIONS
+        return not path.is_file() or path.read_text() == json.dumps(options)
 
     def has_layer(self, index: int) -> bool:
         """Tell whether a layer is complete."""

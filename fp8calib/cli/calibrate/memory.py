@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fp8calib.cli.calibrate.fp8_checkpoint import explain_refusal
 from fp8calib.cli.calibrate.job import CalibrateJob
-from fp8calib.cli.calibrate.rounding import plan_rounding
+from fp8calib.cli.calibrate.rounding import (
+    expect_rounding_s,
+    make_rounding_probe,
+    plan_rounding,
+)
 from fp8calib.data.plan import Batch
 from fp8calib.data.shares import Share, select_batches
 from fp8calib.machine.launch import ProcessRank, find_process_rank
@@ -48,7 +53,7 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
     def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe | None:
         return _probe(job, model, weights, streaming, found) if found else None
 
-    return choose_memory_mode(
+    mode = choose_memory_mode(
         PlanInputs(
             model=prepared.model,
             geometry=prepared.geometry,
@@ -67,12 +72,14 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
         total_bytes=job.checkpoint.total_size_bytes if observe.weights else 0,
         always_streams=_WHY_STREAMED if rounding else "",
     )
+    if rounding and mode.plan is not None and mode.plan.expected_s is not None:
+        expected_s = mode.plan.expected_s + expect_rounding_s(job)
+        mode = replace(mode, plan=replace(mode.plan, expected_s=expected_s))
+    return mode
 
 
 def _plan_rounding(job: CalibrateJob) -> Mapping[str, int]:
-    if job.quantization is None or not job.rounds_by_gptq or explain_refusal(job) is not None:
-        return {}
-    return plan_rounding(job, job.quantization)
+    return {} if explain_refusal(job) is not None else plan_rounding(job)
 
 
 def _take_batches(job: CalibrateJob, process_rank: ProcessRank) -> Sequence[Batch]:
@@ -101,6 +108,7 @@ def _probe(
             job.recipe.observe,
             ignored=job.prepared.ignored,
             linears=[linear for _, linear in geometry.linears()],
+            work=make_rounding_probe(job),
         )
         return observer.probe(batch, streaming)
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
 from fp8calib.data.plan import DataPlan
@@ -13,7 +15,11 @@ from fp8calib.errors import UsageError
 from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.gptq.hessians import HELD_EVERY
 from fp8calib.quantization.gptq.input_map import map_inputs
-from fp8calib.quantization.gptq.layer_rounding import LayerRounding, estimate_rounding_bytes
+from fp8calib.quantization.gptq.layer_rounding import (
+    LayerRounding,
+    estimate_rounding_bytes,
+    estimate_rounding_s,
+)
 from fp8calib.quantization.plan import PlanSettings, Rounding
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.recipe import GPTQ
@@ -50,15 +56,47 @@ def open_rounding(
         ExportError: the disk cannot hold the codes.
     """
     matrices = select_matrices(job, settings).quantized
-    require_free_space(folder, count_code_bytes(matrices))
-    return LayerRounding(
-        job.checkpoint,
-        matrices,
-        settings,
-        map_inputs(job.prepared, matrices),
-        RoundedCodes(folder / _CODES),
-        group=group,
-    )
+    codes = RoundedCodes(folder / _CODES)
+    if group is None or group.is_first:
+        require_free_space(folder, count_code_bytes(matrices))
+        codes.begin(_list_options(settings))
+    inputs = map_inputs(job.prepared, matrices)
+    return LayerRounding(job.checkpoint, matrices, settings, inputs, codes, group=group)
+
+
+def check_same_rounding(job: CalibrateJob, folder: Path) -> None:
+    """Refuse the codes of an interrupted run with other options.
+
+    Raises:
+        UsageError: the working folder holds such codes.
+    """
+    if job.quantization is None or not job.rounds_by_gptq:
+        return
+    if not RoundedCodes(folder / _CODES).is_of(_list_options(job.quantization)):
+        raise UsageError(
+            f"{folder}: the interrupted run had another scheme or other options",
+            hint="omit --resume to start again, or use the options of that run",
+        )
+
+
+def _list_options(settings: PlanSettings) -> dict[str, object]:
+    """List the options that the codes depend on, beside the model and the text."""
+    return {
+        "scheme": settings.scheme.name,
+        "shares_scales": settings.shares_scales,
+        "ignore": sorted(settings.ignore),
+        "damping": DAMPING,
+    }
+
+
+def make_rounding_probe(job: CalibrateJob) -> LayerRounding | None:
+    """Make what only collects Hessians, to measure a layer; None where nothing is rounded."""
+    if job.quantization is None or not job.rounds_by_gptq:
+        return None
+    matrices = select_matrices(job, job.quantization).quantized
+    inputs = map_inputs(job.prepared, matrices)
+    nowhere = RoundedCodes(job.out / _CODES)
+    return LayerRounding(job.checkpoint, matrices, job.quantization, inputs, nowhere)
 
 
 def count_code_bytes(matrices: Sequence[Matrix]) -> int:
@@ -66,10 +104,21 @@ def count_code_bytes(matrices: Sequence[Matrix]) -> int:
     return sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
 
 
-def plan_rounding(job: CalibrateJob, settings: PlanSettings) -> Mapping[str, int]:
-    """Estimate the memory that rounding needs beside the batches."""
-    matrices = select_matrices(job, settings).quantized
+def plan_rounding(job: CalibrateJob) -> Mapping[str, int]:
+    """Estimate the memory that rounding needs beside the batches; nothing if it does not round."""
+    if job.quantization is None or not job.rounds_by_gptq:
+        return {}
+    matrices = select_matrices(job, job.quantization).quantized
     return {"rounding": estimate_rounding_bytes(matrices, map_inputs(job.prepared, matrices))}
+
+
+def expect_rounding_s(job: CalibrateJob) -> float:
+    """Estimate the seconds that rounding takes after the batches; 0 if the job does not round."""
+    if job.quantization is None or not job.rounds_by_gptq:
+        return 0.0
+    matrices = select_matrices(job, job.quantization).quantized
+    inputs = map_inputs(job.prepared, matrices)
+    return estimate_rounding_s(matrices, inputs, torch.device(job.device))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from fp8calib.checkpoint.resumable_folder import (
     remove_progress_file,
 )
 from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob
+from fp8calib.cli.calibrate.rounding import check_same_rounding
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import DataError, ExportError
 from fp8calib.run.distributed.group import ProcessGroup, RankLostError
@@ -130,7 +131,7 @@ def work_folder(
         resume=job.settings.resume,
         force=job.settings.force,
         inputs=[job.source.folder],
-        check_resumed=lambda staging: _open_journal(job, header, staging).load(),
+        check_resumed=lambda staging: _check_resumed(job, header, staging),
         kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
     )
     with folder as staging:
@@ -152,6 +153,11 @@ def work_folder(
             group.broadcast(lambda: {"folder": str(staging), **journal.done.to_json()})
         yield WorkFolder(path=staging, journal=journal)
         journal.remove()
+
+
+def _check_resumed(job: CalibrateJob, header: StatsHeader, staging: Path) -> None:
+    _open_journal(job, header, staging).load()
+    check_same_rounding(job, staging)
 
 
 def _find_complete(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ MIN_TOKENS = 256
 _FLOAT32_BYTES, _FLOAT64_BYTES = 4, 8
 _FACTOR_COPIES = 5
 """Square float64 matrices while a Hessian is factorised."""
+_PROBE_SIZE = 512
 _WEIGHT_COPIES = 7
 """Copies of a weight in float32 while it is rounded and its errors are measured."""
 
@@ -193,6 +195,28 @@ def estimate_rounding_bytes(matrices: Collection[Matrix], inputs: InputMap) -> i
         weight = matrix.shape[0] * size * _WEIGHT_COPIES * _FLOAT32_BYTES
         largest = max(largest, weight + size * size * _FACTOR_COPIES * _FLOAT64_BYTES)
     return largest + max((sum(found.values()) for found in sums.values()), default=0)
+
+
+def estimate_rounding_s(
+    matrices: Collection[Matrix], inputs: InputMap, device: torch.device
+) -> float:
+    """Estimate the seconds of rounding all weights, from those of a small one on the device."""
+    size = _PROBE_SIZE
+    rows = torch.randn(2 * size, size, device=device)
+    started = time.monotonic()
+    factor = factorise(rows.T @ rows)
+    factor_s = time.monotonic() - started
+    round_compensated(rows[:size], torch.ones(1, 1, device=device), factor)
+    output_error(rows[:size], rows.T @ rows)
+    round_s = time.monotonic() - started - factor_s
+    factors: dict[str, float] = {}
+    rounds = 0.0
+    for matrix in matrices:
+        if matrix.module in inputs.inputs:
+            outputs, width = matrix.shape
+            factors[matrix.fused_group] = factor_s * (width / size) ** 3
+            rounds += round_s * (outputs / size) * (width / size) ** 2
+    return sum(factors.values()) + rounds
 
 
 def _to_db(signal: float, error: float) -> float | None:

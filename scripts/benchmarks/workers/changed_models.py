@@ -55,11 +55,11 @@ def widen(
         for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
     head = hidden // heads
-    wide = -(-hidden // _WIDTH) * _WIDTH
     groups = kv_heads
     while groups * head % _WIDTH or groups * (heads // kv_heads) * head % _WIDTH:
         groups += 1
-    sizes = {"q_proj": groups * (heads // kv_heads) * head}
+    wide = groups * (heads // kv_heads) * head  # transformers wants a multiple of the heads
+    sizes = {"q_proj": wide}
     sizes |= dict.fromkeys(("k_proj", "v_proj"), groups * head)
     found = {}
     for name, value in tensors.items():
@@ -70,8 +70,7 @@ def widen(
         else:
             rows, columns = value.shape
             rows = sizes.get(kind, wide if rows == hidden else rows)
-            columns = sizes["q_proj"] if kind == "o_proj" else columns
-            columns = wide if kind != "o_proj" and columns == hidden else columns
+            columns = wide if columns == hidden else columns
             padded = torch.zeros(rows, columns, dtype=torch.float32)
             padded[: value.shape[0], : value.shape[1]] = value.float()
         found[name] = padded.to(torch.float32 if kind.endswith("norm") else value.dtype)

@@ -397,3 +397,33 @@ def test_a_recipe_asks_for_it_too(tmp_path: Path) -> None:
     assert own["model.layers.0.self_attn.o_proj.weight"].dtype is torch.float32
     for name, value in own.items():
         assert torch.equal(value.float(), other[name].float()), name
+
+
+def test_linears_that_few_tokens_reach_are_rounded_to_nearest_and_listed(tmp_path: Path) -> None:
+    """Experts first; those that enough tokens reach are not."""
+    zoo.save("mixtral", tmp_path / "model")
+    made = command(tmp_path / "model", tmp_path)
+    report = succeed(*(each if each != NUM_SEQUENCES else 16 for each in made), "--json").json
+    succeed("quantize", tmp_path / "model", "--scheme", "w8a16", "--out", tmp_path / "nearest")
+    own, nearest = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "nearest"))
+    few = [item for item in report["rounded"] if item["tokens"] < 256]
+    assert len(few) > 3
+    for item in few:
+        assert (item["rounding"], item["gptq_db"]) == ("nearest", None)
+        assert item["why"] == "fewer than 256 tokens reached it"
+        name = f"{item['module']}.weight"
+        assert torch.equal(own[name].float(), nearest[name].float())
+    assert {item["tokens"] for item in report["rounded"] if "attn" in item["module"]} == {14 * 32}
+    assert any(item["rounding"] == "gptq" for item in report["rounded"])
+
+
+def test_a_run_with_another_scheme_does_not_take_the_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save("llama", tmp_path / "model")
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        assert run(*command(tmp_path / "model", tmp_path)).code not in {0, 1}
+    other = command(tmp_path / "model", tmp_path, "fp8-block")
+    assert "had another scheme or other options" in fail(2, *other, "--resume")
+    assert (tmp_path / "out.rounding.partial").exists()
