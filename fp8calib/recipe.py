@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from fp8calib.errors import RecipeError, UsageError
-from fp8calib.fp8.schemes import SCHEMES
+from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES, WeightRounding
 from fp8calib.geometry.module_paths import matches_pattern
 from fp8calib.scales.rules import AMAX, KNOWN_RULES, Rule, parse_rule
 from fp8calib.scales.scale_table import Fallback
@@ -27,12 +27,6 @@ from fp8calib.scales.scale_table import Fallback
 # In a wheel, recipes are inside the package (see setup.py); in a clone, at its top level.
 _IN_PACKAGE = Path(__file__).parent / "recipes"
 _IN_CLONE = Path(__file__).parents[1] / "recipes"
-
-
-RoundingName = Literal["nearest", "gptq"]
-NEAREST: RoundingName = "nearest"
-GPTQ: RoundingName = "gptq"
-"""How weights are rounded."""
 
 
 class _Section(BaseModel):
@@ -121,7 +115,7 @@ class Quantize(_Section):
         description="also write an FP8 checkpoint of this scheme, in a folder named after it; "
         f"one of: {', '.join(SCHEMES)}; `quantize: NAME` is short for it"
     )
-    rounding: RoundingName = Field(
+    rounding: WeightRounding = Field(
         default=NEAREST,
         description="how weights are rounded: nearest, or gptq, where later columns of a weight "
         "make up for the errors of earlier ones",

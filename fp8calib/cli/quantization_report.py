@@ -13,12 +13,12 @@ from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.serving import describe_serving
 from fp8calib.engines.serving import find_checkpoint_serving
 from fp8calib.errors import cut_list, shorten
+from fp8calib.fp8.schemes import GPTQ
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.quantize import Written
 from fp8calib.quantization.rounded_codes import RoundedLinear
-from fp8calib.recipe import GPTQ
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHOWN = 5

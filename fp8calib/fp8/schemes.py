@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from fp8calib.errors import UsageError
 
@@ -11,6 +12,11 @@ BLOCK = (128, 128)
 """Rows and columns of a weight that share a scale, in every block scheme that engines run."""
 GROUP_SIZE = 128
 """Channels of a token that share a scale, in every group scheme that engines run."""
+
+WeightRounding = Literal["nearest", "gptq"]
+NEAREST: WeightRounding = "nearest"
+GPTQ: WeightRounding = "gptq"
+"""How weights are rounded: with GPTQ later columns make up for the errors of earlier ones."""
 
 
 class Granularity(StrEnum):

@@ -13,10 +13,11 @@ from fp8calib.data.shares import Share
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import GPTQ
 from fp8calib.model.load import ModelSource
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import GPTQ, Recipe
+from fp8calib.recipe import Recipe
 from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_stats import STATS_NAME
 

@@ -12,6 +12,7 @@ from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import GPTQ
 from fp8calib.quantization.gptq.core import DAMPING
 from fp8calib.quantization.gptq.hessians import HELD_EVERY
 from fp8calib.quantization.gptq.input_map import map_inputs
@@ -22,7 +23,6 @@ from fp8calib.quantization.gptq.layer_rounding import (
 )
 from fp8calib.quantization.plan import PlanSettings, Rounding
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
-from fp8calib.recipe import GPTQ
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.resume.journal import NAME_PREFIX
 from fp8calib.selection.matrices import Matrix

@@ -40,7 +40,7 @@ from fp8calib.cli.quantization_report import (
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.errors import ModelError, UsageError
-from fp8calib.fp8.schemes import list_without_calibration
+from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.model.dtype import choose_dtype
@@ -58,7 +58,7 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import GPTQ, NEAREST, Data, Observe, Quantize, Recipe
+from fp8calib.recipe import Data, Observe, Quantize, Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
 from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.selection.patterns import span_layers, spell_options

@@ -18,7 +18,7 @@ from fp8calib.cli.quantization_report import (
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import find_scheme, list_without_calibration
+from fp8calib.fp8.schemes import GPTQ, NEAREST, find_scheme, list_without_calibration
 from fp8calib.machine.devices import choose_device
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.plan import (
@@ -31,7 +31,6 @@ from fp8calib.quantization.plan import (
 from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
-from fp8calib.recipe import GPTQ, NEAREST
 from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 

@@ -25,8 +25,7 @@ from fp8calib.cli.option_types import (
 )
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.dialects.fp8.registry import list_written
-from fp8calib.fp8.schemes import SCHEMES
-from fp8calib.recipe import GPTQ, NEAREST
+from fp8calib.fp8.schemes import GPTQ, NEAREST, SCHEMES
 
 _OF_TEXT = (
     "data",
