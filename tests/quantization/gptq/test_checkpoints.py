@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from fp8calib.quantization.gptq.layer_rounding import LayerRounding
 from fp8calib.run.streaming import layer_journal
 from tests import zoo
 from tests.cli.program import Outcome, fail, run, snapshot, succeed
+from tests.cli.test_process import ROOT
 from tests.quantization.stacked import STACKED, find_experts
 from tests.truth import brute_force
 
@@ -318,6 +323,31 @@ def test_a_resumed_run_writes_the_same_bytes(
     assert succeed(*made, "--resume").code == 0  # finished already
 
 
+KILLED = """
+import os, signal, sys
+from fp8calib.cli import main
+from fp8calib.quantization.gptq.layer_rounding import LayerRounding
+finish = LayerRounding.finish_layer
+def stop(self, layer):
+    if layer.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    finish(self, layer)
+LayerRounding.finish_layer = stop
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_run_can_be_resumed(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    succeed(*command(tmp_path / "model", tmp_path, out="whole"))
+    made = command(tmp_path / "model", tmp_path, out="cut")
+    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, made)], check=False, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "cut").exists()
+    succeed(*made, "--resume")
+    assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
+
+
 def count_rounded_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     round_layer = LayerRounding._round_layer
     found: list[int] = []
@@ -427,3 +457,20 @@ def test_a_run_with_another_scheme_does_not_take_the_codes(
     other = command(tmp_path / "model", tmp_path, "fp8-block")
     assert "had another scheme or other options" in fail(2, *other, "--resume")
     assert (tmp_path / "out.rounding.partial").exists()
+
+
+def test_transformers_computes_with_the_rounded_weights(tmp_path: Path) -> None:
+    model = zoo.save("llama", tmp_path / "model")
+    succeed(*command(tmp_path / "model", tmp_path))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = draw()[0].unsqueeze(0)
+    with torch.no_grad():
+        before = model(tokens).logits
+        for name, module in model.named_modules():
+            if f"{name}.weight_scale" in tensors:
+                scale = tensors[f"{name}.weight_scale"]
+                module.weight.copy_(tensors[f"{name}.weight"].float() * scale)
+        expected = model(tokens).logits
+        torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert float((expected - before).abs().max()) > 1e-3
