@@ -22,6 +22,7 @@ from fp8calib.quantization.shard_writer import ShardWriter
 from fp8calib.run.planning import whole_or_streamed
 from fp8calib.scales.scale_table import scale_of
 from tests import zoo
+from tests.cli.conftest import write_rows
 from tests.cli.program import Outcome, fail, snapshot, succeed
 from tests.cli.test_ranks import finish, make_rows, start_ranks
 from tests.simulated_gpus import simulated_gpus
@@ -238,3 +239,22 @@ def test_ranks_without_a_gpu_each_are_refused(
     with simulated_gpus(1):
         told = fail(2, *calibration(tmp_path, rows), *options, "--out", tmp_path / "out")
     assert why in told
+
+
+def test_gptq_rounds_on_a_gpu(tmp_path: Path) -> None:
+    """Real GPUs sum in another order, which moves few codes."""
+    zoo.save("mixtral", tmp_path / "model")
+    rows = [{"input_ids": [3 + (i * j + j * j) % 90 for j in range(32)]} for i in range(48)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    size = ("--samples", 48, "--seq-len", 32, "--dtype", "float32", "--json")
+    made = ("quantize", tmp_path / "model", "--scheme", "w8a16", "--rounding", "gptq")
+    made = (*made, "--data", data, *size)
+    cpu = succeed(*made, "--device", "cpu", "--out", tmp_path / "cpu").json
+    with gpus():
+        gpu = succeed(*made, "--device", "cuda", "--out", tmp_path / "gpu").json
+    one, two = ([(x["module"], x["rounding"]) for x in each["rounded"]] for each in (cpu, gpu))
+    assert one == two
+    own, other = (load_file(tmp_path / n / "model.safetensors") for n in ("cpu", "gpu"))
+    for name, value in own.items():
+        same = (value.float() == other[name].float()).float().mean()
+        assert same > 0.99 if HAS_GPU else same == 1, name

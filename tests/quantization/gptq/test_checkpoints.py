@@ -474,3 +474,25 @@ def test_transformers_computes_with_the_rounded_weights(tmp_path: Path) -> None:
         expected = model(tokens).logits
         torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert float((expected - before).abs().max()) > 1e-3
+
+
+def test_padding_has_no_part_in_a_hessian(tmp_path: Path) -> None:
+    """Texts of all lengths in batches of four, used and held-back ones side by side."""
+    zoo.save("qwen3_moe", tmp_path / "model")
+    data = tmp_path / "rows.jsonl"
+    rows = [{"input_ids": ids[: 20 + i % 13].tolist()} for i, ids in enumerate(draw())]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    made = command(tmp_path / "model", tmp_path, out="one")
+    one = succeed(*made, "--no-pack", "--json").json
+    made = command(tmp_path / "model", tmp_path, out="four")
+    four = succeed(*made, "--no-pack", "--batch-size", 4, "--json").json
+    for each, other in zip(one["rounded"], four["rounded"], strict=True):
+        for key in ("module", "rounding", "tokens", "held_tokens"):
+            assert each[key] == other[key], each["module"]
+        if each["gptq_db"] is not None:
+            assert each["gptq_db"] == pytest.approx(other["gptq_db"], abs=0.05)
+    counted = [item for item in one["rounded"] if "attn" in item["module"]]
+    lengths = [20 + i % 13 for i in range(NUM_SEQUENCES)]
+    held = sum(lengths[7::8])
+    for item in counted:
+        assert (item["tokens"], item["held_tokens"]) == (sum(lengths) - held, held)
