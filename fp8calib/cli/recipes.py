@@ -30,15 +30,18 @@ def run_recipes(name: str | None, *, as_json: bool) -> None:
     print_table("recipes", ["name", "purpose"], [[k, r.description] for k, r in recipes.items()])
 
 
-def _describe_fields(model: Any, *, prefix: str = "") -> dict[str, dict[str, str]]:
+def _describe_fields(
+    model: Any, *, prefix: str = "", required: str = "required"
+) -> dict[str, dict[str, str]]:
     explained: dict[str, dict[str, str]] = {}
     for name, field in model.model_fields.items():
         sections = (field.annotation, *get_args(field.annotation))  # of `Section | None`
         section = next((each for each in sections if hasattr(each, "model_fields")), None)
         if section is not None:
-            explained |= _describe_fields(section, prefix=f"{prefix}{name}.")
+            missing = "required" if field.default is not None else "null"
+            explained |= _describe_fields(section, prefix=f"{prefix}{name}.", required=missing)
         else:
-            default = "required" if field.is_required() else _format_default(field.default)
+            default = required if field.is_required() else _format_default(field.default)
             explained[f"{prefix}{name}"] = {
                 "default": default,
                 "description": field.description or "",

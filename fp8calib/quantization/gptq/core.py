@@ -7,6 +7,7 @@ out; no model.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,30 +46,31 @@ def factorise(
         by_diagonal: round columns by falling diagonal; otherwise in their own order.
 
     Inputs that were always zero have no part in any error; their columns are rounded to nearest.
+
+    Raises:
+        ValueError: the Hessian is not finite.
     """
-    damped = hessian.to(torch.float64)
-    diagonal = damped.diagonal()
-    size = len(diagonal)
+    diagonal = hessian.diagonal().to(torch.float64)
     mean = float(diagonal.mean())
-    order = torch.arange(size, device=hessian.device)
+    if not math.isfinite(mean):
+        raise ValueError("the Hessian is not finite")
+    order = torch.arange(len(diagonal), device=hessian.device)
     if by_diagonal:
         order = torch.argsort(diagonal, descending=True, stable=True)
+    eye = torch.eye(len(diagonal), dtype=torch.float64, device=hessian.device)
     if mean <= 0:
-        eye = torch.eye(size, dtype=torch.float64, device=hessian.device)
         return HessianFactor(order=order, upper=eye, damping=damping)
     # H = R R^T with R upper triangular is the Cholesky factor of H backwards; then U = R^-1.
     backwards = order.flip(0)
-    damped = damped[backwards][:, backwards]
-    while True:
-        shifted = damped.clone()
-        shifted.diagonal().add_(damping * mean)
-        lower, info = torch.linalg.cholesky_ex(shifted)
-        if not int(info):
-            break
+    damped = hessian[backwards][:, backwards].to(torch.float64)
+    damped.diagonal().add_(damping * mean)
+    lower, info = torch.linalg.cholesky_ex(damped)
+    while int(info):
+        damped.diagonal().add_((_RAISE - 1) * damping * mean)
         damping *= _RAISE
-    right = lower.flip(0, 1)
-    eye = torch.eye(size, dtype=torch.float64, device=hessian.device)
-    upper = torch.linalg.solve_triangular(right, eye, upper=True)
+        lower, info = torch.linalg.cholesky_ex(damped)
+    del damped
+    upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
     return HessianFactor(order=order, upper=upper, damping=damping)
 
 

@@ -100,19 +100,17 @@ class LayerRounding(HessianCollector):
         hessians: LayerHessians,
         pool: ThreadPoolExecutor,
     ) -> None:
+        device = next((each.used.device for each in hessians.sums.values()), torch.device("cpu"))
+        reader = WeightReader(self._checkpoint, pool, device=device)
+        scales = WeightScales(self._matrices, self._settings, reader)
         with self._codes.written_layer(index, matrices) as put:
             for sums, group in self._group_by_input(matrices, hessians):
-                device = torch.device("cpu") if sums is None else sums.used.device
-                reader = WeightReader(self._checkpoint, pool, device=device)
-                scales = WeightScales(self._matrices, self._settings, reader)
                 rounding = _InputRounding(sums, hessians.changing)
                 for matrix in group:
                     weight = reader.read(matrix, range(matrix.shape[0]))
                     scale = scales.of_weight(matrix, weight)
-                    codes, rounded = rounding.round(
-                        matrix, self._inputs.inputs[matrix.module].key, weight, scale
-                    )
-                    put(matrix, codes, rounded)
+                    key = self._inputs.inputs[matrix.module].key
+                    put(matrix, *rounding.round(matrix, key, weight, scale))
 
     def _group_by_input(
         self, matrices: list[Matrix], hessians: LayerHessians

@@ -121,6 +121,13 @@ def test_an_indefinite_hessian_raises_the_damping_until_it_is_definite() -> None
     np.testing.assert_array_equal(upper, np.triu(upper))
 
 
+def test_a_hessian_that_is_not_finite_is_refused() -> None:
+    _, hessian = make_case(seed=7)
+    hessian[2, 2] = np.inf
+    with pytest.raises(ValueError, match="not finite"):
+        factorise(torch.from_numpy(hessian))
+
+
 def test_saturated_columns_pass_their_error_on() -> None:
     """A scale far too small saturates; codes stay finite and later columns make up for it."""
     weight, hessian = make_case(seed=6)
