@@ -499,6 +499,7 @@ def test_weights_that_nobody_quantized_are_never_blamed(tmp_path: Path, name: st
         ("gptj", "transformer.h.0.attn."),  # the class does not say that qkv_proj joins these
         ("stablelm", "model.layers.0.self_attn."),
         ("granitemoehybrid", "model.layers.0.mamba.in_proj"),  # vLLM calls it mixer.in_proj
+        ("falcon_h1", "model.layers.0.mamba.in_proj"),  # model.N.mixer.in_proj
         ("gemma3n_text", "model.altup_projections.0"),  # self_decoder.altup_projections.0
     ],
 )
@@ -682,3 +683,17 @@ def test_sglang_raises_errors_beside_fused_projections(
     why = explain_refusal(ask(tmp_path / "model", "sglang"))
 
     assert ("has no parameter in SGLang (KeyError)" in why) is is_refused
+
+
+def test_transformers_computes_nan_of_e5m2_in_blocks(tmp_path: Path) -> None:
+    """With compressed-tensors 0.20 (run)."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-block", **WHOLE)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].float().to(torch.float8_e5m2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    found = ask(folder, "transformers").weights
+
+    assert found is not None
+    assert (found.status, "F8_E5M2" in found.why) == ("misread", True)

@@ -150,6 +150,10 @@ class _Compressed(LinearLoader):
 
     def judge_sizes(self, linear: StoredLinear, scheme: StoredScheme) -> Outcome | None:
         """Judge whether the inputs can be split into groups, which the first forward pass does."""
+        weight = linear.tensors.get(WEIGHT)
+        if scheme.weights is Granularity.BLOCK and weight and weight.dtype == "F8_E5M2":
+            what = "is F8_E5M2 with scales of blocks: transformers computes NaN"
+            return Outcome(effect=Effect.MISREAD, what=what, source=_FORWARD)
         if scheme.inputs is not InputScaling.GROUP or linear.shape[1] % GROUP_SIZE == 0:
             return None
         what = (

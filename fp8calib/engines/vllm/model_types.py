@@ -39,6 +39,7 @@ CREATED_LINEARS: Mapping[str, tuple[str, ...]] = {
 """Linears outside of attention and MLPs that vLLM 0.32.0 creates by the quantization config, by
 model type: the ends of their paths. Run, on tiny models."""
 RENAMED_LINEARS: Mapping[str, tuple[str, str]] = {
+    "falcon_h1": (r"^.*\.(\d+)\.mamba\.", r"model.\1.mixer."),
     "gemma3n_text": (
         r"^model\.(altup_projections|per_layer_model_projection)",
         r"model.self_decoder.\1",
@@ -47,7 +48,7 @@ RENAMED_LINEARS: Mapping[str, tuple[str, str]] = {
 }
 """An expression for paths, by model type, and what it becomes where vLLM 0.32.0 compares the paths
 of linears with the lists of a config: the prefixes in its classes (`models/gemma3n.py`,
-`granitemoehybrid.py`; run)."""
+`granitemoehybrid.py`, `falcon_h1.py`, which adds the number of layers to the index; run)."""
 TYPES_WITH_QUARK_EXPERTS = ("gpt_oss",)
 """Model types with another loader for Quark's checkpoints, which finds no experts in one tensor
 (vLLM 0.32.0 `models/gpt_oss.py`, _load_weights_quark, run)."""
