@@ -18,7 +18,7 @@ from fp8calib.engines.replay.verdicts import (
     report_alike,
     report_refusal,
 )
-from fp8calib.engines.weights.replay import WeightReplay
+from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.errors import UsageError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.tensor_parallel import check_cuts, check_heads

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8calib.engines.numerics import Numerics
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
+    from fp8calib.engines.weights.linear_loader import LinearLoader
+    from fp8calib.engines.weights.weight_rule import WeightRule
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
 """Replay the loading of a checkpoint folder on a number of ranks; raise `Refusal` at a failure."""
-MakeLinearLoader = Callable[["ScaleFolder", "ModelGeometry"], Any]
+MakeLinearLoader = Callable[["ScaleFolder", "ModelGeometry"], "LinearLoader"]
 """Make the `LinearLoader` (`fp8calib/engines/weights/`) of a folder's linears.
 
 It raises `Refusal` where the engine refuses the folder's config.
@@ -68,45 +70,6 @@ class Evidence(StrEnum):
     """Of the engine only the code that loads scales was run; the rest was read."""
     READ = "read"
     """Its source was read."""
-
-
-class Effect(StrEnum):
-    """What becomes of FP8 weights that an engine does not load as they are."""
-
-    REFUSED = "refused"
-    """The engine does not start."""
-    MISREAD = "misread"
-    """It starts, and its answers are wrong."""
-    DEFAULTED = "defaulted"
-    """It starts, and uses 1.0 for a scale that it does not find."""
-    CONDITION = "condition"
-    """It serves the checkpoint, under a condition or in another way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightRule:
-    """FP8 weights that an engine does not load as they are; empty fields match everything."""
-
-    effect: Effect
-    why: str
-    source: str
-    """The engine's version and the file that shows it."""
-    dialect: str = ""
-    """The name of an FP8 dialect."""
-    schemes: tuple[str, ...] = ()
-    not_mixed: tuple[str, ...] = ()
-    """The schemes that are loaded after all under ModelOpt's MIXED_PRECISION."""
-    model_types: tuple[str, ...] = ()
-    except_model_types: tuple[str, ...] = ()
-    endings: tuple[str, ...] = ()
-    """How the paths of the linears end."""
-    has_blocks: bool = False
-    """Only weights with a scale per block."""
-    has_experts: bool = False
-    """Only experts."""
-    ignore: tuple[str, ...] = ()
-    """Values of `quantize --ignore` that leave these linears unquantized."""
-    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import open_folder, place_tensor_file
 from fp8calib.engines.replay.verdicts import EngineReport, Status
-from fp8calib.engines.weights.replay import WeightReplay
+from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
 from fp8calib.engines.check import check_folder
-from fp8calib.engines.engine import Effect
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights
 from fp8calib.engines.weights.rules import apply_rules, list_weight_faults
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.quantization.calibrated_scales import find_scales

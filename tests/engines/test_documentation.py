@@ -14,10 +14,11 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-from fp8calib.engines.engine import Engine, WeightRule
+from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
+from fp8calib.engines.weights.weight_rule import WeightRule
 from tests.real_engines.fuzz.exclusions import EXCLUDED
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Effect, Engine, Launch, WeightRule
+from fp8calib.engines.engine import Engine, Launch
+from fp8calib.engines.weights.weight_rule import Effect, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder

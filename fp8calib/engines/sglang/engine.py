@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Effect, Engine, Evidence, Launch, WeightRule
+from fp8calib.engines.engine import Engine, Evidence, Launch
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
+from fp8calib.engines.weights.weight_rule import Effect, WeightRule
 from fp8calib.fp8.formats import E4M3FNUZ, E5M2
 
 if TYPE_CHECKING:

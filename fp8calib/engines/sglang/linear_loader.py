@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.engines.engine import Effect
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
@@ -38,6 +37,7 @@ from fp8calib.engines.weights.linear_parameters import (
     list_linear_parameters,
 )
 from fp8calib.engines.weights.parameters import Fit, Parameter
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 CONFIG_KEYS = (

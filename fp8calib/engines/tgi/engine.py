@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import Effect, Engine, Launch, WeightRule
+from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.tgi.numerics import NUMERICS
+from fp8calib.engines.weights.weight_rule import Effect, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.engines.engine import Effect
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
@@ -42,6 +41,7 @@ from fp8calib.engines.weights.parameters import (
     fit_exactly,
 )
 from fp8calib.engines.weights.stored import is_fp8
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, count_blocks
 from fp8calib.geometry.expert_layouts import find_layout
 

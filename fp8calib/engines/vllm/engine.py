@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8calib.engines.engine import (
-    Effect,
-    Engine,
-    Launch,
-    MakeLinearLoader,
-    ReplayFolder,
-    WeightRule,
-)
+from fp8calib.engines.engine import Engine, Launch, MakeLinearLoader, ReplayFolder
 from fp8calib.engines.vllm.numerics import make_numerics
 from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
+from fp8calib.engines.weights.weight_rule import Effect, WeightRule
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.engines.engine import Effect
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.vllm.model_types import (
@@ -34,6 +33,7 @@ from fp8calib.engines.weights.linear_parameters import (
     list_linear_parameters,
 )
 from fp8calib.engines.weights.parameters import WEIGHT, Parameter
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 CONFIG_KEYS = (

@@ -14,13 +14,13 @@ from functools import cache
 from itertools import accumulate, islice
 
 from fp8calib.dialects.fp8.weights import name_fused_group
-from fp8calib.engines.engine import Effect
 from fp8calib.engines.weights.faults import (
     QuantizedLinear,
     QuantizedWeights,
     WeightFault,
     fault_per_engine,
 )
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, Part
 from fp8calib.geometry.tensor_parallel import rank_range
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.engines.engine import Effect
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.weights.linear_loader import Foreign
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.fp8.schemes import BLOCK, Granularity, InputScaling
 
 FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from fp8calib.dialects.fp8.weights import name_fused_group
-from fp8calib.engines.engine import Effect
+from fp8calib.engines.weights.weight_rule import Effect
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)")
 

@@ -13,8 +13,8 @@ from enum import StrEnum
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.engines.engine import Effect
 from fp8calib.engines.weights.parameters import Parameter
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.model_geometry import Shard
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.weights import list_scale_shapes
 from fp8calib.dialects.kv.parse_names import parse_name
-from fp8calib.engines.engine import Effect
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.weights.faults import WeightFault
 from fp8calib.engines.weights.linear_loader import (
@@ -22,6 +21,7 @@ from fp8calib.engines.weights.linear_loader import (
 )
 from fp8calib.engines.weights.parameters import INPUT_SCALE, WEIGHT, Fit, Parameter, Unfilled
 from fp8calib.engines.weights.stored import ScaleValues, is_fp8
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.errors import shorten
 from fp8calib.fp8.schemes import BLOCK
 

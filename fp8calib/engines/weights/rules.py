@@ -5,15 +5,15 @@ Each engine's record has a table of rules; the rules here compare several linear
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from fp8calib.engines.engine import Effect, Engine, WeightRule
 from fp8calib.engines.weights.blocks import list_fused_block_faults
 from fp8calib.engines.weights.faults import (
     QuantizedWeights,
     WeightFault,
     list_split_experts,
 )
+from fp8calib.engines.weights.weight_rule import Effect, WeightRule
 from fp8calib.geometry.expert_layouts import find_layout
 
 
@@ -26,12 +26,14 @@ def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
     ]
 
 
-def apply_rules(engine: Engine, weights: QuantizedWeights) -> Iterator[WeightFault]:
+def apply_rules(
+    engine: str, rules: Iterable[WeightRule], weights: QuantizedWeights
+) -> Iterator[WeightFault]:
     """List what the rules of an engine's record say about FP8 weights."""
-    for rule in engine.weight_rules:
+    for rule in rules:
         if _holds_for(rule, weights) and (found := _find_linear(rule, weights)):
             yield WeightFault(
-                engine=engine.key,
+                engine=engine,
                 effect=rule.effect,
                 why=_explain(rule, found, str(weights.config.get("model_type"))),
                 source=rule.source,

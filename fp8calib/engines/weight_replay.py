@@ -12,7 +12,7 @@ from fp8calib.dialects.fp8.modelopt import OLD_BLOCK_ALGORITHM
 from fp8calib.dialects.fp8.quantization_config import ContradictionError, StoredScheme
 from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
-from fp8calib.engines.engine import Effect, Engine
+from fp8calib.engines.engine import Engine
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import (
     EngineReport,
@@ -32,6 +32,7 @@ from fp8calib.engines.weights.stored import (
     list_indexed_tensors,
     read_scale_values,
 )
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.errors import VerificationError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -109,7 +110,8 @@ class WeightReplay:
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Add what an engine does with the weights to its report on the KV scales."""
         own = [fault for fault in self._faults if fault.engine == engine.loader]
-        own += apply_rules(engine, self._weights) if self._weights is not None else []
+        if self._weights is not None:
+            own += apply_rules(engine.key, engine.weight_rules, self._weights)
         own += self._judge_loading(engine)
         refused = next((fault for fault in own if fault.effect is Effect.REFUSED), None)
         if refused is not None:
