@@ -25,6 +25,7 @@ from fp8calib.engines.weights.blocks import list_rank_block_faults
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, WeightFault
 from fp8calib.engines.weights.linear_loader import LinearGroup
 from fp8calib.engines.weights.loading import list_loading_faults
+from fp8calib.engines.weights.parameters import PLAIN_DTYPES
 from fp8calib.engines.weights.rules import apply_rules, list_weight_faults
 from fp8calib.engines.weights.stored import (
     ScaleValues,
@@ -38,7 +39,6 @@ from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _SUFFIX = ".weight"
-_FLOATS = ("BF16", "F16", "F32")
 _STATUSES = {Effect.MISREAD: Status.MISREAD, Effect.DEFAULTED: Status.DEFAULTED}
 _UNCHECKED = "what engines do with the FP8 weights is not checked"
 
@@ -85,7 +85,7 @@ class WeightReplay:
             dialect=_refine_dialect(dialect, schemes, self._tensors),
             config=self._folder.config,
             linears=tuple(_make_linear(each, stored[each], schemes[each]) for each in schemes),
-            unquantized={name for name, entry in matrices.items() if entry.dtype in _FLOATS},
+            unquantized={name for name, entry in matrices.items() if entry.dtype in PLAIN_DTYPES},
             is_mixed=_is_mixed(self._folder),
         )
 

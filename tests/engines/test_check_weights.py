@@ -649,7 +649,8 @@ def test_vllm_reshapes_scales_of_query_key_value(name: str, scheme: str, is_refu
         unquantized=(),
     )
 
-    found = [each.effect for each in apply_rules(find_replayed("vllm"), weights)]
+    rules = find_replayed("vllm").weight_rules
+    found = [each.effect for each in apply_rules("vllm", rules, weights)]
 
     assert (Effect.REFUSED in found) is is_refused
 

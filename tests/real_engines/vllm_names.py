@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm import LLM
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm_worker import TINY_SERVER
 
 
 class AskedError(Exception):
@@ -53,14 +54,7 @@ def _ask(model: str, names: Iterable[str]) -> dict[str, Any]:
         LLM(
             model=model,
             dtype="bfloat16",
-            kv_cache_dtype="fp8",
-            max_model_len=64,
-            max_num_batched_tokens=64,
-            max_num_seqs=4,
-            num_gpu_blocks_override=64,
-            block_size=32,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
+            **TINY_SERVER,
         )
     except AskedError:
         return answer

@@ -42,6 +42,7 @@ from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm_worker import TINY_SERVER
 
 REFUSED = ".refused"
 """Suffix of what is written in place of the result where vLLM does not load a model."""
@@ -164,14 +165,7 @@ def make_config(model: str, dtype: str) -> VllmConfig:
     return EngineArgs(
         model=model,
         dtype=dtype,
-        kv_cache_dtype="fp8",
-        max_model_len=64,
-        max_num_batched_tokens=64,
-        max_num_seqs=4,
-        num_gpu_blocks_override=64,
-        block_size=32,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
+        **TINY_SERVER,
     ).create_engine_config()
 
 

@@ -16,6 +16,17 @@ from vllm import LLM, SamplingParams
 BLOCK_SIZE = 32
 NUM_BLOCKS = 256
 """Small, because making the cache takes longer than reading a tiny model."""
+TINY_SERVER: dict[str, Any] = {
+    "kv_cache_dtype": "fp8",
+    "max_model_len": 64,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 64,
+    "block_size": BLOCK_SIZE,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
+"""For models whose parameters are read, and which answer no request."""
 
 
 def main() -> None:

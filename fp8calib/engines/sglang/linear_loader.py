@@ -15,6 +15,7 @@ from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.sglang.model_types import FUSING_TYPES, STRICT_TYPES, find_sglang_type
+from fp8calib.engines.sglang.replay import CONFIG_KEYS
 from fp8calib.engines.weights.compressed_groups import FORMATS
 from fp8calib.engines.weights.group_schemes import (
     GroupSchemes,
@@ -32,7 +33,7 @@ from fp8calib.engines.weights.linear_loader import (
     Unquantized,
 )
 from fp8calib.engines.weights.linear_parameters import (
-    find_unequal_inputs,
+    judge_gate_and_up,
     list_expert_parameters,
     list_linear_parameters,
 )
@@ -40,13 +41,6 @@ from fp8calib.engines.weights.parameters import Fit, Parameter
 from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.model_geometry import ModelGeometry
 
-CONFIG_KEYS = (
-    "quantization_config",
-    "text_config.quantization_config",
-    "compression_config",
-    "modelopt",
-)
-"""Where SGLang looks for the quantization config, in order."""
 _EXPERTS = "SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py (weight_loader), read"
 _COPY = "SGLang 0.5.23 srt/layers/parameter.py (copy_with_check, pad_or_narrow_weight), read"
 _CREATE = "SGLang 0.5.23 srt/layers/quantization/ (create_weights), read"
@@ -60,6 +54,7 @@ class SglangLinearLoader(LinearLoader):
     """The linears that SGLang creates by a folder's quantization config."""
 
     engine = "sglang"
+    title = "SGLang"
     shape_source = _COPY
     unfilled_source = _CREATE
 
@@ -89,15 +84,9 @@ class SglangLinearLoader(LinearLoader):
     def judge_values(
         self, group: LinearGroup, scheme: StoredScheme, numbers: Mapping[str, float]
     ) -> Outcome | None:
-        """Judge whether gate and up of an expert have one input scale, as one method requires."""
+        """Judge whether gate and up of an expert have one input scale."""
         del scheme
-        is_checked = self._schemes.method == "compressed-tensors"
-        if not is_checked or group.kind is not GroupKind.EXPERTS:
-            return None
-        if not (expert := find_unequal_inputs(group, numbers)):
-            return None
-        what = f"has other input scales for gate and up ({expert}): ValueError"
-        return Outcome(effect=Effect.REFUSED, what=what, source=_EXPERTS)
+        return judge_gate_and_up(group, self._schemes.method, numbers, source=_EXPERTS)
 
     def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome:
         """Judge a tensor without a parameter, which some models raise an error for."""
@@ -108,11 +97,6 @@ class SglangLinearLoader(LinearLoader):
             return Outcome(effect=Effect.REFUSED, what=what, source=_MODELS)
         what = "has no parameter in SGLang, which ignores it"
         return Outcome(effect=Effect.CONDITION, what=what, source=_MODELS)
-
-    def judge_codes(self, why: str) -> Outcome:
-        """Judge an FP8 weight in a parameter of 16 bits: its codes are copied."""
-        what = f"is FP8, but {why}: SGLang uses its codes as the weight"
-        return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
 
     def judge_plain(self, group: LinearGroup) -> Outcome:
         """Judge a weight that is not FP8 in an FP8 parameter: only some copies are checked."""

@@ -30,12 +30,13 @@ from fp8calib.engines.sglang.model_types import (
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 
-_CONFIG_KEYS = (
+CONFIG_KEYS = (
     "quantization_config",
     "text_config.quantization_config",
     "compression_config",
     "modelopt",
 )
+"""Where SGLang looks for the quantization config, in order."""
 _OUTPUTS = {f".{role}_proj.output_scale": f".attn.{role}_scale" for role in ("q", "k", "v")}
 _MODELOPT_PREFIXES = (".self_attn.", ".mixer.")
 _PROJECTION = re.compile(r"\.[qkv]_proj\.")
@@ -83,7 +84,7 @@ def _find_fault(folder: ScaleFolder, geometry: ModelGeometry) -> str:
     Raises:
         Refusal: SGLang does not start with this config.
     """
-    fault = _find_config_fault(find_quantization(folder, keys=_CONFIG_KEYS))
+    fault = _find_config_fault(find_quantization(folder, keys=CONFIG_KEYS))
     if not fault and geometry.model_type in TYPES_WITHOUT_KV_SCALES:
         owner = f"SGLang's attention of {geometry.model_type}"
         return f"{owner} has no parameters for KV scales, so it uses 1.0"

@@ -14,7 +14,7 @@ from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.weights.group_schemes import GroupSchemes, Section
+from fp8calib.engines.weights.group_schemes import LinearSchemes, Section
 from fp8calib.engines.weights.linear_loader import (
     Found,
     GroupKind,
@@ -47,6 +47,7 @@ class TgiLinearLoader(LinearLoader):
     """The linears that TGI makes of what a folder stores."""
 
     engine = "tgi"
+    title = "TGI"
 
     def __init__(self, folder: ScaleFolder) -> None:
         section = find_quantization(folder, keys=("quantization_config", "compression_config"))
@@ -140,18 +141,13 @@ class TgiLinearLoader(LinearLoader):
         return Outcome(effect=Effect.MISREAD, what=what, source=self.shape_source)
 
 
-class _TgiSchemes(GroupSchemes):
+class _TgiSchemes(LinearSchemes):
     """The schemes of compressed-tensors' own matching, for linears alone."""
 
     def __init__(self, section: Section, config: Section) -> None:
         super().__init__(section, config)
         sizes = section.get("weight_block_size")
         self.block = (sizes[0], sizes[1]) if isinstance(sizes, list) and len(sizes) == 2 else None
-
-    def find_class_target(self, group: LinearGroup) -> str | None:
-        """Find the class `Linear` among the targets."""
-        del group
-        return "Linear" if "Linear" in self.targets else None
 
     def judge_untargeted(self, group: LinearGroup) -> Unquantized:
         """Judge a linear that no target matches: TGI stops."""

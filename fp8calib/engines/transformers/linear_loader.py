@@ -7,6 +7,7 @@ GPU, by blocks whose size it derives from the shapes.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from fp8calib.engines.weights.compressed_groups import (
     find_foreign,
     read_compressed_group,
 )
-from fp8calib.engines.weights.group_schemes import GroupSchemes, Section
+from fp8calib.engines.weights.group_schemes import GroupSchemes, LinearSchemes, Section
 from fp8calib.engines.weights.linear_loader import (
     Foreign,
     Found,
@@ -69,10 +70,32 @@ def make_linear_loader(folder: ScaleFolder, dtype: str) -> LinearLoader:
     return _Compressed(section, folder.config)
 
 
-class _Compressed(LinearLoader):
-    """The linears that compressed-tensors initializes in a model."""
+class _TransformersLoader(LinearLoader):
+    """What loading has in common for all methods."""
 
     engine = "transformers"
+    title = "transformers"
+
+    def joins(self, group: LinearGroup) -> bool:
+        """Tell whether linears are joined: none is."""
+        del group
+        return False
+
+    @abstractmethod
+    def leaves_out(self, group: LinearGroup, suffix: str) -> bool:
+        """Tell whether a tensor without a parameter is left out without a report."""
+
+    def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
+        """Judge a tensor without a parameter: it is left out."""
+        if self.leaves_out(group, suffix):
+            return None
+        what = "has no parameter: transformers reports it UNEXPECTED and leaves it out"
+        return Outcome(effect=Effect.CONDITION, what=what, source=_LOAD)
+
+
+class _Compressed(_TransformersLoader):
+    """The linears that compressed-tensors initializes in a model."""
+
     shape_source = _LOAD
     unfilled_source = _INITIALIZE
 
@@ -81,11 +104,6 @@ class _Compressed(LinearLoader):
         kind, layout, _ = find_layout(config)
         is_split = layout is None or layout.is_split_in_transformers
         self._joins_experts = is_split and kind not in _SEPARATE_TYPES
-
-    def joins(self, group: LinearGroup) -> bool:
-        """Tell whether linears are joined: none is."""
-        del group
-        return False
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme of a linear.
@@ -130,17 +148,9 @@ class _Compressed(LinearLoader):
             created[INPUT_SCALE] = _make_parameter((1,), Unfilled.MEMORY)
         return created
 
-    def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
-        """Judge a tensor without a parameter: it is reported and left out."""
-        if group.kind is GroupKind.EXPERTS and suffix == INPUT_SCALE:
-            return None
-        what = "has no parameter: transformers reports it UNEXPECTED and leaves it out"
-        return Outcome(effect=Effect.CONDITION, what=what, source=_LOAD)
-
-    def judge_codes(self, why: str) -> Outcome:
-        """Judge an FP8 weight in a parameter of 16 bits: its codes are copied."""
-        what = f"is FP8, but {why}: transformers uses its codes as the weight"
-        return Outcome(effect=Effect.MISREAD, what=what, source=_LOAD)
+    def leaves_out(self, group: LinearGroup, suffix: str) -> bool:
+        """Tell whether a tensor is left out without a report."""
+        return group.kind is GroupKind.EXPERTS and suffix == INPUT_SCALE
 
     def judge_plain(self, group: LinearGroup) -> Outcome:
         """Judge a weight that is not FP8: it is multiplied by a scale that was never loaded."""
@@ -198,13 +208,8 @@ def _require_joinable(linear: StoredLinear) -> None:
         raise Refusal(f"{why} (RuntimeError: CONVERSION)", fix=fix)
 
 
-class _CompressedSchemes(GroupSchemes):
+class _CompressedSchemes(LinearSchemes):
     """The schemes of compressed-tensors' own matching: the output layer is a Linear like others."""
-
-    def find_class_target(self, group: LinearGroup) -> str | None:
-        """Find the class `Linear` among the targets."""
-        del group
-        return "Linear" if "Linear" in self.targets else None
 
     def read_group(self, group: Section) -> Found:
         """Read a config group; the format of the whole config is not used, that of a group is."""
@@ -227,10 +232,9 @@ class _CompressedSchemes(GroupSchemes):
         return read_compressed_group(group)
 
 
-class _FineGrained(LinearLoader):
+class _FineGrained(_TransformersLoader):
     """Weights of the `fp8` method, which are dequantized while loading where there is no GPU."""
 
-    engine = "transformers"
     shape_source = _DEQUANTIZE
     unfilled_source = _DEQUANTIZE
 
@@ -238,11 +242,6 @@ class _FineGrained(LinearLoader):
         self._dtype = dtype
         excluded: dict[str, list[str]] = {"ignored_layers": [], "modules_to_not_convert": []}
         self._schemes = GroupSchemes({**section, **excluded}, config)
-
-    def joins(self, group: LinearGroup) -> bool:
-        """Tell whether linears are joined: none is."""
-        del group
-        return False
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme: whatever the config excludes, a weight with a scale is dequantized."""
@@ -270,13 +269,10 @@ class _FineGrained(LinearLoader):
             ),
         }
 
-    def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
-        """Judge a tensor without a parameter: it is reported and left out."""
+    def leaves_out(self, group: LinearGroup, suffix: str) -> bool:
+        """Tell whether a tensor is left out without a report."""
         del group
-        if suffix == "activation_scale":
-            return None
-        what = "has no parameter: transformers reports it UNEXPECTED and leaves it out"
-        return Outcome(effect=Effect.CONDITION, what=what, source=_LOAD)
+        return suffix == "activation_scale"
 
     def judge_codes(self, why: str) -> Outcome | None:
         """Judge an FP8 weight without quantization, which this method has none of."""

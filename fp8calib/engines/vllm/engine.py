@@ -35,24 +35,23 @@ def _make_linear_loader_factory(release: Release) -> MakeLinearLoader:
     return make_linear_loader
 
 
+_BLOOM_RESHAPES = WeightRule(
+    schemes=("fp8-static", "fp8-block"),
+    model_types=("bloom",),
+    endings=("query_key_value",),
+    effect=Effect.REFUSED,
+    why="it reshapes scales as it does the rows of query_key_value, and stops (RuntimeError)",
+    ignore=("*.query_key_value",),
+    fix="quantize with one scale per channel",
+    source="vLLM 0.32.0 models/bloom.py (_repack_qkv), tried",
+)
 _WEIGHT_RULES = (
-    WeightRule(
-        schemes=("fp8-static", "fp8-block"),
-        model_types=("bloom",),
-        endings=("query_key_value",),
-        effect=Effect.REFUSED,
-        why="it reshapes scales as it does the rows of query_key_value, and stops (RuntimeError)",
-        ignore=("*.query_key_value",),
-        fix="quantize with one scale per channel",
-        source="vLLM 0.32.0 models/bloom.py (_repack_qkv), tried",
-    ),
-    WeightRule(
+    _BLOOM_RESHAPES,
+    replace(
+        _BLOOM_RESHAPES,
+        schemes=(),
         has_blocks=True,
         model_types=("falcon",),
-        endings=("query_key_value",),
-        effect=Effect.REFUSED,
-        why="it reshapes scales as it does the rows of query_key_value, and stops (RuntimeError)",
-        ignore=("*.query_key_value",),
         fix="quantize with one scale per tensor or per channel",
         source="vLLM 0.32.0 models/falcon.py (load_weights), tried",
     ),

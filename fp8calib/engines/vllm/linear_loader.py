@@ -15,6 +15,7 @@ from fp8calib.engines.vllm.model_types import (
     RENAMED_LINEARS,
     UNPACKED_TYPES,
 )
+from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS
 from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.weight_loader import ignores_companion
 from fp8calib.engines.weights.group_schemes import GroupSchemes, Section, list_strings
@@ -28,7 +29,7 @@ from fp8calib.engines.weights.linear_loader import (
     Unquantized,
 )
 from fp8calib.engines.weights.linear_parameters import (
-    find_unequal_inputs,
+    judge_gate_and_up,
     list_expert_parameters,
     list_linear_parameters,
 )
@@ -36,13 +37,6 @@ from fp8calib.engines.weights.parameters import WEIGHT, Parameter
 from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.model_geometry import ModelGeometry
 
-CONFIG_KEYS = (
-    "quantization_config",
-    "modelopt",
-    "text_config.quantization_config",
-    "compression_config",
-)
-"""Where vLLM looks for the quantization config, in order."""
 _LOADER = "vLLM 0.32.0 models/utils.py (AutoWeightsLoader), run"
 _EXPERTS = "vLLM 0.32.0 fused_moe/routed_experts.py (weight_loader), run"
 _COPY = "vLLM 0.32.0 model_executor/parameter.py, layers/linear.py (weight_loader_v2), run"
@@ -59,6 +53,7 @@ class VllmLinearLoader(LinearLoader):
     """The linears that vLLM creates by a folder's quantization config."""
 
     engine = "vllm"
+    title = "vLLM"
     shape_source = _COPY
     unfilled_source = _CREATE
 
@@ -112,15 +107,9 @@ class VllmLinearLoader(LinearLoader):
     def judge_values(
         self, group: LinearGroup, scheme: StoredScheme, numbers: Mapping[str, float]
     ) -> Outcome | None:
-        """Judge whether gate and up of an expert have one input scale, as one method requires."""
+        """Judge whether gate and up of an expert have one input scale."""
         del scheme
-        is_checked = self._schemes.method == "compressed-tensors"
-        if not is_checked or group.kind is not GroupKind.EXPERTS:
-            return None
-        if not (expert := find_unequal_inputs(group, numbers)):
-            return None
-        what = f"has other input scales for gate and up ({expert}): ValueError"
-        return Outcome(effect=Effect.REFUSED, what=what, source=_EXPERTS)
+        return judge_gate_and_up(group, self._schemes.method, numbers, source=_EXPERTS)
 
     def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
         """Judge a tensor without a parameter: most models' loaders stop."""
@@ -130,11 +119,6 @@ class VllmLinearLoader(LinearLoader):
         error = "AttributeError" if len(group.members) > 1 else "ValueError"
         what = f"has no parameter in vLLM ({error})"
         return Outcome(effect=Effect.REFUSED, what=what, source=_LOADER)
-
-    def judge_codes(self, why: str) -> Outcome | None:
-        """Judge an FP8 weight in a parameter of 16 bits: its codes are copied."""
-        what = f"is FP8, but {why}: vLLM uses its codes as the weight"
-        return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
 
     def judge_plain(self, group: LinearGroup) -> Outcome | None:
         """Judge a weight that is not FP8 in an FP8 parameter: it is cast."""

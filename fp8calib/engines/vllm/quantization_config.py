@@ -16,6 +16,13 @@ from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.releases import Release
 
+CONFIG_KEYS = (
+    "quantization_config",
+    "modelopt",
+    "text_config.quantization_config",
+    "compression_config",
+)
+"""Where vLLM looks for the quantization config, in order."""
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
 
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")

@@ -37,19 +37,13 @@ from fp8calib.engines.vllm.model_types import (
     TYPES_WITHOUT_KV_SCALES,
     UNSUPPORTED_TYPES,
 )
-from fp8calib.engines.vllm.quantization_config import KvMethod, find_kv_method
+from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, KvMethod, find_kv_method
 from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX, refuse_faults
 from fp8calib.engines.vllm.weight_loader import make_loader
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 
-_CONFIG_KEYS = (
-    "quantization_config",
-    "modelopt",
-    "text_config.quantization_config",
-    "compression_config",
-)
 _PLAIN_KV_FIX = "write the scales as compressed-tensors does (kv-overlay)"
 _NO_GROUPS = "attn_head without config_groups: vLLM does not know the number of heads, and stops"
 _NEEDS_FLASH_ATTENTION = (
@@ -70,7 +64,7 @@ def replay_vllm(
         why = f"{release.title} does not run {geometry.model_type}"
         raise Refusal(why, fix="use another engine")
     context = open_indexed(folder, geometry, error="FileNotFoundError")
-    quantization = find_quantization(folder, keys=_CONFIG_KEYS) or {}
+    quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
     layers = _judge_layers(context, quantization, method, tp, release)
     if method is None:

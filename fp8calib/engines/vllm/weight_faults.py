@@ -13,6 +13,7 @@ from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
+from fp8calib.engines.weights.parameters import PLAIN_DTYPES
 from fp8calib.errors import VerificationError, shorten
 from fp8calib.geometry.module_paths import split_expert
 
@@ -21,7 +22,6 @@ _STRAY_FIX = "remove the tensor: no engine has a place for it"
 _CONFIG_FIX = "add the quantization_config of kv-overlay to config.json"
 _INNER_FIX = "name it .attn.attn.k_scale: vLLM's attention layer is inside .attn"
 _PLACELESS_FIX = "serve the model without scales: --kv-cache-dtype fp8 then multiplies by 1.0"
-_FLOATS = ("BF16", "F16", "F32", "F64")
 _WEIGHTS = (".weight", ".weight_packed", ".qweight")
 
 
@@ -76,7 +76,7 @@ def _is_matrix(entry: TensorEntry) -> bool:
 
 
 def _is_quantized(name: str, entry: TensorEntry) -> bool:
-    is_weight = name.endswith(_WEIGHTS) and entry.dtype not in _FLOATS
+    is_weight = name.endswith(_WEIGHTS) and entry.dtype not in PLAIN_DTYPES
     return is_weight or (entry.dtype in WEIGHT_FORMATS and not is_scale_name(name))
 
 

@@ -229,6 +229,15 @@ class GroupSchemes:
         return scheme or Foreign(why=f"its quant_algo is {algorithm!a:.40}")
 
 
+class LinearSchemes(GroupSchemes):
+    """The schemes of compressed-tensors' own matching: every linear is of the class `Linear`."""
+
+    def find_class_target(self, group: LinearGroup) -> str | None:
+        """Find the class `Linear` among the targets."""
+        del group
+        return "Linear" if "Linear" in self.targets else None
+
+
 def covers_group(group: LinearGroup, matches: Callable[[str], bool]) -> bool:
     """Check whether a list covers a group: the fused path, or all projections.
 

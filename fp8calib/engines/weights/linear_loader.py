@@ -99,6 +99,8 @@ class LinearLoader(ABC):
 
     engine: str
     """Its key."""
+    title: str
+    """Its name in texts."""
     shape_source: str
     """Where it compares shapes."""
     unfilled_source: str
@@ -131,13 +133,14 @@ class LinearLoader(ABC):
     def judge_stray(self, group: LinearGroup, suffix: str) -> Outcome | None:
         """Judge a tensor beside a linear that has no parameter; None where it does no harm."""
 
-    @abstractmethod
     def judge_codes(self, why: str) -> Outcome | None:
-        """Judge an FP8 weight that the engine creates without quantization.
+        """Judge an FP8 weight in a parameter of 16 bits: most engines copy its codes.
 
         Args:
-            why: what of the config says so.
+            why: what of the config says that it is not quantized.
         """
+        what = f"is FP8, but {why}: {self.title} uses its codes as the weight"
+        return Outcome(effect=Effect.MISREAD, what=what, source=self.shape_source)
 
     @abstractmethod
     def judge_plain(self, group: LinearGroup) -> Outcome | None:

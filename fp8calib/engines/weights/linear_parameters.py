@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.engines.weights.linear_loader import LinearGroup, StoredLinear
+from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, Outcome, StoredLinear
 from fp8calib.engines.weights.parameters import (
     INPUT_SCALE,
     WEIGHT,
@@ -22,6 +22,7 @@ from fp8calib.engines.weights.parameters import (
     fit_number,
     fit_slice,
 )
+from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.fp8.schemes import Granularity, InputScaling, count_blocks
 
 _SCALE = "weight_scale"
@@ -146,16 +147,27 @@ def _fit_expert(expected: Shape, *, spreads: bool) -> Callable[[Shape], Fit]:
     return fit
 
 
-def find_unequal_inputs(group: LinearGroup, numbers: Mapping[str, float]) -> str:
-    """Name the first expert whose gate and up have other input scales; empty where none has.
+def judge_gate_and_up(
+    group: LinearGroup, method: str, numbers: Mapping[str, float], *, source: str
+) -> Outcome | None:
+    """Judge whether gate and up of each expert have one input scale.
 
     compressed-tensors' experts have one number for both, and a second value is an error.
+
+    Args:
+        group: quantized.
+        method: the `quant_method`.
+        numbers: the scales that are one number, by name.
+        source: where the engine compares them.
     """
+    if method != "compressed-tensors" or group.kind is not GroupKind.EXPERTS:
+        return None
     for linear in group.members:
         second = {"gate_proj": "up_proj", "w1": "w3"}.get(linear.projection)
         expert = linear.module.rpartition(".")[0]
         one = numbers.get(linear.name(INPUT_SCALE))
         other = numbers.get(f"{expert}.{second}.{INPUT_SCALE}")
         if one is not None and other is not None and one != 1 and abs(one - other) > _TOLERANCE:
-            return expert
-    return ""
+            what = f"has other input scales for gate and up ({expert}): ValueError"
+            return Outcome(effect=Effect.REFUSED, what=what, source=source)
+    return None

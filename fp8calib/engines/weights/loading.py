@@ -19,13 +19,19 @@ from fp8calib.engines.weights.linear_loader import (
     StoredLinear,
     Unquantized,
 )
-from fp8calib.engines.weights.parameters import INPUT_SCALE, WEIGHT, Fit, Parameter, Unfilled
+from fp8calib.engines.weights.parameters import (
+    INPUT_SCALE,
+    PLAIN_DTYPES,
+    WEIGHT,
+    Fit,
+    Parameter,
+    Unfilled,
+)
 from fp8calib.engines.weights.stored import ScaleValues, is_fp8
 from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.errors import shorten
 from fp8calib.fp8.schemes import BLOCK
 
-_FLOATS = ("BF16", "F16", "F32", "F64")
 _CONFIG_FIX = "use the config that the weights were quantized with"
 _STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
 _LAYER_FIX = "remove these tensors, or use the config.json of this checkpoint"
@@ -133,7 +139,7 @@ def _judge_unquantized(
     loader: LinearLoader, group: LinearGroup, linear: StoredLinear, why: str
 ) -> Iterator[_Finding]:
     weight = linear.tensors.get(WEIGHT)
-    has_codes = weight is not None and weight.dtype not in _FLOATS
+    has_codes = weight is not None and weight.dtype not in PLAIN_DTYPES
     strays = list(_judge_strays(loader, group, linear, (WEIGHT,)))
     for stray in strays:
         if has_codes and stray.outcome.effect is Effect.REFUSED:
@@ -180,7 +186,7 @@ def _judge_quantized(
     for linear in group.members:
         parameters = loader.list_parameters(group, linear, scheme)
         yield from _judge_strays(loader, group, linear, parameters)
-        if (weight := linear.tensors.get(WEIGHT)) is not None and weight.dtype in _FLOATS:
+        if (weight := linear.tensors.get(WEIGHT)) is not None and weight.dtype in PLAIN_DTYPES:
             yield from _judge_plain_dtype(loader, group, linear, weight.dtype)
             plain = loader.judge_plain(group) if loader.creates(group) else None
             if plain is not None:

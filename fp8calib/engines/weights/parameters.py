@@ -9,6 +9,8 @@ from enum import StrEnum
 Shape = tuple[int, ...]
 WEIGHT = "weight"
 INPUT_SCALE = "input_scale"
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+"""The dtypes of weights that are not quantized."""
 
 
 class Fit(StrEnum):

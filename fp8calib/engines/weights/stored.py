@@ -14,7 +14,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_linear_scale, name_fused_group
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, StoredLinear
-from fp8calib.engines.weights.parameters import WEIGHT, Shape
+from fp8calib.engines.weights.parameters import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import split_expert
 
@@ -31,7 +31,6 @@ _FUSED_PATHS = {
     "c_fc_0+c_fc_1": "gate_up_proj",
 }
 """The fused projection's name in engines (vLLM 0.32.0, SGLang 0.5.23 `models/`)."""
-_PLAIN = ("BF16", "F16", "F32")
 _STACKED = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
     "experts.down_proj": ("down_proj",),
@@ -284,7 +283,11 @@ def _group_stacks(tensors: Mapping[str, TensorEntry]) -> Iterator[LinearGroup]:
     """
     found: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for name, entry in tensors.items():
-        if entry.dtype in _PLAIN and len(entry.shape) == 3 and (stack := _STACK.fullmatch(name)):
+        if (
+            entry.dtype in PLAIN_DTYPES
+            and len(entry.shape) == 3
+            and (stack := _STACK.fullmatch(name))
+        ):
             for projection in _STACKED[stack[2]]:
                 found[f"{stack[1]}.experts"][projection] = entry
     for path, held in found.items():
