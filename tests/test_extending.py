@@ -25,7 +25,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.read import read_scales
 from fp8calib.engines.registry import ENGINES
-from fp8calib.errors import DataError, VerificationError
+from fp8calib.errors import DataError, ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Granularity
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
@@ -244,13 +244,11 @@ def test_a_registered_dialect_is_written_read_shown_and_converted(tmp_path: Path
 @pytest.mark.usefixtures("acme")
 def test_a_registered_dialect_refuses_what_is_no_scale(tmp_path: Path) -> None:
     save_file({"0.key_step": torch.tensor(0.0)}, tmp_path / "acme.safetensors")
-    with pytest.raises(VerificationError, match=r"there is no tensor '0\.value_step'"):
+    with pytest.raises(ModelError, match=r"there is no tensor '0\.value_step'"):
         read_scales(tmp_path / "acme.safetensors", find_geometry("llama"))
     zeros = {f"{i}.{name}_step": torch.tensor(0.0) for i in range(2) for name in ("key", "value")}
     save_file(zeros, tmp_path / "acme.safetensors")
-    with pytest.raises(
-        VerificationError, match=r"model\.layers\.0\.self_attn\.k: 0.0 is not a scale"
-    ):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.k: 0.0 is not a scale"):
         read_scales(tmp_path / "acme.safetensors", find_geometry("llama"))
 
 

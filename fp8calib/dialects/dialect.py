@@ -176,7 +176,7 @@ class Dialect:
     recognise: Callable[[ScaleFiles], bool] | None = None
     """Whether files are of this dialect; None if they are read as another dialect."""
     read: Callable[[ScaleFiles, ModelGeometry], ParsedScales] | None = None
-    """Read the scales of a model from recognised files; raise VerificationError at any fault."""
+    """Read the scales of a model from recognised files; raise ModelError at any fault."""
     formats: tuple[Fp8Format, ...] = tuple(KV_FORMATS.values())
     """The FP8 formats that its scales can be for. A single one need not be named in the file."""
     requires_dtype: bool = False

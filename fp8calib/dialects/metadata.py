@@ -65,7 +65,7 @@ def find_recorded_format(file: TensorFile) -> Fp8Format | None:
     """Find the FP8 format recorded in a file; None if there is none.
 
     Raises:
-        VerificationError: it is not a format of KV scales.
+        ModelError: it is not a format of KV scales.
     """
     dtype = file.header.metadata.get(DTYPE_KEY)
     return None if dtype is None else find_format(file.path, DTYPE_KEY, dtype)
@@ -75,7 +75,7 @@ def find_origin(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin |
     """Find the calibrated model and text recorded in any of the files.
 
     Raises:
-        VerificationError: the record is damaged, or the files record several models.
+        ModelError: the record is damaged, or the files record several models.
     """
     recorded = map(_find_recorded_origin, dict.fromkeys(files))
     named = [found for found in recorded if found is not None]

@@ -19,9 +19,9 @@ from fp8calib.dialects.kv.parse_names import RANK_FILE_MARK, find_spelling
 from fp8calib.dialects.kv.rank_files import list_tensor_names
 from fp8calib.dialects.kv.read_tensors import list_indexed_scales
 from fp8calib.dialects.kv.validate import fill_shared
-from fp8calib.dialects.refusals import reading_errors, refusal
+from fp8calib.dialects.refusals import refusal
 from fp8calib.dialects.registry import list_json_keys, list_read
-from fp8calib.errors import UsageError, VerificationError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -65,7 +65,7 @@ def read_scales(
 
     Raises:
         UsageError: there is no such path, or `source_fmt` is needed.
-        VerificationError: there are no scales, or they are incomplete, invalid or of another model.
+        ModelError: there are no scales, or they are incomplete, invalid or of another model.
     """
     files = replace(_look_into(path), drops_bad_query=drops_bad_query)
     dialect = _recognise(files)
@@ -106,11 +106,11 @@ def check_origin(name: str, origin: CalibrationOrigin | None, fingerprint: str) 
     `fingerprint` is that of the unquantized model that the scales are to be used for.
 
     Raises:
-        VerificationError: naming the difference.
+        ModelError: naming the difference.
     """
     if origin is not None and origin.model != fingerprint:
         difference = explain_difference(origin.model, fingerprint)
-        raise VerificationError(
+        raise ModelError(
             f"{name}: these scales are of another model: {difference}",
             hint="scales fit only the model they were calibrated on: calibrate this one",
         )
@@ -121,7 +121,7 @@ def has_kv_scales(path: Path) -> bool:
 
     Raises:
         UsageError: there is no such path.
-        VerificationError: a file is damaged.
+        ModelError: a file is damaged.
     """
     return _recognise(_look_into(path)) is not None
 
@@ -141,7 +141,7 @@ def _look_into(path: Path) -> ScaleFiles:
             return _look_into_folder(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise VerificationError(f"{path}: cannot be read: {reason}") from error
+        raise ModelError(f"{path}: cannot be read: {reason}") from error
     if path.is_file() and path.suffix in _TENSOR_SUFFIXES:
         return _find_scales(path, path.parent, [path], [])
     if path.is_file() and path.suffix == ".json":
@@ -154,8 +154,7 @@ def _look_into(path: Path) -> ScaleFiles:
 
 
 def _look_into_folder(folder: Path) -> ScaleFiles:
-    with reading_errors():
-        refuse_external_links(folder)
+    refuse_external_links(folder)
     visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
     paths = [path for path in visible if path.is_file()]
     tensor_files = [path for path in paths if path.suffix in _TENSOR_SUFFIXES]
@@ -193,9 +192,8 @@ def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, ob
             yield path, document
 
 
-def _no_scales(files: ScaleFiles) -> VerificationError:
-    with reading_errors():
-        opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
+def _no_scales(files: ScaleFiles) -> ModelError:
+    opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
     if any(METADATA_KEY in file.header.metadata for file in opened):
         hint = "these are statistics: `fp8calib export` makes scales from them"
     elif any(file.tensors for file in opened):

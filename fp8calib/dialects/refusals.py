@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from fp8calib.errors import ModelError, VerificationError, cut_list
+from fp8calib.errors import ModelError, cut_list
 
 
-def refusal(path: Path, fault: str, *, hint: str = "") -> VerificationError:
+def refusal(path: Path, fault: str, *, hint: str = "") -> ModelError:
     """Make the error that names a file and its fault."""
-    return VerificationError(f"{path}: {fault}", hint=hint)
-
-
-@contextmanager
-def reading_errors() -> Iterator[None]:
-    """Raise ModelError of a damaged checkpoint file as VerificationError."""
-    try:
-        yield
-    except ModelError as error:
-        raise VerificationError(error.message, hint=error.hint) from error
+    return ModelError(f"{path}: {fault}", hint=hint)
 
 
 def name_layers(indices: Sequence[int]) -> str:

@@ -34,7 +34,7 @@ from fp8calib.engines.weights.stored import (
     read_scale_values,
 )
 from fp8calib.engines.weights.weight_rule import Effect
-from fp8calib.errors import VerificationError, shorten
+from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -66,7 +66,7 @@ class WeightReplay:
         elif stored:
             try:
                 self._weights = self._describe(stored, matrices)
-            except VerificationError as error:
+            except ModelError as error:
                 self._problem = f"{_UNCHECKED}: {error.message}"
                 return
             self._faults += list_weight_faults(self._weights)

@@ -12,9 +12,8 @@ from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
-from fp8calib.dialects.refusals import reading_errors
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import ModelError, UsageError, VerificationError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -95,7 +94,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
     Raises:
         UsageError: the path does not exist.
         DataError: a stats file is damaged.
-        VerificationError: the scales are not valid, or of another model.
+        ModelError: the scales are not valid, or of another model.
     """
     path = find_candidate(name)
     if is_stats_file(path):
@@ -123,7 +122,7 @@ def find_candidate(name: str) -> Path:
 
     Raises:
         UsageError: the path does not exist.
-        VerificationError: the folder links to files outside of it.
+        ModelError: the folder links to files outside of it.
     """
     path = Path(name)
     try:
@@ -133,15 +132,14 @@ def find_candidate(name: str) -> Path:
         raise UsageError(f"--scales {name}: cannot be read: {error}") from error
     if not path.is_dir():
         return path
-    with reading_errors():
-        refuse_external_links(path)
+    refuse_external_links(path)
     return path / STATS_NAME if is_stats_file(path / STATS_NAME) else path
 
 
 def _check_stats_model(name: str, stats: CalibrationStats, target: Target) -> None:
     if stats.header.model_fingerprint != target.fingerprint:
         difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
-        raise VerificationError(
+        raise ModelError(
             f"{name}: these statistics are of another model "
             f"({stats.geometry.architecture}, {len(stats.geometry.layers)} layers): {difference}",
             hint="calibrate this model, or pass the model that was calibrated",
@@ -157,21 +155,22 @@ def _read_scales(name: str, path: Path, target: Target) -> FoundScales:
 def _check_weights(folder: Path, target: Target) -> None:
     """Refuse an overlay whose weights are another model's."""
     try:
-        with Checkpoint.open(folder) as overlay:
-            for name, entry in overlay.tensors.items():
-                own = target.checkpoint.tensors.get(name)
-                if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
-                    continue
-                if own.shape != entry.shape or overlay.sample_bytes(
-                    name, _SAMPLE_BYTES
-                ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
-                    raise VerificationError(
-                        f"{folder}: its {name} is not that of the model, so the scales belong to "
-                        "another model",
-                        hint="pass the model that the overlay was made from",
-                    )
+        opened = Checkpoint.open(folder)
     except ModelError:
         return  # no weights beside the scales: nothing to compare
+    with opened as overlay:
+        for name, entry in overlay.tensors.items():
+            own = target.checkpoint.tensors.get(name)
+            if own is None or (own.dtype != entry.dtype and own.shape == entry.shape):
+                continue
+            if own.shape != entry.shape or overlay.sample_bytes(
+                name, _SAMPLE_BYTES
+            ) != target.checkpoint.sample_bytes(name, _SAMPLE_BYTES):
+                raise ModelError(
+                    f"{folder}: its {name} is not that of the model, so the scales belong to "
+                    "another model",
+                    hint="pass the model that the overlay was made from",
+                )
 
 
 def build_kv_candidate(
@@ -272,7 +271,7 @@ def _check_embedding_and_head(
         if name not in original or original.dtype(name) != checkpoint.dtype(name):
             continue
         if _is_changed(name, checkpoint, original):
-            raise VerificationError(
+            raise ModelError(
                 f"{checkpoint.folder}: its {name} is not that of the model",
                 hint="pass the model that the checkpoint was made from",
             )

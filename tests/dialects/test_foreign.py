@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.read import read_scales
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.schemes import InputScaling
 from fp8calib.geometry.sites import Role
 from tests.dialects.foreign import (
@@ -84,7 +84,7 @@ def test_a_q_scale_that_was_never_set_is_refused_or_left_out() -> None:
     queries = torch.cat([value for name, value in stored.items() if name.endswith("q_scale")])
     assert not (queries.isfinite() & (queries > 0)).all()
     geometry = find_geometry("llama")
-    with pytest.raises(VerificationError, match=r"q_scale: .* is not a scale"):
+    with pytest.raises(ModelError, match=r"q_scale: .* is not a scale"):
         read_scales(FOLDER / UNSET_QUERY, geometry)
     (note,) = read_scales(FOLDER / UNSET_QUERY, geometry, drops_bad_query=True).notes
     assert note.startswith("q_scale is left out: model.layers.0.self_attn.q_scale = ")
@@ -92,7 +92,7 @@ def test_a_q_scale_that_was_never_set_is_refused_or_left_out() -> None:
 
 @pytest.mark.parametrize("name", NO_KV_SCALES)
 def test_what_has_no_kv_scales_is_refused(name: str) -> None:
-    with pytest.raises(VerificationError, match="there are no KV scales"):
+    with pytest.raises(ModelError, match="there are no KV scales"):
         read_scales(FOLDER / name, find_geometry(NO_KV_SCALES[name]))
 
 

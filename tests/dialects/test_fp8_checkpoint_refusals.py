@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from tests.dialects.fp8_handmade import (
     AUTOFP8_DYNAMIC,
     AUTOFP8_STATIC,
@@ -56,8 +56,8 @@ def _read_all(folder: Path, *, fuse: bool = True) -> None:
                 checkpoint.activation(name)
 
 
-def _refuse(folder: Path, tensors: Tensors, config: object) -> VerificationError:
-    with pytest.raises(VerificationError) as caught:
+def _refuse(folder: Path, tensors: Tensors, config: object) -> ModelError:
+    with pytest.raises(ModelError) as caught:
         _read_all(save(folder, tensors, config))
     assert caught.value.message.startswith(str(folder))
     assert "\n" not in caught.value.message
@@ -111,7 +111,7 @@ def test_a_code_that_is_no_number_is_refused_in_rows_too(tmp_path: Path) -> None
     tensors = linear(weight=codes([[0x38, 0x38], [0x38, 0x7F]]), scale=HALF)
     checkpoint = Fp8Checkpoint.open(save(tmp_path, tensors, AUTOFP8_DYNAMIC), fuse=False)
     assert checkpoint.read_rows(WEIGHT, 0, 1).tolist() == [[0.5, 0.5]]
-    with pytest.raises(VerificationError, match="NaN"):
+    with pytest.raises(ModelError, match="NaN"):
         checkpoint.read_rows(WEIGHT, 1, 2)
 
 
@@ -158,7 +158,7 @@ def test_a_scale_that_the_index_leaves_out_is_found_for_the_user(tmp_path: Path)
     }
     index = json.dumps({"metadata": {}, "weight_map": shards})
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(VerificationError, match="weight_scale") as caught:
+    with pytest.raises(ModelError, match="weight_scale") as caught:
         Fp8Checkpoint.open(tmp_path, fuse=False)
     assert "model-00002-of-00002.safetensors, but not in the index" in caught.value.hint
 
@@ -441,10 +441,10 @@ def test_a_tensor_that_is_not_there_or_not_fp8_is_named(tmp_path: Path) -> None:
     )
     for read in readers:
         for name in ("model.nowhere.weight", SCALE):
-            with pytest.raises(VerificationError, match=name):
+            with pytest.raises(ModelError, match=name):
                 read(name)
     for read in (checkpoint.weight_scale, checkpoint.activation):
-        with pytest.raises(VerificationError, match=r"model\.norm\.weight"):
+        with pytest.raises(ModelError, match=r"model\.norm\.weight"):
             read("model.norm.weight")
 
 
@@ -455,7 +455,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, keep: float) -> None:
     length = int(len(whole) * keep) if isinstance(keep, float) else keep
     path.write_bytes(whole[:length])
     for read in (is_fp8_checkpoint, _read_all):
-        with pytest.raises(VerificationError, match=r"model\.safetensors"):
+        with pytest.raises(ModelError, match=r"model\.safetensors"):
             read(tmp_path)
 
 
@@ -463,15 +463,15 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None
     path = save(tmp_path, linear(scale=HALF), AUTOFP8_DYNAMIC) / "model.safetensors"
     checkpoint = Fp8Checkpoint.open(tmp_path, fuse=False)
     path.write_bytes(path.read_bytes()[:-16])
-    with pytest.raises(VerificationError, match=r"model\.safetensors"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         checkpoint.read(WEIGHT)
 
 
 def test_a_missing_config_folder_or_shard_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(VerificationError, match="no such folder"):
+    with pytest.raises(ModelError, match="no such folder"):
         Fp8Checkpoint.open(tmp_path / "nowhere", fuse=False)
     (save(tmp_path, linear(scale=HALF), CT_STATIC) / "config.json").unlink()
-    with pytest.raises(VerificationError, match=r"config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         Fp8Checkpoint.open(tmp_path, fuse=False)
 
 
@@ -533,7 +533,7 @@ def test_junk_in_a_config_is_refused_or_without_effect(tmp_path: Path, form: str
         (folder / "config.json").write_text(json.dumps(document))
         try:
             _read_all(folder)
-        except VerificationError as error:
+        except ModelError as error:
             assert "\n" not in error.message  # noqa: PT017 -- either outcome is right
 
 
@@ -545,5 +545,5 @@ def test_flipped_bytes_are_refused_or_read(tmp_path: Path) -> None:
         try:
             is_fp8_checkpoint(tmp_path)
             _read_all(tmp_path)
-        except VerificationError as error:
+        except ModelError as error:
             assert error.message  # noqa: PT017 -- either outcome is right

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8calib.dialects.kv.config import CheckpointConfig, read_config, read_quant_method
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from tests.dialects.handmade import make_attention, make_geometry
 
@@ -21,7 +21,7 @@ def _read(folder: Path, config: object, name: str = "config.json") -> Checkpoint
 
 
 def _refusal(folder: Path, config: object, name: str = "config.json") -> str:
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(ModelError) as caught:
         _read(folder, config, name)
     assert caught.value.message.startswith(f"{folder / name}: ")
     return caught.value.message.removeprefix(f"{folder / name}: ")

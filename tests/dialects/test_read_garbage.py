@@ -1,4 +1,4 @@
-"""For any bytes, a reader returns scales or raises one VerificationError."""
+"""For any bytes, a reader returns scales or raises one ModelError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from fp8calib.dialects.read import has_kv_scales, read_scales
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FNUZ, Fp8Format
 from fp8calib.scales.scale_table import ScaleTable
 from tests.dialects.handmade import make_attention, make_geometry
@@ -36,11 +36,11 @@ FUZZ = settings(
 )
 
 
-def _outcome(path: Path, source_fmt: Fp8Format | None) -> ScaleTable | VerificationError:
+def _outcome(path: Path, source_fmt: Fp8Format | None) -> ScaleTable | ModelError:
     try:
         has_kv_scales(path)
         return read_scales(path, TWO_LAYERS, source_fmt=source_fmt).table
-    except VerificationError as error:
+    except ModelError as error:
         return error
 
 
@@ -48,7 +48,7 @@ def _read(path: Path) -> None:
     """Read twice; every number that comes out is a scale, every error begins with the file."""
     for source_fmt in (None, E4M3FNUZ):
         outcome = _outcome(path, source_fmt)
-        if isinstance(outcome, VerificationError):
+        if isinstance(outcome, ModelError):
             assert outcome.message.startswith(str(path))
             continue
         values = torch.cat([scale.values.flatten() for scale in outcome.scales.values()])
@@ -118,7 +118,7 @@ def test_any_json_is_read_or_refused(tmp_path: Path, document: object) -> None:
 def test_any_bytes_are_refused(tmp_path: Path, suffix: str, raw: bytes) -> None:
     path = tmp_path / f"rank0.{suffix}"
     path.write_bytes(raw)
-    with pytest.raises(VerificationError):
+    with pytest.raises(ModelError):
         read_scales(path, TWO_LAYERS)
 
 

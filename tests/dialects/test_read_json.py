@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8calib.dialects.read import FoundScales, read_scales
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -56,7 +56,7 @@ def _values(found: FoundScales) -> Mapping[str, list[float]]:
 
 
 def _refusal(path: Path, document: object, geometry: ModelGeometry = TWO_LAYERS) -> str:
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(ModelError) as caught:
         _read(path, document, geometry)
     assert caught.value.message.startswith(f"{path / 'scales.json'}: ")
     return caught.value.message.removeprefix(f"{path / 'scales.json'}: ")
@@ -94,9 +94,7 @@ def test_the_dtype_of_the_file_is_the_format_of_the_table(tmp_path: Path) -> Non
     assert _read(tmp_path, document).table.fmt is E4M3FNUZ
     assert _values(_read(tmp_path, document))["model.layers.0.self_attn.k"] == [1.5]
     assert _read(tmp_path, document, source_fmt=E4M3FNUZ).table.fmt is E4M3FNUZ
-    with pytest.raises(
-        VerificationError, match="states that its scales are for e4m3fnuz, not e4m3fn"
-    ):
+    with pytest.raises(ModelError, match="states that its scales are for e4m3fnuz, not e4m3fn"):
         _read(tmp_path, document, source_fmt=E4M3FN)
 
 
@@ -313,12 +311,12 @@ def test_depth_without_end_is_refused(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "scales.json").write_bytes(b'{"kv_cache": "\xff"}')
-    with pytest.raises(VerificationError, match="cannot be read as JSON: 'utf-8' codec"):
+    with pytest.raises(ModelError, match="cannot be read as JSON: 'utf-8' codec"):
         read_scales(tmp_path / "scales.json", TWO_LAYERS)
 
 
 def test_a_file_too_large_for_scales_is_not_read_into_memory(tmp_path: Path) -> None:
     with (tmp_path / "scales.json").open("wb") as file:
         file.truncate(100_000_001)
-    with pytest.raises(VerificationError, match="cannot be read as JSON: larger than 100 MB"):
+    with pytest.raises(ModelError, match="cannot be read as JSON: larger than 100 MB"):
         read_scales(tmp_path / "scales.json", TWO_LAYERS)

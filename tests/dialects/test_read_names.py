@@ -14,7 +14,7 @@ from fp8calib.dialects.kv.parse_names import (
     find_spelling,
     parse_name,
 )
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
 from tests.dialects.handmade import make_attention, make_geometry
@@ -168,7 +168,7 @@ def test_scales_outside_the_decoder_are_left_aside(other: str) -> None:
     ],
 )
 def test_what_lies_beside_the_layers_must_be_one_of_them(extra: str) -> None:
-    with pytest.raises(VerificationError, match="the model has no such attention") as caught:
+    with pytest.raises(ModelError, match="the model has no such attention") as caught:
         _find(_geometry("model.layers.{}.self_attn"), "model.layers.0.self_attn.k_scale", extra)
     assert extra in caught.value.message
     assert "model.layers.0.self_attn.k_scale" not in caught.value.message.replace(extra, "")
@@ -186,7 +186,7 @@ def test_draft_layers_behind_the_model_are_left_aside() -> None:
     assert _indices(owners, geometry) == {known: 0}
     assert owners.ignored == drafts
     for index in ("4", "9" * 5000):
-        with pytest.raises(VerificationError, match="the model has no such attention"):
+        with pytest.raises(ModelError, match="the model has no such attention"):
             _find(geometry, known, f"model.layers.{index}.self_attn.k_scale")
 
 
@@ -200,7 +200,7 @@ def test_draft_layers_behind_the_model_are_left_aside() -> None:
     ],
 )
 def test_scales_that_all_lie_elsewhere_are_of_another_model(name: str) -> None:
-    with pytest.raises(VerificationError, match="of another model") as caught:
+    with pytest.raises(ModelError, match="of another model") as caught:
         _find(_geometry("model.layers.{}.self_attn"), name)
     assert caught.value.message.startswith(f"scales: {name} ")
     assert caught.value.hint == "this model's attention is model.layers.0.self_attn"
@@ -208,7 +208,7 @@ def test_scales_that_all_lie_elsewhere_are_of_another_model(name: str) -> None:
 
 def test_two_containers_that_fit_alike_are_refused() -> None:
     names = ("one.model.layers.0.self_attn.k_scale", "two.model.layers.0.self_attn.k_scale")
-    with pytest.raises(VerificationError, match=r"under one\.model\.layers, two\.model\.layers"):
+    with pytest.raises(ModelError, match=r"under one\.model\.layers, two\.model\.layers"):
         _find(_geometry("model.layers.{}.self_attn"), *names)
 
 

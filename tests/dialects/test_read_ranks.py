@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.read import FoundScales, has_kv_scales, read_scales
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FNUZ
 from tests.dialects.handmade import make_attention, make_geometry, shared_stats
 
@@ -40,7 +40,7 @@ def _values(found: FoundScales) -> list[object]:
 
 
 def _refusal(path: Path) -> str:
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(ModelError) as caught:
         read_scales(path, TWO_LAYERS)
     assert caught.value.message.startswith(f"{path}")
     return caught.value.message
@@ -258,7 +258,7 @@ def test_a_truncated_archive_is_refused(tmp_path: Path, cut: int) -> None:
     path = _save(tmp_path / "rank0.npz", {0: 1, 1: 1})
     path.write_bytes(path.read_bytes()[:cut])
     assert "not a readable .npz archive" in _refusal(path)
-    with pytest.raises(VerificationError, match=r"not a readable \.npz archive"):
+    with pytest.raises(ModelError, match=r"not a readable \.npz archive"):
         has_kv_scales(path)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.read import FoundScales, has_kv_scales, read_scales
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.sites import Role
@@ -72,7 +72,7 @@ def _values(found: FoundScales) -> Mapping[str, object]:
 
 
 def _refusal(path: Path, geometry: ModelGeometry = TWO_LAYERS) -> str:
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(ModelError) as caught:
         read_scales(path, geometry)
     assert caught.value.message.startswith(str(path))
     return caught.value.message
@@ -290,7 +290,7 @@ def test_integers_are_no_scales(tmp_path: Path, dtype: torch.dtype) -> None:
 )
 def test_a_scale_is_finite_and_above_zero(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     tensors = _pair() | {PREFIX.format(1) + "v_scale": _scalar(value).to(dtype)}
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(ModelError) as caught:
         read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
     assert caught.value.message.endswith(
         f"model.layers.1.self_attn.v_scale: {value} is not a scale"
@@ -306,7 +306,7 @@ def test_one_bad_head_is_enough(tmp_path: Path) -> None:
 
 def test_a_scale_that_fp16_made_zero_is_explained(tmp_path: Path) -> None:
     tensors = _pair() | {PREFIX.format(0) + "k_scale": _scalar(1e-8).to(torch.float16)}
-    with pytest.raises(VerificationError, match=r"k_scale: 0\.0 is not a scale") as caught:
+    with pytest.raises(ModelError, match=r"k_scale: 0\.0 is not a scale") as caught:
         read_scales(_save(tmp_path / "a", tensors), TWO_LAYERS)
     assert caught.value.hint == "a scale under 6e-8 is 0 in fp16; write it in fp32"
 
@@ -477,7 +477,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
     raw = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(raw[:cut])
     assert "truncated" in _refusal(folder)
-    with pytest.raises(VerificationError, match="truncated"):
+    with pytest.raises(ModelError, match="truncated"):
         has_kv_scales(folder)
 
 

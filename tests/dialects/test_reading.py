@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.read import has_kv_scales, read_scales
-from fp8calib.errors import UsageError, VerificationError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
@@ -175,9 +175,7 @@ def test_the_files_dtype_and_the_users_may_not_differ(tmp_path: Path) -> None:
     config = {"model_type": "llama", "kv_cache_torch_dtype": "float8_e4m3fn"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_scales(tmp_path, GEOMETRY, source_fmt=E4M3FN).table.fmt is E4M3FN
-    with pytest.raises(
-        VerificationError, match="states that its scales are for e4m3fn, not e4m3fnuz"
-    ):
+    with pytest.raises(ModelError, match="states that its scales are for e4m3fn, not e4m3fnuz"):
         read_scales(tmp_path, GEOMETRY, source_fmt=E4M3FNUZ)
 
 
@@ -193,29 +191,29 @@ def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", ["model.bin", "scales", "scales.txt", "model.gguf", "a.yaml"])
 def test_other_kinds_of_files_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(JSON)
-    with pytest.raises(VerificationError, match="not a scales file"):
+    with pytest.raises(ModelError, match="not a scales file"):
         read_scales(tmp_path / name, GEOMETRY)
 
 
 def test_what_is_no_file_at_all_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
-    with pytest.raises(VerificationError, match="not a scales file"):
+    with pytest.raises(ModelError, match="not a scales file"):
         read_scales(tmp_path / "a.json", GEOMETRY)
-    with pytest.raises(VerificationError, match="there are no KV scales"):
+    with pytest.raises(ModelError, match="there are no KV scales"):
         read_scales(tmp_path, GEOMETRY)
 
 
 def test_a_name_too_long_for_a_file_is_refused() -> None:
-    with pytest.raises((UsageError, VerificationError)):
+    with pytest.raises((UsageError, ModelError)):
         read_scales(Path("x" * 5000), GEOMETRY)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_a_folder_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(mode=0o000)
-    with pytest.raises(VerificationError, match="cannot be read"):
+    with pytest.raises(ModelError, match="cannot be read"):
         read_scales(tmp_path / "a", GEOMETRY)
-    with pytest.raises(VerificationError, match="cannot be read"):
+    with pytest.raises(ModelError, match="cannot be read"):
         read_scales(tmp_path / "a" / "b.json", GEOMETRY)
 
 
@@ -227,7 +225,7 @@ def test_a_folder_with_one_json_of_scales_is_that_file(tmp_path: Path) -> None:
     assert read_scales(tmp_path, GEOMETRY).dialect == "vllm-json"
 
     (tmp_path / "kv_cache_scales.tp2.json").write_text(JSON)
-    with pytest.raises(VerificationError, match=r"several files .*tp1\.json, .*tp2\.json"):
+    with pytest.raises(ModelError, match=r"several files .*tp1\.json, .*tp2\.json"):
         read_scales(tmp_path, GEOMETRY)
 
 
@@ -271,7 +269,7 @@ def test_files_without_scales_are_told_apart(
     save_file(dict(tensors), tmp_path / "a.safetensors", metadata=metadata)
     for path in (tmp_path, tmp_path / "a.safetensors"):
         assert not has_kv_scales(path)
-        with pytest.raises(VerificationError) as caught:
+        with pytest.raises(ModelError) as caught:
             read_scales(path, GEOMETRY)
         assert caught.value.message == f"{path}: there are no KV scales"
         assert caught.value.hint == hint
@@ -281,13 +279,13 @@ def test_files_without_scales_are_told_apart(
 def test_a_json_about_something_else_has_no_scales(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     assert not has_kv_scales(tmp_path / "a.json")
-    with pytest.raises(VerificationError, match=r"a\.json: there are no KV scales"):
+    with pytest.raises(ModelError, match=r"a\.json: there are no KV scales"):
         read_scales(tmp_path / "a.json", GEOMETRY)
 
 
 def test_an_empty_folder_has_no_scales(tmp_path: Path) -> None:
     assert not has_kv_scales(tmp_path)
-    with pytest.raises(VerificationError, match="there are no KV scales"):
+    with pytest.raises(ModelError, match="there are no KV scales"):
         read_scales(tmp_path, GEOMETRY)
 
 
@@ -313,5 +311,5 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file(SCALES, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
     for path in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(VerificationError, match="model_type is 'mistral', the model's is"):
+        with pytest.raises(ModelError, match="model_type is 'mistral', the model's is"):
             read_scales(path, GEOMETRY)

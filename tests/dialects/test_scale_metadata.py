@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.metadata import Provenance, find_recorded_format, make_metadata
 from fp8calib.dialects.read import check_origin, read_scales
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from tests.dialects.handmade import (
@@ -58,7 +58,7 @@ def test_a_file_of_scales_reads_back_in_its_format(tmp_path: Path, fmt: Fp8Forma
     assert read_scales(path, STATS.geometry, needs_dtype=True).table.fmt is fmt
     assert find_recorded_format(TensorFile(path)) is fmt
     other = next(each for each in FORMATS if each is not fmt)
-    with pytest.raises(VerificationError, match=f"states that its scales are for {fmt.name}, not"):
+    with pytest.raises(ModelError, match=f"states that its scales are for {fmt.name}, not"):
         read_scales(path, STATS.geometry, source_fmt=other)
 
 
@@ -76,7 +76,7 @@ def test_an_overlay_names_the_format_that_its_config_does_not_mean(
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "e4m3fn", ""])
 def test_a_format_that_kv_scales_are_not_for_is_refused(tmp_path: Path, dtype: str) -> None:
     path = _save(tmp_path / "a.safetensors", dtype)
-    with pytest.raises(VerificationError, match=r"fp8calib\.kv_cache_dtype is '"):
+    with pytest.raises(ModelError, match=r"fp8calib\.kv_cache_dtype is '"):
         read_scales(path, STATS.geometry)
 
 
@@ -84,7 +84,7 @@ def test_config_and_file_may_not_differ(tmp_path: Path) -> None:
     _save(tmp_path / "model.safetensors", "float8_e4m3fnuz")
     config = {"model_type": "llama", "kv_cache_torch_dtype": "float8_e4m3fn"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(VerificationError, match="several formats: e4m3fn, e4m3fnuz"):
+    with pytest.raises(ModelError, match="several formats: e4m3fn, e4m3fnuz"):
         read_scales(tmp_path, STATS.geometry)
 
 
@@ -129,7 +129,7 @@ def test_scales_of_another_model_are_refused_with_the_difference(tmp_path: Path)
     for path in _write_every_form(tmp_path):
         table = read_scales(path, STATS.geometry).table
         check_origin("x", table.origin, MODEL)
-        with pytest.raises(VerificationError) as caught:
+        with pytest.raises(ModelError) as caught:
             check_origin("x", table.origin, MODEL[:32] + "f" * 32)
         assert caught.value.message == (
             "x: these scales are of another model: different weights (01234567, here ffffffff)"
@@ -147,9 +147,7 @@ def test_scales_that_do_not_say_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "7", "[" * 100_000, "{}", '{"model": "aa"}'])
 def test_a_damaged_word_on_the_model_is_refused(tmp_path: Path, text: str) -> None:
     save_file(SCALES, tmp_path / "a.safetensors", metadata={"fp8calib.measured_on": text})
-    with pytest.raises(
-        VerificationError, match=r"a\.safetensors: fp8calib\.measured_on is damaged"
-    ):
+    with pytest.raises(ModelError, match=r"a\.safetensors: fp8calib\.measured_on is damaged"):
         read_scales(tmp_path / "a.safetensors", STATS.geometry)
 
 
@@ -158,7 +156,7 @@ def test_a_damaged_word_in_a_json_is_refused(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "a.json").read_text())
     document["_fp8calib"]["model"] = "yes"
     (tmp_path / "a.json").write_text(json.dumps(document))
-    with pytest.raises(VerificationError, match=r"a\.json: _fp8calib is damaged: no fingerprint"):
+    with pytest.raises(ModelError, match=r"a\.json: _fp8calib is damaged: no fingerprint"):
         read_scales(tmp_path / "a.json", STATS.geometry)
 
 
@@ -167,5 +165,5 @@ def test_files_of_several_models_are_refused(tmp_path: Path) -> None:
         own = {name: scale for name, scale in SCALES.items() if f".{layer}." in name}
         metadata = {"fp8calib.measured_on": json.dumps({"model": model})}
         save_file(own, tmp_path / f"{layer}.safetensors", metadata=metadata)
-    with pytest.raises(VerificationError, match="scales of several models"):
+    with pytest.raises(ModelError, match="scales of several models"):
         read_scales(tmp_path, STATS.geometry)

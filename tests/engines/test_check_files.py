@@ -18,7 +18,7 @@ from fp8calib.checkpoint.json_files import load_json
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from tests.checkpoint.handmade import describe, pack
 from tests.engines.check_handmade import (
     INDEX,
@@ -181,7 +181,7 @@ def test_a_folder_that_is_called_like_a_file_is_left_aside(folder: Path) -> None
 def test_a_config_that_cannot_be_read_is_one_error(folder: Path, raw: bytes) -> None:
     (folder / "config.json").write_bytes(raw)
 
-    with pytest.raises(VerificationError, match=r"config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         open_folder(folder)
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import VerificationError
+from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, InputScaling, Scheme
 from fp8calib.geometry.sites import Role, Site
@@ -230,7 +230,7 @@ def test_routers_heads_and_embeddings_stay_as_they_are(family: str, tmp_path: Pa
 def test_static_scales_without_statistics_are_refused(tmp_path: Path) -> None:
     with (
         opened(zoo.build("llama"), tmp_path / "m") as subject,
-        pytest.raises(VerificationError, match="--scheme fp8-static: its input scales come from"),
+        pytest.raises(UsageError, match="--scheme fp8-static: its input scales come from"),
     ):
         make_emulation(subject, SCHEMES["fp8-static"])
 

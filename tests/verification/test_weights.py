@@ -15,7 +15,7 @@ from torch import nn
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity
 from fp8calib.geometry.sites import Role, Site
@@ -281,5 +281,5 @@ def test_a_checkpoint_of_another_shape_is_refused() -> None:
         clip_limits=Source(),
         scales={},
     )
-    with pytest.raises(VerificationError, match=r"w is \[3, 4\] in the FP8 checkpoint and"):
+    with pytest.raises(ModelError, match=r"w is \[3, 4\] in the FP8 checkpoint and"):
         list(change.apply({"w": torch.zeros(4, 4)}))

@@ -57,7 +57,7 @@ def run_extract(settings: ExtractSettings) -> None:
         UsageError: an option is invalid, or the source does not state its FP8 format.
         ModelError: the unquantized model cannot be read.
         ExportError: the format cannot hold the scales, or cannot be written.
-        VerificationError: the source's scales are incomplete, invalid, or of another model.
+        ModelError: the source's scales are incomplete, invalid, or of another model.
     """
     dialect = _check_options(settings)
     quiet_libraries()

@@ -29,7 +29,7 @@ def resolve_options(settings: VerifySettings) -> ResolvedOptions:
 
     Raises:
         UsageError: an option is invalid, or names something unknown.
-        VerificationError: a candidate's folder links to files outside of it.
+        ModelError: a candidate's folder links to files outside of it.
     """
     check_device_map(settings.device_map, settings.device)
     _check_candidate_names(settings.scales)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from fp8calib.cli.verify.job import VerifyJob
 from fp8calib.dialects.read import FoundScales
-from fp8calib.errors import UsageError, VerificationError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Site
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales
@@ -40,7 +40,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
 
     Raises:
         UsageError: options that contradict each other.
-        VerificationError: a candidate cannot be emulated.
+        ModelError: a candidate cannot be emulated.
     """
     candidates = tuple(_list_candidates(job, model))
     rules_of = _find_rules_stats(job)
@@ -113,7 +113,7 @@ def _read_table(job: VerifyJob, opened: OpenedCandidate) -> ScaleTable:
 def _check_format(job: VerifyJob, name: str, found: FoundScales) -> None:
     """Refuse scales of another format than the cache's: e4m3fn and e4m3fnuz differ in range."""
     if found.table.fmt is not job.options.fmt:
-        raise VerificationError(
+        raise ModelError(
             f"{name}: the scales are for {found.table.fmt.name}, but the KV cache is emulated in "
             f"{job.options.fmt.name}",
             hint=f"use --fp8-dtype {found.table.fmt.name}",

@@ -26,7 +26,7 @@ from fp8calib.dialects.fp8.registry import load_finder, refine_dialect
 from fp8calib.dialects.fp8.weights import Fp8Weight, dequantize, requantize, spread_scale
 from fp8calib.dialects.kv.validate import check_scales
 from fp8calib.dialects.metadata import find_origin
-from fp8calib.dialects.refusals import reading_errors, refusal
+from fp8calib.dialects.refusals import refusal
 from fp8calib.fp8.schemes import Granularity
 
 
@@ -98,10 +98,9 @@ class Fp8Checkpoint:
                 fused projections have equal scales.
 
         Raises:
-            VerificationError: it is not an FP8 checkpoint, or it is incomplete or inconsistent.
+            ModelError: it is not an FP8 checkpoint, or it is incomplete or inconsistent.
         """
-        with reading_errors():
-            checkpoint = Checkpoint.open(folder)
+        checkpoint = Checkpoint.open(folder)
         try:
             return cls(
                 checkpoint,
@@ -116,33 +115,30 @@ class Fp8Checkpoint:
         """Load `config.json`, its keys in the file's order.
 
         Raises:
-            VerificationError: it is missing, or is not a JSON object.
+            ModelError: it is missing, or is not a JSON object.
         """
-        with reading_errors():
-            return self._checkpoint.load_config()
+        return self._checkpoint.load_config()
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor: an FP8 weight as fp32 values, any other as stored.
 
         Raises:
-            VerificationError: there is no such tensor, its file is no longer readable, or the
+            ModelError: there is no such tensor, its file is no longer readable, or the
                 weight holds a NaN or an infinity.
         """
         self._require(name)
-        with reading_errors():
-            stored = self._checkpoint.read(name)
+        stored = self._checkpoint.read(name)
         return self._dequantize(name, stored, 0) if name in self.quantized else stored
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read the rows `start` to `stop` (exclusive) of the first axis, as `read` does.
 
         Raises:
-            VerificationError: as `read`.
+            ModelError: as `read`.
             IndexError: the tensor does not have these rows.
         """
         self._require(name)
-        with reading_errors():
-            stored = self._checkpoint.read_rows(name, start, stop)
+        stored = self._checkpoint.read_rows(name, start, stop)
         return self._dequantize(name, stored, start) if name in self.quantized else stored
 
     def dtype(self, name: str) -> torch.dtype:
@@ -184,7 +180,7 @@ class Fp8Checkpoint:
         Where weights share a scale, it is the shared one, which `read` uses too.
 
         Raises:
-            VerificationError: `name` is not an FP8 weight, or its scale cannot be read.
+            ModelError: `name` is not an FP8 weight, or its scale cannot be read.
         """
         weight = self._find(name)
         scale = self._read_scale(weight.scale_name)
@@ -194,7 +190,7 @@ class Fp8Checkpoint:
         """Describe how the input of the linear with the FP8 weight `name` is quantized.
 
         Raises:
-            VerificationError: `name` is not an FP8 weight.
+            ModelError: `name` is not an FP8 weight.
         """
         self._find(name)
         scheme = self._schemes[name]
@@ -253,8 +249,7 @@ class Fp8Checkpoint:
 
     def _read_scale(self, name: str) -> torch.Tensor:
         """Read and check a scale: fp32, in its stored shape."""
-        with reading_errors():
-            values = self._checkpoint.read(name).to(torch.float32)
+        values = self._checkpoint.read(name).to(torch.float32)
         stored = self._checkpoint.tensors[name].dtype
         check_scales(self._checkpoint.file_of(name), name, values, stored=stored)
         return values
@@ -290,8 +285,7 @@ class Fp8Checkpoint:
         }
 
     def _check_zero_point(self, name: str) -> None:
-        with reading_errors():
-            values = self._checkpoint.read(name).to(torch.float32)
+        values = self._checkpoint.read(name).to(torch.float32)
         if bool((values != 0).any()):
             hint = "FP8 is symmetric; engines ignore zero points"
             raise refusal(self._checkpoint.file_of(name), f"{name} is not zero", hint=hint)

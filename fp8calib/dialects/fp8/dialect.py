@@ -103,7 +103,7 @@ class Fp8Dialect:
     own_file: str = ""
     """The file that has its config where config.json has none."""
     make_finder: Callable[[Path, Fields], FindScheme]
-    """Read a config; raise VerificationError at any fault."""
+    """Read a config; raise ModelError at any fault."""
     make_config: Callable[[ConfigJob], Config] | None = None
     """Make the `quantization_config`; None for a dialect that is only read."""
     make_files: Callable[[ConfigJob], dict[str, Config]] = lambda _: {}

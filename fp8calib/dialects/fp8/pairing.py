@@ -21,7 +21,7 @@ from fp8calib.dialects.fp8.weights import (
     list_scale_shapes,
     name_companions,
 )
-from fp8calib.dialects.refusals import reading_errors, refusal
+from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import ModelError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import InputScaling
@@ -48,7 +48,7 @@ def is_fp8_checkpoint(folder: Path) -> bool:
     """Tell from headers alone whether a folder is a Hugging Face checkpoint with FP8 weights.
 
     Raises:
-        VerificationError: a file is damaged.
+        ModelError: a file is damaged.
     """
     if not folder.is_dir():
         return False
@@ -56,15 +56,14 @@ def is_fp8_checkpoint(folder: Path) -> bool:
         names = find_weights(folder)[0]
     except ModelError:
         names = tuple(path.name for path in sorted(folder.glob("*.safetensors")))
-    with reading_errors():
-        return any(_list_weights(TensorFile(folder / name).tensors) for name in names)
+    return any(_list_weights(TensorFile(folder / name).tensors) for name in names)
 
 
 def pair_tensors(checkpoint: Checkpoint, find_scheme: FindScheme) -> Pairing:
     """Find the scales of every FP8 weight, and check them against its shape and the config.
 
     Raises:
-        VerificationError: there are no FP8 weights, or a scale is missing, is stored twice, has a
+        ModelError: there are no FP8 weights, or a scale is missing, is stored twice, has a
             wrong shape or dtype, or contradicts the config.
     """
     names = {name: name_companions(name) for name in _list_weights(checkpoint.tensors)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.dialects.refusals import refusal
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.schemes import BLOCK, GROUP_SIZE, Granularity, InputScaling
 from fp8calib.geometry.module_paths import matches_expression, refuse_costly
 
@@ -43,7 +43,7 @@ class StoredScheme:
 
 
 FindScheme = Callable[[str], StoredScheme]
-"""From a linear's path to its scheme; raises VerificationError where the config has none."""
+"""From a linear's path to its scheme; raises ModelError where the config has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Arguments:
     block: tuple[int, int] | None
 
 
-class ContradictionError(VerificationError):
+class ContradictionError(ModelError):
     """The config and the tensors of a checkpoint contradict each other."""
 
 
@@ -75,7 +75,7 @@ def matches_entry(path: Path, module: str, expression: str) -> bool:
     """Tell whether an expression in the config at `path` matches the start of a module's path.
 
     Raises:
-        VerificationError: the expression is invalid.
+        ModelError: the expression is invalid.
     """
     try:
         refuse_costly(expression)
@@ -118,7 +118,7 @@ def make_scheme(
     """Make the scheme of a linear from the quantizers of its weight and input.
 
     Raises:
-        VerificationError: FP8 weights are not served with these quantizers.
+        ModelError: FP8 weights are not served with these quantizers.
     """
     if weights.dynamic or weights.strategy not in _WEIGHT_GRANULARITIES:
         how = "dynamic weights" if weights.dynamic else "weights"
@@ -142,7 +142,7 @@ def refuse_ignored(
         is_covered: takes the module and an entry, and tells whether the method matches them too.
 
     Raises:
-        VerificationError: `module` is listed.
+        ModelError: `module` is listed.
     """
     for pattern in ignored:
         if isinstance(pattern, str) and _is_named(path, module, pattern, is_covered):

@@ -71,7 +71,7 @@ def load_finder(folder: Path, config: Fields) -> tuple[Fp8Dialect, FindScheme]:
     """Find a checkpoint's dialect by its config, and the function that gives a linear's scheme.
 
     Raises:
-        VerificationError: there is no quantization config, or its method is not supported.
+        ModelError: there is no quantization config, or its method is not supported.
     """
     path = folder / CONFIG_NAME
     dialects = FP8_DIALECTS.values()

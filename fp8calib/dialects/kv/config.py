@@ -11,7 +11,7 @@ from fp8calib.checkpoint.links import refuse_external_link
 from fp8calib.checkpoint.model_config import CONFIG_NAME, MODELOPT_CONFIG_NAME
 from fp8calib.dialects.kv.validate import check_model_type
 from fp8calib.dialects.metadata import find_format
-from fp8calib.dialects.refusals import reading_errors, refusal
+from fp8calib.dialects.refusals import refusal
 from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -35,7 +35,7 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
     """Read a folder's configs, if it has any, and check that its KV scales are for FP8.
 
     Raises:
-        VerificationError: a config cannot be read, is of another model, or of another KV format.
+        ModelError: a config cannot be read, is of another model, or of another KV format.
     """
     path, side = folder / CONFIG_NAME, folder / MODELOPT_CONFIG_NAME
     _find_algorithm(side, _load(side) or {})
@@ -55,7 +55,7 @@ def read_quant_method(folder: Path) -> str | None:
     """Read the method that the `quantization_config` names; None if there is no config.
 
     Raises:
-        VerificationError: the config cannot be read.
+        ModelError: the config cannot be read.
     """
     config = _load(folder / CONFIG_NAME)
     if config is None:
@@ -68,15 +68,13 @@ def load_object(path: Path) -> dict[str, object]:
     """Load a JSON object in which no key occurs twice.
 
     Raises:
-        VerificationError: the file cannot be read, or is not such an object.
+        ModelError: the file cannot be read, or is not such an object.
     """
-    with reading_errors():
-        return load_json_object(path, parse=parse_unique_keys)
+    return load_json_object(path, parse=parse_unique_keys)
 
 
 def _load(path: Path) -> dict[str, object] | None:
-    with reading_errors():
-        refuse_external_link(path)
+    refuse_external_link(path)
     return load_object(path) if path.is_file() else None
 
 

@@ -52,7 +52,7 @@ def read_kv_scales(files: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     """Read the scale tensors of a file or checkpoint, in any tool's spelling.
 
     Raises:
-        VerificationError: a scale is missing, not valid, or of another model.
+        ModelError: a scale is missing, not valid, or of another model.
     """
     from fp8calib.dialects.kv.read_tensors import read_tensors  # noqa: PLC0415 -- imports torch
 

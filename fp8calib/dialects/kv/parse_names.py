@@ -87,7 +87,7 @@ def find_owners(path: Path, geometry: ModelGeometry, names: Collection[ScaleName
     are ignored; a name under that path that belongs to no layer is of another model.
 
     Raises:
-        VerificationError: no name fits the model, several paths do, or a name has no layer.
+        ModelError: no name fits the model, several paths do, or a name has no layer.
     """
     places = {
         _split(module): attention

@@ -22,7 +22,7 @@ from fp8calib.dialects.kv.validate import (
     check_scales,
     join_ranks,
 )
-from fp8calib.dialects.refusals import reading_errors, refusal
+from fp8calib.dialects.refusals import refusal
 from fp8calib.errors import cut_list, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -37,7 +37,7 @@ def read_ranks(found: ScaleFiles, files: Sequence[Path], geometry: ModelGeometry
     needs no rank in its name.
 
     Raises:
-        VerificationError: a rank or layer is missing or occurs twice, or a number is not a scale.
+        ModelError: a rank or layer is missing or occurs twice, or a number is not a scale.
     """
     place, config = found.place, read_config(found.folder, geometry)
     ranks: dict[int, dict[int, torch.Tensor]] = {}
@@ -69,12 +69,11 @@ def list_tensor_names(path: Path) -> Collection[str]:
     """List the names of the tensors or arrays in a file.
 
     Raises:
-        VerificationError: the file is damaged.
+        ModelError: the file is damaged.
     """
     if path.suffix == ".npz":
         return list_arrays(path)
-    with reading_errors():
-        return TensorFile(path).tensors
+    return TensorFile(path).tensors
 
 
 def _find_rank(path: Path, *, is_alone: bool) -> int:
@@ -105,7 +104,7 @@ def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if path.suffix == ".npz":
         yield from ((name, read_number(path, name)) for name in names)
         return
-    with reading_errors(), TensorFile(path) as file:
+    with TensorFile(path) as file:
         for name in names:
             entry = file.tensors[name]
             if entry.shape not in ((), (1,)) or not file.torch_dtype(name).is_floating_point:
@@ -138,7 +137,7 @@ def list_arrays(path: Path) -> list[str]:
     """List the names of the arrays in an archive.
 
     Raises:
-        VerificationError: the file is not a .npz archive, or is damaged.
+        ModelError: the file is not a .npz archive, or is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -152,7 +151,7 @@ def read_number(path: Path, name: str) -> torch.Tensor:
     """Read the one number of an array as fp32 0-dim.
 
     Raises:
-        VerificationError: the array is not a single float, or the archive is damaged.
+        ModelError: the array is not a single float, or the archive is damaged.
     """
     try:
         shape, dtype, raw = _read_member(path, name)

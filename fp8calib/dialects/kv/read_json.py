@@ -36,7 +36,7 @@ def read_json(
     refuse a file without `model_type`.
 
     Raises:
-        VerificationError: the file does not follow the schema exactly, or is of another model.
+        ModelError: the file does not follow the schema exactly, or is of another model.
     """
     if len(files.documents) > 1:
         names = cut_list([path.name for path in files.documents])

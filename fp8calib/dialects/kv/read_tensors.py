@@ -27,7 +27,7 @@ from fp8calib.dialects.kv.validate import (
     missing_layers,
 )
 from fp8calib.dialects.metadata import find_origin, find_recorded_format
-from fp8calib.dialects.refusals import name_layers, reading_errors, refusal
+from fp8calib.dialects.refusals import name_layers, refusal
 from fp8calib.errors import cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -55,11 +55,10 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
     """Read the scale tensors of a checkpoint or file, in any tool's spelling.
 
     Raises:
-        VerificationError: a scale is missing, stored twice with another value, or not a scale.
+        ModelError: a scale is missing, stored twice with another value, or not a scale.
     """
     place, config = found.place, read_config(found.folder, geometry)
-    with reading_errors():
-        files = [TensorFile(path) for path in found.tensor_names if path.suffix == ".safetensors"]
+    files = [TensorFile(path) for path in found.tensor_names if path.suffix == ".safetensors"]
     _check_listed(place, files)
     named = [
         (parsed, file)
@@ -68,7 +67,7 @@ def read_tensors(found: ScaleFiles, geometry: ModelGeometry) -> ParsedScales:
         if parsed is not None
     ]
     owners = find_owners(place, geometry, [name for name, _ in named])
-    with ExitStack() as stack, reading_errors():
+    with ExitStack() as stack:
         for file in files:
             stack.callback(file.close)
         stored = [
@@ -133,8 +132,7 @@ def list_indexed_scales(place: Path) -> dict[str, str]:
     path = place / INDEX_NAME
     if not path.is_file():
         return {}
-    with reading_errors():
-        weight_map = read_index(path).weight_map
+    weight_map = read_index(path).weight_map
     return {name: file for name, file in weight_map.items() if find_spelling(name)}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fp8calib.dialects.dialect import ParsedScales
 from fp8calib.dialects.refusals import name_layers, refusal
-from fp8calib.errors import VerificationError, cut_list
+from fp8calib.errors import ModelError, cut_list
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import KV_ROLES, Site
 from fp8calib.scales.scale_table import SMALLEST_SCALE
@@ -64,7 +64,7 @@ def list_owners(geometry: ModelGeometry) -> dict[int, Attention]:
     return {layer.index: attention for layer, attention in found if attention.producer is None}
 
 
-def missing_layers(path: Path, missing: Sequence[int], *, of: int) -> VerificationError:
+def missing_layers(path: Path, missing: Sequence[int], *, of: int) -> ModelError:
     """Make the error for layers with a KV cache, `of` in all, that have no scale."""
     fault = f"there is no KV scale for {name_layers(missing)} ({len(missing)} of {of} are missing)"
     return refusal(path, fault, hint="the scales are of another model, or of only part of one")

@@ -17,7 +17,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME
 from fp8calib.dialects.kv.overlay import make_quantization_config
 from fp8calib.dialects.kv.parse_names import is_probability_scale, parse_name
 from fp8calib.dialects.metadata import DTYPE_KEY
-from fp8calib.errors import ModelError, VerificationError, shorten
+from fp8calib.errors import ModelError, shorten
 
 _MAX_SCALE_BYTES = 1 << 20
 """More than any model has heads: a larger tensor is not a scale and is not read."""
@@ -72,7 +72,7 @@ def open_folder(path: Path) -> ScaleFolder:
     """Read the headers, the scales and the configs of a folder; faults in files are recorded.
 
     Raises:
-        VerificationError: the folder or its config cannot be read, or a link points out of it.
+        ModelError: the folder or its config cannot be read, or a link points out of it.
     """
     files = _list_files(path)
     config = _load_config(path / CONFIG_NAME)
@@ -129,9 +129,9 @@ def _load_config(path: Path) -> Mapping[str, object]:
         config = load_json(path)
     except (OSError, ValueError) as error:
         hint = "no engine starts with a config.json that is not UTF-8 JSON"
-        raise VerificationError(f"{path}: not valid JSON: {error}", hint=hint) from error
+        raise ModelError(f"{path}: not valid JSON: {error}", hint=hint) from error
     if not isinstance(config, dict):
-        raise VerificationError(f"{path}: not a JSON object")
+        raise ModelError(f"{path}: not a JSON object")
     return config
 
 
@@ -152,10 +152,8 @@ def _list_files(path: Path) -> list[str]:
         return [
             entry.name for entry in entries if entry.suffix == ".safetensors" and entry.is_file()
         ]
-    except ModelError as error:
-        raise VerificationError(error.message, hint=error.hint) from error
     except OSError as error:
-        raise VerificationError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _read_scales(file: TensorFile) -> dict[str, StoredScale]:

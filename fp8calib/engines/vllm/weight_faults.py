@@ -14,7 +14,7 @@ from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES
-from fp8calib.errors import VerificationError, shorten
+from fp8calib.errors import ModelError, shorten
 from fp8calib.geometry.module_paths import split_expert
 
 NAMES_FIX = "name it as kv-overlay does: the attention module's path, then .k_scale or .v_scale"
@@ -54,7 +54,7 @@ def _make_test(context: LoadContext, tensors: Mapping[str, TensorEntry]) -> Call
         return lambda module: module in linears or split_expert(module) is not None
     try:
         _, find_scheme = load_finder(context.folder.path, context.folder.config)
-    except VerificationError:
+    except ModelError:
         return lambda _: False
 
     def is_quantized(module: str) -> bool:
@@ -64,7 +64,7 @@ def _make_test(context: LoadContext, tensors: Mapping[str, TensorEntry]) -> Call
             find_scheme(module)
         except ContradictionError:
             return False
-        except VerificationError:
+        except ModelError:
             return True
         return True
 

@@ -77,7 +77,7 @@ def list_loading_faults(
         values: what the scales hold.
 
     Raises:
-        VerificationError: the config cannot be read.
+        ModelError: the config cannot be read.
     """
     kinds: dict[tuple[Effect, str], list[_Finding]] = {}
     for group in groups:

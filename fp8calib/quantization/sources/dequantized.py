@@ -15,7 +15,7 @@ from fp8calib.checkpoint.model_config import without_quantization
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from fp8calib.checkpoint.weight_index import WeightIndex
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.errors import ModelError, VerificationError
+from fp8calib.errors import ModelError
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -39,7 +39,7 @@ class DequantizedCheckpoint(Checkpoint):
             )
         try:
             self._fp8 = Fp8Checkpoint.open(folder, fuse=False)
-        except VerificationError as error:
+        except ModelError as error:
             raise ModelError(
                 f"--dequantize: {error.message}",
                 hint=error.hint or "only FP8 checkpoints can be dequantized",
@@ -57,10 +57,7 @@ class DequantizedCheckpoint(Checkpoint):
         """Read rows of the first axis; those of an FP8 weight in fp32."""
         if name not in self._fp8.quantized:
             return super().read_rows(name, start, stop)
-        try:
-            return self._fp8.read_rows(name, start, stop)
-        except VerificationError as error:
-            raise ModelError(error.message, hint=error.hint) from error
+        return self._fp8.read_rows(name, start, stop)
 
     def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
         """Read a part of one matrix of a 3-D tensor; of an FP8 weight in fp32."""

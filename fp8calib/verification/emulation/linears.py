@@ -10,7 +10,7 @@ import torch
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.quantization_config import Activation
 from fp8calib.engines.numerics import Numerics
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError, UsageError, VerificationError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Granularity, InputScaling, Scheme
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
@@ -54,7 +54,7 @@ def emulate_scheme(
     """Emulate the checkpoint that `quantize` would write with `scheme`.
 
     Raises:
-        VerificationError: the scheme has static input scales, and there are no stats.
+        UsageError: the scheme has static input scales, and there are no stats.
         ExportError: the stats have no data for an input.
     """
     quantizer = Quantizer(fmt=fmt, scale=scheme.weights, block=scheme.block)
@@ -114,7 +114,7 @@ def _static_inputs(
     fmt: Fp8Format,
 ) -> dict[Site, Quantizer]:
     if stats is None:
-        raise VerificationError(
+        raise UsageError(
             f"--scheme {scheme.name}: its input scales come from calibration",
             hint="pass the stats.safetensors of `fp8calib calibrate --recipe w8a8-static`",
         )
@@ -167,7 +167,7 @@ def emulate_checkpoint(
     name differs from the unquantized model's.
 
     Raises:
-        VerificationError: the checkpoint quantizes no linear of the model, quantizes one in part,
+        ModelError: the checkpoint quantizes no linear of the model, quantizes one in part,
             lacks one, or quantizes the output head or an embedding.
     """
     found = _Matched(checkpoint, source, model)
@@ -175,7 +175,7 @@ def emulate_checkpoint(
     is_rounded = find_rounded(geometry, numerics)
     stored = [parameter for parameter in parameters if found.is_stored(parameter)]
     if not stored:
-        raise VerificationError(
+        raise ModelError(
             f"{checkpoint.folder}: none of its FP8 weights belongs to a linear of the model",
             hint="name the model that the checkpoint was made from",
         )
@@ -222,7 +222,7 @@ class _Matched:
         names = self.source.tensor_names([parameter])
         if not names:
             strangers = ", ".join(self.source.unused[:3]) or "none"
-            raise VerificationError(
+            raise ModelError(
                 f"{self.checkpoint.folder}: there is no weight for {parameter}",
                 hint=f"tensors there that the model does not have: {strangers}",
             )
@@ -233,7 +233,7 @@ class _Matched:
         names = self.tensors_of(parameter.name)
         unquantized = sorted(names - self.checkpoint.quantized)
         if unquantized and len(unquantized) < len(names):
-            raise VerificationError(
+            raise ModelError(
                 f"{self.checkpoint.folder}: {parameter.name} is FP8 in part: {unquantized[0]} is "
                 "not"
             )
@@ -248,7 +248,7 @@ class _Matched:
     def refuse_embeddings(self) -> None:
         names = self.source.tensor_names(list_embedding_and_head(self.model))
         if quantized := sorted(names & self.checkpoint.quantized):
-            raise VerificationError(
+            raise ModelError(
                 f"{self.checkpoint.folder}: {quantized[0]} is an embedding or the output head, "
                 "which are not emulated in FP8",
                 hint="exclude lm_head and embeddings from quantization, as every tool does by "
@@ -276,7 +276,7 @@ def _input_quantizer(
 ) -> Quantizer | None:
     kinds = {activation.kind for activation in found}
     if len(kinds) > 1:
-        raise VerificationError(
+        raise ModelError(
             f"{checkpoint.folder}: the inputs of {parameter.name} are quantized in "
             f"{len(kinds)} ways: {', '.join(sorted(kinds))}"
         )

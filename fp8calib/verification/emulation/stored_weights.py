@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.verification.emulation.fake_quantize import (
@@ -129,7 +129,7 @@ class CopiedParameter:
 
 def _require_shape(name: str, own: torch.Tensor, found: torch.Tensor) -> None:
     if own.shape != found.shape:
-        raise VerificationError(
+        raise ModelError(
             f"{name} is {list(found.shape)} in the FP8 checkpoint and {list(own.shape)} in the "
             "model",
             hint="name the model that the checkpoint was made from",
