@@ -101,9 +101,10 @@ def _extract(settings: ExtractSettings) -> None:
 
 @_command("check", CheckSettings)
 def _check(settings: CheckSettings) -> int:
-    """Report what each engine will do with every layer's k and v scale, without running it.
+    """Report what each engine will do with KV scales and FP8 weights, without running it.
 
-    Exit code 0 only if every attention layer gets the scale the file means, else 8.
+    Exit code 0 only if every layer gets the scales that the file means, else 8. A checkpoint
+    without KV scales that asks for none is ok, unless --require-kv is given.
 
     Example: fp8calib check out/kv-overlay --engine vllm
     """

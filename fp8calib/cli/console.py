@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -29,10 +29,10 @@ from fp8calib.machine.launch import report_to_torchrun
 
 
 class _Console(Console):
-    """A console that leaves a closed pipe to the caller; rich itself would exit with code 1."""
+    """A console that discards what a closed pipe no longer takes; rich itself would exit."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
+        discard(self.file)
 
 
 _out = _Console(highlight=False, soft_wrap=True)
@@ -79,22 +79,25 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _to_stdout() -> Iterator[None]:
-    """Report a failed write to stdout (a full disk, say) as an error; a closed pipe is none."""
+    """Report a failed write to stdout (a full disk, say) as an error.
+
+    A pipe that its reader closes (`| head -1`) is none: the command goes on, for its exit code.
+    """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        raise
+        discard(sys.stdout)
     except OSError as error:
-        drop_stdout()
+        discard(sys.stdout)
         raise ExportError(
             f"stdout cannot be written: {error.strerror}", hint="redirect it to another disk"
         ) from error
 
 
-def drop_stdout() -> None:
-    """Discard further output on stdout, so that flushing it at exit cannot fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def discard(stream: IO[str]) -> None:
+    """Discard further output, so that neither a write nor flushing at exit can fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -15,7 +15,7 @@ from typer.exceptions import Abort, Exit, TyperException
 from typer.main import get_command
 
 from fp8calib.cli.app import app
-from fp8calib.cli.console import be_silent, drop_stdout, say, show_error
+from fp8calib.cli.console import be_silent, discard, say, show_error
 from fp8calib.cli.option_types import spread_formats
 from fp8calib.cli.signals import handle_signals
 from fp8calib.errors import Fp8CalibError, UsageError, fit_line
@@ -152,7 +152,7 @@ def _guarded(  # noqa: PLR0911 -- one return per kind of error
     except Exit as leaving:
         return leaving.exit_code
     except BrokenPipeError:
-        drop_stdout()  # the reader of our output has closed it
+        discard(sys.stdout)  # the reader of --help has closed it
         return 0
     except Exception as error:  # noqa: BLE001 -- the outermost frame: it is our bug
         be_silent(False)

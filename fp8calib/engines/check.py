@@ -28,9 +28,21 @@ _UNKNOWN_FIX = "load it in the engine and read the scales in its log, or serve a
 
 
 def check_folder(
-    folder: ScaleFolder, geometry: ModelGeometry, engines: Sequence[str], tp: int
+    folder: ScaleFolder,
+    geometry: ModelGeometry,
+    engines: Sequence[str],
+    tp: int,
+    *,
+    requires_kv: bool = False,
 ) -> CheckReport:
     """Report what each engine does with the KV scales and the FP8 weights of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        geometry: the shape of the model.
+        engines: their keys.
+        tp: the number of ranks.
+        requires_kv: whether KV scales have to be there, even if the config asks for none.
 
     Raises:
         UsageError: an engine is unknown, or no replay says what it does with a folder.
@@ -38,6 +50,7 @@ def check_folder(
     misfit = _find_misfit(geometry, tp)
     weights = WeightReplay(folder, geometry, tp)
     reports = {}
+    asks_for_kv = requires_kv or folder.asks_for_kv
     asked = [find_replayed(name) for name in engines]
     for engine in asked:
         if engine.replay_folder is None:
@@ -49,6 +62,7 @@ def check_folder(
             report = engine.replay_folder(folder, geometry, tp)
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
+        report = report.model_copy(update={"asks_for_kv": asks_for_kv})
         reports[engine.key] = weights.amend(engine, report)
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests import zoo
@@ -107,6 +108,7 @@ def test_tables_say_the_same_for_people(calibrated: tuple[Path, Outcome]) -> Non
     assert "vllm 0.33.0: ok, 2 of 2 layers served" in outcome.out
     assert "sglang 0.5.23: not ok, 0 of 2 layers served" in outcome.out
     assert "fix: " in outcome.out
+    assert outcome.out.startswith(f"{calibrated[0] / 'kv-overlay-head'}: not ok\n")
     assert outcome.out.endswith("not ok\n")
     assert "FlashAttention 3" in outcome.err
     assert succeed("check", calibrated[0] / "tgi", "--engine", "tgi").out.endswith(": ok\n")
@@ -121,10 +123,47 @@ def test_several_engines_may_be_named(calibrated: tuple[Path, Outcome]) -> None:
 
 
 def test_the_unquantized_model_itself_is_served_with_ones(model: Path) -> None:
-    report = check(8, model)
+    report = check(0, model)
 
     assert statuses(report, "vllm") == statuses(report, "sglang") == {"defaulted"}
     assert statuses(report, "tgi") == {"defaulted"}
+    assert not check(8, model, "--require-kv")["ok"]
+
+
+def test_weights_without_kv_scales_are_ok_unless_scales_are_required(
+    model: Path, tmp_path: Path
+) -> None:
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", tmp_path / "q")
+
+    text = succeed("check", tmp_path / "q").out
+
+    assert text.startswith(f"{tmp_path / 'q'}: ok\n")
+    assert text.count("ok, loads; the KV cache is not quantized") == len(ENGINES)
+    assert "fix: " not in text
+    check(8, tmp_path / "q", "--require-kv")
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": "static"}}, ""),
+        ({"kv_cache_torch_dtype": "float8_e4m3fn"}, ""),
+        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, ""),
+        ({}, "model.layers.0.self_attn.kscale"),
+        ({}, "model.layers.0.self_attn.K_scale"),
+        ({}, "model.layers.0.self_attn.value_cache_scale"),
+    ],
+)
+def test_a_checkpoint_that_asks_for_kv_scales_and_has_none_is_not_ok(
+    model: Path, tmp_path: Path, config: dict[str, object], tensor: str
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "m"))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if tensor:
+        save_file({tensor: torch.tensor(0.5)}, folder / "scales.safetensors")
+
+    check(8, folder, "--engine", "tgi")
 
 
 def test_one_weights_file_beside_the_index_hides_the_scales_from_transformers(
@@ -263,7 +302,7 @@ def test_configs_of_no_model_are_one_error(
 def test_configs_that_are_no_json_are_one_error(overlay: Path, raw: bytes) -> None:
     (overlay / "config.json").write_bytes(raw)
 
-    assert "config.json" in fail(8, "check", overlay)
+    assert "config.json" in fail(4, "check", overlay)
 
 
 def test_a_config_too_deep_to_be_walked_is_one_error(overlay: Path) -> None:
@@ -278,7 +317,7 @@ def test_numbers_that_json_has_no_word_for_are_understood(tmp_path: Path) -> Non
     families.save("nemotron_h", families.FAMILIES["nemotron_h"], tmp_path / "m")
     assert '"__float__": "Infinity"' in (tmp_path / "m" / "config.json").read_text()
 
-    (layer,) = check(8, tmp_path / "m", "--engine", "vllm")["engines"]["vllm"]["layers"]
+    (layer,) = check(0, tmp_path / "m", "--engine", "vllm")["engines"]["vllm"]["layers"]
 
     assert (layer["layer"], layer["k"]["status"]) == (1, "defaulted")
 
@@ -323,7 +362,7 @@ def test_a_model_of_which_only_configs_are_in_the_cache_is_enough(
 
 @pytest.mark.usefixtures("hub")
 def test_the_checkpoint_may_be_a_hub_id() -> None:
-    assert statuses(check(8, "org/tiny"), "vllm") == {"defaulted"}
+    assert statuses(check(0, "org/tiny"), "vllm") == {"defaulted"}
     assert "hub" in fail(4, "check", "org/absent")
 
 

@@ -438,11 +438,11 @@ def test_a_format_that_is_written_there_may_not_be_contradicted(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = sources.save_vllm_json(tmp_path / "scales.json")
-    text = refused(8, path, "--source-dtype", "e4m3fnuz")
+    text = refused(4, path, "--source-dtype", "e4m3fnuz")
     assert "it states that its scales are for e4m3fn, not" in text
     path = sources.save_ranks(tmp_path / "ranks")
     assert "its scales are for e4m3fn, not e4m3fnuz" in refused(
-        8, path, "--source-dtype", "e4m3fnuz"
+        4, path, "--source-dtype", "e4m3fnuz"
     )
 
 
@@ -574,13 +574,13 @@ def test_a_source_that_is_not_there_is_refused(refused: Callable[..., str], tmp_
 
 
 def test_a_model_is_no_source_of_scales(refused: Callable[..., str], model: Path) -> None:
-    assert "there are no KV scales" in refused(8, model)
+    assert "there are no KV scales" in refused(4, model)
 
 
 def test_a_missing_layer_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     pairs = {name: value for name, value in sources.name_pairs().items() if "layers.1" not in name}
     save_file(pairs, tmp_path / "a.safetensors")
-    text = refused(8, tmp_path / "a.safetensors", "--source-dtype", "e4m3fn")
+    text = refused(4, tmp_path / "a.safetensors", "--source-dtype", "e4m3fn")
     assert "there is no KV scale for layer 1 (1 of 2 are missing)" in text
 
 
@@ -592,20 +592,20 @@ def test_a_number_that_is_no_scale_is_refused(
     source = sources.save_checkpoint(
         tmp_path / "q", pairs, quantization_config={"quant_method": "fp8"}
     )
-    assert "is not a scale" in refused(8, source)
+    assert "is not a scale" in refused(4, source)
 
 
 def test_a_truncated_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     path = sources.save_modelopt(tmp_path / "q") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert "truncated" in refused(8, tmp_path / "q")
+    assert "truncated" in refused(4, tmp_path / "q")
 
 
 def test_scales_of_another_model_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
     source = sources.save_modelopt(tmp_path / "q")
     config = json.loads((source / "config.json").read_text()) | {"model_type": "qwen2"}
     (source / "config.json").write_text(json.dumps(config))
-    assert "model_type is 'qwen2'" in refused(8, source)
+    assert "model_type is 'qwen2'" in refused(4, source)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -615,7 +615,7 @@ def test_what_was_written_for_one_model_is_not_taken_for_another(
     extract(sources.save_modelopt(tmp_path / "q"), "--format", name, into=tmp_path / "first")
     written = tmp_path / "first" / FILES.get(name, "")
     zoo.save("llama", tmp_path / "other", seed=1)
-    text = refused(8, written, "--model", tmp_path / "other")
+    text = refused(4, written, "--model", tmp_path / "other")
     assert f"{written}: these scales are of another model: different weights (" in text
     with Checkpoint.open(model) as checkpoint:
         own = fingerprint_model(checkpoint.load_config(), checkpoint)

@@ -89,6 +89,17 @@ def test_a_reader_that_leaves_early_sees_no_traceback(arguments: list[str]) -> N
     process.wait(timeout=60)
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_leaves_early_does_not_change_the_exit_code(model: Path, stream: str) -> None:
+    """A refused checkpoint must fail `check MODEL | head -1` under `set -o pipefail`."""
+    process = start(*PROGRAM, "check", model, "--require-kv")
+    closed = getattr(process, stream)
+    assert closed is not None
+    closed.close()
+    process.wait(timeout=60)
+    assert process.returncode == 8
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_under_stdout_is_told() -> None:
     with Path("/dev/full").open("w") as full:

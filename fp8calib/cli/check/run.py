@@ -51,7 +51,9 @@ def _check(settings: CheckSettings, engines: Sequence[str]) -> CheckReport:
     geometry = read_named_geometry(model) if is_foreign else read_geometry(model.path, model.config)
     if is_folder:
         folder = model if settings.model is None else open_folder(path)
-        report = check_folder(folder, geometry, engines, settings.tp)
+        report = check_folder(
+            folder, geometry, engines, settings.tp, requires_kv=settings.require_kv
+        )
     else:
         report = check_file(path, geometry, engines, settings.tp, model=model)
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report

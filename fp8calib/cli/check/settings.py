@@ -37,4 +37,10 @@ class CheckSettings:
         str | None,
         typer.Option("--model", metavar="MODEL", help="The model the scales are for; for files."),
     ] = None
+    require_kv: Annotated[
+        bool,
+        typer.Option(
+            "--require-kv", help="Fail if the checkpoint has no KV scales and asks for none."
+        ),
+    ] = False
     as_json: JsonOption = False

@@ -14,22 +14,27 @@ def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
+    verdict = f"{path}: {'ok' if report.ok else 'not ok'}"
+    print_text(verdict)
     for name, engine in report.engines.items():
-        print_table(
-            f"{name.partition('==')[0]} {report.versions[name]}: {_summarize(engine)}",
-            ["layers", "", "what", "value", "why"],
-            _rows(engine),
-        )
+        title = f"{name.partition('==')[0]} {report.versions[name]}: {_summarize(engine)}"
+        if engine.loads_without_kv:
+            print_text(title)
+        else:
+            print_table(title, ["layers", "", "what", "value", "why"], _rows(engine))
         if engine.weights is not None:
             print_text(f"  weights {engine.weights.status}: {engine.weights.why}")
         for fix in _list_fixes(engine):
             print_text(f"  fix: {fix}")
         for problem in engine.problems:
             warn(f"{name}: {problem}")
-    print_text(f"{path}: {'ok' if report.ok else 'not ok'}")
+    print_text(verdict)
 
 
 def _summarize(engine: EngineReport) -> str:
+    if engine.loads_without_kv:
+        loads = "not ok" if engine.weights is not None else "ok, loads"
+        return f"{loads}; the KV cache is not quantized (an FP8 cache would use scale 1.0)"
     used = sum(layer.ok for layer in engine.layers)
     return f"{'ok' if engine.ok else 'not ok'}, {used} of {len(engine.layers)} layers served"
 
@@ -55,9 +60,15 @@ def _group(engine: EngineReport, role: str) -> Mapping[str, list[LayerVerdict]]:
 
 
 def _format_range(indices: list[int]) -> str:
-    if indices == list(range(indices[0], indices[-1] + 1)) and len(indices) > 2:
-        return f"{indices[0]}-{indices[-1]}"
-    return cut_list(indices, 6)
+    """Join neighbours: `0-6, 8, 9, 12-29`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    spelled = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs)
+    return cut_list([each for run in spelled for each in run], 6)
 
 
 def _format_values(values: list[float | None]) -> str:
@@ -69,6 +80,8 @@ def _format_values(values: list[float | None]) -> str:
 
 
 def _list_fixes(engine: EngineReport) -> list[str]:
+    if engine.loads_without_kv:
+        return [engine.weights.fix] if engine.weights is not None and engine.weights.fix else []
     verdicts = [verdict for layer in engine.layers for verdict in (layer.k, layer.v)]
     verdicts += [engine.weights] if engine.weights is not None else []
     return list(dict.fromkeys(verdict.fix for verdict in verdicts if verdict.fix))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,6 +23,21 @@ from fp8calib.errors import ModelError, shorten
 
 _MAX_SCALE_BYTES = 1 << 20
 """More than any model has heads: a larger tensor is not a scale and is not read."""
+
+
+_LIKE_KV_SCALE = re.compile(
+    r"(?:^|\.)(?:k|v|kv|key|value)_?(?:cache)?_?scal(?:e|es|ing_factor)$", re.IGNORECASE
+)
+_KV_KEYS = (
+    "kv_cache_scheme",
+    "kv_cache_quant_algo",
+    "kv_cache_torch_dtype",
+    "kv_cache_dtype",
+    "kv_cache_group",
+    "kv_cache_quant_config",
+)
+"""Those of compressed-tensors and AutoFP8, ModelOpt, TGI's pull request, and Quark."""
+_NO_KV: tuple[object, ...] = (None, "", "auto", [], {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +83,27 @@ class ScaleFolder:
     def files(self) -> list[str]:
         """All `*.safetensors` files, readable or not, in order."""
         return sorted({*self.tensors, *self.faults})
+
+    @property
+    def asks_for_kv(self) -> bool:
+        """Whether a config asks for an FP8 KV cache, or a tensor has the name of a KV scale.
+
+        Names that no engine knows (`K_scale`, `kscale`) count too.
+        """
+        weight_map = self.index.get("weight_map") if isinstance(self.index, dict) else None
+        listed = weight_map if isinstance(weight_map, dict) else {}
+        names = chain(listed, *self.tensors.values())
+        if any(self.scales.values()) or any(map(_LIKE_KV_SCALE.search, names)):
+            return True
+        return any(_asks_for_kv(config) for config in (self.config, self.modelopt))
+
+
+def _asks_for_kv(config: object) -> bool:
+    """Search a config for an entry on the KV cache that turns FP8 on."""
+    if not isinstance(config, dict):
+        return False
+    asked = (config.get(key) for key in _KV_KEYS)
+    return any(value not in _NO_KV for value in asked) or any(map(_asks_for_kv, config.values()))
 
 
 def open_folder(path: Path) -> ScaleFolder:

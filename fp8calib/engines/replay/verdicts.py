@@ -63,12 +63,21 @@ class EngineReport(_Frozen):
     """The verdict on the FP8 weights, where the engine does not use them as the file means."""
     only_on: str = ""
     """The one kind of device where scales that `layers` calls misread are used as meant."""
+    asks_for_kv: bool = True
+    """Whether the checkpoint asks for an FP8 KV cache; otherwise it is no fault to have none."""
 
     @property
     def ok(self) -> bool:
         """Whether every layer gets the scales that the file means, and the weights are used."""
         is_served = bool(self.layers) and all(layer.ok for layer in self.layers)
-        return is_served and self.weights is None
+        return (is_served or self.loads_without_kv) and self.weights is None
+
+    @property
+    def loads_without_kv(self) -> bool:
+        """Whether the engine loads a checkpoint that asks for no FP8 KV cache."""
+        verdicts = [verdict for layer in self.layers for verdict in (layer.k, layer.v)]
+        is_unscaled = all(verdict.status is Status.DEFAULTED for verdict in verdicts)
+        return not self.asks_for_kv and bool(verdicts) and is_unscaled
 
     def add_problems(self, *problems: str) -> EngineReport:
         """Return the same report with more problems."""

@@ -8,7 +8,7 @@ import torch
 
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.replay.served_dtype import find_served_dtype
-from fp8calib.errors import VerificationError
+from fp8calib.errors import ModelError, VerificationError
 from fp8calib.fp8.formats import E4M3FN, E5M2, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role, Site
@@ -34,6 +34,7 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     """Give the quantizers of K, V and, where the engine quantizes them, q and probabilities.
 
     Raises:
+        ModelError: the scales are for a number of ranks that this model has not.
         VerificationError: the engine cannot use such scales.
     """
     _check_usable(table, numerics)
@@ -65,7 +66,7 @@ def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
             hint="use an engine that supports them: --engine vllm",
         )
     if not fits_heads(table.geometry, table.tp):
-        raise VerificationError(
+        raise ModelError(
             f"the scales are for {table.tp} ranks, and the model's heads cannot be split over them",
             hint="is the file of another model? the ranks must divide the attention heads",
         )
