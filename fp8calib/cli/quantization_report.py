@@ -10,9 +10,10 @@ from typing import Any
 
 from fp8calib.checkpoint.atomic import format_size
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
-from fp8calib.cli.serving import describe_serving
-from fp8calib.engines.serving import find_checkpoint_serving
-from fp8calib.errors import cut_list, shorten
+from fp8calib.cli.serving import describe_serving, read_replayed_geometry
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.serving import Serving, find_checkpoint_serving
+from fp8calib.errors import ModelError, VerificationError, cut_list, shorten
 from fp8calib.fp8.schemes import GPTQ
 from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.gptq.core import DAMPING
@@ -45,9 +46,9 @@ class Outcome:
 def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
     """Build the report of a written checkpoint: the output of --json."""
     plan, out = outcome.plan, outcome.out
-    geometry = outcome.stats.geometry if outcome.stats and plan.has_kv else None
-    serving = find_checkpoint_serving(outcome.folder, out, geometry)
-    size = kv_bytes_per_token(geometry) if geometry else estimate_kv_bytes(plan.config)
+    serving, why_none = _find_serving(outcome)
+    stats = outcome.stats if plan.has_kv else None
+    size = kv_bytes_per_token(stats.geometry) if stats else estimate_kv_bytes(plan.config)
     return {
         "out": str(out),
         "files": list(outcome.written.files),
@@ -66,13 +67,30 @@ def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
         "has_kv_scales": plan.has_kv,
         "notes": [
             *outcome.notes,
+            *([f"no command can be given to serve it: {why_none}"] if why_none else []),
             *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
         ],
-        "kv_bytes_per_token": None if size is None else {"before": size[0], "after": size[1]},
+        "kv_bytes_per_token": None
+        if size is None or why_none
+        else {"before": size[0], "after": size[1]},
         "serving": [asdict(item) for item in serving.commands],
         "limitations": [asdict(item) for item in serving.limitations],
         "other_engines": [asdict(item) for item in serving.others],
     }
+
+
+def _find_serving(outcome: Outcome) -> tuple[Serving, str]:
+    """Find who serves the checkpoint, or say why that is not known."""
+    try:
+        folder = open_folder(outcome.folder)
+        geometry, is_foreign = read_replayed_geometry(folder)
+    except (ModelError, VerificationError) as error:
+        return Serving(commands=(), limitations=(), others=()), error.message
+    has_kv = outcome.plan.has_kv
+    serving = find_checkpoint_serving(
+        folder, outcome.out, geometry, has_kv=has_kv, is_foreign=is_foreign
+    )
+    return serving, ""
 
 
 def show_quantization_report(report: Mapping[str, Any], *, as_json: bool) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.engines.check import check_file, check_folder
+from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.registry import ENGINES
-from fp8calib.engines.replay.folder import open_folder, place_tensor_file
+from fp8calib.engines.replay.folder import ScaleFolder, open_folder, place_tensor_file
 from fp8calib.engines.replay.verdicts import EngineReport, Status
-from fp8calib.engines.weight_replay import WeightReplay
+from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 
@@ -70,7 +70,7 @@ def find_scale_serving(
         tp: the number of ranks to serve with.
     """
     if written.is_dir():
-        reports = _replay_folder(written, geometry, tp)
+        reports = _replay_folder(open_folder(written), geometry, tp)
         return _collect(reports, lambda launch: launch.spell(str(target), tp=tp))
     if written.suffix == ".safetensors":
         limitations = _limit_tensor_file(written, geometry, tp, model)
@@ -79,19 +79,23 @@ def find_scale_serving(
     return _collect(reports, lambda launch: launch.spell(model_name, scales=str(target), tp=tp))
 
 
-def find_checkpoint_serving(written: Path, target: Path, geometry: ModelGeometry | None) -> Serving:
+def find_checkpoint_serving(
+    folder: ScaleFolder, target: Path, geometry: ModelGeometry, *, has_kv: bool, is_foreign: bool
+) -> Serving:
     """Find who serves a checkpoint with FP8 weights.
 
     Args:
-        written: its folder, where it is now.
+        folder: it, where it is now.
         target: where it will be.
-        geometry: the shape of the model where the checkpoint holds KV scales, else None.
+        geometry: the shape of the model.
+        has_kv: whether it holds KV scales; otherwise its KV cache is served in 16 bits.
+        is_foreign: the type of the model is unknown to this tool.
     """
-    reports = _replay_weights(written) if geometry is None else _replay_folder(written, geometry, 1)
     return _collect(
-        reports,
-        lambda launch: launch.spell(str(target), has_kv=geometry is not None),
+        _replay_folder(folder, geometry, 1, is_foreign=is_foreign),
+        lambda launch: launch.spell(str(target), has_kv=has_kv),
         has_fp8_weights=True,
+        has_kv=has_kv,
     )
 
 
@@ -103,9 +107,14 @@ def _list_engines() -> Iterator[Engine]:
             yield engine
 
 
-def _replay_folder(path: Path, geometry: ModelGeometry, tp: int) -> Reports:
+def _replay_folder(
+    folder: ScaleFolder, geometry: ModelGeometry, tp: int, *, is_foreign: bool = False
+) -> Reports:
     asked = [engine for engine in _list_engines() if engine.replay_folder]
-    report = check_folder(open_folder(path), geometry, [engine.key for engine in asked], tp)
+    keys = [engine.key for engine in asked]
+    report = check_folder(folder, geometry, keys, tp)
+    if is_foreign:
+        report = withdraw_used(report, shorten(geometry.model_type))
     return [(engine, report.engines[engine.key]) for engine in asked]
 
 
@@ -114,17 +123,6 @@ def _replay_file(path: Path, geometry: ModelGeometry, tp: int, model: Path) -> R
     keys = [engine.key for engine in asked]
     report = check_file(path, geometry, keys, tp, model=open_folder(model))
     return [(engine, report.engines[engine.key]) for engine in asked]
-
-
-def _replay_weights(path: Path) -> Reports:
-    """Replay what engines do with the weights of a checkpoint, without its geometry."""
-    nothing = ModelGeometry(architecture="", model_type="", checkpoint_dtype="", layers=())
-    weights = WeightReplay(open_folder(path), nothing, 1)
-    return [
-        (engine, weights.amend(engine, EngineReport(layers=())))
-        for engine in _list_engines()
-        if engine.replay_folder
-    ]
 
 
 def _limit_tensor_file(
@@ -139,7 +137,7 @@ def _limit_tensor_file(
             why = "it reads no file of scales beside the checkpoint's own files"
             yield Limitation(engine=engine.title, why=why, is_blocking=True)
             continue
-        found = list(_list_limitations(engine, report.engines[engine.key], has_fp8_weights=False))
+        found = list(_list_limitations(engine, report.engines[engine.key]))
         if not any(item.is_blocking for item in found):
             why = engine.tensor_file_condition
             yield Limitation(engine=engine.title, why=why, is_blocking=False)
@@ -147,13 +145,19 @@ def _limit_tensor_file(
 
 
 def _collect(
-    reports: Reports, spell: Callable[[Launch], str], *, has_fp8_weights: bool = False
+    reports: Reports,
+    spell: Callable[[Launch], str],
+    *,
+    has_fp8_weights: bool = False,
+    has_kv: bool = True,
 ) -> Serving:
     commands: list[ServingCommand] = []
     limitations: list[Limitation] = []
     others: list[BriefServing] = []
     for engine, report in reports:
-        found = list(_list_limitations(engine, report, has_fp8_weights=has_fp8_weights))
+        found = list(
+            _list_limitations(engine, report, has_fp8_weights=has_fp8_weights, has_kv=has_kv)
+        )
         is_blocked = any(item.is_blocking for item in found)
         command = "" if is_blocked or engine.launch is None else spell(engine.launch)
         if engine.is_brief:
@@ -166,11 +170,12 @@ def _collect(
 
 
 def _list_limitations(
-    engine: Engine, report: EngineReport, *, has_fp8_weights: bool
+    engine: Engine, report: EngineReport, *, has_fp8_weights: bool = False, has_kv: bool = True
 ) -> Iterator[Limitation]:
     """List why a replay is not ok, and its conditions; FP8 weights are of use without KV scales."""
     verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
-    fault = next((verdict for verdict in verdicts if verdict.status is not Status.USED), None)
+    faults = (each for each in verdicts if each.status is not Status.USED)
+    fault = next((each for each in faults if has_kv or each.status is Status.REFUSED), None)
     if report.weights is not None:
         yield Limitation(engine=engine.title, why=report.weights.why, is_blocking=True)
     elif fault is not None and has_fp8_weights and fault.status is not Status.REFUSED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,17 +12,22 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel
 
 from tests import zoo
-from tests.cli.program import Outcome, fail, snapshot, succeed
+from tests.cli.program import Outcome, fail, run, snapshot, succeed
 
 CHECKED = """
 import sys
 from fp8calib.cli import main_inner
-code = main_inner(sys.argv[1:])
-heavy = {"transformers", "datasets", "accelerate"} & sys.modules.keys()
-sys.exit(f"imported {heavy}" if heavy else code)
+from fp8calib.cli.quantize import run
+build = run.build_quantization_report
+def build_checked(outcome):
+    heavy = {"transformers", "datasets", "accelerate"} & sys.modules.keys()
+    return sys.exit(f"imported {heavy}") if heavy else build(outcome)
+run.build_quantization_report = build_checked
+sys.exit(main_inner(sys.argv[1:]))
 """
 
 
@@ -85,6 +91,51 @@ def test_people_read_where_it_is_and_how_to_serve_it(model: Path, tmp_path: Path
     able, unable = "tensorrt-llm, vllm-tpu, vllm-gaudi, atom", "lmdeploy"
     assert f"other engines: served by {able}; not by {unable} (check --engine NAME" in text
     assert "ATOM" not in text
+
+
+@pytest.mark.parametrize("damage", ["no weight", "half a weight"])
+def test_no_command_is_given_for_what_check_refuses(
+    model: Path, tmp_path: Path, damage: str
+) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(model, source)
+    tensors = load_file(source / "model.safetensors")
+    whole = tensors.pop(name)
+    half = {} if damage == "no weight" else {name: whole[: whole.shape[0] // 2].clone()}
+    save_file({**tensors, **half}, source / "model.safetensors")
+    command = ("quantize", source, "--scheme", "fp8-dynamic", "--out", out, "--json")
+    report = succeed(*command).json
+    checked = run("check", out, "--json").json["engines"]
+    blocked = {item["engine"]: item["why"] for item in report["limitations"] if item["is_blocking"]}
+    assert report["serving"] == []
+    assert blocked == {
+        title: checked[title.lower()]["weights"]["why"]
+        for title in ("vLLM", "SGLang", "TGI", "transformers")
+    }
+    assert all(why.startswith(name) for why in blocked.values())
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "rwkv"])
+def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, family: str) -> None:
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        attention_hidden_size=32,
+        **({"d_model": 32, "d_kv": 8, "d_ff": 48} if family == "t5" else {}),
+    )
+    AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    command = ("quantize", tmp_path / "model", "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
+    report = succeed(*command, "--json").json
+    assert report["quantized"]
+    assert report["serving"] == report["limitations"] == report["other_engines"] == []
+    assert report["kv_bytes_per_token"] is None
+    why = run("check", tmp_path / "out", "--json").json["error"]["message"]
+    assert report["notes"] == [f"no command can be given to serve it: {why}"]
 
 
 def test_a_series_of_shards_is_not_listed_one_by_one(tmp_path: Path) -> None:
@@ -220,7 +271,8 @@ def test_statistics_of_another_model_are_refused(
     assert "not the model" in refused(7, *options, source=tmp_path / "other")
 
 
-def test_no_model_class_is_imported(model: Path, tmp_path: Path) -> None:
+def test_no_model_class_is_imported_to_write_weights(model: Path, tmp_path: Path) -> None:
+    """Only then engines are replayed, which know nothing of this type."""
     config = json.loads((model / "config.json").read_text())
     unknown = tmp_path / "unknown"
     unknown.mkdir()
@@ -237,6 +289,9 @@ def test_no_model_class_is_imported(model: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "14 linears quantized" in done.stdout
+    assert "serve with" not in done.stdout
+    assert "no command can be given to serve it" in done.stderr
+    assert "from-next-year" in fail(4, "check", tmp_path / "out")
 
 
 CALIBRATE = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--recipe", "w8a8-static")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8calib.engines.serving import Limitation, ServingCommand, find_checkpoint_serving
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.serving import Limitation, Serving, ServingCommand, find_checkpoint_serving
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.quantization.plan import CalibratedScales
 from tests.quantization.by_hand import LAYER, Run, Tensors, random, run, save
 
@@ -31,12 +33,20 @@ def make(folder: Path, form: str, scheme: str, tensors: Tensors | None = None, *
     return run(source, folder / "out", scheme, form, scales=scales, ignore=ignore)
 
 
+def find_serving(run: Run) -> Serving:
+    """Find who serves a few linears, of a model that is not known."""
+    nothing = ModelGeometry(architecture="", model_type="", checkpoint_dtype="", layers=())
+    return find_checkpoint_serving(
+        open_folder(run.out), run.out, nothing, has_kv=False, is_foreign=False
+    )
+
+
 def list_commands(run: Run) -> tuple[ServingCommand, ...]:
-    return find_checkpoint_serving(run.out, run.out, None).commands
+    return find_serving(run).commands
 
 
 def list_limitations(run: Run) -> tuple[Limitation, ...]:
-    return find_checkpoint_serving(run.out, run.out, None).limitations
+    return find_serving(run).limitations
 
 
 def whole_blocks() -> Tensors:
@@ -216,7 +226,7 @@ BRIEFLY_SERVED_BY = {
 @pytest.mark.parametrize(("form", "scheme"), BRIEFLY_SERVED_BY)
 def test_further_engines_are_only_listed_by_name(tmp_path: Path, form: str, scheme: str) -> None:
     found = make(tmp_path, form, scheme)
-    serving = find_checkpoint_serving(found.out, found.out, None)
+    serving = find_serving(found)
     assert {each.name for each in serving.others if each.command} == BRIEFLY_SERVED_BY[form, scheme]
     assert len(serving.others) == 5
     titles = {each.engine for each in serving.others}

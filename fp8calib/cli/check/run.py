@@ -10,14 +10,13 @@ from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.cli.calibrate.job import REPORT_NAME
 from fp8calib.cli.check.settings import CheckSettings
 from fp8calib.cli.check.show import show_check_report
+from fp8calib.cli.serving import read_replayed_geometry
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
-from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import UsageError, VerificationError, shorten
-from fp8calib.model.geometry_from_config import is_known, read_geometry
 from fp8calib.model.load import find_folder
 from fp8calib.stats.calibration_stats import STATS_NAME
 
@@ -47,8 +46,7 @@ def _check(settings: CheckSettings, engines: Sequence[str]) -> CheckReport:
     if is_folder:
         _refuse_calibrate_output(path)
     model = _open_model(settings, path, is_folder=is_folder)
-    is_foreign = "auto_map" in model.config and not is_known(model.config)
-    geometry = read_named_geometry(model) if is_foreign else read_geometry(model.path, model.config)
+    geometry, is_foreign = read_replayed_geometry(model)
     if is_folder:
         folder = model if settings.model is None else open_folder(path)
         report = check_folder(
