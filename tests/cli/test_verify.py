@@ -403,6 +403,43 @@ def test_a_bad_scale_is_refused_by_name(
     assert str(path) in message
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ignore": [1]},
+        {"ignore": None},
+        {"kv_cache_scheme": True},
+        {"kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "channel"}},
+        {"format": "pack-quantized"},
+        {"format": None},
+        {"sparsity_config": {"targets": ["Linear"]}},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("has_kv", [True, False])
+def test_a_config_that_check_refuses_is_refused(
+    refuse: Any, model: Path, files: Path, tmp_path: Path, change: dict[str, Any], has_kv: bool
+) -> None:
+    """By vLLM, whose arithmetic is emulated."""
+    out = tmp_path / "out"
+    kv = ("--stats", files / "stats.safetensors") if has_kv else ()
+    scheme = "fp8-static" if has_kv else "fp8-dynamic"
+    succeed("quantize", model, "--scheme", scheme, *kv, "--out", out)
+    config = json.loads((out / "config.json").read_text())
+    quantization = config["quantization_config"]
+    if "format" in change:
+        del quantization["config_groups"]["group_0"]["format"]
+    (out / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {**quantization, **change}})
+    )
+
+    checked = run("check", out, "--engine", "vllm", "--json").json["engines"]["vllm"]
+
+    assert checked["layers"][0]["k"]["status"] == "refused"
+    assert next(iter(change)) in checked["layers"][0]["k"]["why"]
+    assert next(iter(change)) in refuse(4, "--scales", out)
+
+
 def test_an_extra_layer_is_refused(refuse: Any, files: Path, tmp_path: Path) -> None:
     path = change(files, tmp_path, "model.layers.2.self_attn.k_scale", torch.tensor(1.0))
     refuse(4, "--scales", path)

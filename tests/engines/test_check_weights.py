@@ -541,6 +541,15 @@ def test_servers_do_not_ask_for_the_bits_of_floats(
         assert (str(found.status) if found else "") == status
 
 
+def test_types_are_read_in_capitals_too(tmp_path: Path) -> None:
+    """As vLLM 0.32.0 does (run)."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", **WHOLE)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["type"] = "Float"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert ask(folder, "vllm==0.32").weights is None
+
+
 @pytest.mark.parametrize(("name", "is_misread"), [("gpt_oss", True), ("llama", False)])
 def test_quarks_loader_of_gpt_oss_finds_no_stacks(
     tmp_path: Path, name: str, is_misread: bool

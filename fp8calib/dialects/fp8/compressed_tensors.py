@@ -16,18 +16,21 @@ from fp8calib.dialects.fp8.quantization_config import (
     make_scheme,
     matches_entry,
     read_block,
-    read_list,
+    read_names,
     refuse_ignored,
     weight_contradiction,
 )
 from fp8calib.dialects.refusals import refusal
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, Scheme
 
+FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+"""The formats for which vLLM creates schemes of 8 bits."""
 _EMBEDDING_MARKS = ("embed", "wte", "word_embeddings")
 
 
 def _make_finder(path: Path, config: Fields) -> FindScheme:
     """Read the config of compressed-tensors: groups of linears, by name, expression or class."""
+    _check(path, config)
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(item, dict) for item in groups.values()):
         raise refusal(
@@ -36,12 +39,9 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
     if config.get("transform_config"):
         hint = "the weights cannot be used without these rotations"
         raise refusal(path, "transform_config rotates tensors while serving", hint=hint)
-    ignored = read_list(path, config, "ignore")
+    ignored = read_names(path, config, "ignore")
     targets = {
-        target: group
-        for group in groups.values()
-        for target in read_list(path, group, "targets")
-        if isinstance(target, str)
+        target: group for group in groups.values() for target in read_names(path, group, "targets")
     }
 
     def find(module: str) -> StoredScheme:
@@ -49,6 +49,10 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
         group = targets.get(_find_target(path, module, targets) or "")
         if group is None:
             raise weight_contradiction(path, module, "no config group has it")
+        own = group.get("format")
+        form = config.get("format", FORMATS[0]) if own is None else own
+        if form not in FORMATS:
+            raise weight_contradiction(path, module, f"the config's format is {form!a:.40}")
         weights = _read_arguments(path, module, group.get("weights"))
         inputs = group.get("input_activations")
         return make_scheme(
@@ -59,6 +63,20 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
         )
 
     return find
+
+
+def _check(path: Path, config: Fields) -> None:
+    """Refuse what concerns no single linear, and stops vLLM.
+
+    Raises:
+        ModelError: the scheme of the KV cache is not FP8, or weights are sparse.
+    """
+    from fp8calib.dialects.kv.config import check_scheme  # noqa: PLC0415 -- imports torch
+
+    check_scheme(path, config.get("kv_cache_scheme"))
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("targets"):
+        raise refusal(path, "sparsity_config has targets", hint="use a model without sparsity")
 
 
 def _find_target(path: Path, module: str, targets: Mapping[str, object]) -> str | None:

@@ -97,6 +97,14 @@ def read_list(path: Path, config: Fields, key: str) -> list[object]:
     return value or []
 
 
+def read_names(path: Path, config: Fields, key: str) -> list[str]:
+    """Read a list of modules from a config; engines stop at one that holds anything but texts."""
+    value = config.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise refusal(path, f"{key} is {value!a:.60}", hint="it must be a list of names")
+    return value
+
+
 def read_block(path: Path, key: str, value: object) -> tuple[int, int]:
     """Read the rows and columns of a block from a config; old configs have "128x128"."""
     pair = _OLD_BLOCK.fullmatch(value) if isinstance(value, str) else None

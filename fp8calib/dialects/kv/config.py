@@ -18,6 +18,9 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 _TGI_DTYPE_KEY = "kv_cache_torch_dtype"
 _ALGORITHM_KEY = "kv_cache_quant_algo"
 _ALGORITHM_SECTIONS = ("quantization", "quantization_config")
+_STRATEGIES = ("tensor", "attn_head")
+_WANTED = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True}
+SCHEME_HINT = "symmetric float of 8 bits, strategy tensor or attn_head"
 _NOT_FP8 = "only scales for FP8 can be used; calibrate the model for FP8"
 
 
@@ -44,7 +47,7 @@ def read_config(folder: Path, geometry: ModelGeometry) -> CheckpointConfig:
         return CheckpointConfig()
     _check_model_type(path, config, geometry)
     fmt = _find_algorithm(path, config)
-    _check_scheme(path, _section(config, "quantization_config").get("kv_cache_scheme"))
+    _check_scheme(path, _section(config, "quantization_config"))
     if (dtype := config.get(_TGI_DTYPE_KEY)) is not None:
         fmt = find_format(path, _TGI_DTYPE_KEY, dtype)
     tp = _section(config, "mapping").get("tp_size")
@@ -89,8 +92,44 @@ def _check_model_type(path: Path, config: Mapping[str, object], geometry: ModelG
         check_model_type(path, config.get("model_type"), geometry)
 
 
-def _check_scheme(path: Path, scheme: object) -> None:
+def find_scheme_fault(scheme: object) -> str:
+    """Find by which entry a `kv_cache_scheme` of compressed-tensors is not one of an FP8 cache.
+
+    vLLM 0.32.0 `compressed_tensors/compressed_tensors.py` (validate_kv_cache_scheme), run.
+    """
+    if scheme is None:
+        return ""
+    if not isinstance(scheme, dict):
+        return "kv_cache_scheme is not an object"
+    faults = {
+        "type": scheme.get("type") != "float",
+        "num_bits": scheme.get("num_bits") != 8,
+        "strategy": scheme.get("strategy") not in _STRATEGIES,
+        "symmetric": not scheme.get("symmetric"),
+    }
+    wrong = (key for key, is_wrong in faults.items() if is_wrong)
+    return next((f"kv_cache_scheme.{key} is {scheme.get(key)!a:.40}" for key in wrong), "")
+
+
+def check_scheme(path: Path, scheme: object) -> None:
+    """Refuse a `kv_cache_scheme` of compressed-tensors by which the cache is not FP8.
+
+    Missing entries count as right: only some engines need them.
+
+    Raises:
+        ModelError: naming the entry.
+    """
+    whole = {**_WANTED, **scheme} if isinstance(scheme, dict) else scheme
+    if fault := find_scheme_fault(whole):
+        raise refusal(path, fault, hint=SCHEME_HINT)
+
+
+def _check_scheme(path: Path, section: Mapping[str, object]) -> None:
     """Refuse scales of another format; AutoFP8's `static` names none."""
+    scheme = section.get("kv_cache_scheme")
+    if section.get("quant_method") == "compressed-tensors":
+        check_scheme(path, scheme)
+        return
     if not isinstance(scheme, dict):
         return
     kind, num_bits = scheme.get("type", "float"), scheme.get("num_bits", 8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from fp8calib.dialects.fp8.compressed_tensors import FORMATS
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
@@ -16,7 +17,6 @@ from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.sglang.model_types import FUSING_TYPES, STRICT_TYPES, find_sglang_type
 from fp8calib.engines.sglang.replay import CONFIG_KEYS
-from fp8calib.engines.weights.compressed_groups import FORMATS
 from fp8calib.engines.weights.group_schemes import (
     GroupSchemes,
     Section,

@@ -11,13 +11,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fp8calib.dialects.fp8.compressed_tensors import FORMATS
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.weights.compressed_groups import (
     FIX,
-    FORMATS,
     find_foreign,
     read_compressed_group,
 )

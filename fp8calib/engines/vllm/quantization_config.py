@@ -12,6 +12,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
+from fp8calib.dialects.kv.config import SCHEME_HINT, find_scheme_fault
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.releases import Release
@@ -43,7 +44,6 @@ MODELOPT_ALGORITHMS = (
     "MIXED_PRECISION",
 )
 _ANY_PATH = "any.path"
-_STRATEGIES = ("tensor", "attn_head")
 _GROUPS_FIX = "write config_groups as kv-overlay does, or remove the group"
 
 
@@ -192,21 +192,11 @@ def _require_names(
 
 
 def _check_scheme(scheme: object) -> None:
-    if scheme is None:
+    if not (fault := find_scheme_fault(scheme)):
         return
     if not isinstance(scheme, dict):
-        raise Refusal("kv_cache_scheme is not an object", fix="write the scheme of kv-overlay")
-    faults = {
-        "type": scheme.get("type") != "float",
-        "num_bits": scheme.get("num_bits") != 8,
-        "strategy": scheme.get("strategy") not in _STRATEGIES,
-        "symmetric": not scheme.get("symmetric"),
-    }
-    for key, is_wrong in faults.items():
-        if is_wrong:
-            why = f"kv_cache_scheme.{key} is {scheme.get(key)!a:.40}: NotImplementedError at start"
-            fix = "symmetric float of 8 bits, strategy tensor or attn_head"
-            raise Refusal(why, fix=fix)
+        raise Refusal(fault, fix="write the scheme of kv-overlay")
+    raise Refusal(f"{fault}: NotImplementedError at start", fix=SCHEME_HINT)
 
 
 def _check_fp8(quantization: Mapping[str, object]) -> KvMethod:

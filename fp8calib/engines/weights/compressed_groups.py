@@ -15,8 +15,6 @@ from fp8calib.engines.weights.linear_loader import Foreign
 from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.fp8.schemes import BLOCK, Granularity, InputScaling
 
-FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
-"""The formats for which vLLM creates schemes of 8 bits."""
 _WEIGHTS = (Granularity.TENSOR, Granularity.CHANNEL, Granularity.BLOCK)
 _DYNAMIC_STRATEGIES = ("token", "tensor", "tensor_group", "group")
 FIX = "write the config_groups as llm-compressor or fp8calib do"
@@ -30,9 +28,9 @@ def find_foreign(group: Mapping[str, object]) -> Foreign | None:
     """
     weights, inputs = group.get("weights"), group.get("input_activations")
     fields = weights if isinstance(weights, dict) else {"type": "float"}
-    kind, num_bits = str(fields.get("type", "int")), fields.get("num_bits", 8)
+    kind, num_bits = str(fields.get("type", "int")).lower(), fields.get("num_bits", 8)
     strategy = fields.get("strategy", "tensor")
-    has_floats = isinstance(inputs, dict) and inputs.get("type") == "float"
+    has_floats = isinstance(inputs, dict) and str(inputs.get("type")).lower() == "float"
     if kind == "float" and (num_bits == 8 or (has_floats and strategy in _WEIGHTS)):
         return None
     what = f"the config says {num_bits!a:.20} bits of {kind!a:.20}"

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatch
 
+from fp8calib.dialects.fp8.compressed_tensors import FORMATS
 from fp8calib.dialects.fp8.modelopt import read_algorithm
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.dialects.fp8.weights import name_fused_group
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.weights.compressed_groups import (
-    FORMATS,
     find_foreign,
     read_compressed_group,
     require_served,
