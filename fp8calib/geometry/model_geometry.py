@@ -6,7 +6,7 @@ stats file. Exports at any tensor-parallel degree therefore need no model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -144,6 +144,9 @@ class ModelGeometry(Frozen):
     num_draft_layers: int = 0
     """Layers for multi-token prediction that the checkpoint stores after these. A draft model runs
     them, with its own cache."""
+    matrices: Mapping[str, tuple[int, int]] = Field(default_factory=dict, exclude=True, repr=False)
+    """The shape [out, in] of every linear's weight, in decoder layers or not, by its name in a
+    checkpoint, whether it is stored there or missing. Empty where no checkpoint was read."""
 
     def linears(self) -> Iterator[tuple[Layer, Linear]]:
         """Every linear with its layer, in the model's order."""

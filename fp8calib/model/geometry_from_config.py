@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import CONFIG_MAPPING
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -19,6 +20,7 @@ from fp8calib.errors import Fp8CalibError, ModelError, first_line, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
+from fp8calib.model.stored_parameters import find_absent
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 
@@ -30,8 +32,8 @@ _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     """Find the geometry of the model that a config describes.
 
-    Tensor names are read from the files of the folder; a parameter that is not found there is
-    assumed to have the same name as in the model.
+    Tensor names are read from the files of the folder; a parameter that is not found there has the
+    name under which transformers would store it.
 
     Raises:
         ModelError: transformers cannot build a decoder-only model from the config.
@@ -39,12 +41,12 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     source = _make_source(folder, config)
     skeleton = build_skeleton(source)
     checkpoint = _open_leniently(folder)
-    names = {name: name for name in skeleton.state_dict()}
-    names |= _find_names(skeleton, checkpoint)
+    names = _find_names(skeleton, checkpoint)
     dtype = _find_dtype(config) or stored_dtype(checkpoint)
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
-        return find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
+        geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
+        return geometry.model_copy(update={"matrices": _list_matrices(skeleton, names)})
     except Fp8CalibError:
         raise
     except Exception as error:
@@ -121,12 +123,23 @@ def _open_leniently(folder: Path) -> Checkpoint:
     return Checkpoint(folder, files=files, index=None)
 
 
-def _find_names(skeleton: LoadedModel, checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Match parameters with tensors; in a quantized checkpoint some have no tensor of their own."""
+def _find_names(skeleton: LoadedModel, checkpoint: Checkpoint) -> dict[str, str]:
+    """Name the tensor of each parameter that is one whole tensor, or that no tensor fills."""
     try:
-        return WeightSource(skeleton, checkpoint).single_tensors
+        weights = WeightSource(skeleton, checkpoint)
+        absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
+        return absent | dict(weights.single_tensors)
     except Exception as error:
         raise _unusable(checkpoint.folder, error) from error
+
+
+def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """List the weights of linears with their shapes, by the names in the checkpoint."""
+    return {
+        names[f"{path}.weight"]: (module.out_features, module.in_features)
+        for path, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear) and f"{path}.weight" in names
+    }
 
 
 def _find_dtype(config: Mapping[str, object]) -> str:

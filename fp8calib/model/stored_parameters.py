@@ -28,7 +28,7 @@ def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> No
     """
     stored = weights.source
     runs = is_run(model)
-    if missing := [name for name in _find_absent(model, weights) if runs(name)]:
+    if missing := [name for name in find_absent(model, weights) if runs(name)]:
         raise missing_error(stored.folder, missing)
     known = model.state_dict()
     for name, tensor in weights.single_tensors.items():
@@ -55,7 +55,7 @@ def is_run(model: PreTrainedModel) -> Callable[[str], bool]:
 
 def list_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
     """List the parameters that the checkpoint lacks; numbers that differ are `*`."""
-    return sorted(group_by_pattern(_find_absent(model, weights)), key=dot_natural_key)
+    return sorted(group_by_pattern(find_absent(model, weights)), key=dot_natural_key)
 
 
 def list_leftovers(model: PreTrainedModel, weights: WeightSource) -> list[str]:
@@ -96,7 +96,7 @@ def mismatch_error(
     )
 
 
-def _find_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
+def find_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:
     """Find the parameters that no tensor fills, without transformers' own exceptions."""
     stored = {made for group in weights.parameters.values() for made in group}
     known = model.state_dict(keep_vars=True)

@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
     MergeModulelist,
+    PrefixChange,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -74,6 +75,7 @@ class WeightSource:
         }
         self._parts = _map_names(model, checkpoint, conversions)
         self._known = model.state_dict().keys()
+        self._renamings = _reverse_renamings(conversions)
 
     @property
     def source(self) -> TensorSource:
@@ -115,6 +117,10 @@ class WeightSource:
         )
         outside = (next(p for p in list_paths(name) if p not in inside) for name in matrices)
         return sorted(set(outside), key=dot_natural_key)
+
+    def spell(self, parameter: str) -> str:
+        """Give the name under which a checkpoint with these names would store a parameter."""
+        return str(rename_source_key(parameter, self._renamings, [], reverse=True)[0])
 
     def tensor_names(self, parameters: Collection[str]) -> frozenset[str]:
         """Name the tensors of the checkpoint from which `parameters` are made."""
@@ -213,6 +219,18 @@ def _map_names(
             target, pattern = name, None
         parts[target].append((name, pattern))
     return dict(parts)
+
+
+def _reverse_renamings(conversions: list[Any]) -> list[WeightRenaming]:
+    """Reverse the renamings, except those of a prefix that the checkpoint does not have."""
+    used = (
+        entry
+        for entry in conversions
+        if isinstance(entry, WeightRenaming)
+        and (entry.was_used() or not isinstance(entry, PrefixChange))
+    )
+    reversed_ = [entry.reverse_transform() for entry in used]
+    return [entry for entry in reversed_[::-1] if isinstance(entry, WeightRenaming)]
 
 
 def _mixtral_name(name: str) -> str:

@@ -147,6 +147,29 @@ def test_a_folder_without_the_two_names_is_refused(tmp_path: Path) -> None:
     assert statuses(ask("transformers", folder)) == both("refused")
 
 
+def test_names_without_the_models_root_are_loaded(tmp_path: Path) -> None:
+    """Transformers adds `model.` where a parameter is called so (5.23, run)."""
+    pairs = spell(*PAIR)
+    rootless = {name.removeprefix("model."): value for name, value in pairs.items()}
+    report = ask("transformers", save_folder(tmp_path / "f", rootless, quantization=PER_TENSOR))
+
+    assert statuses(report) == both("used")
+
+
+def test_experts_need_a_group_with_weights(tmp_path: Path) -> None:
+    """Of 16 bits too, where each has a tensor (AttributeError in 5.23, run)."""
+    group = {"targets": ["Linear"], "weights": None, "input_activations": None}
+    quantization = {**PER_TENSOR, "config_groups": {"group_0": group}}
+    expert = {"model.layers.0.mlp.experts.0.up_proj.weight": [1.0, 1.0]}
+    plain, experts = (
+        ask("transformers", save_folder(tmp_path / name, tensors, quantization=quantization))
+        for name, tensors in (("f", spell(*PAIR)), ("g", spell(*PAIR) | expert))
+    )
+
+    assert statuses(plain) == both("used")
+    assert statuses(experts) == both("refused")
+
+
 def test_empty_groups_stop_models_with_experts_alone(tmp_path: Path) -> None:
     quantization = {**PER_TENSOR, "config_groups": {}}
     folder = save_folder(tmp_path / "f", spell(*PAIR), quantization=quantization)

@@ -499,7 +499,9 @@ def test_weights_that_nobody_quantized_are_never_blamed(tmp_path: Path, name: st
         ("gptj", "transformer.h.0.attn."),  # the class does not say that qkv_proj joins these
         ("stablelm", "model.layers.0.self_attn."),
         ("granitemoehybrid", "model.layers.0.mamba.in_proj"),  # vLLM calls it mixer.in_proj
-        ("falcon_h1", "model.layers.0.mamba.in_proj"),  # model.N.mixer.in_proj
+        ("falcon_h1", "model.layers.0.self_attn."),  # model.layers.0.qkv_proj
+        ("minimax_m2", "model.layers.0.block_sparse_moe.experts"),  # mlp.experts
+        ("lfm2", ""),
         ("gemma3n_text", "model.altup_projections.0"),  # self_decoder.altup_projections.0
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,16 +13,23 @@ from fp8calib.engines.check import check_folder
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.geometry_from_config import read_geometry
-from tests.engines.test_check_weights import PAIRS, WHOLE, make
+from tests import zoo
+from tests.architectures import families
+from tests.architectures.families import FAMILIES
+from tests.engines.test_check_weights import PAIRS, WHOLE, ask, make
 from tests.engines.weight_damages import (
     CT,
     DAMAGES,
     STATIC,
+    Config,
     Damage,
+    Edit,
+    Tensors,
     Verdict,
     add,
     copy_damaged,
 )
+from tests.quantization.by_hand import run
 
 REFUSED_BY_TGI = {
     "no weight scale": ".weight_scale",
@@ -61,6 +69,7 @@ MISREAD_BY_TGI = {
 }
 ENGINES = ("vllm==0.32", "sglang", "transformers")
 CASES = [(name, pair) for name, damage in DAMAGES.items() for pair in damage.pairs]
+K = "model.layers.0.self_attn.k_proj"
 Pair = tuple[str, str]
 FindBase = Callable[[Pair], tuple[Path, ModelGeometry]]
 
@@ -77,6 +86,15 @@ def find_base(tmp_path_factory: pytest.TempPathFactory) -> FindBase:
         return made[pair]
 
     return find
+
+
+def quantize(family: str, folder: Path, form: str, scheme: str, **sizes: int) -> Path:
+    """Quantize a tiny model of a family, without scales of inputs."""
+    if family in zoo.ZOO:
+        zoo.save(family, folder / "model", **sizes)
+    else:
+        families.save(family, FAMILIES[family], folder / "model")
+    return run(folder / "model", folder / "base", scheme, form).out
 
 
 def expect(damage: Damage, pair: Pair, engine: str) -> Verdict | None:
@@ -143,6 +161,40 @@ def test_experts_that_are_not_stored(tmp_path: Path, pair: Pair, gone: str) -> N
     assert check_folder(open_folder(base), geometry, ["vllm==0.32"], 1).engines["vllm==0.32"].ok
 
 
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("deepseek_v3", "model.layers.0.mlp.gate_proj"),  # the only dense layer
+        ("gemma3n_text", "model.per_layer_model_projection"),  # in no layer
+        ("nemotron_h", "backbone.layers.0.mixer.in_proj"),  # which is model.layers in the class
+    ],
+)
+@pytest.mark.parametrize("is_short", [False, True])
+def test_linears_that_no_other_is_named_like(
+    tmp_path: Path, name: str, module: str, is_short: bool
+) -> None:
+    """One loads without them (vLLM 0.32.0, run), one stops, and none takes fewer rows."""
+    base = quantize(name, tmp_path, CT, "fp8-dynamic")
+
+    def edit(_: object, tensors: dict[str, torch.Tensor]) -> None:
+        for each in [each for each in tensors if each.startswith(f"{module}.")]:
+            tensor = tensors.pop(each)
+            if is_short:
+                tensors[each] = tensor[:-1].contiguous()
+
+    folder = copy_damaged(base, tmp_path / "case", edit)
+    engines = ("vllm==0.32", "transformers")
+    whole, damaged = (
+        check_folder(open_folder(path), read_geometry(path, open_folder(path).config), engines, 1)
+        for path in (base, folder)
+    )
+    assert [whole.engines[engine].weights for engine in engines] == [None, None]
+    found = [damaged.engines[engine].weights for engine in engines]
+    refused = "refused" if is_short else "misread"
+    assert [str(each and each.status) for each in found] == [refused, "refused"]
+    assert all(each and f"{module}.weight" in each.why for each in found)
+
+
 @pytest.mark.parametrize("suffix", ["weight_scale", "input_scale"])
 @pytest.mark.parametrize("module", ["model.norm", "model.foo"])
 @pytest.mark.parametrize("pair", STATIC)
@@ -196,3 +248,54 @@ def test_damaged_experts_in_transformers(
 
     assert (str(found.status) if found else None) == status
     assert found is None or ".experts.2." in found.why
+
+
+def test_vllm_reads_the_separate_file_of_modelopt_alone(tmp_path: Path) -> None:
+    """Where it has another producer, the model is loaded unquantized (vLLM 0.32.0, run)."""
+    folder = quantize("llama", tmp_path, "modelopt", "fp8-dynamic")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "hf_quant_config.json"
+    fields = json.loads(path.read_text())
+    found = {}
+    for producer in ("fp8calib", "modelopt"):
+        path.write_text(json.dumps(fields | {"producer": {"name": producer}}))
+        found[producer] = ask(folder, "vllm==0.32").weights
+
+    assert str(found["fp8calib"] and found["fp8calib"].status) == "refused"
+    assert found["modelopt"] is None
+
+
+def forget_ignored(config: Config, _: Tensors) -> None:
+    config["ignore"] = None
+
+
+def forget_blocks(config: Config, _: Tensors) -> None:
+    del config["weight_block_size"]
+
+
+def keep(_: Config, __: Tensors) -> None:
+    """Damage nothing."""
+
+
+@pytest.mark.parametrize(
+    ("pair", "family", "edit", "engine", "words"),
+    [
+        (("modelopt", "fp8-dynamic"), "llama", add("output_scale", K), "vllm==0.32", K),
+        (("autofp8", "fp8-block"), "llama4_text", keep, "transformers", "random numbers"),
+        ((CT, "w8a16"), "gemma3n_text", forget_ignored, "transformers", "modality_router"),
+        (("autofp8", "fp8-block"), "llama", forget_blocks, "transformers", "do not divide"),
+    ],
+)
+def test_faults_of_single_models(
+    tmp_path: Path, pair: Pair, family: str, edit: Edit, engine: str, words: str
+) -> None:
+    """As these engines do (run)."""
+    sizes = {"intermediate_size": 320} if family == "llama" else {}
+    folder = copy_damaged(quantize(family, tmp_path, *pair, **sizes), tmp_path / "case", edit)
+
+    report = ask(folder, engine)
+
+    whys = [report.weights.why] if report.weights else []
+    assert any(words in why for why in (*whys, *(layer.k.why for layer in report.layers)))

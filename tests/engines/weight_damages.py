@@ -427,7 +427,9 @@ DAMAGES: dict[str, Damage] = {
         pairs=(*STATIC, *CHANNEL),
     ),
     "a weight in e5m2": Damage(
-        edit=cast_weight(torch.float8_e5m2), vllm=(MISREAD, "vLLM casts its values")
+        edit=cast_weight(torch.float8_e5m2),
+        vllm=(MISREAD, "vLLM casts its values"),
+        transformers=(MISREAD, "transformers casts its values"),
     ),
     "a weight in INT8": Damage(
         edit=cast_weight(torch.int8),

@@ -15,7 +15,12 @@ from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.module_targets import matches_target
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.sglang.model_types import FUSING_TYPES, STRICT_TYPES, find_sglang_type
+from fp8calib.engines.sglang.model_types import (
+    FUSING_TYPES,
+    INDEXING_TYPES,
+    STRICT_TYPES,
+    find_sglang_type,
+)
 from fp8calib.engines.sglang.replay import CONFIG_KEYS
 from fp8calib.engines.weights.group_schemes import (
     GroupSchemes,
@@ -63,7 +68,7 @@ class SglangLinearLoader(LinearLoader):
             find_quantization(folder, keys=CONFIG_KEYS) or {}, folder.config
         )
         model_type = find_sglang_type(geometry)
-        self._is_strict = model_type in STRICT_TYPES
+        self._is_strict = model_type in (*STRICT_TYPES, *INDEXING_TYPES)
         self._is_strict_when_fused = model_type in (*FUSING_TYPES, *_STRICT_WHEN_FUSED)
 
     def find_scheme(self, group: LinearGroup) -> Found:

@@ -64,6 +64,14 @@ STRICT_TYPES = frozenset(
     }
 )
 """Model types whose `load_weights` raises an error for a name without a parameter."""
+INDEXING_TYPES = frozenset(
+    {
+        *("cohere", "cohere2", "gemma2", "gemma3_text", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        "phimoe",
+    }
+)
+"""Model types among those that map names whose `load_weights` raises a KeyError for a name that the
+mapping does not change, such as q_scale (run, name by name)."""
 FUSING_TYPES = frozenset(
     {
         *("cohere", "cohere2", "gemma2", "gemma3n", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),

@@ -20,6 +20,7 @@ from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, Status
 from fp8calib.engines.sglang.model_types import (
     FUSING_TYPES,
+    INDEXING_TYPES,
     LOSING_TYPES,
     MAPPING_TYPES,
     OWN_MAPPINGS,
@@ -195,6 +196,10 @@ def _refuse_strays(context: LoadContext, places: Mapping[str, Slot], model_type:
         if model_type in STRICT_TYPES and is_stray and not _is_passed(stored, model_type):
             error = "AssertionError" if model_type == "qwen3_next" else "KeyError"
             why = f"{stored}: SGLang's {model_type} has no such parameter ({error})"
+            raise Refusal(why, fix=_find_name_fix(context.geometry))
+        is_unchanged = is_stray and name_sglang_parameter(name, model_type) == name
+        if model_type in INDEXING_TYPES and is_unchanged:
+            why = f"{stored}: SGLang's {model_type} has no such parameter (KeyError)"
             raise Refusal(why, fix=_find_name_fix(context.geometry))
         if model_type in FUSING_TYPES and _PROJECTION.search(name):
             why = f"{stored}: SGLang's {model_type} looks for it in qkv_proj (KeyError)"

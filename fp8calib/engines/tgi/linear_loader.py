@@ -133,8 +133,9 @@ class TgiLinearLoader(LinearLoader):
         what = "is not FP8, but the config quantizes it: TGI stops without its scale (RuntimeError)"
         return Outcome(effect=Effect.REFUSED, what=what, source=_COMPRESSED)
 
-    def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
+    def judge_dtype(self, group: LinearGroup, suffix: str, dtype: str) -> Outcome | None:
         """Judge the dtype of a weight: another format is taken for a weight without scales."""
+        del group
         if suffix != WEIGHT or dtype == "F8_E4M3":
             return None
         what = f"is {dtype}: TGI does not apply the scale to it"

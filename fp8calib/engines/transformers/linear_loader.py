@@ -51,14 +51,14 @@ _DEQUANTIZE = "transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize)
 _FORWARD = "compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py, run"
 _LOAD = "transformers 5.23 modeling_utils.py (from_pretrained), run"
 _KEEP_DTYPE = "transformers 5.23 quantizers/base.py (get_new_dtype), run on a CPU"
-_SEPARATE_TYPES = ("llama4", "llama4_text")
-"""Model types whose quantized experts stay linears; those of others are joined (run)."""
+_ABSENT = Outcome(effect=Effect.MISREAD, what=f"is missing: {Unfilled.RANDOM}", source=_LOAD)
 _PACKED_NAMES = ("weight_zero_point", "weight_global_scale", "weight_packed", "weight_shape")
 """What is collected for an expert beside `weight` and `weight_scale`: the `serialized_names` of
 `quantizers/quantizer_compressed_tensors.py`."""
 _DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _SCALE_NAMES = ("weight_scale_inv", "scale", "qscale_weight")
 """A block scale's names; transformers renames the last two to the first."""
+_CAST = ("F8_E5M2", "F8_E8M0")
 _FLOATS = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E8M0", "F16", "BF16", "F32", "F64")
 
 
@@ -81,6 +81,14 @@ class _TransformersLoader(LinearLoader):
         del group
         return False
 
+    def creates(self, group: LinearGroup) -> bool:
+        """Tell whether a linear is created by the config: in decoder layers or not."""
+        return super().creates(group) or group.is_linear
+
+    def judge_absent(self) -> Outcome:
+        """Judge a linear that is not quantized and has no weight."""
+        return _ABSENT
+
     @abstractmethod
     def leaves_out(self, group: LinearGroup, suffix: str) -> bool:
         """Tell whether a tensor without a parameter is left out without a report."""
@@ -101,9 +109,9 @@ class _Compressed(_TransformersLoader):
 
     def __init__(self, section: Section, config: Section) -> None:
         self._schemes = _CompressedSchemes(section, config)
-        kind, layout, _ = find_layout(config)
+        _, layout, _ = find_layout(config)
         is_split = layout is None or layout.is_split_in_transformers
-        self._joins_experts = is_split and kind not in _SEPARATE_TYPES
+        self._joins_experts = is_split and not (layout is not None and layout.is_rebuilt)
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme of a linear.
@@ -160,10 +168,6 @@ class _Compressed(_TransformersLoader):
 
     def judge_sizes(self, linear: StoredLinear, scheme: StoredScheme) -> Outcome | None:
         """Judge whether the inputs can be split into groups, which the first forward pass does."""
-        weight = linear.tensors.get(WEIGHT)
-        if scheme.weights is Granularity.BLOCK and weight and weight.dtype == "F8_E5M2":
-            what = "is F8_E5M2 with scales of blocks: transformers computes NaN"
-            return Outcome(effect=Effect.MISREAD, what=what, source=_FORWARD)
         if scheme.inputs is not InputScaling.GROUP or linear.shape[1] % GROUP_SIZE == 0:
             return None
         what = (
@@ -172,8 +176,16 @@ class _Compressed(_TransformersLoader):
         )
         return Outcome(effect=Effect.REFUSED, what=what, source=_FORWARD)
 
-    def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
-        """Judge a tensor that holds no floating-point numbers."""
+    def judge_dtype(self, group: LinearGroup, suffix: str, dtype: str) -> Outcome | None:
+        """Judge a tensor that holds no floating-point numbers, and a weight that is cast.
+
+        Its parameter is float8_e4m3fn; only experts that are joined are multiplied before.
+        """
+        is_joined = group.kind is GroupKind.EXPERTS and self._joins_experts
+        if suffix == WEIGHT and dtype in _CAST and not is_joined:
+            what = f"is {dtype}: transformers casts its values to float8_e4m3fn, where those above "
+            what += "448 are NaN"
+            return Outcome(effect=Effect.MISREAD, what=what, source=_LOAD)
         if dtype in _FLOATS:
             return None
         if suffix == WEIGHT:
@@ -295,8 +307,9 @@ class _FineGrained(_TransformersLoader):
         what += "the first forward pass fails (RuntimeError: not the same dtype)"
         return Outcome(effect=Effect.REFUSED, what=what, source=_KEEP_DTYPE)
 
-    def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
+    def judge_dtype(self, group: LinearGroup, suffix: str, dtype: str) -> Outcome | None:
         """Judge a weight that holds no floating-point numbers; INT8 is taken for packed FP4."""
+        del group
         if suffix != WEIGHT or dtype in _FLOATS:
             return None
         if dtype == "I8":
@@ -311,7 +324,7 @@ class _FineGrained(_TransformersLoader):
         Only equal blocks are dequantized, so blocks that end inside of a weight move.
         """
         name = _find_scale(linear)
-        if scheme.weights is not Granularity.BLOCK or name not in linear.tensors:
+        if name not in linear.tensors:
             return None
         shape = linear.tensors[name].shape
         grid = (1, 1) if shape in ((), (1,)) else shape[-2:]
@@ -320,6 +333,8 @@ class _FineGrained(_TransformersLoader):
             what = f"has the shape {list(linear.shape)}, which {list(shape)} scales do not divide"
             what = f"{what}: without a GPU, transformers fails (RuntimeError: CONVERSION)"
             return Outcome(effect=Effect.REFUSED, what=what, source=_DEQUANTIZE)
+        if scheme.weights is not Granularity.BLOCK:
+            return None
         sizes = [linear.shape[axis] // grid[axis] for axis in (0, 1)]
         wanted = [min(scheme.block[axis], linear.shape[axis]) for axis in (0, 1)]
         is_meant = tuple(grid) == count_blocks(linear.shape, scheme.block)

@@ -31,7 +31,11 @@ from fp8calib.engines.transformers.quantization_config import (
     CacheScheme,
     read_cache_scheme,
 )
+from fp8calib.engines.weights.group_schemes import Section, list_strings
+from fp8calib.errors import shorten
+from fp8calib.geometry.expert_layouts import find_layout
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
+from fp8calib.geometry.module_paths import split_expert
 from fp8calib.geometry.sites import Role
 
 _UNEXPECTED_TYPES = (
@@ -147,6 +151,7 @@ def _find_scheme(
     if not quantization.get("config_groups") and has_experts:
         why = "empty config_groups on a model with experts: IndexError in get_experts_scheme"
         raise Refusal(why, fix='add a group that matches nothing: "targets": ["re:^no-module$"]')
+    _check_experts_group(quantization, folder)
     if scheme is None or geometry.model_type in _UNEXPECTED_TYPES:
         return None
     if geometry.model_type in _UNCOUNTED_TYPES and "num_key_value_heads" not in folder.config:
@@ -158,6 +163,38 @@ def _find_scheme(
         why = f"static scales per {scheme.granularity} of keys and values (TypeError)"
         raise Refusal(f"kv_cache_scheme: {why}", fix=CONFIG_FIX)
     return scheme
+
+
+def _check_experts_group(quantization: Mapping[str, object], folder: ScaleFolder) -> None:
+    """Check the group by which experts, of 16 bits too, are dequantized before they are joined.
+
+    transformers 5.23 integrations/compressed_tensors.py (CompressedTensorsDequantize), run.
+
+    Raises:
+        Refusal: it has no weights.
+    """
+    group = _choose_experts_group(quantization.get("config_groups"))
+    _, layout, _ = find_layout(folder.config)
+    is_joined = layout is None or (layout.is_split_in_transformers and not layout.is_rebuilt)
+    names = (name for stored in folder.tensors.values() for name in stored)
+    expert = next((name for name in names if split_expert(name) is not None), None)
+    if group and not isinstance(group.get("weights"), dict) and is_joined and expert:
+        why = f"{shorten(expert)} belongs to a config group without weights (AttributeError)"
+        raise Refusal(why, fix="write config_groups as kv-overlay does")
+
+
+def _choose_experts_group(groups: object) -> Section:
+    """Choose the group that names experts, else one that names a class, else the first."""
+    fields = groups.values() if isinstance(groups, dict) else ()
+    every = [each for each in fields if isinstance(each, dict)]
+    targets = [list_strings(each, "targets") for each in every]
+    kinds = (
+        lambda target: target.startswith("re:") and "experts" in target,
+        lambda target: not target.startswith("re:"),
+        lambda _: True,
+    )
+    ranked = (g for kind in kinds for g, t in zip(every, targets, strict=True) if any(map(kind, t)))
+    return next(ranked, {})
 
 
 def _judge(
@@ -183,7 +220,7 @@ def _judge_role(
         why = "reported as unexpected, and the cache is not quantized"
         verdict = context.judge_absent(slot, why=why, fix=CONFIG_FIX)
         return verdict.model_copy(update={"value": None})
-    stored = context.scales.get(f"{attention.checkpoint_module}.{slot[1]}_scale")
+    stored = _find_stored(context, attention, f"{slot[1]}_scale")
     if stored is None:
         verdict = context.judge_absent(slot, value=None, why=_UNSET, fix=CONFIG_FIX)
         why = verdict.why if _UNSET in verdict.why else f"{verdict.why}; {_UNSET}"
@@ -201,7 +238,18 @@ def _judge_role(
 
 
 def _has_zero_point(context: LoadContext, attention: Attention, role: Role) -> bool:
-    return f"{attention.checkpoint_module}.{role}_zero_point" in context.scales
+    return _find_stored(context, attention, f"{role}_zero_point") is not None
+
+
+def _find_stored(context: LoadContext, attention: Attention, leaf: str) -> StoredScale | None:
+    """Find a tensor by its name, or by that without the model's root, which transformers adds.
+
+    transformers 5.23 core_model_loading.py (rename_source_key), run.
+    """
+    rootless = attention.module.partition(".")[2]
+    paths = (attention.checkpoint_module, rootless)
+    found = (context.scales.get(f"{path}.{leaf}") for path in paths)
+    return next((stored for stored in found if stored is not None), None)
 
 
 def _check_dtype(context: LoadContext, stored: StoredScale) -> None:

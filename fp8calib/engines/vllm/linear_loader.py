@@ -14,8 +14,9 @@ from fp8calib.engines.vllm.model_types import (
     PLAIN_HEAD_TYPES,
     RENAMED_LINEARS,
     UNPACKED_TYPES,
+    UNQUANTIZED_LINEARS,
 )
-from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS
+from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, name_method
 from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.weight_loader import ignores_companion
 from fp8calib.engines.weights.group_schemes import GroupSchemes, Section, list_strings
@@ -33,13 +34,14 @@ from fp8calib.engines.weights.linear_parameters import (
     list_expert_parameters,
     list_linear_parameters,
 )
-from fp8calib.engines.weights.parameters import WEIGHT, Parameter
+from fp8calib.engines.weights.parameters import WEIGHT, Parameter, Unfilled
 from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _LOADER = "vLLM 0.32.0 models/utils.py (AutoWeightsLoader), run"
 _EXPERTS = "vLLM 0.32.0 fused_moe/routed_experts.py (weight_loader), run"
 _COPY = "vLLM 0.32.0 model_executor/parameter.py, layers/linear.py (weight_loader_v2), run"
+_TRACK = "vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading), run"
 _CREATE = "vLLM 0.32.0 quantization/utils/fp8_utils.py (create_fp8_scale_parameter), run"
 _RENAMED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 _RENAMING_TYPES = ("mistral3",)
@@ -59,19 +61,23 @@ class VllmLinearLoader(LinearLoader):
 
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> None:
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
+        section = section if name_method(section, release) else {}
         kind = _NewerSchemes if release.reads_exclude_modules else GroupSchemes
         self._schemes = kind(section, folder.config)
         self._model_type = geometry.model_type
         self._renames = geometry.model_type in _RENAMING_TYPES
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
         self._is_unpacked = geometry.model_type in UNPACKED_TYPES
-        self._renamed = RENAMED_LINEARS.get(geometry.model_type, ("", ""))
+        self._renamings = RENAMED_LINEARS.get(geometry.model_type, ())
+        self._plain = UNQUANTIZED_LINEARS.get(geometry.model_type, ())
         self._created = CREATED_LINEARS.get(geometry.model_type, ())
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which vLLM creates a group."""
         if group.kind is GroupKind.HEAD and self._has_plain_head:
             return Unquantized(why="vLLM does not quantize the output layer of this model")
+        if group.path.endswith(self._plain):
+            return Unquantized(why="vLLM does not quantize this linear")
         return self._schemes.find(self._rename(group))
 
     def _rename(self, group: LinearGroup) -> LinearGroup:
@@ -79,14 +85,16 @@ class VllmLinearLoader(LinearLoader):
         members = group.members
         if self._is_unpacked and group.kind is GroupKind.LINEAR:
             members = (replace(members[0], module=group.path),)
-        pattern, new = self._renamed
-        if not pattern:
-            return replace(group, members=members)
         return replace(
             group,
-            path=re.sub(pattern, new, group.path),
-            members=tuple(replace(m, module=re.sub(pattern, new, m.module)) for m in members),
+            path=self._rename_path(group.path),
+            members=tuple(replace(m, module=self._rename_path(m.module)) for m in members),
         )
+
+    def _rename_path(self, path: str) -> str:
+        for pattern, new in self._renamings:
+            path = re.sub(pattern, new, path)
+        return path
 
     def creates(self, group: LinearGroup) -> bool:
         """Tell whether vLLM creates a group by the config: some routers and mixers too."""
@@ -126,8 +134,14 @@ class VllmLinearLoader(LinearLoader):
         what = "is not FP8, but the config quantizes it: vLLM casts it without a scale"
         return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
 
-    def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
+    def judge_absent(self) -> Outcome | None:
+        """Judge a linear that is not quantized and has no weight."""
+        what = f"is missing: {Unfilled.MEMORY}"
+        return Outcome(effect=Effect.MISREAD, what=what, source=_TRACK)
+
+    def judge_dtype(self, group: LinearGroup, suffix: str, dtype: str) -> Outcome | None:
         """Judge the dtype of a weight: any other than FP8 is cast to e4m3fn, value by value."""
+        del group
         if suffix != WEIGHT or dtype in _CAST_EXACTLY:
             return None
         what = f"is {dtype}: vLLM casts its values to float8_e4m3fn"

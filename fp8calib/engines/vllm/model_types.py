@@ -29,6 +29,9 @@ CREATED_LINEARS: Mapping[str, tuple[str, ...]] = {
         *(".per_layer_input_gate", ".per_layer_projection", ".per_layer_model_projection"),
     ),
     "granitemoehybrid": (".mamba.in_proj", ".mamba.out_proj"),
+    "lfm2": (".conv.in_proj", ".conv.out_proj"),
+    "lfm2_moe": (".conv.in_proj", ".conv.out_proj", ".feed_forward.gate"),
+    "nemotron_h": (".mixer.in_proj", ".mixer.out_proj"),
     "hunyuan_v1_moe": (".mlp.gate.wg",),
     "phimoe": (".block_sparse_moe.gate", ".mlp.router"),
     "qwen3_moe": (".mlp.gate",),
@@ -38,17 +41,32 @@ CREATED_LINEARS: Mapping[str, tuple[str, ...]] = {
 }
 """Linears outside of attention and MLPs that vLLM 0.32.0 creates by the quantization config, by
 model type: the ends of their paths. Run, on tiny models."""
-RENAMED_LINEARS: Mapping[str, tuple[str, str]] = {
-    "falcon_h1": (r"^.*\.(\d+)\.mamba\.", r"model.\1.mixer."),
-    "gemma3n_text": (
-        r"^model\.(altup_projections|per_layer_model_projection)",
-        r"model.self_decoder.\1",
-    ),
-    "granitemoehybrid": (r"\.mamba\.", ".mixer."),
+UNQUANTIZED_LINEARS: Mapping[str, tuple[str, ...]] = {
+    "granitemoe": (".router.layer",),
+    "granitemoehybrid": (".router.layer",),
+    "jamba": tuple(f".mamba.{name}_proj" for name in ("in", "x", "dt", "out")),
+    "llama4_text": (".router",),
+    "qwen2_moe": (".shared_expert_gate",),
+    "qwen3_next": (".shared_expert_gate",),
 }
-"""An expression for paths, by model type, and what it becomes where vLLM 0.32.0 compares the paths
-of linears with the lists of a config: the prefixes in its classes (`models/gemma3n.py`,
-`granitemoehybrid.py`, `falcon_h1.py`, which adds the number of layers to the index; run)."""
+"""Linears that vLLM 0.32.0 creates without the quantization config, by model type: the ends of
+their paths. Run, on tiny models."""
+RENAMED_LINEARS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "falcon_h1": ((r"^.*\.(\d+)\.mamba\.", r"model.\1.mixer."), (r"\.self_attn\.", ".")),
+    "gemma3n_text": (
+        (
+            r"^model\.(altup_projections|per_layer_model_projection)",
+            r"model.self_decoder.\1",
+        ),
+    ),
+    "granitemoehybrid": ((r"\.mamba\.", ".mixer."),),
+    "lfm2": ((r"\.feed_forward\.gate_up_proj$", ".feed_forward.w13"),),
+    "lfm2_moe": ((r"\.feed_forward\.gate_up_proj$", ".feed_forward.w13"),),
+    "minimax_m2": ((r"\.block_sparse_moe\.", ".mlp."),),
+}
+"""Expressions for paths, by model type, and what they become where vLLM 0.32.0 compares the paths
+of linears with the lists of a config: the prefixes in its classes, where no `hf_to_vllm_mapper`
+renames the lists alike (run; `models/falcon_h1.py` adds the number of layers to the index)."""
 TYPES_WITH_QUARK_EXPERTS = ("gpt_oss",)
 """Model types with another loader for Quark's checkpoints, which finds no experts in one tensor
 (vLLM 0.32.0 `models/gpt_oss.py`, _load_weights_quark, run)."""
@@ -58,7 +76,7 @@ UNPACKED_TYPES = (
 """Model types whose classes fuse projections in vLLM 0.32.0, but have no `packed_modules_mapping`:
 lists of a config match them by the name of the fused one alone. The attribute was read of all
 classes; gptj run."""
-PLAIN_HEAD_TYPES = ("falcon_h1", "jamba", "qwen3_next")
+PLAIN_HEAD_TYPES = ("falcon_h1", "gpt_oss", "jamba", "qwen3_next")
 """Model types whose output layer vLLM 0.32.0 creates without a quantization config. Run."""
 BFLOAT16_TYPES = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types that vLLM serves in bfloat16 where the checkpoint is in float16 (`config/model.py`,
@@ -115,6 +133,8 @@ loader, one by one. Every other type runs on the backend."""
 LOADERS: Mapping[str, LoaderKind] = {
     model_type: kind for kind, types in _TYPES_BY_LOADER.items() for model_type in types
 }
+FUSING_LENIENT_TYPES = ("gpt_oss",)
+"""Lenient types that rename q_proj to qkv_proj before they look for a parameter (run)."""
 NATIVE_WRAPPERS = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (

@@ -63,7 +63,7 @@ def find_kv_method(
     Raises:
         Refusal: vLLM does not start with this config.
     """
-    method = _name_method(quantization, release)
+    method = name_method(quantization, release)
     if not method:
         return None
     if method in _DEPRECATED:
@@ -85,8 +85,14 @@ def find_kv_method(
     )
 
 
-def _name_method(quantization: Mapping[str, object], release: Release) -> str:
-    """Name the method in lower case; ModelOpt's own file names an algorithm instead."""
+def name_method(quantization: Mapping[str, object], release: Release) -> str:
+    """Name the method in lower case; empty where none is named, and the model is not quantized.
+
+    ModelOpt's own file names an algorithm instead, and has to say that ModelOpt wrote it.
+
+    Raises:
+        Refusal: vLLM does not start with this config.
+    """
     producer, section = quantization.get("producer"), quantization.get("quantization")
     section = section if isinstance(section, dict) else {}
     algorithm = section.get("quant_algo")

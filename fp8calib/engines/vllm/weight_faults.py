@@ -8,7 +8,7 @@ from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.quantization_config import ContradictionError
 from fp8calib.dialects.fp8.registry import load_finder
 from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
-from fp8calib.dialects.kv.parse_names import is_of_draft_layer
+from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
@@ -40,7 +40,7 @@ def refuse_faults(context: LoadContext, loader: WeightLoader) -> None:
         if is_of_draft_layer(context.geometry, module):
             continue
         why = loader.find_fault(name)
-        is_of_weight = is_companion(name) and not loader.maps_outputs(name)
+        is_of_weight = is_companion(name) and parse_name(name) is None
         if why and not (is_of_weight and is_quantized(module)):
             raise _refuse(context, loader, name, why)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.vllm.model_types import (
+    FUSING_LENIENT_TYPES,
     LENIENT_TO_COMPANIONS,
     LOADERS,
     NATIVE_WRAPPERS,
@@ -156,7 +157,8 @@ class WeightLoader:
             return parent in self.stored
         if self.kind is LoaderKind.LENIENT:
             is_mapped = leaf in _IGNORED or (self.method is None and mapped.endswith(_UNMAPPED))
-            is_renamed = bool(_RENAMED.search(mapped)) and not _PROJECTION.search(mapped)
+            fuses = self.model_type in FUSING_LENIENT_TYPES or not _PROJECTION.search(mapped)
+            is_renamed = bool(_RENAMED.search(mapped)) and fuses
             return is_mapped and self._has_root(mapped) and not is_renamed
         if self.kind in (LoaderKind.STRICT, LoaderKind.UNFORGIVING) or self.method is None:
             return False

@@ -60,6 +60,8 @@ class LinearGroup:
     members: tuple[StoredLinear, ...]
     is_known: bool
     """Whether it is a linear of the decoder layers, which engines create by the config."""
+    is_linear: bool = False
+    """Whether the model has it as a linear, in decoder layers or not."""
     is_surplus: bool = False
     """Whether it is in a layer that the model does not have."""
 
@@ -146,6 +148,10 @@ class LinearLoader(ABC):
     def judge_plain(self, group: LinearGroup) -> Outcome | None:
         """Judge a weight that is not FP8 where the engine creates an FP8 one."""
 
+    def judge_absent(self) -> Outcome | None:
+        """Judge a linear that is not quantized and has no weight; None where it is not known."""
+        return None
+
     def judge_plain_dtype(self, dtype: str) -> Outcome | None:
         """Judge the dtype of a weight that is not FP8; None where it is converted."""
         del dtype
@@ -169,9 +175,9 @@ class LinearLoader(ABC):
         del group, scheme, numbers
         return None
 
-    def judge_dtype(self, suffix: str, dtype: str) -> Outcome | None:
+    def judge_dtype(self, group: LinearGroup, suffix: str, dtype: str) -> Outcome | None:
         """Judge the dtype of a tensor that fills a parameter; None where it is converted."""
-        del suffix, dtype
+        del group, suffix, dtype
         return None
 
     def judge_surplus(self) -> Outcome | None:

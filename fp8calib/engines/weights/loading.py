@@ -32,6 +32,8 @@ from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.errors import shorten
 from fp8calib.fp8.schemes import BLOCK
 
+_PACKED = ("weight_packed", "qweight")
+"""Names of weights in other formats than FP8."""
 _CONFIG_FIX = "use the config that the weights were quantized with"
 _STRAY_FIX = f"remove these tensors, or {_CONFIG_FIX}"
 _LAYER_FIX = "remove these tensors, or use the config.json of this checkpoint"
@@ -139,6 +141,7 @@ def _judge_unquantized(
     loader: LinearLoader, group: LinearGroup, linear: StoredLinear, why: str
 ) -> Iterator[_Finding]:
     weight = linear.tensors.get(WEIGHT)
+    yield from _judge_absent(loader, group, linear)
     has_codes = weight is not None and weight.dtype not in PLAIN_DTYPES
     strays = list(_judge_strays(loader, group, linear, (WEIGHT,)))
     for stray in strays:
@@ -152,6 +155,16 @@ def _judge_unquantized(
         if not is_fp8(weight):
             codes = replace(codes, what=codes.what.replace("is FP8", f"is {weight.dtype}", 1))
         yield _Finding(subject=linear.module, outcome=codes, fix=_CONFIG_FIX)
+
+
+def _judge_absent(
+    loader: LinearLoader, group: LinearGroup, linear: StoredLinear
+) -> Iterator[_Finding]:
+    """Judge a linear of the model that is created without quantization, and is not stored."""
+    is_stored = any(name in linear.tensors for name in (WEIGHT, *_PACKED))
+    outcome = None if is_stored or not group.is_linear else loader.judge_absent()
+    if outcome is not None:
+        yield _Finding(subject=linear.name(WEIGHT), outcome=outcome, fix=_MISSING_FIX)
 
 
 def _judge_strays(
@@ -193,6 +206,7 @@ def _judge_quantized(
                 yield _Finding(subject=linear.module, outcome=plain, fix=_PLAIN_FIX)
             continue
         if WEIGHT not in linear.tensors and not loader.creates(group):
+            yield from _judge_absent(loader, group, linear)
             continue
         if (sizes := loader.judge_sizes(linear, scheme)) is not None:
             yield _Finding(subject=linear.module, outcome=sizes, fix=_SIZE_FIX)
@@ -227,7 +241,7 @@ def _judge_parameter(
         yield _Finding(subject=name, outcome=outcome, fix=_MISSING_FIX)
         return
     entry = linear.tensors[suffix]
-    if (dtype := loader.judge_dtype(suffix, entry.dtype)) is not None:
+    if (dtype := loader.judge_dtype(group, suffix, entry.dtype)) is not None:
         yield _Finding(subject=name, outcome=dtype, fix=_DTYPE_FIX)
         return
     shape = entry.shape

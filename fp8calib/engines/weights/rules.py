@@ -106,7 +106,11 @@ def _list_stack_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
     """List engines that load a model's experts only as one tensor."""
     expert = next((each for each in weights.linears if each.is_expert), None)
     kind, layout, _ = find_layout(weights.config) if expert else ("", None, None)
-    if expert is not None and layout is not None and not layout.is_split_in_transformers:
+    is_split = layout is None or (
+        layout.is_split_in_transformers
+        and (not layout.is_rebuilt or weights.dialect == "compressed-tensors")
+    )
+    if expert is not None and not is_split:
         yield WeightFault(
             engine="transformers",
             effect=Effect.MISREAD,

@@ -40,7 +40,6 @@ _STACKED = {
 """The names of a layer's experts in one tensor, and the projections in it; the last two are
 granitemoe's."""
 _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
-_NUMBER = re.compile(r"\d+")
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
 
 
@@ -108,25 +107,26 @@ def list_groups(
 ) -> Iterator[LinearGroup]:
     """List the linears that engines create for a checkpoint, in groups that they join.
 
-    These are the linears of the model's decoder layers, and whatever else is stored as a matrix or
-    has the scale of one.
+    These are the linears of the model, and whatever else is stored as a matrix or has the scale of
+    one.
     """
     beside: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for name, entry in tensors.items():
         module, _, suffix = name.rpartition(".")
         beside[module][suffix] = entry
     known = {} if geometry.model_type in _TRANSPOSED_TYPES else _list_known(geometry, beside)
+    linears = {name.removesuffix(f".{WEIGHT}"): each for name, each in geometry.matrices.items()}
     stored = (module for module, held in beside.items() if _is_linear(held))
     experts: dict[str, list[tuple[int, str]]] = defaultdict(list)
     plain: list[str] = []
-    for module in dict.fromkeys((*known, *stored)):
+    for module in dict.fromkeys((*known, *linears, *stored)):
         if (expert := split_expert(module)) is not None:
             experts[expert[0]].append((expert[1], expert[2]))
         else:
             plain.append(module)
     is_surplus = _make_surplus_test(known, geometry)
     for group in (
-        *_group_plain(plain, known, beside),
+        *_group_plain(plain, known, linears, beside),
         *_group_experts(experts, _count_experts(experts, known, geometry), beside),
         *_group_stacks(tensors),
     ):
@@ -157,18 +157,14 @@ def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
 def _list_known(
     geometry: ModelGeometry, beside: Mapping[str, Mapping[str, TensorEntry]]
 ) -> dict[str, Linear]:
-    """List the linears of decoder layers that the checkpoint should store, by path.
-
-    One that is not stored at all counts where other layers store theirs under the same name.
-    """
-    patterns = {_NUMBER.sub("*", module) for module in beside}
+    """List the linears of decoder layers that the checkpoint should store, by path."""
     known = {}
     for _, linear in geometry.linears():
         name = linear.checkpoint_name or ""
         module = name.removesuffix(f".{WEIGHT}")
         if linear.num_experts or linear.section == "other" or module == name:
             continue
-        if module in beside or _NUMBER.sub("*", module) in patterns:
+        if module in beside or name in geometry.matrices:
             known[module] = linear
     return known
 
@@ -176,12 +172,15 @@ def _list_known(
 def _group_plain(
     modules: list[str],
     known: Mapping[str, Linear],
+    linears: Mapping[str, tuple[int, int]],
     beside: Mapping[str, Mapping[str, TensorEntry]],
 ) -> Iterator[LinearGroup]:
     joined: dict[tuple[str, str], dict[str, StoredLinear]] = defaultdict(dict)
     for module in modules:
         parent, _, projection = module.rpartition(".")
-        linear = _make_linear(module, known.get(module), beside.get(module, {}))
+        linear = _make_linear(
+            module, known.get(module), linears.get(module), beside.get(module, {})
+        )
         fused = name_fused_group(module).rpartition(".")[2]
         joined[parent, fused][projection] = linear
     for (parent, fused), members in joined.items():
@@ -189,13 +188,17 @@ def _group_plain(
         if len(members) == len(parts) > 1:
             path = f"{parent}.{_FUSED_PATHS[fused]}" if parent else _FUSED_PATHS[fused]
             ordered = tuple(members[part] for part in parts)
-            yield _make_group(path, ordered, known)
+            yield _make_group(path, ordered, known, linears)
         else:
-            yield from (_make_group(each.module, (each,), known) for each in members.values())
+            for each in members.values():
+                yield _make_group(each.module, (each,), known, linears)
 
 
 def _make_group(
-    path: str, members: tuple[StoredLinear, ...], known: Mapping[str, Linear]
+    path: str,
+    members: tuple[StoredLinear, ...],
+    known: Collection[str],
+    linears: Collection[str],
 ) -> LinearGroup:
     is_head = path.rpartition(".")[2] in _HEADS
     return LinearGroup(
@@ -203,16 +206,22 @@ def _make_group(
         kind=GroupKind.HEAD if is_head else GroupKind.LINEAR,
         members=members,
         is_known=is_head or all(each.module in known for each in members),
+        is_linear=is_head or all(each.module in linears for each in members),
     )
 
 
 def _make_linear(
-    module: str, linear: Linear | None, tensors: Mapping[str, TensorEntry]
+    module: str,
+    linear: Linear | None,
+    shape: tuple[int, int] | None,
+    tensors: Mapping[str, TensorEntry],
 ) -> StoredLinear:
     stored = tensors[WEIGHT].shape if WEIGHT in tensors else ()
+    if linear is not None:
+        shape = linear.out_features, linear.in_features
     return StoredLinear(
         module=module,
-        shape=(linear.out_features, linear.in_features) if linear else _read_matrix(stored),
+        shape=shape or _read_matrix(stored),
         tensors=tensors,
         shard=linear.shard if linear else None,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.real_engines.fuzz.draft import Draft
+from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.forms import Form
 
 Change = Callable[[Draft], None]
@@ -66,6 +66,8 @@ def _find(draft: Draft, path: list[str]) -> dict[str, Any]:
     found = draft.quantization
     for key in path:
         found = found[key]
+    if not isinstance(found, dict):
+        raise UnfitError(f"{'.'.join(path)} is no object")
     return found
 
 
