@@ -403,6 +403,22 @@ def test_a_bad_scale_is_refused_by_name(
     assert str(path) in message
 
 
+def test_check_and_verify_refuse_a_scale_with_an_infinite_reciprocal(
+    refuse: Any, files: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(files / "kv-overlay", out)
+    path = next(out.glob("model-00002*"))
+    scales = load_file(path)
+    scales["model.layers.1.self_attn.k_scale"].fill_(1e-45)
+    save_file(scales, path)
+    assert "too small for a scale" in refuse(4, "--scales", out)
+    for report in run("check", out, "--json").json["engines"].values():
+        first, second = (layer["k"] for layer in report["layers"])
+        assert (first["status"], second["status"]) == ("used", "misread")
+        assert "too small for a scale" in second["why"]
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -144,6 +144,7 @@ def test_a_shard_that_the_index_does_not_name_is_skipped(tmp_path: Path) -> None
         (0.0, 0.5, ("refused", "refused"), (None, None)),
         (NAN, NAN, ("refused", "refused"), (None, None)),
         (float("inf"), 0.5, ("misread", "used"), (None, 0.5)),
+        (2.0**-127, 2.0**-126, ("misread", "used"), (2.0**-127, 2.0**-126)),
     ],
 )
 @pytest.mark.parametrize("quantization", [PER_TENSOR, FP8])

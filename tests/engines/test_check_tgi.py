@@ -138,7 +138,7 @@ def test_more_than_one_number_is_a_value_error(tmp_path: Path, value: object) ->
     assert "must be scalar tensors" in report.layers[0].k.why
 
 
-@pytest.mark.parametrize("value", [float("nan"), 0.0, -0.5, float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), 0.0, -0.5, float("inf"), 2.0**-127])
 def test_numbers_that_are_no_scales_are_used_and_not_ok(tmp_path: Path, value: float) -> None:
     report = ask("tgi", save_folder(tmp_path / "f", spell(*PAIR, value=value)))
 

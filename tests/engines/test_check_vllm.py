@@ -173,6 +173,7 @@ def test_v_without_k_fails_an_assertion(tmp_path: Path, quantization: dict[str, 
         (-0.5, 0.5, ("refused", "refused"), (None, None)),
         (NAN, NAN, ("refused", "refused"), (None, None)),
         (INF, 0.25, ("misread", "used"), (None, 0.25)),
+        (2.0**-127, 2.0**-126, ("misread", "used"), (2.0**-127, 2.0**-126)),
     ],
 )
 @pytest.mark.parametrize("quantization", [FP8, MODELOPT, QUARK])

@@ -18,6 +18,7 @@ from fp8calib.engines.replay.verdicts import (
     LayerVerdict,
     LoadVerdict,
     Status,
+    is_scale,
     judge_number,
     report_alike,
 )
@@ -90,7 +91,7 @@ def _judge(ranks: Ranks, geometry: ModelGeometry) -> EngineReport:
 
 def _judge_ranks(numbers: list[float]) -> LoadVerdict:
     stored = [_to_fp32(number) for number in numbers]
-    bad = next((number for number in stored if not 0 < number < float("inf")), None)
+    bad = next((number for number in stored if not is_scale(number)), None)
     shared = "one number for k and v"
     if bad is not None:
         return judge_number(bad, shared)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.scales.scale_table import SMALLEST_SCALE
 
 
 class Status(StrEnum):
@@ -121,8 +122,17 @@ class Refusal(Exception):  # noqa: N818 -- an engine's refusal to start, no erro
         self.fix = fix
 
 
+def is_scale(value: float) -> bool:
+    """Check whether a number can be a scale: finite, above zero, its reciprocal finite in fp32.
+
+    Some kernels multiply by the reciprocal: vLLM 0.32.0 `models/kimi_k3/nvidia/mla.py`, SGLang
+    0.5.23 `kernels/ops/attention/fused_qk_rope_reshape_and_cache.py` (both read).
+    """
+    return SMALLEST_SCALE <= value < math.inf
+
+
 def judge_number(value: float, why: str, *, fault: str = "") -> LoadVerdict:
-    """Judge a number that an engine uses as a scale, which must be finite and above zero.
+    """Judge a number that an engine uses as a scale.
 
     Args:
         value: what the engine multiplies by.
@@ -130,8 +140,9 @@ def judge_number(value: float, why: str, *, fault: str = "") -> LoadVerdict:
         fault: why it is not what the file means; empty where it is.
     """
     finite = value if math.isfinite(value) else None
-    if finite is None or finite <= 0:
-        text = f"{value:g} is not a scale, but the engine uses it ({why})"
+    if not is_scale(value):
+        fault = "too small for a scale" if 0 < value < 1 else "not a scale"
+        text = f"{value:g} is {fault}, but the engine uses it ({why})"
         fix = "calibrate the layer again; a scale is a finite number above zero"
         return LoadVerdict(status=Status.MISREAD, value=finite, why=text, fix=fix)
     if fault:

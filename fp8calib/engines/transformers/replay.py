@@ -24,6 +24,7 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     Status,
+    is_scale,
     judge_number,
 )
 from fp8calib.engines.transformers.quantization_config import (
@@ -276,6 +277,6 @@ def _judge_rounded(context: LoadContext, stored: StoredScale) -> LoadVerdict:
         context.problems.append(
             f"scales are rounded to the model's {context.geometry.checkpoint_dtype}"
         )
-    bad = [value for value in values if not 0 < value < float("inf")]
+    bad = [value for value in values if not is_scale(value)]
     source = str(stored) if len(values) == 1 else f"the largest of {len(values)} heads, {stored}"
     return judge_number(bad[0] if bad else max(values), source)

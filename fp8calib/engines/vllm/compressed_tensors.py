@@ -14,6 +14,7 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     Status,
+    is_scale,
     judge_number,
 )
 from fp8calib.engines.vllm.weight_faults import NAMES_FIX
@@ -83,7 +84,7 @@ def _judge_heads(context: LoadContext, stored: StoredScale, num_heads: int, tp: 
         why = f"{stored} has shape {list(stored.shape)} for {num_heads} KV heads: RuntimeError"
         raise Refusal(why, fix=f"store [{num_heads}, 1, 1], or strategy tensor with one number")
     used = stored.values[:num_heads]
-    bad = [value for value in used if not 0 < value < float("inf")]
+    bad = [value for value in used if not is_scale(value)]
     if bad:
         return judge_number(bad[0], str(stored))
     largest = max(used)

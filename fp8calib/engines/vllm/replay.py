@@ -27,6 +27,7 @@ from fp8calib.engines.replay.verdicts import (
     LoadVerdict,
     Refusal,
     Status,
+    is_scale,
 )
 from fp8calib.engines.vllm.compressed_tensors import NO_PARAMETER, judge_compressed_layer
 from fp8calib.engines.vllm.model_types import (
@@ -253,7 +254,7 @@ def _note_gpus(context: LoadContext, method: KvMethod, *, per_head: bool) -> Non
 def _note_loaded(context: LoadContext, method: KvMethod, release: Release) -> None:
     """Note what vLLM does with scales of q and of probabilities, where there are any."""
     for what, found in list_optional_scales(context):
-        bad = [stored for stored in found if not all(0 < v < float("inf") for v in stored.values)]
+        bad = [stored for stored in found if not all(map(is_scale, stored.values))]
         if bad and method is KvMethod.COMPRESSED_TENSORS:
             context.problems.append(f"{bad[0]} is not a scale, but vLLM uses it")
         elif bad:
