@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
@@ -92,6 +93,15 @@ def _read_rule(value: Any) -> Rule:
 RuleField = Annotated[Rule, PlainValidator(_read_rule), PlainSerializer(str)]
 
 
+def _read_query_scale(value: Any) -> Any:
+    if value not in (True, False, "auto", "yes", "no"):
+        raise ValueError("must be auto, yes or no")
+    return value == "yes" if value in ("yes", "no") else value
+
+
+QueryScale = Annotated[Literal["auto"] | bool, BeforeValidator(_read_query_scale)]
+
+
 class ScaleOptions(_Section):
     """How statistics become scales."""
 
@@ -146,8 +156,10 @@ class Recipe(_Section):
     tp: tuple[int, ...] = Field(
         default=(1,), description="tensor-parallel degrees that per-rank formats are written for"
     )
-    query_scale: bool = Field(
-        default=False, description="also write q_scale, in the formats that have a place for it"
+    query_scale: QueryScale = Field(
+        default="auto",
+        description="also write q_scale, in the formats that have a place for it; auto: where q "
+        "clips or underflows at scale 1.0 in some layer",
     )
     quantize: Quantize | None = Field(
         default=None, description="the FP8 checkpoint to write; null means none"

@@ -123,8 +123,10 @@ def check_output(
         raise UsageError(f"{path}: cannot be used as output folder: {error}") from error
 
 
-def check_output_file(path: Path) -> None:
+def check_output_file(path: Path, *, force: bool = True) -> None:
     """Refuse a path that `write_file_atomic` could not write; write nothing.
+
+    Without `force`, a file that exists is refused too.
 
     Raises:
         UsageError: it is a folder or a device, or cannot be written.
@@ -132,6 +134,8 @@ def check_output_file(path: Path) -> None:
     try:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path}: exists, and is not a regular file", hint="name another file")
+        if path.exists() and not force:
+            raise UsageError(f"{path}: exists; --force replaces it", hint="name another file")
         _refuse_unwritable(_find_existing(path.resolve().parent), path)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: circular links
         raise UsageError(f"{path}: cannot be used as output file: {error}") from error

@@ -145,6 +145,7 @@ def _merge(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="STATS", help="Output file.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace older statistics.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Join the statistics of all shards of a calibration.
@@ -153,7 +154,7 @@ def _merge(
     """
     from fp8calib.cli.merge import run_merge  # noqa: PLC0415
 
-    run_merge(stats, out, as_json=as_json)
+    run_merge(stats, out, force=force, as_json=as_json)
 
 
 @app.command("show")

@@ -38,6 +38,8 @@ class _Console(Console):
 _out = _Console(highlight=False, soft_wrap=True)
 _err = _Console(stderr=True, highlight=False, soft_wrap=True)
 
+SCHEMA_VERSION = 1
+"""Of the objects that --json prints; it rises when a key changes its meaning or goes away."""
 _MAX_RICH_ROWS = 2000
 """Rows; a million of them took rich more than two minutes and two gigabytes."""
 
@@ -74,7 +76,8 @@ def print_json(value: Mapping[str, Any]) -> None:
     if _out.quiet:
         return
     with _to_stdout():
-        sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+        numbered = {"schema_version": SCHEMA_VERSION, **value}
+        sys.stdout.write(json.dumps(numbered, indent=2, allow_nan=False) + "\n")
 
 
 @contextmanager

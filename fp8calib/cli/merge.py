@@ -12,8 +12,8 @@ from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_sta
 from fp8calib.stats.merge import merge_shards
 
 
-def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
-    """Join the shards and write the statistics; an older stats file at `out` is replaced.
+def run_merge(paths: Sequence[Path], out: Path, *, force: bool, as_json: bool) -> None:
+    """Join the shards and write the statistics; `force` replaces an older stats file at `out`.
 
     Raises:
         UsageError: the shards are not those of one run, or `out` is no valid output.
@@ -21,7 +21,7 @@ def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
         ExportError: the file cannot be written.
     """
     files = [path / STATS_NAME if path.is_dir() else path for path in paths]
-    _check_output(out, files)
+    _check_output(out, files, force=force)
     merged = merge_shards([(str(path), load_stats(path, accepts_shard=True)) for path in files])
     save_stats(merged, out)
     header = merged.header
@@ -42,7 +42,7 @@ def run_merge(paths: Sequence[Path], out: Path, *, as_json: bool) -> None:
         )
 
 
-def _check_output(out: Path, files: Sequence[Path]) -> None:
+def _check_output(out: Path, files: Sequence[Path], *, force: bool) -> None:
     """Refuse to overwrite an input, or a file that holds no statistics."""
     check_output_file(out)
     if out.suffix != ".safetensors":
@@ -51,3 +51,4 @@ def _check_output(out: Path, files: Sequence[Path]) -> None:
         raise UsageError(f"--out {out}: is one of the inputs", hint="choose another file")
     if out.exists() and not is_stats_file(out):
         raise UsageError(f"--out {out}: exists and holds no statistics", hint="choose another file")
+    check_output_file(out, force=force)

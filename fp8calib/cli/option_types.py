@@ -49,9 +49,12 @@ Fp8DtypeOption = Annotated[
     ),
 ]
 QueryScaleOption = Annotated[
-    bool,
+    str | None,
     typer.Option(
-        "--query-scale", help=f"Also write q_scale; in {', '.join(list_query_format_names())}."
+        "--query-scale",
+        metavar="auto|yes|no",
+        help=f"Write q_scale too, in {', '.join(list_query_format_names())}; default auto: where q "
+        "needs it in some layer.",
     ),
 ]
 ForceOption = Annotated[

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from fp8calib.errors import UsageError
+from fp8calib.dialects.registry import find_dialect
+from fp8calib.errors import UsageError, cut_list
 from fp8calib.recipe import Recipe, explain_value, load_recipe
+from fp8calib.scales.compute import list_unfit_queries
+from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 def override_recipe(
@@ -30,6 +34,31 @@ def override_recipe(
         raise UsageError(
             "; ".join(map(_explain_option, error.errors())), hint="see --help"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class QueryDecision:
+    """Whether q scales are written, and what a user should know about it."""
+
+    is_written: bool
+    notes: tuple[str, ...] = ()
+
+
+def decide_query(recipe: Recipe, stats: CalibrationStats) -> QueryDecision:
+    """Decide for `auto` whether q scales are written: where q needs them in some layer."""
+    if recipe.query_scale is True:
+        return QueryDecision(is_written=True)
+    unfit = list_unfit_queries(stats)
+    if not unfit or not recipe.formats:
+        return QueryDecision(is_written=False)
+    layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit.items()], 6)
+    why = f"q clips or underflows with scale 1.0 (layer and amax: {layers})"
+    storing = [name for name in recipe.formats if find_dialect(name).has_query]
+    if recipe.query_scale is False:
+        return QueryDecision(False, (f"{why}: use --query-scale yes",))
+    if not storing:
+        return QueryDecision(False, (f"{why}, and no format that stores q_scale is written",))
+    return QueryDecision(True, (f"{why}: q_scale is written to {', '.join(storing)}",))
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 
 from fp8calib.errors import ExportError
-from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.formats import E4M3FN, Fp8Format
 from fp8calib.geometry.model_geometry import Attention, Linear, ModelGeometry, Part
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.geometry.tensor_parallel import (
@@ -34,6 +34,22 @@ from fp8calib.scales.scale_table import (
 )
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.statistic import SiteStats
+
+UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
+"""Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
+
+
+def list_unfit_queries(stats: CalibrationStats) -> dict[int, float]:
+    """List the layers whose q clips or underflows with scale 1.0, each with its amax."""
+    found: dict[int, float] = {}
+    for layer, attention in stats.geometry.attentions():
+        seen = stats.sites.get(attention.site(Role.Q))
+        if seen is None or not seen.count:
+            continue
+        amax = float(seen.amax.max()) / attention.query_divisor
+        if amax > E4M3FN.max or amax < UNSCALED_QUERY_FLOOR:
+            found[layer.index] = amax
+    return found
 
 
 def compute_kv_scales(

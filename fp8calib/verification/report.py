@@ -24,6 +24,21 @@ class Verdict(StrEnum):
     WARN = "warn"
     FAIL = "fail"
     NO_DIFFERENCE = "no-difference"
+    CANNOT_TELL = "cannot-tell"
+    """The ratio's standard error is unknown, or larger than the gate's margin."""
+
+
+class Remedy(StrEnum):
+    """What helps after a verification."""
+
+    NONE = "none"
+    CALIBRATE = "calibrate"
+    USE = "use"
+    """Serve the candidate."""
+    SCALE_QUERY = "scale-query"
+    """Write scales of q too."""
+    FIND_LAYERS = "find-layers"
+    """Find the layers whose KV cache should stay unquantized."""
 
 
 class _Model(BaseModel):
@@ -198,6 +213,9 @@ class VerifyReport(_Model):
     candidates: tuple[CandidateResult, ...]
     layers: tuple[LayerResult, ...]
     advice: str
+    remedy: Remedy = Remedy.NONE
+    remedy_for: str = ""
+    """The candidate that the remedy is for."""
     diagnosis: tuple[DiagnosisResult, ...] = ()
     diagnosis_of: str = ""
     """The candidate whose scales the diagnosis compares with 1.0; empty without one."""
@@ -209,6 +227,17 @@ class VerifyReport(_Model):
     memory: Mapping[str, Any] = {}
     """The memory mode (whole or streamed), its plan, and the measured peak."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def judged(self) -> tuple[Verdict, ...]:
+        """The verdicts on the candidates that were asked for; without any, that on scale 1.0."""
+        asked = [each.verdict for each in self.candidates if each.name != SCALE_ONE]
+        return tuple(asked or (each.verdict for each in self.candidates))
+
+    @property
+    def passed(self) -> bool:
+        """Whether no verdict in `judged` is `fail` or `cannot-tell`."""
+        return not {Verdict.FAIL, Verdict.CANNOT_TELL}.intersection(self.judged)
 
 
 _SMALLEST_FIXED_KLD = 0.001

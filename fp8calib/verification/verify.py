@@ -164,6 +164,7 @@ def _build_report(
     layers = tuple(_list_layer_rows(request.candidates, compared, layer_of))
     results = tuple(_make_result(c, compared, request, lengths, layers) for c in request.candidates)
     errors = divergence_errors(compared.candidates, SCALE_ONE, lengths)
+    advice = advise(results, layers, errors)
     return VerifyReport(
         model=reference.name,
         engine=request.numerics.name,
@@ -178,7 +179,9 @@ def _build_report(
         reference=ReferenceResult(ppl=compute_ppl(compared.reference)),
         candidates=results,
         layers=layers,
-        advice=advise(results, layers, errors),
+        advice=advice.text,
+        remedy=advice.remedy,
+        remedy_for=advice.candidate,
         diagnosis=diagnose(measurements.found, layer_of, request.calibration_clipped),
         diagnosis_of=request.diagnosis_of,
         histograms=request.histograms,

@@ -41,7 +41,7 @@ Refused = Callable[..., str]
         (["--seq-len", "129"], "above the model's maximum of 128 positions"),
         (["--recipe", "w8a16", "--format", "rfc"], "does not observe K and V"),
         (["--recipe", "w8a8-dynamic", "--format", "rfc"], "needs inputs and weights"),
-        (["--recipe", "w8a16", "--query-scale"], "does not observe q"),
+        (["--recipe", "w8a16", "--query-scale", "yes"], "does not observe q"),
     ],
 )
 def test_a_value_that_makes_no_sense(

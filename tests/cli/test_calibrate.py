@@ -359,7 +359,7 @@ def test_the_dtype_is_reported(calibrate: Any, dtype: str) -> None:
 
 
 def test_query_scales_are_written_on_demand(calibrate: Any) -> None:
-    out, _ = calibrate("--query-scale", "--format", "kv-scales")
+    out, _ = calibrate("--query-scale", "yes", "--format", "kv-scales")
     scales = load_file(out / "kv_scales.safetensors")
     stats = stats_of(out)
     for _, attention in stats.geometry.attentions():
@@ -403,20 +403,39 @@ def test_a_site_of_zeros_takes_a_fallback_unless_refused(
     assert "warning: model.layers.0.self_attn.v: only zeros were seen" in outcome.err
 
 
-def test_a_query_that_would_clip_is_warned_about(model: Path, data: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(model, tmp_path / "loud")
-    loud = zoo.build("llama")
-    loud.model.layers[1].self_attn.q_proj.weight.data *= 10_000
-    loud.save_pretrained(folder)
-    command = ("calibrate", folder, "--data", data, *QUICK, "--format", "kv-scales")
-    (text,) = [
-        text
-        for text in succeed(*command, "--out", tmp_path / "a", "--json").json["warnings"]
-        if "--query-scale" in text
-    ]
-    assert text.startswith("q of layer 1 reaches ")
-    quiet = succeed(*command, "--query-scale", "--out", tmp_path / "b", "--json").json["warnings"]
-    assert not any("--query-scale" in text for text in quiet)
+@pytest.mark.parametrize("factor", [10_000, 1e-4])
+@pytest.mark.parametrize(
+    ("options", "is_written", "note"),
+    [
+        (("--format", "kv-scales"), True, ": q_scale is written to kv-scales"),
+        (("--format", "kv-scales", "--query-scale", "no"), False, ": use --query-scale yes"),
+        (("--format", "kv-scales", "--query-scale", "yes"), True, ""),
+        (("--format", "vllm-json"), False, ", and no format that stores q_scale is written"),
+    ],
+)
+def test_a_query_that_needs_a_scale_gets_one(
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    factor: float,
+    options: tuple[str, ...],
+    is_written: bool,
+    note: str,
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "odd")
+    odd = zoo.build("llama")
+    odd.model.layers[1].self_attn.q_proj.weight.data *= factor
+    odd.save_pretrained(folder)
+    command = ("calibrate", folder, "--data", data, *QUICK, *options, "--json")
+    warnings = succeed(*command, "--out", tmp_path / "out").json["warnings"]
+    said = [text for text in warnings if text.startswith("q clips or underflows with scale 1.0")]
+    assert [text.rpartition(")")[2] for text in said] == ([note] if note else [])
+    assert all("(layer and amax: 1 (" in text for text in said)
+    if options[1] == "kv-scales":
+        names = load_file(tmp_path / "out" / "kv_scales.safetensors")
+        queries = sorted(name for name in names if name.endswith("q_scale"))
+        both = [f"model.layers.{index}.self_attn.q_scale" for index in range(2)]
+        assert queries == (both if is_written else [])
 
 
 # --- the same again ----------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_json_is_served_for_its_own_ranks_alone(
 def test_the_promised_keys_are_there(calibrated: tuple[Path, Outcome]) -> None:
     report = check(8, calibrated[0] / "kv-overlay-head")
 
-    assert set(report) == {"ok", "engines"}
+    assert set(report) == {"schema_version", "ok", "passed", "engines"}
     assert report["ok"] is False
     assert tuple(report["engines"]) == ENGINES
     for engine in report["engines"].values():

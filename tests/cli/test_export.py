@@ -80,7 +80,7 @@ def test_people_read_what_was_written_on_stdout(stats: Path, tmp_path: Path) -> 
 def test_an_export_for_fnuz_divides_by_240(stats: Path, tmp_path: Path) -> None:
     for dtype in ("e4m3fn", "e4m3fnuz"):
         command = ("export", stats, "--format", "kv-scales", "--fp8-dtype", dtype)
-        succeed(*command, "--query-scale", "--out", tmp_path / dtype)
+        succeed(*command, "--query-scale", "yes", "--out", tmp_path / dtype)
     plain, fnuz = (
         load_file(tmp_path / dtype / "kv_scales.safetensors") for dtype in ("e4m3fn", "e4m3fnuz")
     )

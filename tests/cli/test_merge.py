@@ -28,16 +28,19 @@ def test_merged_shards_are_the_file_of_one_run(shards: Path, tmp_path: Path) -> 
     whole = (shards / "whole" / "stats.safetensors").read_bytes()
     names = [shards / "2", shards / "1" / "stats.safetensors"]
     for order in (names, names[::-1]):
-        outcome = succeed("merge", *order, "--out", tmp_path / "all.safetensors", "--json")
+        out = ("--out", tmp_path / "all.safetensors")
+        outcome = succeed("merge", *order, *out, "--force", "--json")
         assert (tmp_path / "all.safetensors").read_bytes() == whole
     assert outcome.json == {
+        "schema_version": 1,
         "out": str(tmp_path / "all.safetensors"),
         "parts": [str(shards / name / "stats.safetensors") for name in ("1", "2")],
         "tokens": 96,
         "sequences": 6,
         "sites": 34,
     }
-    text = succeed("merge", *names, "--out", tmp_path / "all.safetensors").out
+    assert "exists; --force replaces it" in fail(2, "merge", *names, *out)
+    text = succeed("merge", *names, *out, "--force").out
     assert text.startswith("2 shards, 96 tokens in 6 sequences, written to ")
     exported = ("export", tmp_path / "all.safetensors", "--format", "kv-scales")
     succeed(*exported, "--out", tmp_path / "exported")

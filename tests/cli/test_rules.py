@@ -43,8 +43,8 @@ def percentile_bin(stats: CalibrationStats, site: Site, percent: float) -> tuple
 
 
 def test_headroom_doubles_every_scale(stats: Path, tmp_path: Path) -> None:
-    plain = export_scales(stats, tmp_path / "plain", "--query-scale")
-    roomy = export_scales(stats, tmp_path / "roomy", "--query-scale", "--rule", "headroom:2")
+    plain = export_scales(stats, tmp_path / "plain", "--query-scale", "yes")
+    roomy = export_scales(stats, tmp_path / "roomy", "--query-scale", "yes", "--rule", "headroom:2")
     assert len(plain) == 6
     assert {name: 2 * scale.item() for name, scale in plain.items()} == {
         name: scale.item() for name, scale in roomy.items()
@@ -69,7 +69,9 @@ def test_a_percentile_scale_lies_in_the_percentiles_bin(
 
 def test_percentile_100_is_amax_to_the_byte(stats: Path, tmp_path: Path) -> None:
     for rule in ("amax", "percentile:100", "headroom:1"):
-        export_scales(stats, tmp_path / rule.partition(":")[0], "--rule", rule, "--query-scale")
+        export_scales(
+            stats, tmp_path / rule.partition(":")[0], "--rule", rule, "--query-scale", "yes"
+        )
     amax, percentile, headroom = (
         snapshot(tmp_path / name) for name in ("amax", "percentile", "headroom")
     )
@@ -88,7 +90,7 @@ def test_calibrate_and_export_follow_a_rule_alike(
     stats: Path, model: Path, data: Path, tmp_path: Path, rule: str
 ) -> None:
     options = [part for name in ALL_FORMATS for part in ("--format", name)]
-    options += ["--tp", "1", "--tp", "2", "--query-scale", "--rule", rule]
+    options += ["--tp", "1", "--tp", "2", "--query-scale", "yes", "--rule", rule]
     command = ("calibrate", model, "--data", data, *QUICK, *options, "--out", tmp_path / "c")
     report = succeed(*command, "--json").json
     exported = succeed(

@@ -94,7 +94,7 @@ def test_json_holds_the_promised_keys(verify: Any, files: Path) -> None:
     assert [candidate["name"] for candidate in report["candidates"]] == [stats, "scale-1.0"]
     for candidate in report["candidates"]:
         assert candidate.keys() >= PROMISED
-        assert candidate["verdict"] in {"pass", "warn", "fail", "no-difference"}
+        assert candidate["verdict"] in {"pass", "warn", "fail", "no-difference", "cannot-tell"}
     assert {row["site"] for row in report["layers"]} == {
         f"model.layers.{layer}.self_attn.{role}" for layer in (0, 1) for role in "kvqp"
     }
@@ -103,6 +103,8 @@ def test_json_holds_the_promised_keys(verify: Any, files: Path) -> None:
         for row in report["layers"]
     )
     assert report["advice"]
+    assert report["passed"] in {True, False}
+    assert report["schema_version"] == 1
 
 
 def test_without_scales_only_scale_one_is_compared(verify: Any) -> None:
@@ -318,10 +320,12 @@ def test_the_diagnosis_says_whose_scales_it_compares_and_has_no_empty_column(
 def test_one_scored_token_gives_no_verdict(model: Path, files: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "two.jsonl", [{"input_ids": [1, 2]}])
     command = ("verify", model, "--data", rows, "--dtype", "float32", "--scales", files)
-    candidates = succeed(*command, "--gate", "kv", "--json").json["candidates"]
-    for candidate in candidates:
+    outcome = run(*command, "--gate", "kv", "--json")
+    assert outcome.code == 9
+    assert outcome.json["passed"] is False
+    for candidate in outcome.json["candidates"]:
         assert candidate["ppl_ratio_se"] is None
-        assert candidate["verdict"] == "warn"
+        assert candidate["verdict"] == "cannot-tell"
         assert "error is unknown" in candidate["verdict_why"]
     assert " ? " in succeed(*command).out
 
@@ -363,15 +367,71 @@ def test_a_gate_decides_the_exit_code_and_the_report_is_printed(
     outcome = run(*arguments, "--scales", broken)
     assert outcome.code == 8
     assert outcome.json["candidates"][0]["verdict"] == "fail"
+    assert outcome.json["passed"] is False
     loose = tmp_path / "loose.json"
     loose.write_text(json.dumps({"pass_at": 5, "fail_above": 10}))
-    verify("--scales", files, "--gate", loose)
+    assert verify("--scales", files, "--gate", loose).json["passed"] is True
 
 
-def test_scale_one_never_decides(verify: Any, tmp_path: Path) -> None:
+def test_scale_one_decides_where_there_are_no_other_scales(
+    model: Path, held_out: Path, files: Path, tmp_path: Path
+) -> None:
+    found = succeed("verify", model, "--data", held_out, *QUICK, "--scales", files, "--json").json
+    mine, one = (candidate["kld_mean"] for candidate in found["candidates"])
+    assert mine < one
     gate = tmp_path / "gate.yaml"
-    gate.write_text("pass_at: 0.1\nfail_above: 0.1\nkld_fail_above: 0\n")
-    assert verify("--gate", gate).json["candidates"][-1]["verdict"] == "fail"
+    gate.write_text(f"pass_at: 5.0\nfail_above: 10.0\nkld_fail_above: {(mine + one) / 2}\n")
+    command = ("verify", model, "--data", held_out, *QUICK, "--json", "--gate", gate)
+    assert run(*command, "--scales", files).code == 0
+    alone = run(*command)
+    assert (alone.code, alone.json["passed"]) == (8, False)
+    assert alone.json["next"] == f"fp8calib calibrate {model}"
+
+
+def test_the_answer_is_the_first_line_and_the_last(model: Path, held_out: Path) -> None:
+    text = succeed("verify", model, "--data", held_out, *QUICK).out
+    assert text.splitlines()[0] == text.splitlines()[-1] != ""
+
+
+def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
+    model: Path, data: Path, held_out: Path, tmp_path: Path
+) -> None:
+    """The command that is printed last fixes it."""
+    shutil.copytree(model, tmp_path / "odd")
+    odd = zoo.build("llama")
+    for layer in odd.model.layers:
+        layer.self_attn.q_proj.weight.data *= 2.0**-16
+        layer.self_attn.k_proj.weight.data *= 2.0**16
+    odd.save_pretrained(tmp_path / "odd")
+    out = tmp_path / "out"
+    given = ("--data", data, *QUICK, "--query-scale", "no")
+    succeed("calibrate", tmp_path / "odd", *given, "--out", out)
+    gate = tmp_path / "gate.yaml"
+    gate.write_text("pass_at: 5.0\nfail_above: 10.0\nkld_fail_above: 1.0e-6\n")
+    command = ("verify", tmp_path / "odd", "--data", held_out, *QUICK, "--gate", gate, "--scales")
+
+    failed = run(*command, out / "kv-overlay", "--json")
+
+    assert failed.code == 8
+    assert "; use " not in failed.json["advice"]
+    assert "q of layers 0 and 1 need scales too, and none is written" in failed.json["advice"]
+    stats = run(*command, out, "--json").json["next"].split()
+    assert stats[:3] == ["fp8calib", "export", str(out / "stats.safetensors")]
+    succeed(*stats[1:])
+    written = load_file(next(Path(stats[-1]).rglob("model-00002-of-00002.safetensors")))
+    assert sorted(name for name in written if name.endswith("q_scale"))
+
+
+def test_existing_files_are_replaced_only_by_force(
+    model: Path, held_out: Path, tmp_path: Path
+) -> None:
+    dump = tmp_path / "precious.safetensors"
+    dump.write_bytes(b"precious")
+    command = ("verify", model, "--data", held_out, *QUICK, "--dump", dump)
+    assert "exists; --force replaces it" in fail(2, *command)
+    assert dump.read_bytes() == b"precious"
+    succeed(*command, "--force")
+    assert "reference" in load_file(dump)
 
 
 # --- bad input ---------------------------------------------------------------------------------

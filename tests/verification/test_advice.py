@@ -125,7 +125,7 @@ def test_a_broken_scale_is_the_first_thing_the_report_names(
     assert rows[0].site == str(broken)
     assert list_unfit_scales("bad", report.layers)[0] == rows[0]
     assert not list_unfit_scales("good", report.layers)
-    assert results["bad"].verdict in {Verdict.WARN, Verdict.FAIL}
+    assert results["bad"].verdict in {Verdict.WARN, Verdict.FAIL, Verdict.CANNOT_TELL}
     share = rows[0].clipped if factor < 1 else rows[0].flushed
     assert share > 0.1
     diagnosis = {row.site: row for row in report.diagnosis}
@@ -281,7 +281,7 @@ def test_what_is_said_of_scales(
     unscaled: float, scaled: float, verdict: Verdict, sentence: str
 ) -> None:
     candidates = [candidate("mine", scaled), candidate(SCALE_ONE, unscaled, verdict)]
-    said = advise(candidates, [*good_rows("mine"), *good_rows(SCALE_ONE)], {"mine": 0.0})
+    said = advise(candidates, [*good_rows("mine"), *good_rows(SCALE_ONE)], {"mine": 0.0}).text
     assert said.startswith(sentence)
     assert said.endswith(".")
 
@@ -302,7 +302,7 @@ def test_a_divergence_inside_its_error_is_no_difference(
     """Twice the standard error of the difference, and more, is one."""
     candidates = [candidate("mine", scaled), candidate(SCALE_ONE, unscaled)]
     rows = [*good_rows("mine"), *good_rows(SCALE_ONE)]
-    assert advise(candidates, rows, {"mine": error, SCALE_ONE: 0.0}).startswith(sentence)
+    assert advise(candidates, rows, {"mine": error, SCALE_ONE: 0.0}).text.startswith(sentence)
 
 
 def test_scales_that_break_the_same_layers_are_not_advised() -> None:
@@ -310,26 +310,26 @@ def test_scales_that_break_the_same_layers_are_not_advised() -> None:
     candidates = [candidate("mine", 0.5, Verdict.WARN), candidate(SCALE_ONE, 0.5, Verdict.WARN)]
     rows = [row(name, 3, 2.0, clipped=0.8) for name in ("mine", SCALE_ONE)]
     rows += [*good_rows("mine"), *good_rows(SCALE_ONE)]
-    said = advise(candidates, rows, {"mine": 0.0})
+    said = advise(candidates, rows, {"mine": 0.0}).text
     assert said.endswith(
         " layer 3 clips at scale 1.0, and mine does not fix it (KLD 0.5000 at scale 1.0 against "
         "0.5000): calibrate, or leave the KV cache unquantized."
     )
     mended = [candidate("mine", 0.1, Verdict.WARN), candidates[1]]
-    assert "layer 3 clips at scale 1.0; use mine" in advise(mended, rows, {"mine": 0.0})
+    assert "layer 3 clips at scale 1.0; use mine" in advise(mended, rows, {"mine": 0.0}).text
 
 
 def test_of_one_token_nothing_is_said() -> None:
     """Where no error is known nothing is concluded, of scale 1.0 alone or beside scales."""
     one, other = (
-        candidate(name, kld, Verdict.WARN).model_copy(update={"ppl_ratio_se": None})
+        candidate(name, kld, Verdict.CANNOT_TELL)
         for name, kld in ((SCALE_ONE, 0.006), ("mine", 0.001))
     )
     rows = [*good_rows("mine"), *good_rows(SCALE_ONE)]
-    assert advise([one], rows, {}) == (
+    assert advise([one], rows, {}).text == (
         "whether this model needs KV scales is unknown: at scale 1.0 KLD 0.0060, why."
     )
-    assert advise([other, one], rows, {"mine": None}) == (
+    assert advise([other, one], rows, {"mine": None}).text == (
         "whether scales help is unknown (KLD 0.0060 at scale 1.0 against 0.0010 with mine): "
         "use more text."
     )
@@ -343,21 +343,8 @@ def test_of_one_token_nothing_is_said() -> None:
     ],
 )
 def test_what_is_said_of_scale_one_alone(verdict: Verdict, sentence: str) -> None:
-    said = advise([candidate(SCALE_ONE, 0.006, verdict)], good_rows(SCALE_ONE), {})
+    said = advise([candidate(SCALE_ONE, 0.006, verdict)], good_rows(SCALE_ONE), {}).text
     assert said.startswith(sentence)
-
-
-@pytest.mark.parametrize(
-    ("error", "doubt"),
-    [
-        (0.01, "why."),
-        (0.02, "why (the ratio's error of 0.020 is large: use more text)."),
-        (None, "why (the ratio's error is unknown: use more text)."),
-    ],
-)
-def test_a_large_or_unknown_error_is_said(error: float | None, doubt: str) -> None:
-    one = candidate(SCALE_ONE, 0.006).model_copy(update={"ppl_ratio_se": error})
-    assert advise([one], good_rows(SCALE_ONE), {}).endswith(doubt)
 
 
 def test_layers_that_clip_and_underflow_are_told_apart() -> None:
@@ -367,7 +354,7 @@ def test_layers_that_clip_and_underflow_are_told_apart() -> None:
         row(SCALE_ONE, 5, 3.0, flushed=0.9),
         *(row(SCALE_ONE, layer) for layer in range(20, 30)),
     ]
-    said = advise([candidate(SCALE_ONE, 1.0, Verdict.FAIL)], rows, {})
+    said = advise([candidate(SCALE_ONE, 1.0, Verdict.FAIL)], rows, {}).text
     assert said.startswith("layers 0 and 16 clip and layer 5 underflows at scale 1.0")
 
 
@@ -397,13 +384,13 @@ def test_a_weight_that_is_not_what_it_was_is_named(sqnr_db: float, is_named: boo
     """A scale that is a tenth too large clips nothing and flushes nothing."""
     rows = [row("mine", 9, sqnr_db, role="weight")]
     rows += [row("mine", layer, role="weight") for layer in range(4)]
-    said = advise([candidate("mine", 1.0)], rows, {})
+    said = advise([candidate("mine", 1.0)], rows, {}).text
     assert ("layers.9.attn.weight (layer 9, amax 3) is distorted" in said) is is_named
 
 
 def test_three_broken_sites_are_described_and_the_others_counted() -> None:
     rows = [row("mine", layer, 1.0 + layer, clipped=0.25, scale=0.5) for layer in range(5)]
-    said = advise([candidate("mine", 1.0, Verdict.FAIL)], rows, {})
+    said = advise([candidate("mine", 1.0, Verdict.FAIL)], rows, {}).text
     assert said == (
         "mine: "
         "layers.0.attn.v (layer 0, amax 3, scale 0.5) clips: its scale is too small, 25.0% of the "

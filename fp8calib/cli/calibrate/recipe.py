@@ -35,7 +35,7 @@ def resolve_recipe(settings: CalibrateSettings) -> Recipe:
             "fallback": settings.fallback,
             "fp8_dtype": settings.fp8_dtype,
         },
-        top={"formats": formats, "tp": settings.tp, "query_scale": settings.query_scale or None},
+        top={"formats": formats, "tp": settings.tp, "query_scale": settings.query_scale},
     )
     if not recipe.observe.needs_forward and any(value is not None for value in data.values()):
         warn(f"recipe {recipe.name} runs no data: --data and related options have no effect")
@@ -62,5 +62,5 @@ def check_observed(recipe: Recipe) -> None:
             "not observe both",
             hint="choose another recipe",
         )
-    if recipe.query_scale and not observe.query:
+    if recipe.query_scale is True and not observe.query:
         raise UsageError(f"--query-scale: recipe {recipe.name} does not observe q")

@@ -12,21 +12,17 @@ from typing import Any
 from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.console import list_top_level, print_text, say, warn
+from fp8calib.cli.recipe_options import decide_query
 from fp8calib.cli.serving import describe_serving
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
-from fp8calib.geometry.sites import Role
 from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.scale_table import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
-
-UNSCALED_QUERY_FLOOR = E4M3FN.max / 2**13
-"""Below this amax a q quantized with scale 1.0 loses most of its values to subnormals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +100,7 @@ def build_calibration_report(
         ],
         "warnings": [
             *(job.plan.warnings if job.plan else ()),
-            *_query_warnings(job, stats),
+            *decide_query(job.recipe, stats).notes,
             *map(str, notes),
         ],
         "versions": stats.header.versions,
@@ -138,22 +134,6 @@ def save_report(path: Path, report: Mapping[str, Any]) -> None:
 
 def _expert_tokens(stats: CalibrationStats) -> dict[str, list[int]]:
     return {name.removesuffix(".up_proj"): counts for name, counts in stats.expert_counts.items()}
-
-
-def _query_warnings(job: CalibrateJob, stats: CalibrationStats) -> Iterator[str]:
-    if job.recipe.query_scale:
-        return
-    for layer, attention in stats.geometry.attentions():
-        seen = stats.sites.get(attention.site(Role.Q))
-        if seen is None or not seen.count:
-            continue
-        amax = float(seen.amax.max()) / attention.query_divisor
-        if amax > E4M3FN.max or amax < UNSCALED_QUERY_FLOOR:
-            what = "clips" if amax > E4M3FN.max else "underflows"
-            yield (
-                f"q of layer {layer.index} reaches {amax:.4g} and {what} where an engine quantizes "
-                "q with scale 1.0: use --query-scale"
-            )
 
 
 def describe_calibration_plan(job: CalibrateJob, mode: MemoryMode) -> dict[str, Any]:

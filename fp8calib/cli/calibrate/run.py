@@ -49,6 +49,7 @@ from fp8calib.cli.calibrate.work_folder import (
 )
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
+from fp8calib.cli.recipe_options import decide_query
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share, parse_share
@@ -296,7 +297,7 @@ def _write_all(
         fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
         tps=recipe.tp,
         source=job.checkpoint,
-        query=recipe.query_scale,
+        query=decide_query(recipe, stats).is_written,
         fallback=recipe.scales.fallback,
         rule=recipe.scales.rule,
     )

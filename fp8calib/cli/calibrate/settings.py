@@ -63,7 +63,7 @@ class CalibrateSettings:
     rule: RuleOption = None
     fallback: FallbackOption = None
     fp8_dtype: Fp8DtypeOption = None
-    query_scale: QueryScaleOption = False
+    query_scale: QueryScaleOption = None
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     device_map: DeviceMapOption = None

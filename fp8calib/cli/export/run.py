@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.export.settings import ExportSettings
 from fp8calib.cli.option_types import split_names
-from fp8calib.cli.recipe_options import override_recipe
+from fp8calib.cli.recipe_options import decide_query, override_recipe
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
@@ -37,6 +37,7 @@ def run_export(settings: ExportSettings) -> None:
     stats = load_stats(settings.stats)
     fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
     check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
+    query = decide_query(recipe, stats)
     with _open_source(settings, recipe, stats) as source:
         if source is not None:
             check_replaced(recipe.formats, settings.out, source)
@@ -55,13 +56,13 @@ def run_export(settings: ExportSettings) -> None:
                 fmt=fmt,
                 tps=recipe.tp,
                 source=source,
-                query=recipe.query_scale,
+                query=query.is_written,
                 fallback=recipe.scales.fallback,
                 rule=recipe.scales.rule,
                 quantized=None if weights is None else weights.tables,
             )
             files = sorted([*written.files, *(weights.write(folder) if weights else ())])
-    notes = [*(weights.notes if weights else ()), *map(str, written.notes)]
+    notes = [*query.notes, *(weights.notes if weights else ()), *map(str, written.notes)]
     for note in notes:
         warn(note)
     if settings.as_json:
@@ -85,7 +86,7 @@ def _resolve_recipe(settings: ExportSettings) -> Recipe:
             "fallback": settings.fallback,
             "fp8_dtype": settings.fp8_dtype,
         },
-        top={"formats": names, "tp": settings.tp, "query_scale": settings.query_scale or None},
+        top={"formats": names, "tp": settings.tp, "query_scale": settings.query_scale},
     )
 
 

@@ -41,7 +41,7 @@ class ExportSettings:
     rule: RuleOption = None
     fallback: FallbackOption = None
     fp8_dtype: Fp8DtypeOption = None
-    query_scale: QueryScaleOption = False
+    query_scale: QueryScaleOption = None
     with_weights: Annotated[
         bool,
         typer.Option(

@@ -98,7 +98,7 @@ def _check_outputs(settings: VerifySettings) -> None:
     for path in outputs:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"{path}: no such folder: {path.parent}")
-        check_output_file(path)
+        check_output_file(path, force=settings.force)
         for name in (settings.model, *settings.scales, *(settings.data or ())):
             _refuse_input(path, Path(name))
     if len(outputs) > 1 and outputs[0].resolve() == outputs[1].resolve():

@@ -18,7 +18,11 @@ from fp8calib.cli.verify.memory import choose_verification_mode, open_reference
 from fp8calib.cli.verify.options import resolve_options
 from fp8calib.cli.verify.request import build_request
 from fp8calib.cli.verify.settings import VerifySettings
-from fp8calib.cli.verify.show import describe_verification_plan, show_verification
+from fp8calib.cli.verify.show import (
+    describe_report,
+    describe_verification_plan,
+    show_verification,
+)
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import VerificationError
 from fp8calib.fp8.schemes import Scheme
@@ -33,7 +37,7 @@ from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.verification.candidates import OpenedCandidate, Target, open_candidate
-from fp8calib.verification.report import SCALE_ONE, Verdict, VerifyReport
+from fp8calib.verification.report import Verdict, VerifyReport
 from fp8calib.verification.tasks.lm_eval import run_tasks
 from fp8calib.verification.tasks.task_files import open_tasks
 from fp8calib.verification.verify import (
@@ -44,6 +48,8 @@ from fp8calib.verification.verify import (
 )
 
 _SMALLEST_SHARE = 0.01
+_CANNOT_TELL = 9
+"""The exit code of a gate that there is too little text for."""
 
 
 def run_verify(settings: VerifySettings) -> int:
@@ -73,7 +79,7 @@ def run_verify(settings: VerifySettings) -> int:
         show_verification(verified.report, settings)  # the run may have taken hours
         raise
     if settings.as_json:
-        print_json(verified.report.model_dump(mode="json", exclude={"histograms"}))
+        print_json(describe_report(verified.report, settings))
     show_verification(verified.report, settings)
     return _exit_code(settings, verified.report)
 
@@ -243,6 +249,7 @@ def _write(settings: VerifySettings, verified: VerificationResult) -> None:
 
 
 def _exit_code(settings: VerifySettings, report: VerifyReport) -> int:
-    judged = (candidate for candidate in report.candidates if candidate.name != SCALE_ONE)
-    failed = any(candidate.verdict is Verdict.FAIL for candidate in judged)
-    return VerificationError.exit_code if settings.gate and failed else 0
+    if settings.gate is None or report.passed:
+        return 0
+    is_failed = Verdict.FAIL in report.judged
+    return VerificationError.exit_code if is_failed else _CANNOT_TELL

@@ -102,6 +102,9 @@ class VerifySettings:
             "--dump", metavar="FILE", help="Write every token's log-probability (safetensors)."
         ),
     ] = None
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the files of --report and --dump.")
+    ] = False
     task_names: Annotated[
         str | None,
         typer.Option(

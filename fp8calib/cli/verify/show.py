@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.cli.console import print_table, print_text, say
 from fp8calib.cli.verify.job import VerifyJob
 from fp8calib.cli.verify.settings import VerifySettings
+from fp8calib.engines.registry import find_emulated
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file
 from fp8calib.verification.report import (
     SCALE_ONE,
     DiagnosisResult,
     LayerResult,
+    Remedy,
     TaskResult,
     VerifyReport,
     format_error,
@@ -44,10 +50,49 @@ def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, An
     }
 
 
+def describe_report(report: VerifyReport, settings: VerifySettings) -> dict[str, Any]:
+    """Describe the results: the JSON output."""
+    return {
+        "passed": report.passed,
+        "next": suggest_command(report, settings),
+        **report.model_dump(mode="json", exclude={"histograms"}),
+    }
+
+
+def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
+    """Spell the command that helps most; empty where none does."""
+    model, candidate = shlex.quote(report.model), Path(report.remedy_for)
+    named = shlex.quote(report.remedy_for)
+    stats = candidate / STATS_NAME if candidate.is_dir() else candidate
+    match report.remedy:
+        case Remedy.CALIBRATE:
+            return f"fp8calib calibrate {model}"
+        case Remedy.SCALE_QUERY if is_stats_file(stats):
+            options = f"--format kv-overlay --query-scale yes --model {model}"
+            return f"fp8calib export {shlex.quote(str(stats))} {options} --out {named}-query"
+        case Remedy.SCALE_QUERY:
+            return f"fp8calib calibrate {model} --query-scale yes"
+        case Remedy.FIND_LAYERS:
+            return f"fp8calib verify {model} --scales {named} --sensitivity"
+        case Remedy.USE:
+            return _serve(candidate, settings)
+    return ""
+
+
+def _serve(candidate: Path, settings: VerifySettings) -> str:
+    """Spell the command that serves a checkpoint, or the overlay in the output of calibrate."""
+    launch = find_emulated(settings.engine)[0].launch
+    folders = (candidate / "kv-overlay", candidate)
+    found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
+    return "" if launch is None or found is None else launch.spell(str(found))
+
+
 def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
-    """Print the report as text; with --json, only the advice, on stderr."""
+    """Print the report as text, its answer first and last; with --json, the answer, on stderr."""
+    command = suggest_command(report, settings)
+    answer = "\n".join([report.advice, *([f"next: {command}"] if command else [])])
     if settings.as_json:
-        say(report.advice)
+        say(answer)
         return
     print_text(report.advice)
     print_text("")
@@ -57,6 +102,8 @@ def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     _show_sensitivity(report)
     _show_rules(report)
     _show_tasks(report)
+    print_text("")
+    print_text(answer)
 
 
 def _show_candidates(report: VerifyReport) -> None:

@@ -101,6 +101,7 @@ class CheckReport(_Frozen):
         """Make the object that `check --json` prints."""
         return {
             "ok": self.ok,
+            "passed": self.ok,
             "engines": {
                 name: {
                     "ok": report.ok,

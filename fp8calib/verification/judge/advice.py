@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fp8calib.verification.judge.damaged import CLIPPED, list_unfit_scales
 from fp8calib.verification.report import (
     SCALE_ONE,
     CandidateResult,
     LayerResult,
+    Remedy,
     Verdict,
     format_kld,
 )
 
-LARGEST_SE = 0.01
-"""The margin of the `kv` gate; with a larger error its verdict means little."""
 NOTABLE_KLD = 1.25
 """Scales that do not lower the mean KL divergence by this factor are not worth the effort."""
 _SURE = 2.0
@@ -23,16 +23,27 @@ Errors = Mapping[str, float | None]
 """Standard error of a candidate's mean divergence minus that of scale 1.0; None: unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The conclusion of a report."""
+
+    text: str
+    remedy: Remedy = Remedy.NONE
+    candidate: str = ""
+    """The candidate that the remedy is for."""
+
+
 def advise(
     candidates: Sequence[CandidateResult], layers: Sequence[LayerResult], errors: Errors
-) -> str:
+) -> Advice:
     """Name the scales that do not fit, then say whether the KV cache needs scales."""
     sentences = [
         text
         for candidate in candidates
         if candidate.name != SCALE_ONE and (text := _describe_unfit_scales(candidate, layers))
     ]
-    return " ".join([*sentences, _compare_with_one(candidates, layers, errors)])
+    found = _compare_with_one(candidates, layers, errors)
+    return replace(found, text=" ".join([*sentences, found.text]))
 
 
 def _describe_unfit_scales(candidate: CandidateResult, layers: Sequence[LayerResult]) -> str:
@@ -47,15 +58,22 @@ def _describe_unfit_scales(candidate: CandidateResult, layers: Sequence[LayerRes
 def _describe_row(row: LayerResult) -> str:
     scale = "" if row.scale is None else f", scale {row.scale:.3g}"
     where = f"{row.site} (layer {row.layer}, amax {row.amax:.3g}{scale})"
-    if row.clipped > CLIPPED or row.clipped > row.flushed:
-        share = _format_percent(row.clipped)
-        return f"{where} clips: its scale is too small, {share} of the values clip"
-    if not row.flushed:
+    clips = row.clipped > CLIPPED or row.clipped > row.flushed
+    if not clips and not row.flushed:
         return f"{where} is distorted: its SQNR is {row.sqnr_db:.1f} dB"
-    return (
-        f"{where} underflows: its scale is too large, {_format_percent(row.flushed)} of the values "
-        "become zero"
+    lost = (
+        f"{_format_percent(row.clipped)} of the values clip"
+        if clips
+        else f"{_format_percent(row.flushed)} of the values become zero"
     )
+    verb = "clips" if clips else "underflows"
+    if _is_unscaled_query(row):
+        return f"{where} {verb}: there is no q_scale, so the engine uses 1.0; {lost}"
+    return f"{where} {verb}: its scale is too {'small' if clips else 'large'}, {lost}"
+
+
+def _is_unscaled_query(row: LayerResult) -> bool:
+    return row.role == "q" and row.scale == 1.0
 
 
 def _format_percent(share: float) -> str:
@@ -64,25 +82,31 @@ def _format_percent(share: float) -> str:
 
 def _compare_with_one(
     candidates: Sequence[CandidateResult], layers: Sequence[LayerResult], errors: Errors
-) -> str:
+) -> Advice:
     by_name = {candidate.name: candidate for candidate in candidates}
     unscaled = by_name.get(SCALE_ONE)
     if unscaled is None:
-        return _list_verdicts(candidates)
+        return Advice(_list_verdicts(candidates))
     others = [candidate for candidate in candidates if candidate.name != SCALE_ONE]
     scaled = [candidate for candidate in others if _has_kv_only(candidate.name, layers)]
     unfit = list_unfit_scales(SCALE_ONE, layers)
     if others and not scaled:
-        return _list_verdicts(others)
+        return Advice(_list_verdicts(others))
     if not scaled:
         return _advise_unscaled(unscaled, unfit)
     best = min(scaled, key=lambda candidate: candidate.kld_mean)
     error = errors.get(best.name)
-    if unfit and list_unfit_scales(best.name, layers) and not _is_less(best, unscaled, error):
-        return (
+    broken = list_unfit_scales(best.name, layers)
+    needs_query = any(map(_is_unscaled_query, broken))
+    is_vain = bool(unfit and broken) and not _is_less(best, unscaled, error)
+    if is_vain and not needs_query:
+        return Advice(
             f"{_describe_layers(unfit)} at scale 1.0, and {best.name} does not fix it "
-            f"({_format_klds(unscaled, best)}): calibrate, or leave the KV cache unquantized."
+            f"({_format_klds(unscaled, best)}): calibrate, or leave the KV cache unquantized.",
+            Remedy.CALIBRATE,
         )
+    if best.verdict is Verdict.FAIL or is_vain:
+        return _advise_failing(best, broken)
     return _advise_scaled(unscaled, best, unfit, error)
 
 
@@ -100,15 +124,29 @@ def _is_fine(candidate: CandidateResult) -> bool:
     return candidate.verdict in {Verdict.PASS, Verdict.NO_DIFFERENCE}
 
 
-def _advise_unscaled(unscaled: CandidateResult, unfit: Sequence[LayerResult]) -> str:
+def _advise_unscaled(unscaled: CandidateResult, unfit: Sequence[LayerResult]) -> Advice:
     cost = f"KLD {format_kld(unscaled.kld_mean)}, {unscaled.verdict_why}"
     if unfit:
-        return f"{_describe_layers(unfit)} at scale 1.0 ({cost}); calibrate."
+        text = f"{_describe_layers(unfit)} at scale 1.0 ({cost}); calibrate."
+        return Advice(text, Remedy.CALIBRATE)
     if _is_fine(unscaled):
-        return f"this model does not need KV scales: at scale 1.0 {cost}{_qualify(unscaled)}."
-    if unscaled.ppl_ratio_se is None:
-        return f"whether this model needs KV scales is unknown: at scale 1.0 {cost}."
-    return f"scale 1.0 costs accuracy ({cost}), though no layer stands out; calibrate."
+        return Advice(f"this model does not need KV scales: at scale 1.0 {cost}.")
+    if unscaled.verdict is Verdict.CANNOT_TELL:
+        return Advice(f"whether this model needs KV scales is unknown: at scale 1.0 {cost}.")
+    text = f"scale 1.0 costs accuracy ({cost}), though no layer stands out; calibrate."
+    return Advice(text, Remedy.CALIBRATE)
+
+
+def _advise_failing(best: CandidateResult, unfit: Sequence[LayerResult]) -> Advice:
+    """Say what helps where even the best candidate fails its gate."""
+    failed = f"{best.name}: {best.verdict} ({best.verdict_why})"
+    queries = sorted({row.layer for row in unfit if _is_unscaled_query(row)})
+    if queries:
+        need = "needs a scale" if len(queries) == 1 else "need scales"
+        text = f"{failed}; q of {_name_layers(queries)} {need} too, and none is written."
+        return Advice(text, Remedy.SCALE_QUERY, best.name)
+    text = f"{failed}: leave the KV cache of some layers unquantized, or of all."
+    return Advice(text, Remedy.FIND_LAYERS, best.name)
 
 
 def _advise_scaled(
@@ -116,14 +154,15 @@ def _advise_scaled(
     best: CandidateResult,
     unfit: Sequence[LayerResult],
     error: float | None,
-) -> str:
+) -> Advice:
     klds = _format_klds(unscaled, best)
     if _is_less(unscaled, best, error):
-        return f"scale 1.0 is better than {best.name} ({klds}): do not use these scales."
+        return Advice(f"scale 1.0 is better than {best.name} ({klds}): do not use these scales.")
     if unfit:
-        return f"{_describe_layers(unfit)} at scale 1.0; use {best.name} ({klds})."
+        text = f"{_describe_layers(unfit)} at scale 1.0; use {best.name} ({klds})."
+        return Advice(text, Remedy.USE, best.name)
     if _is_less(best, unscaled, error):
-        return f"scales help: use {best.name} ({klds})."
+        return Advice(f"scales help: use {best.name} ({klds}).", Remedy.USE, best.name)
     return _advise_equal(unscaled, best, klds)
 
 
@@ -131,15 +170,17 @@ def _format_klds(unscaled: CandidateResult, best: CandidateResult) -> str:
     return f"KLD {format_kld(unscaled.kld_mean)} at scale 1.0 against {format_kld(best.kld_mean)}"
 
 
-def _advise_equal(unscaled: CandidateResult, best: CandidateResult, klds: str) -> str:
+def _advise_equal(unscaled: CandidateResult, best: CandidateResult, klds: str) -> Advice:
     """Choose between scale 1.0 and scales whose divergence is about the same."""
-    if unscaled.ppl_ratio_se is None:
-        return f"whether scales help is unknown ({klds} with {best.name}): use more text."
+    if unscaled.verdict is Verdict.CANNOT_TELL:
+        text = f"whether scales help is unknown ({klds} with {best.name}): use more text."
+        return Advice(text)
     if _is_fine(best) and not _is_fine(unscaled):
-        return f"use {best.name}, which passes: {unscaled.verdict_why} at scale 1.0 ({klds})."
+        text = f"use {best.name}, which passes: {unscaled.verdict_why} at scale 1.0 ({klds})."
+        return Advice(text, Remedy.USE, best.name)
     if _is_fine(unscaled):
-        return f"this model does not need KV scales: {klds} with {best.name}{_qualify(unscaled)}."
-    return (
+        return Advice(f"this model does not need KV scales: {klds} with {best.name}.")
+    return Advice(
         f"scales change nothing here ({klds} with {best.name}): the loss comes from FP8 "
         f"itself ({unscaled.verdict_why})."
     )
@@ -150,15 +191,6 @@ def _is_less(one: CandidateResult, other: CandidateResult, error: float | None) 
     difference = other.kld_mean - one.kld_mean
     is_sure = error is not None and difference > _SURE * error
     return is_sure and other.kld_mean > one.kld_mean * NOTABLE_KLD
-
-
-def _qualify(candidate: CandidateResult) -> str:
-    """Point out that the text is too short for the precision of a gate."""
-    if candidate.ppl_ratio_se is None:
-        return " (the ratio's error is unknown: use more text)"
-    if candidate.ppl_ratio_se <= LARGEST_SE:
-        return ""
-    return f" (the ratio's error of {candidate.ppl_ratio_se:.3f} is large: use more text)"
 
 
 def _describe_layers(rows: Sequence[LayerResult]) -> str:

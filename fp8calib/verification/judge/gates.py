@@ -15,6 +15,8 @@ from fp8calib.verification.compare.summary import Summary
 from fp8calib.verification.judge.damaged import find_damaged
 from fp8calib.verification.report import LayerResult, Verdict, format_error, format_kld
 
+_LEAST_MARGIN = 0.01
+
 
 class Gate(BaseModel):
     """Thresholds on the perplexity ratio; between `pass_at` and `fail_above` it is a warning."""
@@ -26,6 +28,12 @@ class Gate(BaseModel):
     fail_above: float
     kld_fail_above: float | None = Field(default=None, ge=0)
     """Fail at a mean KL divergence (nats) above this, whatever the ratio."""
+
+    @property
+    def margin(self) -> float:
+        """The largest standard error of the logarithm of a ratio with which the gate can tell."""
+        allowed = math.log(self.pass_at)
+        return allowed if allowed > 0 else max(math.log(self.fail_above) - allowed, _LEAST_MARGIN)
 
     @model_validator(mode="after")
     def _ordered(self) -> Gate:
@@ -82,15 +90,19 @@ def load_gate(text: str) -> Gate:
 def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
     """Give the verdict and the reason; thresholds are widened by one standard error.
 
-    A ratio whose error is unknown gives a warning.
+    With an error that is unknown, or larger than the gate's margin, only a failure is certain.
     """
     if gate.kld_fail_above is not None and summary.kld_mean > gate.kld_fail_above:
         kld = format_kld(summary.kld_mean)
         return Verdict.FAIL, f"mean KLD {kld} is above {gate.kld_fail_above:g}"
     if summary.log_ratio_se is None:
         why = f"ratio {summary.ppl_ratio:.4f}, whose error is unknown: use more and other text"
-        return Verdict.WARN, why
+        return Verdict.CANNOT_TELL, why
     verdict, why = _judge_ratio(summary.log_ratio, summary.log_ratio_se, gate)
+    is_open = summary.log_ratio + summary.log_ratio_se > math.log(gate.pass_at)
+    if verdict is not Verdict.FAIL and is_open and summary.log_ratio_se > gate.margin:
+        verdict = Verdict.CANNOT_TELL
+        why = f"has an error above the gate's margin of {gate.margin:.3f}: use more text"
     return verdict, f"ratio {summary.ppl_ratio:.4f} ± {format_error(summary.ppl_ratio_se)} {why}"
 
 
