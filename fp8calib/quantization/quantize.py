@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.shard_layout import ShardLayout
 from fp8calib.quantization.shard_writer import ShardWriter
-from fp8calib.quantization.weight_reader import WeightReader
+from fp8calib.quantization.weight_reader import CHUNK_BYTES, WeightReader
 from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales
 
 _MAX_THREADS = 16
@@ -82,7 +83,7 @@ def quantize(
     )
     with folder as staging, _threads() as pool:
         reader = WeightReader(checkpoint, pool, device=device)
-        journal = _Journal(staging)
+        journal = _Journal(staging, pool)
         finished = [shard.name for shard in plan.shards if journal.has(shard)]
         written = sum((staging / name).stat().st_size for name in finished)
         require_free_space(staging, plan.size_bytes - written)
@@ -94,7 +95,7 @@ def quantize(
             temporary = staging / f"{shard.name}.unfinished"
             writer = ShardWriter(shard, reader, scales, plan.settings.scheme, rounded)
             all_zero = writer.write(temporary, advance)
-            journal.add(shard, all_zero)
+            journal.add(shard, temporary, all_zero)
             temporary.replace(staging / shard.name)
         _write_side_files(staging, plan)
     return Written(
@@ -126,11 +127,16 @@ def _is_shard(path: Path, shard: ShardLayout) -> bool:
 
 
 class _Journal:
-    """Records in the partial folder which shards are finished, and their all-zero weights."""
+    """Records in the partial folder which shards are finished, and their all-zero weights.
 
-    def __init__(self, folder: Path) -> None:
+    A shard whose bytes have changed since then is not finished.
+    """
+
+    def __init__(self, folder: Path, pool: Executor) -> None:
         self._folder = folder
+        self._pool = pool
         self._document = json.loads((folder / PROGRESS_NAME).read_bytes())
+        self._checksums: dict[str, str] = self._document.get("checksums", {})
         self._all_zero = {
             name: [AllZeroWeight(**fields) for fields in items]
             for name, items in self._document.get("dead", {}).items()
@@ -141,14 +147,30 @@ class _Journal:
         return tuple(item for items in self._all_zero.values() for item in items)
 
     def has(self, shard: ShardLayout) -> bool:
-        return shard.name in self._all_zero and _is_shard(self._folder / shard.name, shard)
+        path, known = self._folder / shard.name, self._checksums.get(shard.name)
+        return known is not None and _is_shard(path, shard) and self._sum_up(path) == known
 
-    def add(self, shard: ShardLayout, all_zero: list[AllZeroWeight]) -> None:
+    def add(self, shard: ShardLayout, path: Path, all_zero: list[AllZeroWeight]) -> None:
+        """Record a shard that is written, but has not its name yet."""
         self._all_zero[shard.name] = all_zero
+        self._checksums[shard.name] = self._sum_up(path)
         items = {name: [asdict(item) for item in items] for name, items in self._all_zero.items()}
+        document = {**self._document, "dead": items, "checksums": self._checksums}
         temporary = self._folder / f"{PROGRESS_NAME}.new"
-        temporary.write_text(json.dumps({**self._document, "dead": items}), encoding="utf-8")
+        temporary.write_text(json.dumps(document), encoding="utf-8")
         temporary.replace(self._folder / PROGRESS_NAME)
+
+    def _sum_up(self, path: Path) -> str:
+        """Compute a checksum: the CRC-32 of the CRC-32s of a file's chunks."""
+        with path.open("rb") as file:
+
+            def sum_up(offset: int) -> bytes:
+                data = os.pread(file.fileno(), CHUNK_BYTES, offset)
+                return zlib.crc32(data).to_bytes(4, "big")
+
+            size_bytes = path.stat().st_size
+            parts = self._pool.map(sum_up, range(0, size_bytes, CHUNK_BYTES))
+            return f"{zlib.crc32(b''.join(parts)):08x}"
 
 
 @contextmanager

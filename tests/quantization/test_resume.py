@@ -124,6 +124,17 @@ def test_a_torn_shard_is_written_again(tmp_path: Path, source: Path) -> None:
     check_same(run(source, tmp_path / "whole", "w8a16"), resumed)
 
 
+def test_a_shard_with_another_byte_is_written_again(tmp_path: Path, source: Path) -> None:
+    partial = interrupt(source, tmp_path / "out")
+    first = partial / "model-00001-of-00003.safetensors"
+    changed = bytearray(first.read_bytes())
+    changed[-1] ^= 1
+    first.write_bytes(changed)
+    resumed = run(source, tmp_path / "out", "w8a16", resume=True)
+    assert resumed.written.resumed == ()
+    check_same(run(source, tmp_path / "whole", "w8a16"), resumed)
+
+
 def test_an_interrupted_run_of_something_else_is_not_resumed(tmp_path: Path, source: Path) -> None:
     partial = interrupt(source, tmp_path / "out")
     for change in ({"ignore": ("*.o_proj",)}, {"form": "modelopt", "scheme": "fp8-dynamic"}):
