@@ -15,6 +15,7 @@ from tests.engines.check_handmade import (
     QUARK,
     ask,
     both,
+    moved_geometry,
     plain_geometry,
     save_folder,
     spell,
@@ -37,6 +38,40 @@ def test_attention_without_a_place_refuses_scales(
 
     assert statuses(report) == both("refused")
     assert "has no parameters for scales" in report.layers[0].k.why
+
+
+@pytest.mark.parametrize(
+    ("model_type", "module", "suffixes", "quantization"),
+    [
+        ("gpt2", "transformer.h.{}.attn", ("k_proj.output_scale", "v_proj.output_scale"), QUARK),
+        ("gpt_neox", "gpt_neox.layers.{}.attention", PAIR, PER_TENSOR),
+    ],
+)
+def test_roots_that_are_added(
+    tmp_path: Path,
+    model_type: str,
+    module: str,
+    suffixes: tuple[str, ...],
+    quantization: dict[str, object],
+) -> None:
+    """A name without the model's root is loaded (0.32.0, run)."""
+    geometry = moved_geometry(module, model_type=model_type)
+    names = spell(*suffixes, path=module.partition(".")[2])
+    folder = save_folder(tmp_path / "f", names, quantization=quantization)
+
+    assert statuses(ask("vllm", folder, geometry)) == both("used")
+
+
+def test_gpt_oss_renames_q_proj_before_it_looks_for_a_parameter(tmp_path: Path) -> None:
+    """Others skip the name (0.32.0, run)."""
+    names = spell(*PAIR, "q_proj.q_scale")
+    folder = save_folder(tmp_path / "f", names, quantization=PER_TENSOR)
+    found = [
+        statuses(ask("vllm", folder, plain_geometry(model_type=each)))
+        for each in ("gpt_oss", "deepseek_v2")
+    ]
+
+    assert found == [both("refused"), both("used")]
 
 
 def test_without_scales_it_is_served_with_ones(tmp_path: Path) -> None:

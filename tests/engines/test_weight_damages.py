@@ -282,7 +282,7 @@ def keep(_: Config, __: Tensors) -> None:
 @pytest.mark.parametrize(
     ("pair", "family", "edit", "engine", "words"),
     [
-        (("modelopt", "fp8-dynamic"), "llama", add("output_scale", K), "vllm==0.32", K),
+        (("modelopt", "fp8-dynamic"), "llama", add("output_scale", K), "vllm==0.32", "no module"),
         (("autofp8", "fp8-block"), "llama4_text", keep, "transformers", "random numbers"),
         ((CT, "w8a16"), "gemma3n_text", forget_ignored, "transformers", "modality_router"),
         (("autofp8", "fp8-block"), "llama", forget_blocks, "transformers", "do not divide"),

@@ -149,8 +149,12 @@ NATIVE_WRAPPERS = frozenset(
 )
 """Classes with other inputs beside text that vLLM has itself (`models/registry.py`): their loader
 renames scales before that of the text model fuses projections (12 of them run)."""
-ROOTLESS_TYPES = ("ministral3", "mistral", "opt")
-"""Native types that also load a name without the root `model.` (`mistral.py`, `opt.py`)."""
+ADDED_ROOTS: Mapping[str, str] = {
+    **dict.fromkeys(("ministral3", "mistral", "opt"), "model."),
+    **dict.fromkeys(("bloom", "gpt2"), "transformer."),
+}
+"""The roots that native types add to a name without one (`mistral.py`, `opt.py`, `bloom.py`,
+`gpt2.py`)."""
 SKIPPED_ROOTS: Mapping[str, str] = {
     **dict.fromkeys(("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "mtp."),
     **dict.fromkeys(("cohere", "cohere2"), "lm_head."),

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from fp8calib.engines.replay.load_context import LoadContext, Slot
 from fp8calib.engines.vllm.model_types import (
+    ADDED_ROOTS,
     FUSING_LENIENT_TYPES,
     LENIENT_TO_COMPANIONS,
     LOADERS,
     NATIVE_WRAPPERS,
-    ROOTLESS_TYPES,
     SKIPPED_ROOTS,
     LoaderKind,
 )
@@ -117,9 +117,11 @@ class WeightLoader:
 
     def map_name(self, name: str) -> str:
         """Give the name of the parameter that the loader looks for."""
-        adds_root = self.kind is LoaderKind.BACKEND or self.model_type in ROOTLESS_TYPES
-        if adds_root and not self._has_root(name):
-            name = f"{_ROOT}{name}"
+        root = ADDED_ROOTS.get(self.model_type, "")
+        if self.kind is LoaderKind.BACKEND:  # what the checkpoint calls its `model.`
+            root = next((f"{path.partition('.')[0]}." for path in self.attends), _ROOT)
+        if root and not self._has_root(name):
+            name = f"{root}{name}"
         if self.method is None:
             return name
         for pattern, new in _REGEXES:
