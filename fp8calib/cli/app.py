@@ -67,14 +67,14 @@ def _heavy_imports() -> Iterator[None]:
 
 
 @_command("calibrate", CalibrateSettings)
-def _calibrate(settings: CalibrateSettings) -> None:
+def _calibrate(settings: CalibrateSettings) -> int:
     """Run calibration text through an unquantized model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """
     with _heavy_imports():
         from fp8calib.cli.calibrate.run import run_calibrate  # noqa: PLC0415
-    run_calibrate(settings)
+    return run_calibrate(settings)
 
 
 @_command("export", ExportSettings)

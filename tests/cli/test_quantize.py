@@ -320,18 +320,35 @@ def test_calibrate_adds_the_checkpoint_that_quantize_writes(
     assert "precious.txt" in fail(2, *command, "--force")
 
 
-def test_calibrate_goes_on_where_weights_cannot_be_quantized(tmp_path: Path) -> None:
-    """Hours of statistics are worth more than an error about the last step."""
+def test_calibrate_refuses_before_the_run_what_cannot_be_quantized(tmp_path: Path) -> None:
     zoo.save("gpt_oss", tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": [*range(3, 40)]}) + "\n" for _ in range(4)))
     command = ("calibrate", tmp_path / "model", "--data", rows, *CALIBRATE, "--format", "rfc")
-    outcome = succeed(*command, "--out", tmp_path / "out", "--json")
-    assert "fp8-static will not be written: " in outcome.err
-    assert "mlp.experts.down_proj" in outcome.json["quantize"]["why"]
+    text = fail(7, *command, "--out", tmp_path / "out")
+    assert "fp8-static cannot be written: " in text
+    assert "mlp.experts.down_proj" in text
+    assert "without `quantize`" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_calibrate_keeps_what_it_measured_where_the_checkpoint_fails(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Hours of statistics are worth more than an error about the last step; the code is 7."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "name: mine\nobserve: {ignore: ['*.layers.0.mlp*']}\nquantize: {scheme: fp8-static}\n"
+    )
+    options = ("--data", data, "--samples", 4, "--seq-len", 16, "--dtype", "float32")
+    command = ("calibrate", model, *options, "--recipe", recipe, "--out", tmp_path / "out")
+
+    outcome = run(*command, "--json")
+
+    assert outcome.code == 7
     assert any("fp8-static is not written" in text for text in outcome.json["warnings"])
     assert not (tmp_path / "out" / "fp8-static").exists()
-    assert (tmp_path / "out" / "rfc.tp1.json").is_file()
+    assert (tmp_path / "out" / "stats.safetensors").is_file()
 
 
 def test_calibrate_leaves_what_it_does_not_measure_and_says_so(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fp8calib.cli.calibrate.fp8_checkpoint import explain_refusal
 from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.rounding import (
     expect_rounding_s,
@@ -48,7 +47,7 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
     observe = job.recipe.observe
     statistics = stats_bytes(prepared.geometry, inputs=observe.inputs, weights=observe.weights)
 
-    rounding = _plan_rounding(job)
+    rounding = plan_rounding(job)
 
     def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe | None:
         return _probe(job, model, weights, streaming, found) if found else None
@@ -76,10 +75,6 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
         expected_s = mode.plan.expected_s + expect_rounding_s(job)
         mode = replace(mode, plan=replace(mode.plan, expected_s=expected_s))
     return mode
-
-
-def _plan_rounding(job: CalibrateJob) -> Mapping[str, int]:
-    return {} if explain_refusal(job) is not None else plan_rounding(job)
 
 
 def _take_batches(job: CalibrateJob, process_rank: ProcessRank) -> Sequence[Batch]:

@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def run_calibrate(settings: CalibrateSettings) -> None:
-    """Calibrate a model and print the outcome."""
+def run_calibrate(settings: CalibrateSettings) -> int:
+    """Calibrate a model, print the outcome, and return the exit code."""
     recipe = resolve_recipe(settings)
     shard = None if settings.shard is None else parse_share(settings.shard)
     quiet_libraries()
@@ -93,13 +93,12 @@ def run_calibrate(settings: CalibrateSettings) -> None:
         header = make_job_header(job)
         finished = _find_finished(job, header, group)
         if finished is not None:
-            _show_finished(job, finished)
-            return
+            return _show_finished(job, finished)
         mode = choose_calibration_mode(job)
         if settings.dry_run:
             title = "plan (nothing was run or written)"
             show_plan(describe_calibration_plan(job, mode), title, as_json=settings.as_json)
-            return
+            return 0
         for text in mode.describe():
             say(text)
         with Bar() as bar, work_folder(job, header, group) as work:
@@ -107,14 +106,15 @@ def run_calibrate(settings: CalibrateSettings) -> None:
             if finished is None:
                 stats, measured = run_job(job, mode, work, group, bar)
                 if not process_rank.is_first:
-                    return
+                    return 0
                 report = _write(job, stats, measured, work.path, bar)
         if finished is not None:
-            _show_finished(job, finished)
-            return
+            return _show_finished(job, finished)
     if settings.as_json:
         print_json(report)
     show_calibration_report(job, stats, report)
+    lacks_checkpoint = "why" in (report.get("quantize") or {})
+    return ExportError.exit_code if lacks_checkpoint else 0
 
 
 def _find_finished(
@@ -127,10 +127,11 @@ def _find_finished(
     return found
 
 
-def _show_finished(job: CalibrateJob, report: Mapping[str, Any]) -> None:
+def _show_finished(job: CalibrateJob, report: Mapping[str, Any]) -> int:
     say(f"{job.out} is finished already")
     if job.settings.as_json:
         print_json(report)
+    return 0
 
 
 @contextmanager
@@ -175,7 +176,9 @@ def _open_job(
         check_replaced(recipe.formats, out, checkpoint)
         check_replaced_checkpoint(job)
         if refusal := explain_refusal(job):
-            warn(f"{recipe.quantize and recipe.quantize.scheme} will not be written: {refusal}")
+            scheme = recipe.quantize and recipe.quantize.scheme
+            hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
+            raise ExportError(f"{scheme} cannot be written: {refusal}", hint=hint)
         job = replace(job, plan=plan_job_data(recipe, source))
         if job.rounds_by_gptq:
             check_rounding_data(job.plan)
@@ -209,7 +212,7 @@ def run_job(
     started = time.monotonic()
     share = WorkShare(shard=job.shard, journal=work.journal, group=group)
     rounding = None
-    if job.rounds_by_gptq and job.quantization is not None and explain_refusal(job) is None:
+    if job.rounds_by_gptq and job.quantization is not None:
         rounding = open_rounding(job, job.quantization, work.path, group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
