@@ -46,6 +46,8 @@ class Numerics:
     file stores for k and v together. Without an entry it is not rounded."""
     kv_rounded_dialects: frozenset[str] = frozenset()
     """The dialects whose scales, q's too, are rounded to the dtype that the model is served in."""
+    kv_plain_types: tuple[str, ...] = ()
+    """The model types whose KV cache stays in 16 bits with the scales of these dialects."""
     bfloat16_types: tuple[str, ...] = ()
     """The model types that are served in bfloat16 even if the checkpoint is in float16."""
     kv_scales_latents: bool = True

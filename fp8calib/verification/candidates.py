@@ -31,6 +31,7 @@ from fp8calib.verification.emulation.coverage import (
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.emulation.kv import (
     emulate_kv,
+    explain_plain_cache,
     make_unscaled_table,
     takes_latents_unscaled,
 )
@@ -58,6 +59,8 @@ class OpenedCandidate:
     stats: CalibrationStats | None = None
     found: FoundScales | None = None
     checkpoint: Fp8Checkpoint | None = None
+    kv_note: str = ""
+    """Why its KV scales, which `found` then has not, are of no effect."""
 
     @property
     def origin(self) -> CalibrationOrigin | None:
@@ -110,6 +113,9 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
         )
         check_origin(name, checkpoint.origin, target.fingerprint)
         found = _read_scales(name, path, target) if has_kv_scales(path) else None
+        if found is not None and (why := explain_plain_cache(found.table, numerics)):
+            note = f"{name}: its KV scales are ignored: {why}"
+            return OpenedCandidate(name=name, checkpoint=checkpoint, kv_note=note)
         return OpenedCandidate(name=name, found=found, checkpoint=checkpoint)
     found = _read_scales(name, path, target)
     if path.is_dir():
@@ -255,7 +261,10 @@ def build_checkpoint(
         name=opened.name,
         description=", ".join(parts),
         emulation=Emulation(quantizers=quantizers, weights=weights),
-        notes=tuple(find_checkpoint_gaps(opened.name, weights, checkpoint, source, model)),
+        notes=(
+            *([opened.kv_note] if opened.kv_note else []),
+            *find_checkpoint_gaps(opened.name, weights, checkpoint, source, model),
+        ),
     )
 
 

@@ -298,6 +298,31 @@ def test_what_an_engine_quantizes_and_the_model_never_shows_is_told(
     assert warning in outcome.err
 
 
+@pytest.mark.parametrize("form", ["autofp8", "modelopt", "compressed-tensors"])
+def test_a_cache_that_stays_in_16_bits_is_not_emulated(
+    data: Path, tmp_path: Path, form: str
+) -> None:
+    """As `check` says; compressed-tensors alone turns the FP8 cache of falcon on in vLLM."""
+    model, out = tmp_path / "falcon", tmp_path / "out"
+    zoo.save("falcon", model)
+    save_tokenizer(model)
+    measured = tmp_path / "measured"
+    calibrate = ("calibrate", model, "--data", data, *QUICK, "--recipe", "w8a8-static")
+    succeed(*calibrate, "--out", measured)
+    quantize = ("quantize", model, "--scheme", "fp8-static", "--format", form, "--out", out)
+    succeed(*quantize, "--stats", measured / "stats.safetensors")
+
+    checked = run("check", out, "--engine", "vllm", "--json").json["engines"]["vllm"]
+    report = succeed("verify", model, "--data", data, *QUICK, "--scales", out, "--json").json
+
+    is_used = form == "compressed-tensors"
+    assert checked["layers"][0]["k"]["status"] == ("used" if is_used else "dropped")
+    names = {item["name"]: item for item in report["candidates"]}
+    assert ("KV cache" in names[str(out)]["description"]) is is_used
+    told = [text for text in report["warnings"] if "in 16 bits whatever" in text]
+    assert len(told) == (0 if is_used else 1)
+
+
 def test_the_diagnosis_says_whose_scales_it_compares_and_has_no_empty_column(
     model: Path, held_out: Path, files: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -216,6 +217,15 @@ def test_other_formats_have_their_own_values(
     spread = {site: value.expand(2) for site, value in scales.items()}
     table = make_table(llama, scales, fmt=fmt)
     assert_same(llama, table, spread, quantize=partial(cast, dtype=dtype))
+
+
+def test_scales_of_a_cache_that_stays_in_16_bits_are_refused(llama: Subject) -> None:
+    scales = {site: torch.ones(1) for site in head_amaxes(llama)}
+    table = replace(make_table(llama, scales), dialect="quark")
+    rounding = Numerics(name="other", kv_rounded_dialects=frozenset({"quark"}))
+    assert emulate_kv(table, rounding)
+    with pytest.raises(VerificationError, match="other caches llama in 16 bits"):
+        emulate_kv(table, replace(rounding, kv_plain_types=("llama",)))
 
 
 def test_scales_per_head_are_refused_where_the_engine_has_none(llama: Subject) -> None:

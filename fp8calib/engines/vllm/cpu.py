@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.engines.numerics import SMALLEST_TOKEN_SCALE, Numerics
 from fp8calib.engines.vllm.engine import OLDER_VLLM
-from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES
+from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES, TYPES_WITHOUT_CACHE_CONFIG
 from fp8calib.engines.vllm.numerics import (
     BFLOAT16_SOURCE,
     CT_FOLDER,
@@ -18,6 +18,7 @@ from fp8calib.engines.vllm.numerics import (
     FUSED_SOURCE,
     LATENT_SOURCE,
     MODELOPT_SOURCE,
+    PLAIN_SOURCE,
     QUANT_FP8_SOURCE,
     REQUANTIZE_SOURCE,
     ROUNDED_DIALECTS,
@@ -45,6 +46,7 @@ _NUMERICS = Numerics(
     kv_by_reciprocal=True,
     kv_scales_e5m2=False,
     kv_rounded_dialects=ROUNDED_DIALECTS,
+    kv_plain_types=TYPES_WITHOUT_CACHE_CONFIG,
     bfloat16_types=BFLOAT16_TYPES,
     kv_heads_share_largest=True,
     kv_scales_latents=False,
@@ -58,7 +60,12 @@ _NUMERICS = Numerics(
     run=frozenset(
         {
             *("kv_rounding", "kv_by_reciprocal", "kv_heads_share_largest", "kv_scales_latents"),
-            *("kv_rounded_dialects", "fused_share_scales", "weights_through_float16"),
+            *(
+                "kv_rounded_dialects",
+                "kv_plain_types",
+                "fused_share_scales",
+                "weights_through_float16",
+            ),
         }
     ),
     sources={
@@ -69,6 +76,7 @@ _NUMERICS = Numerics(
         "cpu_attn_reshape_and_cache (k_inv, v_inv)",
         "kv_scales_e5m2": E5M2_SOURCE,
         "kv_rounded_dialects": ROUNDED_SOURCE,
+        "kv_plain_types": PLAIN_SOURCE,
         "bfloat16_types": BFLOAT16_SOURCE,
         "kv_heads_share_largest": f"{CT_FOLDER}/compressed_tensors.py "
         "CompressedTensorsKVCacheMethod.process_weights_after_loading (_k_scale_float); "

@@ -10,7 +10,7 @@ from fp8calib.engines.numerics import (
     SMALLEST_TOKEN_SCALE,
     Numerics,
 )
-from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES
+from fp8calib.engines.vllm.model_types import BFLOAT16_TYPES, TYPES_WITHOUT_CACHE_CONFIG
 from fp8calib.engines.vllm.releases import Release
 
 QUANT_FP8_SOURCE = "vLLM 0.32.0 model_executor/layers/quantization/input_quant_fp8.py QuantFP8"
@@ -31,6 +31,7 @@ ROUNDED_SOURCE = (
     "vLLM 0.32.0 model_executor/layers/quantization/kv_cache.py KVCacheScaleParameter: a tensor of "
     "the model's default dtype; compressed-tensors' method makes its own in fp32"
 )
+PLAIN_SOURCE = "vLLM 0.32.0 model_executor/models/falcon.py FalconAttention: no cache_config"
 BFLOAT16_SOURCE = "vLLM 0.32.0 config/model.py _FLOAT16_NOT_SUPPORTED_MODELS"
 SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 SKIP_SOURCE = "vLLM 0.32.0 engine/arg_utils.py kv_cache_dtype_skip_layers"
@@ -39,6 +40,7 @@ _NUMERICS = Numerics(
     name="vllm",
     kv_scales_e5m2=False,
     kv_rounded_dialects=ROUNDED_DIALECTS,
+    kv_plain_types=TYPES_WITHOUT_CACHE_CONFIG,
     bfloat16_types=BFLOAT16_TYPES,
     kv_scales_latents=False,
     quantizes_query=True,
@@ -54,11 +56,12 @@ _NUMERICS = Numerics(
     weights_through_float16=True,
     modelopt_keeps_equal_scales=True,
     kv_skip_flag=SKIP_FLAG,
-    run=frozenset({"kv_rounded_dialects", "kv_scales_latents"}),
+    run=frozenset({"kv_rounded_dialects", "kv_plain_types", "kv_scales_latents"}),
     sources={
         "kv_skip_flag": SKIP_SOURCE,
         "kv_scales_e5m2": E5M2_SOURCE,
         "kv_rounded_dialects": ROUNDED_SOURCE,
+        "kv_plain_types": PLAIN_SOURCE,
         "bfloat16_types": BFLOAT16_SOURCE,
         "kv_scales_latents": LATENT_SOURCE,
         "quantizes_query": "vLLM 0.32.0 model_executor/layers/attention/attention.py "

@@ -54,12 +54,24 @@ def emulate_kv(table: ScaleTable, numerics: Numerics) -> dict[Site, Quantizer]:
     return quantizers
 
 
+def explain_plain_cache(table: ScaleTable, numerics: Numerics) -> str:
+    """Say why the engine's KV cache stays in 16 bits with these scales; empty where it is FP8."""
+    model_type = table.geometry.model_type
+    is_rounded = table.dialect in numerics.kv_rounded_dialects
+    if not is_rounded or model_type not in numerics.kv_plain_types:
+        return ""
+    return f"{numerics.name} caches {model_type} in 16 bits whatever --kv-cache-dtype says"
+
+
 def takes_latents_unscaled(table: ScaleTable, numerics: Numerics) -> bool:
     """Tell whether the engine ignores the scales of a model's latent attention."""
     return table.geometry.has_latent_attention and not numerics.kv_scales_latents
 
 
 def _check_usable(table: ScaleTable, numerics: Numerics) -> None:
+    if why := explain_plain_cache(table, numerics):
+        hint = "write the scales as a kv-overlay: its kv_cache_scheme makes the cache FP8"
+        raise VerificationError(why, hint=hint)
     if table.per_head and not numerics.kv_per_head:
         raise VerificationError(
             f"the scales are per head, and {numerics.name} loads one per tensor",
