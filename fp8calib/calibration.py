@@ -30,6 +30,7 @@ from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.stats.calibration_stats import CalibrationStats, StatsHeader, StatsShard, join_ranges
 from fp8calib.stats.fingerprint import fingerprint_model, versions
 from fp8calib.stats.statistic import SiteStats
+from fp8calib.stats.unquantized_tensors import hash_unquantized
 
 __all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
 
@@ -124,6 +125,7 @@ def make_header(
         input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
         skipped=(),
         versions=versions(),
+        unquantized=hash_unquantized(checkpoint),
     )
 
 

@@ -26,6 +26,22 @@ def find_quantization_configs(
                 yield key, section
 
 
+def replace_quantization(
+    config: Mapping[str, object], section: Mapping[str, object]
+) -> dict[str, object]:
+    """Give the top-level entries that put a section in the place of a config's first one.
+
+    Empty where the config has no section that describes a quantization.
+    """
+    for owner in ("", *_TEXT_KEYS):
+        found = config.get(owner) if owner else config
+        part = found if isinstance(found, Mapping) else {}
+        for key in _QUANTIZATION_KEYS:
+            if isinstance(part.get(key), dict):
+                return {owner: {**part, key: section}} if owner else {key: section}
+    return {}
+
+
 def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
     """Copy a config without the sections that describe a quantization, at any depth."""
     return {

@@ -12,16 +12,23 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
-from fp8calib.checkpoint.atomic import explain_os_error, require_free_space, write_file_atomic
+from fp8calib.checkpoint.atomic import (
+    explain_os_error,
+    format_size,
+    require_free_space,
+    write_file_atomic,
+)
 from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import encode_header, read_header
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.checkpoint.weight_index import INDEX_NAME
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, ModelError
 
 _SINGLE_WEIGHTS_NAME = "model-00001-of-00002.safetensors"
 _SINGLE_SCALES_NAME = "model-00002-of-00002.safetensors"
@@ -32,6 +39,7 @@ _ADAPTER_STEMS = ("adapter_config.", "adapter_model.")  # transformers looks for
 _WEIGHT_SUFFIXES = frozenset(
     {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pt", ".pth"}
 )
+_COPY_CHUNK_BYTES = 1 << 24
 _MAX_SIDE_FILE_BYTES = 100_000_000
 _LARGE_SIDE_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 _NO_LINK_ERRORS = frozenset(
@@ -53,6 +61,7 @@ class OverlayPlan:
 
     Attributes:
         weights: the new name of each weight file -> its path in the source.
+        rewritten: the new names of those that are copied without some tensors.
         scales_name: the name of the file of extra tensors.
         side_files: the files copied unchanged, by their path below the folder.
         skipped: the entries of the source that are not copied, each with the reason.
@@ -62,6 +71,7 @@ class OverlayPlan:
     scales_name: str
     side_files: Mapping[str, Path]
     skipped: Mapping[str, str]
+    rewritten: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
@@ -70,16 +80,32 @@ class OverlayPlan:
         return frozenset({*self.weights, self.scales_name, INDEX_NAME, CONFIG_NAME, *sides})
 
 
-def plan_overlay(source: Checkpoint) -> OverlayPlan:
-    """Decide which files an overlay of `source` will hold; write nothing."""
+@dataclass(frozen=True)
+class WrittenOverlay:
+    """What a user should know about an overlay that was written.
+
+    Attributes:
+        skipped: the entries of the source that are not copied, each with the reason.
+        copied: the weight files that are not hard links, each with the reason.
+    """
+
+    skipped: Mapping[str, str]
+    copied: Mapping[str, str]
+
+
+def plan_overlay(source: Checkpoint, *, without: Collection[str] = ()) -> OverlayPlan:
+    """Decide which files an overlay of `source`, without some tensors, will hold; write nothing."""
+    affected = {file.path for file in source.files if not set(file.tensors).isdisjoint(without)}
+    emptied = {file.path for file in source.files if set(file.tensors) <= set(without)} & affected
     if source.is_sharded:
-        weights = {path.name: path for path in source.weight_files}
+        weights = {path.name: path for path in source.weight_files if path not in emptied}
         scales_name = _choose_free_name(weights)
     else:
         weights = {_SINGLE_WEIGHTS_NAME: source.weight_files[0]}
         scales_name = _SINGLE_SCALES_NAME
+    rewritten = frozenset(name for name, path in weights.items() if path in affected)
     sides, skipped = find_side_files(source)
-    return OverlayPlan(weights, scales_name, sides, skipped)
+    return OverlayPlan(weights, scales_name, sides, skipped, rewritten)
 
 
 def write_overlay(
@@ -89,39 +115,50 @@ def write_overlay(
     scales: Mapping[str, torch.Tensor],
     config_updates: Mapping[str, object],
     metadata: Mapping[str, str] | None = None,
-) -> Mapping[str, str]:
+    without: Collection[str] = (),
+    documents: Mapping[str, object] | None = None,
+) -> WrittenOverlay:
     """Write a checkpoint of the weights of `source`, extra tensors and a changed config.
 
     Weights are hard-linked, or copied if the file system cannot link them; other files are copied.
     The folder may exist if it is empty. A failure leaves an incomplete overlay: write it inside an
     `OutputFolder`.
 
-    `config_updates` holds top-level keys of config.json with their new values, `metadata` entries
-    for the header of the file of extra tensors.
-
-    Returns:
-        The entries of the source that were not copied, each with the reason.
+    Args:
+        source: the checkpoint.
+        destination: the folder to write.
+        scales: the extra tensors.
+        config_updates: top-level keys of config.json with their new values.
+        metadata: entries for the header of the file of extra tensors.
+        without: names of tensors to leave out. A file that holds only such is left out, and one
+            that holds others too is copied without them.
+        documents: the new contents of other JSON files of the source, by name.
 
     Raises:
         ModelError: the source's config.json is missing or invalid.
         ExportError: a tensor name exists already, the folder is not empty, or the disk is full.
     """
-    _refuse_taken_names(source, scales)
+    _refuse_taken_names(source, [name for name in scales if name not in without])
     config = source.load_config()
-    plan = plan_overlay(source)
+    plan = plan_overlay(source, without=without)
     try:
         destination.mkdir(parents=True, exist_ok=True)
         if any(destination.iterdir()):
             raise ExportError(f"{destination}: the folder of an overlay must be empty")
-        _link_or_copy(plan.weights, destination)
+        linked = {name: path for name, path in plan.weights.items() if name not in plan.rewritten}
+        copied = _link_or_copy(linked, destination)
+        for name in sorted(plan.rewritten):
+            copied[name] = _copy_without(plan.weights[name], destination / name, without)
         copy_side_files(plan.side_files, destination)
     except OSError as error:
         raise explain_os_error(error, destination) from error
     described = {"format": "pt", **(metadata or {})}
     save_tensors(destination / plan.scales_name, scales, metadata=described)
-    write_file_atomic(destination / INDEX_NAME, encode_json(_make_index(source, plan, scales)))
-    write_file_atomic(destination / CONFIG_NAME, encode_json({**config, **config_updates}))
-    return plan.skipped
+    index = _make_index(source, plan, scales, without)
+    written = {INDEX_NAME: index, CONFIG_NAME: {**config, **config_updates}, **(documents or {})}
+    for name, document in written.items():
+        write_file_atomic(destination / name, encode_json(document))
+    return WrittenOverlay(skipped=plan.skipped, copied=copied)
 
 
 def find_side_files(source: Checkpoint) -> tuple[dict[str, Path], dict[str, str]]:
@@ -218,7 +255,7 @@ def _list_module_files(path: Path) -> list[Path]:
     return [file for file in files if file.suffix not in _WEIGHT_SUFFIXES]
 
 
-def _refuse_taken_names(source: Checkpoint, scales: Mapping[str, torch.Tensor]) -> None:
+def _refuse_taken_names(source: Checkpoint, scales: Collection[str]) -> None:
     unlisted = {tensor.name for tensor in source.unlisted}
     for name in scales:
         if name in source or name in unlisted:
@@ -226,8 +263,10 @@ def _refuse_taken_names(source: Checkpoint, scales: Mapping[str, torch.Tensor]) 
             raise ExportError(message, hint="start from the model without scales")
 
 
-def _link_or_copy(files: Mapping[str, Path], destination: Path) -> None:
+def _link_or_copy(files: Mapping[str, Path], destination: Path) -> dict[str, str]:
+    """Link files, and copy those that cannot be linked; return these with the reason."""
     unlinked: dict[str, Path] = {}
+    reasons: dict[str, str] = {}
     for name, path in files.items():
         blob = path.resolve()  # a link to a link would break when the hub's cache is cleaned
         try:
@@ -236,22 +275,56 @@ def _link_or_copy(files: Mapping[str, Path], destination: Path) -> None:
             if error.errno not in _NO_LINK_ERRORS:
                 raise
             unlinked[name] = blob
+            size = format_size(blob.stat().st_size)
+            reasons[name] = f"copied ({size}), because it cannot be hard-linked: {error.strerror}"
     require_free_space(destination, sum(blob.stat().st_size for blob in unlinked.values()))
     for name, blob in unlinked.items():
         shutil.copyfile(blob, destination / name)
+    return reasons
+
+
+def _copy_without(source: Path, target: Path, without: Collection[str]) -> str:
+    """Copy a safetensors file without some tensors; return why it is no hard link."""
+    header = read_header(source)
+    kept = [(name, entry) for name, entry in header.tensors.items() if name not in without]
+    require_free_space(target.parent, sum(entry.size_bytes for _, entry in kept))
+    fields: dict[str, object] = {"__metadata__": dict(header.metadata)} if header.metadata else {}
+    place = 0
+    for name, entry in kept:
+        offsets = [place, place := place + entry.size_bytes]
+        fields[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+    with source.open("rb") as old, target.open("xb") as new:
+        new.write(encode_header(fields))
+        for _, entry in kept:
+            _copy_range(old, new, entry.start, entry.size_bytes)
+    return f"copied ({format_size(target.stat().st_size)}), because it held scales"
+
+
+def _copy_range(old: BinaryIO, new: BinaryIO, start: int, size_bytes: int) -> None:
+    old.seek(start)
+    while size_bytes:
+        data = old.read(min(size_bytes, _COPY_CHUNK_BYTES))
+        if not data:
+            raise ModelError(f"{old.name}: the file was truncated while it was read")
+        new.write(data)
+        size_bytes -= len(data)
 
 
 def _make_index(
-    source: Checkpoint, plan: OverlayPlan, scales: Mapping[str, torch.Tensor]
+    source: Checkpoint,
+    plan: OverlayPlan,
+    scales: Mapping[str, torch.Tensor],
+    without: Collection[str],
 ) -> dict[str, object]:
     metadata = dict(source.index.metadata) if source.index else {}
-    metadata["total_size"] = source.total_size_bytes + sum(
+    kept = {name: entry for name, entry in source.tensors.items() if name not in without}
+    metadata["total_size"] = sum(entry.size_bytes for entry in kept.values()) + sum(
         tensor.numel() * tensor.element_size() for tensor in scales.values()
     )
     weight_map = (
-        dict(source.index.weight_map)
+        {name: file for name, file in source.index.weight_map.items() if name not in without}
         if source.index
-        else dict.fromkeys(sorted(source.tensors), _SINGLE_WEIGHTS_NAME)
+        else dict.fromkeys(sorted(kept), _SINGLE_WEIGHTS_NAME)
     )
     weight_map.update(dict.fromkeys(sorted(scales), plan.scales_name))
     return {"metadata": metadata, "weight_map": weight_map}

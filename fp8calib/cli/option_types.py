@@ -77,6 +77,27 @@ TrustOption = Annotated[
     typer.Option("--trust-remote-code", help="Run the Python code that comes with the checkpoint."),
 ]
 
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="MODEL",
+        help="The calibrated model, where MODEL is quantized and the scales record no hashes of "
+        "norms and embeddings.",
+    ),
+]
+OtherWeightsOption = Annotated[
+    bool,
+    typer.Option(
+        "--other-weights",
+        help="Accept a quantized MODEL with other norms or embeddings than the calibrated model "
+        "(AWQ and SmoothQuant change norms).",
+    ),
+]
+ReplaceScalesOption = Annotated[
+    bool, typer.Option("--replace-scales", help="Replace the KV scales that MODEL has.")
+]
+
 DataOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.fp8.formats import KV_FORMATS, Fp8Format
@@ -88,6 +88,33 @@ class ParsedScales:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Graft:
+    """How scales are added to a checkpoint that is quantized already, or has scales."""
+
+    model: str = ""
+    """The checkpoint's fingerprint; empty where it is the model that the scales belong to."""
+    accepted: str = ""
+    """How its unquantized tensors differ from those of the calibrated model, or why this is
+    unknown; empty where they are equal."""
+    replaces_scales: bool = False
+    """The KV scales that it has are replaced."""
+
+
+class QuantizedSource(Protocol):
+    """A checkpoint that is quantized already: `fp8calib.dialects.graft.QuantizedModel`."""
+
+    def merge(self, strategy: str) -> tuple[dict[str, object], dict[str, object]]:
+        """Add the KV cache to its configs: entries of config.json, and other files by name."""
+
+    def make_tensors(self, table: ScaleTable) -> dict[str, torch.Tensor]:
+        """Make the scale tensors under the names that engines read beside its weights."""
+
+
+NO_GRAFT = Graft()
+"""Of scales that are not added to a quantized checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriteJob:
     """The scales to write, and what is written with them."""
 
@@ -101,8 +128,16 @@ class WriteJob:
     """The quantized model that the scales were read from; None if they were calibrated."""
     with_rank_weights: bool = False
     """The caller writes the quantized weights of each rank beside the scales."""
+    graft: Graft = NO_GRAFT
+    """How the scales are added to a model that is quantized already, or has scales."""
+    quantized: QuantizedSource | None = None
+    """The model, if it is quantized already."""
+    replaced: frozenset[str] = frozenset()
+    """The names of the model's own KV scales, which are left out."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Entries of the model's folder that `save_checkpoint` left out, each with the reason."""
+    copied: dict[str, str] = field(default_factory=dict)
+    """Files of weights that `save_checkpoint` could not hard-link, each with the reason."""
 
     def save_checkpoint(
         self,
@@ -111,6 +146,7 @@ class WriteJob:
         *,
         config_updates: Mapping[str, object],
         fmt: Fp8Format | None,
+        documents: Mapping[str, object] | None = None,
     ) -> None:
         """Write the model with extra tensors and a changed config: see `write_overlay`.
 
@@ -119,14 +155,17 @@ class WriteJob:
         from fp8calib.checkpoint.overlay import write_overlay  # noqa: PLC0415 -- imports torch
 
         assert self.source is not None  # noqa: S101 -- check_overlay_source refused it
-        skipped = write_overlay(
+        written = write_overlay(
             self.source,
             folder,
             scales=tensors,
             config_updates=config_updates,
             metadata=self._make_metadata(fmt),
+            without=self.replaced,
+            documents=documents,
         )
-        self.skipped.update(skipped)
+        self.skipped.update(written.skipped)
+        self.copied.update(written.copied)
 
     def save_tensors(
         self, path: Path, tensors: Mapping[str, torch.Tensor], *, fmt: Fp8Format | None
@@ -159,7 +198,13 @@ class WriteJob:
     def _make_metadata(self, fmt: Fp8Format | None) -> dict[str, str]:
         from fp8calib.dialects.metadata import make_metadata  # noqa: PLC0415 -- imports torch
 
-        return make_metadata(fmt=fmt, origin=self.table.origin, provenance=self.provenance)
+        return make_metadata(
+            fmt=fmt,
+            origin=self.table.origin,
+            provenance=self.provenance,
+            table=self.table,
+            graft=asdict(self.graft) if self.graft.model else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +232,8 @@ class Dialect:
     """Keys by which its JSON files are found; the first is at the top level."""
     needs_model: bool = False
     """It is a whole checkpoint, with the model's weights."""
-    replaces_quantization: bool = False
-    """It replaces the model's `quantization_config`."""
+    configures_quantization: bool = False
+    """It has a `quantization_config`, which is merged with the model's own."""
     per_tp: bool = False
     """It has a scale for each rank, so there is a file for each tensor-parallel degree."""
     per_head: bool = False

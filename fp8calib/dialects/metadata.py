@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from fp8calib import __version__
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.refusals import refusal
 from fp8calib.fp8.formats import KV_FORMATS, Fp8Format
 from fp8calib.stats.calibration_origin import CalibrationOrigin
+
+if TYPE_CHECKING:
+    from fp8calib.geometry.model_geometry import ModelGeometry
+    from fp8calib.scales.scale_table import ScaleTable
 
 KV_DTYPES: Mapping[str, Fp8Format] = {fmt.dtype_name: fmt for fmt in KV_FORMATS.values()}
 JSON_ORIGIN_KEY = "_fp8calib"
@@ -22,6 +28,10 @@ JSON_ORIGIN_KEY = "_fp8calib"
 DTYPE_KEY = "fp8calib.kv_cache_dtype"
 ORIGIN_KEY = "fp8calib.measured_on"
 PROVENANCE_KEY = "fp8calib.provenance"
+FITS_KEY = "fp8calib.fits"
+"""Holds what binds the scales to models: attention, and hashes of norms and embeddings."""
+GRAFT_KEY = "fp8calib.grafted"
+"""Holds the quantized checkpoint that the scales were added to."""
 _BIAS = (
     "k and v of a quantized model carry the errors of its weights and activations, and so do "
     "their scales"
@@ -50,15 +60,69 @@ class Provenance:
 
 
 def make_metadata(
-    *, fmt: Fp8Format | None, origin: CalibrationOrigin | None, provenance: Provenance | None
+    *,
+    fmt: Fp8Format | None,
+    origin: CalibrationOrigin | None,
+    provenance: Provenance | None,
+    table: ScaleTable | None = None,
+    graft: Mapping[str, object] | None = None,
 ) -> dict[str, str]:
-    """Make the metadata of a file of scales, without what is None."""
+    """Make the metadata of a file of scales, without what is None.
+
+    Only scales of a known model record the `table`'s granularity and shapes.
+    """
     metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
     if origin is not None:
         metadata[ORIGIN_KEY] = json.dumps(origin.to_fields())
     if provenance is not None:
         metadata[PROVENANCE_KEY] = provenance.to_json()
+    if origin is not None and table is not None:
+        metadata[FITS_KEY] = json.dumps(_describe_fit(origin, table), separators=(",", ":"))
+    if graft is not None:
+        metadata[GRAFT_KEY] = json.dumps(graft)
     return metadata
+
+
+def _describe_fit(origin: CalibrationOrigin, table: ScaleTable) -> dict[str, object]:
+    return {
+        "version": __version__,
+        "granularity": "attn_head" if table.per_head else "tensor",
+        "attention": describe_attention(table.geometry),
+        "unquantized": dict(origin.unquantized),
+    }
+
+
+def describe_attention(geometry: ModelGeometry) -> dict[str, object]:
+    """Describe a model's attention: its type, the number of layers, and each that has a cache.
+
+    A layer is its index, kind, numbers of query and of KV heads, and sizes of a head of k and v.
+    """
+    return {
+        "model_type": geometry.model_type,
+        "num_layers": len(geometry.layers),
+        "layers": [
+            [layer.index, a.kind, a.num_heads, a.num_kv_heads, a.k_head_dim, a.v_head_dim]
+            for layer, a in geometry.attentions()
+        ],
+    }
+
+
+def explain_other_attention(recorded: Mapping[str, object], geometry: ModelGeometry) -> str:
+    """Explain the first difference between a recorded attention and a model's; empty if none."""
+    own = describe_attention(geometry)
+    for key, what in (("model_type", "its model_type is"), ("num_layers", "its layers are")):
+        if recorded.get(key) != own[key]:
+            return f"{what} {own[key]}, not {recorded.get(key)!a:.60}"
+    theirs, layers = recorded.get("layers"), own["layers"]
+    if theirs == layers or not isinstance(theirs, list) or not isinstance(layers, list):
+        return "" if theirs == layers else "the record of its attention is damaged"
+    names = ("layer", "kind", "query heads", "KV heads", "size of a k head", "size of a v head")
+    for other, mine in zip(theirs, layers, strict=False):
+        fields = other if isinstance(other, list) else []
+        for name, there, here in zip(names, fields, mine, strict=False):
+            if there != here:
+                return f"layer {mine[0]}: {name} is {here}, not {there!a:.40}"
+    return f"{len(layers)} layers have a KV cache, not {len(theirs)}"
 
 
 def find_recorded_format(file: TensorFile) -> Fp8Format | None:
@@ -94,7 +158,23 @@ def _find_recorded_origin(file: TensorFile) -> CalibrationOrigin | None:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         fields = None
-    return parse_origin(file.path, ORIGIN_KEY, fields)
+    origin = parse_origin(file.path, ORIGIN_KEY, fields)
+    return _add_fit(file, origin)
+
+
+def _add_fit(file: TensorFile, origin: CalibrationOrigin) -> CalibrationOrigin:
+    """Add what binds the scales to models, if the file records it."""
+    text = file.header.metadata.get(FITS_KEY)
+    if text is None:
+        return origin
+    try:
+        fields = json.loads(text)
+        attention, hashes = dict(fields["attention"]), dict(fields["unquantized"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        hint = "it binds the scales to their model; write the file again"
+        raise refusal(file.path, f"{FITS_KEY} is damaged", hint=hint) from error
+    unquantized = {str(name): str(digest) for name, digest in hashes.items()}
+    return replace(origin, unquantized=unquantized, attention=attention)
 
 
 def find_format(path: Path, key: str, dtype: object) -> Fp8Format:

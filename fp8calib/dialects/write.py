@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
+from typing import TypedDict
 
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.overlay import plan_overlay
-from fp8calib.dialects.dialect import Dialect, WriteJob
+from fp8calib.dialects.dialect import NO_GRAFT, Dialect, Graft, WriteJob
+from fp8calib.dialects.graft import QuantizedModel, check_graft, find_quantized, list_kv_scales
 from fp8calib.dialects.kv.overlay import UNLISTED_NAME, VLLM_STRICT_TYPES
 from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.registry import find_dialect
-from fp8calib.errors import ExportError, UsageError
+from fp8calib.errors import ExportError, UsageError, cut_list
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.tensor_parallel import check_heads, check_linears
@@ -86,14 +88,19 @@ def check_export(
 
 
 def check_overlay_source(
-    geometry: ModelGeometry, formats: Iterable[str], source: Checkpoint | None
+    geometry: ModelGeometry,
+    formats: Iterable[str],
+    source: Checkpoint | None,
+    *,
+    graft: Graft = NO_GRAFT,
 ) -> None:
     """Refuse a model of which overlays in these formats cannot be made.
 
     Raises:
-        UsageError: a format needs a model, and there is none.
+        UsageError: a format needs a model, and there is none; or it has no place for the scales.
         ModelError: the model's config.json is missing or broken.
-        ExportError: the model does not have this geometry, or is already quantized.
+        ExportError: the model does not have this geometry, has KV scales already, or is quantized
+            in a way to which such scales cannot be added.
     """
     dialects = [dialect for dialect in map(find_dialect, formats) if dialect.needs_model]
     if not dialects:
@@ -102,12 +109,13 @@ def check_overlay_source(
         hint = "pass the model whose weights the overlay contains"
         raise UsageError(f"--format {dialects[0].name} needs --model", hint=hint)
     _check_attentions(geometry, source)
-    is_quantized = bool(source.load_config().get("quantization_config"))
-    if is_quantized and any(dialect.replaces_quantization for dialect in dialects):
-        raise ExportError(
-            f"{source.folder}: the model is already quantized, and the overlay's "
-            "quantization_config would replace its own",
-            hint="start from the unquantized model, or write kv-scales",
+    for dialect in dialects:
+        check_graft(
+            source,
+            geometry,
+            per_head=dialect.per_head,
+            replaces_scales=graft.replaces_scales,
+            is_configured=dialect.configures_quantization,
         )
 
 
@@ -146,20 +154,21 @@ def write_formats(
     fallback: Fallback | None,
     rule: Rule = AMAX,
     quantized: Mapping[int, ScaleTable] | None = None,
+    graft: Graft = NO_GRAFT,
 ) -> WrittenFormats:
     """Write the scales of statistics in every format, with a file per degree where formats differ.
 
     The folder `out` exists and has none of the entries that `list_outputs` names. `query` writes
     `q_scale` in the dialects that have it. `quantized` holds, for each degree, the scales of the
     rank weights that the caller writes beside these files; `rfc` contains them and names the
-    weights' files.
+    weights' files. `graft` records how the scales belong to a model that is quantized already.
 
     Raises:
         UsageError: a format or degree is not valid, or the model is missing.
         ExportError: a scale cannot be computed, or a file not written.
     """
     check_export(stats.geometry, formats, tps, fmt)
-    check_overlay_source(stats.geometry, formats, source)
+    check_overlay_source(stats.geometry, formats, source, graft=graft)
     kv_scales = cache(partial(compute_kv_scales, stats, fmt, fallback=fallback, rule=rule))
     linear_scales = cache(partial(compute_linear_scales, stats, fmt, fallback=fallback, rule=rule))
     written: list[Path] = []
@@ -173,8 +182,8 @@ def write_formats(
             job = WriteJob(
                 table=kv_scales(tp=tp, per_head=dialect.per_head, query=has_query),
                 linears=linears,
-                source=source,
                 with_rank_weights=quantized is not None,
+                **_describe_source(dialect, stats.geometry, source, graft),
             )
             written.append(out / dialect.path(tp))
             notes += _write(dialect, job, written[-1])
@@ -195,6 +204,7 @@ def write_table(
     *,
     source: Checkpoint,
     provenance: Provenance | None = None,
+    graft: Graft = NO_GRAFT,
 ) -> tuple[Note, ...]:
     """Write a table of KV scales, for the ranks or heads that the dialect has.
 
@@ -208,9 +218,37 @@ def write_table(
     """
     dialect = find_dialect(format_name)
     check_export(table.geometry, [format_name], [], table.fmt)
-    check_overlay_source(table.geometry, [format_name], source)
-    job = WriteJob(table=table, source=source, provenance=provenance)
+    check_overlay_source(table.geometry, [format_name], source, graft=graft)
+    job = WriteJob(
+        table=table,
+        provenance=provenance,
+        **_describe_source(dialect, table.geometry, source, graft),
+    )
     return tuple(_write(dialect, job, target))
+
+
+class _SourceFields(TypedDict):
+    """The fields of a `WriteJob` that describe the model."""
+
+    source: Checkpoint | None
+    graft: Graft
+    quantized: QuantizedModel | None
+    replaced: frozenset[str]
+
+
+def _describe_source(
+    dialect: Dialect, geometry: ModelGeometry, source: Checkpoint | None, graft: Graft
+) -> _SourceFields:
+    """Describe the model of a job; a dialect that is no checkpoint does not depend on it."""
+    is_copied = source is not None and dialect.needs_model
+    return {
+        "source": source,
+        "graft": graft if is_copied else NO_GRAFT,
+        "quantized": find_quantized(source) if source is not None and is_copied else None,
+        "replaced": list_kv_scales(source, geometry)
+        if source is not None and is_copied
+        else frozenset(),
+    }
 
 
 def _write(dialect: Dialect, job: WriteJob, target: Path) -> list[Note]:
@@ -227,6 +265,10 @@ def _list_notes(dialect: Dialect, job: WriteJob) -> Iterator[Note]:
         yield from _note_kept_amax(table)
     for name, why in job.skipped.items():
         yield Note(name, f"left out of {dialect.name}: {why}")
+    if job.replaced:
+        yield Note("KV scales of the model", f"replaced: {cut_list(sorted(job.replaced))}")
+    for name, why in job.copied.items():
+        yield Note(f"{dialect.name}/{name}", why)
     if dialect.lists_all_layers:
         why = "caches no K and V; its scale is 1.0, as the JSON formats require every layer"
         layers = job.table.geometry.layers

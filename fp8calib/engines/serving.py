@@ -10,7 +10,7 @@ from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder, place_tensor_file
-from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.engines.replay.verdicts import EngineReport, Refusal, Status
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 
@@ -77,6 +77,29 @@ def find_scale_serving(
         return Serving(commands=(), limitations=tuple(limitations), others=())
     reports = _replay_file(written, geometry, tp, model)
     return _collect(reports, lambda launch: launch.spell(model_name, scales=str(target), tp=tp))
+
+
+def list_servers_without(written: Path, geometry: ModelGeometry) -> dict[str, str]:
+    """List why servers do not use the KV scales of a checkpoint, by their titles.
+
+    Empty if one of them uses those of every layer. Whether they load the weights is not asked.
+    """
+    folder = open_folder(written)
+    faults: dict[str, str] = {}
+    for engine in _list_engines():
+        if engine.is_brief or engine.launch is None or engine.replay_folder is None:
+            continue
+        try:
+            layers = engine.replay_folder(folder, geometry, 1).layers
+        except Refusal as refusal:
+            faults[engine.release] = refusal.why
+            continue
+        verdicts = [verdict for layer in layers for verdict in (layer.k, layer.v)]
+        fault = next((each.why for each in verdicts if each.status is not Status.USED), None)
+        if fault is None:
+            return {}
+        faults[engine.release] = fault
+    return faults
 
 
 def find_checkpoint_serving(

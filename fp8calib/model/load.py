@@ -26,6 +26,8 @@ from fp8calib.model.stored_parameters import is_run, mismatch_error, missing_err
 from fp8calib.model.topology.find import find_text_decoder
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
+"""ORG/NAME; a name alone, or that of a file, is a path."""
 HUB_FILES = [
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("LICEN[CS]E*", "NOTICE*", "*.md"),
@@ -133,6 +135,19 @@ def find_folder(model: str, revision: str | None, *, files: Sequence[str] = HUB_
     if looks_local:
         raise ModelError(f"no model folder at {model}", hint="pass a folder or a hub id")
     return _fetch(model, revision, files)
+
+
+def fetch_hub_id(path: Path) -> Path:
+    """Download a checkpoint or its scales where `path` is a hub id; else give the path itself.
+
+    Raises:
+        ModelError: the hub has no such repository, or cannot be reached.
+    """
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):
+        return path
+    return path if exists or not _HUB_NAME.fullmatch(str(path)) else find_folder(str(path), None)
 
 
 def _fetch(model: str, revision: str | None, files: Sequence[str]) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -32,6 +32,11 @@ class CalibrationOrigin:
     """Fingerprint of the data plan; empty where the text is unknown."""
     text: torch.Tensor
     """The smallest hashes of the text (`fp8calib.data.text_hashes`): int64, sorted."""
+    unquantized: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of norms and embeddings (`fp8calib.stats.unquantized_tensors`); empty if unknown. They
+    are recorded apart from `to_fields`."""
+    attention: Mapping[str, object] = field(default_factory=dict)
+    """The calibrated model's attention, as scale files record it; empty if unknown."""
 
     @classmethod
     def of_model(cls, fingerprint: str) -> Self:

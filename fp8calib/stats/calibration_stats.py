@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
@@ -57,6 +63,15 @@ class StatsHeader(Frozen):
     """The stride of the tokens of these sequences in histograms of inputs."""
     skipped: tuple[Skipped, ...]
     versions: dict[str, str]
+    unquantized: dict[str, str] = Field(default_factory=dict)
+    """Hashes of norms and embeddings (`fp8calib.stats.unquantized_tensors`); empty in the files of
+    versions that did not record them."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out what older files do not have, so that their digest stays the same."""
+        fields: dict[str, object] = handler(self)
+        return {key: value for key, value in fields.items() if value or key != "unquantized"}
 
 
 class StatsShard(Frozen):
@@ -104,7 +119,10 @@ class CalibrationStats:
         """The model and the text, as scale files record them."""
         header = self.header
         return CalibrationOrigin(
-            model=header.model_fingerprint, data=header.data_fingerprint, text=self.text_hashes
+            model=header.model_fingerprint,
+            data=header.data_fingerprint,
+            text=self.text_hashes,
+            unquantized=header.unquantized,
         )
 
     @property

@@ -78,13 +78,13 @@ def source_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def _write(folder: Path, destination: Path) -> dict[str, str]:
     with Checkpoint.open(folder) as source:
-        skipped = write_overlay(
+        written = write_overlay(
             source,
             destination,
             scales=SCALES,
             config_updates={**KV_CONFIG, "dtype": "bfloat16"},
         )
-    return dict(skipped)
+    return dict(written.skipped)
 
 
 def _read_index(folder: Path) -> dict[str, dict[str, object]]:

@@ -625,12 +625,14 @@ def test_what_was_written_for_one_model_is_not_taken_for_another(
     extract(written, into=tmp_path / "again")
 
 
-def test_a_quantized_model_is_not_the_unquantized_one(
+def test_an_overlay_as_the_model_has_scales_already(
     refused: Callable[..., str], extract: Extract, tmp_path: Path
 ) -> None:
     source = sources.save_modelopt(tmp_path / "q")
     extract(source, into=tmp_path / "overlay")
-    assert "already quantized" in refused(4, source, "--model", tmp_path / "overlay")
+    text = refused(7, source, "--model", tmp_path / "overlay")
+    assert "already has a tensor model.layers.0.self_attn.k_scale, and 4 KV scales" in text
+    assert "--replace-scales" in text
 
 
 def test_a_model_that_has_such_scales_already_is_refused(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fp8calib import __version__
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.dialects.dialect import WriteJob
@@ -25,6 +26,17 @@ MODEL, DATA = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 TEXT = torch.tensor([-5, 7])
 MEASURED = f'{{"model": "{MODEL}", "data": "{DATA}", "text": "+/////////8HAAAAAAAAAA=="}}'
 """What a file of these statistics' scales records."""
+
+
+def record_fit(num_layers: int, model_type: str = "llama") -> str:
+    """Spell what a file of scales records beside it: attention, and no hashes."""
+    layers = ",".join(f'[{index},"heads",4,2,2,2]' for index in range(num_layers))
+    return (
+        f'{{"version":"{__version__}","granularity":"tensor","attention":'
+        f'{{"model_type":"{model_type}","num_layers":{num_layers},"layers":[{layers}]}},'
+        '"unquantized":{}}'
+    )
+
 
 # amax / 448 of every KV head, layer by layer.
 KV_SCALES = {

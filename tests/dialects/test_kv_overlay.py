@@ -23,6 +23,7 @@ from tests.dialects.handmade import (
     make_kv_sites,
     make_stats,
     plain_stats,
+    record_fit,
     save_source,
     write_scales,
 )
@@ -62,7 +63,11 @@ def test_the_shard_of_scales_is_these_bytes(tmp_path: Path) -> None:
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
     assert header == {
-        "__metadata__": {"format": "pt", "fp8calib.measured_on": MEASURED},
+        "__metadata__": {
+            "format": "pt",
+            "fp8calib.fits": record_fit(2),
+            "fp8calib.measured_on": MEASURED,
+        },
         "model.layers.0.self_attn.k_scale": _describe(0),
         "model.layers.0.self_attn.v_scale": _describe(4),
         "model.layers.1.self_attn.k_scale": _describe(8),

@@ -12,11 +12,13 @@ from tests.dialects.handmade import (
     make_geometry,
     make_kv_sites,
     make_stats,
+    record_fit,
     write_scales,
 )
 
 GOLDEN = (
-    b'{"__metadata__":{"format":"pt","fp8calib.kv_cache_dtype":"float8_e4m3fn",'
+    b'{"__metadata__":{"format":"pt","fp8calib.fits":"%b",'
+    b'"fp8calib.kv_cache_dtype":"float8_e4m3fn",'
     b'"fp8calib.measured_on":"%b"},'
     b'"transformer.h.0.attn.attn.k_scale":{"dtype":"F32","shape":[],"data_offsets":[0,4]},'
     b'"transformer.h.0.attn.attn.v_scale":{"dtype":"F32","shape":[],"data_offsets":[4,8]},'
@@ -32,6 +34,6 @@ def test_the_file_is_these_bytes(tmp_path: Path) -> None:
 
     raw = (tmp_path / "kv_scales.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
-    measured = MEASURED.replace('"', '\\"').encode()
-    assert raw[8 : 8 + length].rstrip() == GOLDEN % measured
+    records = tuple(text.replace('"', '\\"').encode() for text in (record_fit(1), MEASURED))
+    assert raw[8 : 8 + length].rstrip() == GOLDEN % records
     assert raw[8 + length :] == bytes.fromhex("0000003f 0000403f 0000003f 0000403f")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8calib.dialects.dialect import Graft
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import (
     Note,
@@ -348,10 +349,17 @@ def test_another_model_than_the_calibrated_one_is_refused(tmp_path: Path) -> Non
     check_overlay_source(plain_stats().geometry, ["kv-scales"], source)
 
 
-def test_an_overlay_never_replaces_the_models_own_quantization(tmp_path: Path) -> None:
+def test_an_overlay_of_a_quantized_model_refuses_its_scales_and_its_other_scheme(
+    tmp_path: Path,
+) -> None:
     stats = plain_stats()
-    source = save_source(stats, tmp_path / "m", quantization_config={"quant_method": "fp8"})
+    scheme = {"quant_method": "fp8", "kv_cache_scheme": {"type": "int", "num_bits": 8}}
+    source = save_source(stats, tmp_path / "m", quantization_config=scheme)
 
-    with pytest.raises(ExportError, match="the model is already quantized"):
+    with pytest.raises(ExportError, match="a KV cache of another kind already: kv_cache_scheme"):
         check_overlay_source(stats.geometry, ["kv-overlay"], source)
+    with pytest.raises(UsageError, match="beside quant_method fp8 engines read one KV scale"):
+        check_overlay_source(stats.geometry, ["kv-overlay-head"], source)
+    replaced = Graft(replaces_scales=True)
+    check_overlay_source(stats.geometry, ["kv-overlay"], source, graft=replaced)
     check_overlay_source(stats.geometry, ["tgi"], source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import UsageError, VerificationError, shorten
-from fp8calib.model.load import find_folder
+from fp8calib.model.load import fetch_hub_id, find_folder
 from fp8calib.stats.calibration_stats import STATS_NAME
 
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(?<!\.json)(?<!\.safetensors)(?<!\.npz)")
-"""ORG/NAME; a name alone is treated as a missing path."""
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 
@@ -41,7 +38,7 @@ def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _check(settings: CheckSettings, engines: Sequence[str]) -> CheckReport:
-    path = _fetch(settings.path)
+    path = fetch_hub_id(settings.path)
     is_folder = _is_folder(path)
     if is_folder:
         _refuse_calibrate_output(path)
@@ -55,17 +52,6 @@ def _check(settings: CheckSettings, engines: Sequence[str]) -> CheckReport:
     else:
         report = check_file(path, geometry, engines, settings.tp, model=model)
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
-
-
-def _fetch(path: Path) -> Path:
-    """Download a checkpoint where `path` is a hub id, and give its folder; else give the path."""
-    try:
-        exists = path.exists()
-    except (OSError, ValueError):
-        return path
-    if exists or not _HUB_ID.fullmatch(str(path)):
-        return path
-    return find_folder(str(path), None)
 
 
 def _is_folder(path: Path) -> bool:

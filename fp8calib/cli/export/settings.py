@@ -9,12 +9,15 @@ from typing import Annotated
 import typer
 
 from fp8calib.cli.option_types import (
+    BaseOption,
     FallbackOption,
     ForceOption,
     FormatOption,
     Fp8DtypeOption,
     JsonOption,
+    OtherWeightsOption,
     QueryScaleOption,
+    ReplaceScalesOption,
     RuleOption,
     TpOption,
 )
@@ -35,9 +38,13 @@ class ExportSettings:
         typer.Option(
             "--model",
             metavar="MODEL",
-            help="The unquantized model; needed for overlays and weights.",
+            help="The calibrated model, or a quantized checkpoint of it (of which an overlay keeps "
+            "the quantization); needed for overlays and weights.",
         ),
     ] = None
+    base: BaseOption = None
+    other_weights: OtherWeightsOption = False
+    replace_scales: ReplaceScalesOption = False
     rule: RuleOption = None
     fallback: FallbackOption = None
     fp8_dtype: Fp8DtypeOption = None

@@ -1,6 +1,6 @@
 """Run `fp8calib extract-kv-scales`: read scales, convert, write, print.
 
-Of the quantized model no weight is read; of the unquantized model only those of its fingerprint.
+Of the quantized model no weight is read; of the other model only those of its fingerprint.
 """
 
 from __future__ import annotations
@@ -13,21 +13,29 @@ from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.extract.settings import ExtractSettings
+from fp8calib.cli.graft import (
+    GraftOptions,
+    describe_graft,
+    relate_to_quantized,
+    require_server,
+)
 from fp8calib.cli.option_types import split_names
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries
-from fp8calib.dialects.dialect import Dialect
+from fp8calib.dialects.dialect import Dialect, Graft
+from fp8calib.dialects.graft import QuantizedModel, find_quantized
 from fp8calib.dialects.metadata import Provenance
 from fp8calib.dialects.read import FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import find_dialect, list_written
 from fp8calib.dialects.write import list_owned, write_table
 from fp8calib.engines.serving import Serving, find_scale_serving
-from fp8calib.errors import UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
-from fp8calib.model.load import build_skeleton, open_source
+from fp8calib.model.geometry_from_config import read_geometry
+from fp8calib.model.load import build_skeleton, fetch_hub_id, find_folder, open_source
 from fp8calib.model.prepared import prepare
 from fp8calib.scales.convert import convert_table, explain_fit, explain_joint
 from fp8calib.scales.ranks import fits_heads
@@ -61,17 +69,67 @@ def run_extract(settings: ExtractSettings) -> None:
     """
     dialect = _check_options(settings)
     quiet_libraries()
+    settings = replace(settings, quantized_model=fetch_hub_id(settings.quantized_model))
+    folder = find_folder(settings.model, settings.revision)
+    with Checkpoint.open(folder, require_config=True) as checkpoint:
+        quantized = find_quantized(checkpoint)
+        target = _Target(
+            source=checkpoint,
+            geometry=_find_geometry(settings, checkpoint, is_quantized=quantized is not None),
+            quantized=quantized,
+            options=GraftOptions(
+                base=settings.base,
+                other_weights=settings.other_weights,
+                replaces_scales=settings.replace_scales,
+            ),
+        )
+        extracted = _extract(settings, dialect, target)
+    _show(settings, extracted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The model that the scales are written for."""
+
+    source: Checkpoint
+    geometry: ModelGeometry
+    quantized: QuantizedModel | None
+    """None for an unquantized model."""
+    options: GraftOptions
+
+    def relate(self, name: str, origin: CalibrationOrigin | None) -> Graft:
+        """Check that scales belong to the model.
+
+        Raises:
+            UsageError: an option is not for an unquantized model, or --base is needed.
+            ModelError: they belong to another one.
+        """
+        if self.quantized is not None:
+            return relate_to_quantized(
+                name, origin, self.source, self.geometry, self.options, ModelError
+            )
+        self.options.refuse()
+        check_origin(name, origin, self.fingerprint)
+        return Graft(replaces_scales=self.options.replaces_scales)
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's own."""
+        return fingerprint_model(self.source.load_config(), self.source)
+
+
+def _find_geometry(
+    settings: ExtractSettings, checkpoint: Checkpoint, *, is_quantized: bool
+) -> ModelGeometry:
+    if is_quantized:
+        return read_geometry(checkpoint.folder, checkpoint.load_config())
     source = open_source(
-        settings.model,
-        revision=settings.revision,
+        str(checkpoint.folder),
+        revision=None,
         trust_remote_code=settings.trust_remote_code,
         if_quantized="--model must be the unquantized model",
     )
-    with Checkpoint.open(source.folder, require_config=True) as checkpoint:
-        geometry = prepare(build_skeleton(source), checkpoint).geometry
-        fingerprint = fingerprint_model(source.raw_config, checkpoint)
-        extracted = _extract(settings, dialect, geometry, checkpoint, fingerprint)
-    _show(settings, extracted)
+    return prepare(build_skeleton(source), checkpoint).geometry
 
 
 def _check_options(settings: ExtractSettings) -> Dialect:
@@ -96,13 +154,8 @@ def _check_options(settings: ExtractSettings) -> Dialect:
     return dialect
 
 
-def _extract(
-    settings: ExtractSettings,
-    dialect: Dialect,
-    geometry: ModelGeometry,
-    checkpoint: Checkpoint,
-    fingerprint: str,
-) -> Extracted:
+def _extract(settings: ExtractSettings, dialect: Dialect, target: _Target) -> Extracted:
+    geometry, checkpoint = target.geometry, target.source
     found = read_scales(
         settings.quantized_model,
         geometry,
@@ -110,8 +163,8 @@ def _extract(
         needs_dtype=True,
         drops_bad_query=True,
     )
-    check_origin(str(settings.quantized_model), found.table.origin, fingerprint)
-    known = found.table.origin or CalibrationOrigin.of_model(fingerprint)
+    graft = target.relate(str(settings.quantized_model), found.table.origin)
+    known = found.table.origin or CalibrationOrigin.of_model(target.fingerprint)
     table = convert_table(
         replace(found.table, origin=known),
         fmt=KV_FORMATS[settings.fp8_dtype or E4M3FN.name],
@@ -126,13 +179,17 @@ def _extract(
         force=settings.force,
         inputs=[checkpoint.folder, settings.quantized_model],
     ) as folder:
-        target = folder if dialect.needs_model else folder / dialect.path(table.tp)
-        notes = write_table(table, dialect.name, target, source=checkpoint, provenance=provenance)
+        place = folder if dialect.needs_model else folder / dialect.path(table.tp)
+        notes = write_table(
+            table, dialect.name, place, source=checkpoint, provenance=provenance, graft=graft
+        )
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         files = tuple(path.relative_to(folder).as_posix() for path in written)
+        if target.quantized is not None and dialect.needs_model:
+            require_server(place, geometry, target.quantized)
         serving = find_scale_serving(
-            target,
-            settings.save_path / target.relative_to(folder),
+            place,
+            settings.save_path / place.relative_to(folder),
             geometry,
             model=checkpoint.folder,
             model_name=settings.model,
@@ -147,6 +204,7 @@ def _extract(
         serving=serving,
         notes=(
             *([provenance.describe()] if provenance else []),
+            *describe_graft(graft, checkpoint, geometry),
             *found.notes,
             *explain_fit(found.table, table),
             *(explain_joint(table) if dialect.joins_kv else ()),

@@ -9,10 +9,13 @@ from typing import Annotated
 import typer
 
 from fp8calib.cli.option_types import (
+    BaseOption,
     ForceOption,
     FormatOption,
     Fp8DtypeOption,
     JsonOption,
+    OtherWeightsOption,
+    ReplaceScalesOption,
     RevisionOption,
     TrustOption,
 )
@@ -28,12 +31,17 @@ class ExtractSettings:
         typer.Option(
             "--quantized-model",
             metavar="PATH",
-            help="Checkpoint folder, or file (.safetensors .json .npz), with KV scales.",
+            help="Checkpoint folder or Hub id, or file (.safetensors .json .npz), with KV scales.",
         ),
     ]
     model: Annotated[
         str,
-        typer.Option("--model", metavar="MODEL", help="The unquantized model: folder or Hub id."),
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="The unquantized model, or a quantized checkpoint of it (of which an overlay "
+            "keeps the quantization): folder or Hub id.",
+        ),
     ]
     save_path: Annotated[
         Path,
@@ -44,6 +52,9 @@ class ExtractSettings:
         ),
     ]
     formats: FormatOption = None
+    base: BaseOption = None
+    other_weights: OtherWeightsOption = False
+    replace_scales: ReplaceScalesOption = False
     source_dtype: Annotated[
         str | None,
         typer.Option(

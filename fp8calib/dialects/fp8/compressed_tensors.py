@@ -21,6 +21,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     weight_contradiction,
 )
 from fp8calib.dialects.refusals import refusal
+from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, Scheme
 
 FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
@@ -156,8 +157,23 @@ def _make_config(job: ConfigJob) -> Config:
         },
     }
     if job.has_kv:
-        config["kv_cache_scheme"] = _make_quantizer({"strategy": "tensor"}, dynamic=False)
+        config["kv_cache_scheme"] = make_cache_scheme("tensor")
     return config
+
+
+def make_cache_scheme(strategy: str) -> Config:
+    """Make the `kv_cache_scheme` of FP8 scales per `tensor` or `attn_head`."""
+    return _make_quantizer({"strategy": strategy}, dynamic=False)
+
+
+def _add_kv(path: Path, config: Fields, strategy: str) -> Config:
+    """Add the scheme of the KV cache; vLLM needs config_groups for `attn_head`."""
+    if not isinstance(config.get("config_groups"), dict):
+        raise ExportError(
+            f"{path}: config_groups is {config.get('config_groups')!a:.60}, and engines refuse it",
+            hint="config_groups is an object of groups; restore the config of the quantized model",
+        )
+    return {**config, "kv_cache_scheme": make_cache_scheme(strategy)}
 
 
 def _list_excluded(job: ConfigJob) -> list[str]:
@@ -182,5 +198,7 @@ COMPRESSED_TENSORS = Fp8Dialect(
     method="compressed-tensors",
     make_finder=_make_finder,
     make_config=_make_config,
+    add_kv=_add_kv,
+    kv_strategies=("tensor", "attn_head"),
     scalar_shape=(1,),
 )

@@ -117,6 +117,13 @@ class Fp8Dialect:
     input_scale_name: str = "input_scale"
     scalar_shape: Shape = ()
     """Of a scale that covers a whole tensor: a weight, an input, K or V."""
+    add_kv: Callable[[Path, Fields, str], Config] | None = None
+    """Add the KV cache to a `quantization_config`, given its file and the strategy of the scales;
+    None where the config does not change. Raise ExportError where engines refuse the config."""
+    add_kv_to_file: Callable[[Path, Fields, str], Config] | None = None
+    """The same for the dialect's own file."""
+    kv_strategies: Sequence[str] = ("tensor",)
+    """The strategies that engines know for KV scales beside its weights: `tensor`, `attn_head`."""
     names_kv_by_projection: bool = False
     """The scales of K and V are beside those of k_proj and v_proj, where there are such."""
 

@@ -16,6 +16,7 @@ from fp8calib.dialects.fp8.quantization_config import (
     refuse_ignored,
     weight_contradiction,
 )
+from fp8calib.errors import ExportError
 from fp8calib.fp8.schemes import SCHEMES
 
 _ALGORITHMS = {"fp8-static": "FP8", "fp8-dynamic": "FP8_PER_CHANNEL_PER_TOKEN"}
@@ -110,6 +111,33 @@ def _make_files(job: ConfigJob) -> dict[str, Config]:
     return {MODELOPT_CONFIG_NAME: document}
 
 
+def _add_kv(path: Path, config: Fields, strategy: str) -> Config:
+    """Add the KV cache to the section of config.json: flat, or nested as in the own file."""
+    del strategy
+    if isinstance(config.get("quantization"), dict):
+        return _add_kv_to_file(path, config, "tensor")
+    _require_algorithm(path, config)
+    return {**config, "kv_cache_scheme": {"dynamic": False, **NUMBER}}
+
+
+def _add_kv_to_file(path: Path, config: Fields, strategy: str) -> Config:
+    del strategy
+    section = config.get("quantization")
+    section = section if isinstance(section, dict) else {}
+    _require_algorithm(path, section)
+    return {**config, "quantization": {**section, "kv_cache_quant_algo": "FP8"}}
+
+
+def _require_algorithm(path: Path, section: Fields) -> None:
+    if not section.get("quant_algo"):
+        raise ExportError(
+            f"{path}: the ModelOpt config has no quant_algo, and vLLM and SGLang refuse such a "
+            "checkpoint",
+            hint="if only its KV cache is quantized, write a kv-overlay of the unquantized model; "
+            "otherwise export the model with ModelOpt again",
+        )
+
+
 MODELOPT = Fp8Dialect(
     name="modelopt",
     description="what ModelOpt writes",
@@ -119,6 +147,8 @@ MODELOPT = Fp8Dialect(
     make_finder=_make_finder,
     make_config=_make_config,
     make_files=_make_files,
+    add_kv=_add_kv,
+    add_kv_to_file=_add_kv_to_file,
     expressible=tuple(_ALGORITHMS),
     names_kv_by_projection=True,
 )

@@ -30,7 +30,10 @@ def name_scales(attention: Attention, role: Role) -> tuple[str, ...]:
 
 
 def make_scale_tensors(
-    table: ScaleTable, *, scalar_shape: tuple[int, ...] = ()
+    table: ScaleTable,
+    *,
+    scalar_shape: tuple[int, ...] = (),
+    roles: tuple[Role, ...] = (Role.K, Role.V, Role.Q),
 ) -> dict[str, torch.Tensor]:
     """Make the scale tensors of every layer that reads a KV cache, and of q if the table has it.
 
@@ -40,7 +43,7 @@ def make_scale_tensors(
     shape = (-1, 1, 1) if table.per_head else scalar_shape
     tensors: dict[str, torch.Tensor] = {}
     for _, attention in table.geometry.attentions():
-        for role in (Role.K, Role.V, Role.Q):
+        for role in roles:
             scale = table.scales.get(attention.site(role))
             if scale is not None:
                 values = scale.values[0].reshape(shape)

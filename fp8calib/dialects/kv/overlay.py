@@ -1,7 +1,8 @@
 """`kv-overlay` and `kv-overlay-head`: a whole checkpoint that vLLM and transformers load.
 
-The weights are unchanged. The `quantization_config` has one group that matches no module: without
-any group, transformers fails on MoE models; without `ignore`, TGI looks for a target. The format is
+The weights are unchanged. If the model is quantized already, its config is merged (`graft.py`).
+Otherwise the `quantization_config` has one group that matches no module: without any group,
+transformers fails on MoE models; without `ignore`, TGI looks for a target. The format is
 `naive-quantized` because TGI knows no float group in the format `dense`
 (`layers/compressed_tensors/loader.py`). `ignore` matches no attention layer of vLLM, because vLLM
 on TPUs gives an ignored one no scales (`IGNORED`).
@@ -41,14 +42,19 @@ model has no `quant_config`; gptj and gpt_bigcode load both)."""
 def _write(job: WriteJob, folder: Path) -> None:
     """Write the model with the scales beside its weights, per tensor or per head.
 
-    compressed-tensors implies e4m3fn; another format is recorded in the scales' file.
+    The methods of quantization imply e4m3fn; another format is recorded in the scales' file.
     """
     strategy: Strategy = "attn_head" if job.table.per_head else "tensor"
     fmt = None if job.table.fmt is E4M3FN else job.table.fmt
-    scales = make_scale_tensors(job.table, scalar_shape=SCALAR_SHAPE)
+    documents: dict[str, object] = {}
+    updates: dict[str, object] = {"quantization_config": make_quantization_config(strategy)}
+    if job.quantized is None:
+        scales = make_scale_tensors(job.table, scalar_shape=SCALAR_SHAPE)
+    else:
+        scales = job.quantized.make_tensors(job.table)
+        updates, documents = job.quantized.merge(strategy)
     unlisted = {name: scales.pop(name) for name in _list_refused_by_vllm(job.table, list(scales))}
-    updates = {"quantization_config": make_quantization_config(strategy)}
-    job.save_checkpoint(folder, scales, config_updates=updates, fmt=fmt)
+    job.save_checkpoint(folder, scales, config_updates=updates, fmt=fmt, documents=documents)
     if unlisted:
         job.save_tensors(folder / UNLISTED_NAME, unlisted, fmt=fmt)
 
@@ -85,7 +91,7 @@ KV_OVERLAY = Dialect(
     path_pattern="kv-overlay",
     write=_write,
     needs_model=True,
-    replaces_quantization=True,
+    configures_quantization=True,
     has_query=True,
 )
 """Read as `compressed-tensors`, like `KV_OVERLAY_HEAD`."""

@@ -7,6 +7,12 @@ from collections.abc import Mapping
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.verdicts import Refusal
 
+METHODS_FIX = (
+    "use a checkpoint in compressed-tensors (which also stores INT4 and INT8 weights), fp8, "
+    "ModelOpt or Quark, or a kv-overlay of the unquantized model"
+)
+"""For a method of quantization beside which vLLM and SGLang have no place for KV scales."""
+
 
 def find_quantization(folder: ScaleFolder, *, keys: tuple[str, ...]) -> Mapping[str, object] | None:
     """Find the quantization config of a folder in the places and the order of an engine.

@@ -14,7 +14,7 @@ from fp8calib.dialects.kv.parse_names import parse_name
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import PairRules, is_not_positive, judge_pair
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
-from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
 from fp8calib.engines.replay.query_scales import note_unread
 from fp8calib.engines.replay.recorded_dtype import amend_for_dtype
 from fp8calib.engines.replay.verdicts import EngineReport, LayerVerdict, Refusal, Status
@@ -231,8 +231,10 @@ def _judge(
     why = f"the model's loader accepts only {path}.k_scale, and warns otherwise, so it uses 1.0"
     if fault:
         is_placeless = context.geometry.model_type in TYPES_WITHOUT_KV_SCALES
+        has_no_method = fault.startswith("quant_method")
+        fix = METHODS_FIX if has_no_method else _SCHEME_FIX
         return context.judge_absent_layer(
-            index, why=fault, fix=_PLACELESS_FIX if is_placeless else _SCHEME_FIX
+            index, why=fault, fix=_PLACELESS_FIX if is_placeless else fix
         )
     rules = PairRules("SGLang", is_not_positive, why, _FIX.format(path=path))
     verdict = judge_pair(context, index, loaded, rules)

@@ -1,7 +1,8 @@
 """What TGI does with the KV scales of a checkpoint folder, as read in its source.
 
 `layers/attention/kv_cache.py:get_kv_scales`, `utils/hub.py:_weight_files_from_dir`,
-`layers/compressed_tensors/loader.py`; served with `--kv-cache-dtype fp8_e4m3fn`.
+`layers/compressed_tensors/loader.py`, `utils/quantization.py:get_loader`; served with
+`--kv-cache-dtype fp8_e4m3fn`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ _LOADABLE = {
     ("int", 4): ("pack-quantized", "marlin-24"),
 }
 """For the type and bits of a group's weights: the formats `_create_loader_for_group` knows."""
+_UNLOADABLE_METHODS = ("bitsandbytes", "mxfp4", "torchao", "quanto")
+"""Methods whose stored weights no loader of `get_loader` reads; with bitsandbytes TGI quantizes an
+unquantized model itself."""
 _UNPARSED = "Cannot parse compressed-tensors configuration"
 _GROUPS_FIX = "write config_groups as an object of groups with targets, and ignore as a list"
 _NAMES_FIX = "store k_scale and v_scale under the attention module's own path"
@@ -64,6 +68,10 @@ def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
     quantization = find_quantization(folder, keys=("quantization_config", "compression_config"))
     if quantization is not None and quantization.get("quant_method") == "compressed-tensors":
         _check_compressed(quantization, geometry)
+    method = None if quantization is None else quantization.get("quant_method")
+    if method in _UNLOADABLE_METHODS:
+        why = f"TGI has no loader for the weights of a checkpoint of quant_method {method}"
+        raise Refusal(why, fix="use the unquantized model")
     context = LoadContext(folder, geometry, files)
     layers = [_judge(context, layer.index, attention) for layer, attention in geometry.attentions()]
     note_unread(context, "TGI does not load it")

@@ -13,7 +13,7 @@ from fp8calib.engines.replay.kv_cache_method import (
 )
 from fp8calib.engines.replay.load_context import LoadContext, Slot, open_indexed
 from fp8calib.engines.replay.module_targets import matches_target
-from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.quantization_config import METHODS_FIX, find_quantization
 from fp8calib.engines.replay.query_scales import (
     list_optional_scales,
     list_queries,
@@ -201,8 +201,13 @@ def _explain_bare(
     if attention.kind == "latent" and not _has_heads(context, attention):
         why = "no KV scale reaches multi-head latent attention in vLLM, so it uses 1.0"
         return why, "serve it without scales: latents are cached with 1.0"
-    if method in (None, KvMethod.NONE):
+    if method is None:
         return "the quantization method has no parameters for KV scales", "write a kv-overlay"
+    if method is KvMethod.NONE:
+        quantization = find_quantization(context.folder, keys=CONFIG_KEYS) or {}
+        name = shorten(str(quantization.get("quant_method")))
+        why = f"vLLM's quant_method {name} has no parameters for KV scales, so it uses 1.0"
+        return why, METHODS_FIX
     turns_on = method is KvMethod.COMPRESSED_TENSORS and has_scheme
     if context.geometry.model_type in TYPES_WITHOUT_CACHE_CONFIG and not turns_on:
         why = f"vLLM's {context.geometry.model_type} caches 16 bits whatever --kv-cache-dtype says"

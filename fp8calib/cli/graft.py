@@ -1,0 +1,150 @@
+"""Whether KV scales belong to a MODEL that is quantized already, and which servers use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.dialect import Graft
+from fp8calib.dialects.metadata import explain_other_attention
+from fp8calib.engines.serving import list_servers_without
+from fp8calib.errors import ExportError, Fp8CalibError, UsageError
+from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
+from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.unquantized_tensors import find_first_change, hash_unquantized
+
+if TYPE_CHECKING:
+    from fp8calib.dialects.graft import QuantizedModel
+    from fp8calib.geometry.model_geometry import ModelGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraftOptions:
+    """What the command line says about a quantized MODEL."""
+
+    base: str | None
+    other_weights: bool
+    replaces_scales: bool
+
+    def refuse(self) -> None:
+        """Refuse the options, because MODEL is not quantized.
+
+        Raises:
+            UsageError: one was given.
+        """
+        if self.base is not None or self.other_weights:
+            option = "--other-weights" if self.base is None else "--base"
+            raise UsageError(
+                f"{option}: MODEL is not quantized, so it has to be the calibrated model itself",
+                hint=f"leave out {option}, or name the quantized checkpoint as MODEL",
+            )
+
+
+def relate_to_quantized(
+    name: str,
+    origin: CalibrationOrigin | None,
+    checkpoint: Checkpoint,
+    geometry: ModelGeometry,
+    options: GraftOptions,
+    error: type[Fp8CalibError],
+) -> Graft:
+    """Check that scales belong to the model from which a quantized checkpoint was made.
+
+    Args:
+        name: the scales or statistics, in messages.
+        origin: the model they were calibrated on; None where they record none.
+        checkpoint: the quantized checkpoint.
+        geometry: its shape.
+        options: of the command line.
+        error: what is raised where they do not belong to it.
+
+    Raises:
+        Fp8CalibError: of this class, naming the first difference.
+        UsageError: `--base` is needed, or is not the calibrated model.
+    """
+    fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
+    if origin is None:
+        return Graft(model=fingerprint, accepted=_UNKNOWN, replaces_scales=options.replaces_scales)
+    if origin.model == fingerprint:
+        return Graft(replaces_scales=options.replaces_scales)
+    difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
+    if difference:
+        raise error(_name_other(name, checkpoint, difference), hint=_OTHER_HINT)
+    hashes = origin.unquantized if options.base is None else _hash_base(options, origin)
+    if not hashes:
+        raise UsageError(
+            f"{name}: no hashes of norms and embeddings are recorded, so whether "
+            f"{checkpoint.folder} was made from the calibrated model cannot be checked",
+            hint="add --base MODEL with the calibrated (unquantized) model",
+        )
+    difference = find_first_change(hashes, checkpoint)
+    if difference and not options.other_weights:
+        raise error(
+            _name_other(name, checkpoint, difference),
+            hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
+            "them: if it was made from this model in such a way, add --other-weights",
+        )
+    return Graft(model=fingerprint, accepted=difference, replaces_scales=options.replaces_scales)
+
+
+_UNKNOWN = "the scales record no model"
+_OTHER_HINT = "name a checkpoint that was quantized from the calibrated model"
+
+
+def describe_graft(graft: Graft, checkpoint: Checkpoint, geometry: ModelGeometry) -> Iterator[str]:
+    """Describe what was not checked, and what --other-weights accepted."""
+    if graft.accepted == _UNKNOWN:
+        yield f"{checkpoint.folder}: {_UNKNOWN}, so only layers and shapes were compared with it"
+    elif graft.accepted:
+        yield (
+            f"{checkpoint.folder} is not known to be made from the calibrated model: "
+            f"{graft.accepted}, and --other-weights accepts it. Scales that AWQ and SmoothQuant "
+            "fold into norms and the linears after them leave K and V as they were; after other "
+            "changes the KV scales do not fit"
+        )
+        attentions = [attention for _, attention in geometry.attentions()]
+        if any(each.num_heads == each.num_kv_heads for each in attentions):
+            yield (
+                "this model has as many KV heads as query heads: there AWQ may also fold scales "
+                "into v_proj and o_proj, which changes V"
+            )
+
+
+def _name_other(name: str, checkpoint: Checkpoint, difference: str) -> str:
+    return f"{checkpoint.folder} was not made from the calibrated model of {name}: {difference}"
+
+
+def _hash_base(options: GraftOptions, origin: CalibrationOrigin) -> dict[str, str]:
+    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+
+    assert options.base is not None  # noqa: S101 -- the caller checks it
+    with Checkpoint.open(find_folder(options.base, None), require_config=True) as base:
+        fingerprint = fingerprint_model(base.load_config(), base)
+        if fingerprint != origin.model:
+            raise UsageError(
+                f"--base {options.base}: not the calibrated model, which had "
+                f"{explain_difference(origin.model, fingerprint)}",
+                hint="name the unquantized model that was calibrated",
+            )
+        return hash_unquantized(base)
+
+
+def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedModel) -> None:
+    """Refuse a quantized checkpoint with KV scales that no server would use.
+
+    Raises:
+        ExportError: naming the method, and the reason for each server.
+    """
+    faults = list_servers_without(written, geometry)
+    if faults:
+        reasons = "; ".join(f"{title}: {why}" for title, why in faults.items())
+        raise ExportError(
+            f"{quantized.source.folder}: no server uses KV scales beside quant_method "
+            f"{quantized.method} in this model: {reasons}",
+            hint="vLLM and SGLang have a place for them beside compressed-tensors (which also "
+            "stores INT4 and INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of "
+            "these, or the unquantized model",
+        )

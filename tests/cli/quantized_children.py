@@ -1,0 +1,92 @@
+"""Quantized checkpoints of the llama of `tests/foreign`, as tools and `quantize` write them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.program import succeed
+from tests.dialects.foreign import FOLDER
+
+BASE = FOLDER / "llama"
+WEIGHTS = "model.safetensors"
+NORM = "model.layers.1.input_layernorm.weight"
+TOOLS = {
+    "llm-compressor, channels": "llmcompressor-fp8-dynamic",
+    "llm-compressor, blocks": "llmcompressor-fp8-block",
+    "llm-compressor, w8a16": "llmcompressor-w8a16",
+    "llm-compressor, static": "llmcompressor-fp8-static-kv",
+    "ModelOpt": "modelopt-fp8-kv",
+    "ModelOpt, channels": "modelopt-fp8-channel-kv",
+    "Quark": "quark-fp8-kv",
+    "Quark, as AutoFP8": "quark-autofp8-kv",
+}
+QUANTIZED = {
+    "autofp8": ("--scheme", "fp8-block", "--format", "autofp8"),
+    "compressed-tensors": ("--scheme", "fp8-dynamic"),
+    "modelopt": ("--scheme", "fp8-dynamic", "--format", "modelopt"),
+}
+FORMS = (*TOOLS, *QUANTIZED)
+
+
+def save_child(form: str, folder: Path) -> Path:
+    """Write a checkpoint of a form, without KV scales."""
+    if form in QUANTIZED:
+        succeed("quantize", BASE, *QUANTIZED[form], "--out", folder)
+        return folder
+    shutil.copytree(FOLDER / TOOLS[form], folder)
+    (folder / "tool.json").unlink()
+    change_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if not _is_kv(n)})
+    change_config(folder, _drop_cache)
+    own = folder / "hf_quant_config.json"
+    if own.is_file():
+        document = json.loads(own.read_text())
+        document["quantization"]["kv_cache_quant_algo"] = None
+        own.write_text(json.dumps(document))
+    return folder
+
+
+def _is_kv(name: str) -> bool:
+    return name.endswith(("k_scale", "v_scale", "output_scale"))
+
+
+def _drop_cache(config: dict[str, Any]) -> None:
+    section = config["quantization_config"]
+    section["kv_cache_scheme"] = None
+    if section["quant_method"] == "quark":
+        section["export"]["kv_cache_group"] = []
+        del section["kv_cache_quant_config"], section["layer_quant_config"]
+
+
+def change_tensors(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> Path:
+    """Rewrite the one file of weights."""
+    path = folder / WEIGHTS
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    return folder
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Rewrite config.json."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def set_method(folder: Path, **section: object) -> Path:
+    """Replace the section on quantization."""
+    return change_config(folder, lambda config: config.update(quantization_config=section))
+
+
+def change_norm(folder: Path) -> Path:
+    """Double a norm, as methods that fold scales into norms may."""
+    return change_tensors(folder, lambda tensors: {**tensors, NORM: tensors[NORM] * 2})
