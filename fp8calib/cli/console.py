@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import IO, Any, Self
 
 from rich.console import Console
@@ -26,6 +29,7 @@ from rich.text import Text
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError
 from fp8calib.machine.launch import report_to_torchrun
+from fp8calib.machine.memory import anonymous_bytes
 
 
 class _Console(Console):
@@ -161,8 +165,34 @@ class _TokensPerSecond(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.0f} {task.fields['unit']}/s")
 
 
+_LINE_EVERY_S = 60.0
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What the lines of a log say about a stage."""
+
+    name: str
+    total: int | None
+    unit: str
+    started: float
+    printed: float
+    done: int = 0
+
+    def describe(self, now: float) -> str:
+        """Give the progress, the rate, the time left and the memory in use."""
+        rate = self.done / max(now - self.started, 1e-9)
+        parts = [f"{self.name}: {self.done:,} {self.unit}", f"{rate:,.0f} {self.unit}/s"]
+        if self.total:
+            parts[0] = f"{self.name}: {self.done:,} of {self.total:,} {self.unit}"
+            left = timedelta(seconds=round((self.total - self.done) / rate)) if rate else "?"
+            parts += [f"{self.done / self.total:.0%}", f"{left} left"]
+        used = anonymous_bytes()
+        return ", ".join([*parts, *([f"{used / 2**30:.2f} GiB in use"] if used else [])])
+
+
 class Bar:
-    """A progress bar on a terminal's stderr; silent when stderr is piped."""
+    """A progress bar on a terminal's stderr; a line a minute where stderr is piped."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -176,6 +206,7 @@ class Bar:
             disable=_err.quiet or not _err.is_terminal,
         )
         self._task: Any = None
+        self._stage: _Stage | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -189,6 +220,8 @@ class Bar:
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(name, total=total, unit=unit)
+        now = time.monotonic()
+        self._stage = _Stage(name, total, unit, started=now, printed=now)
 
     def advance(self, steps: int) -> None:
         """Advance by `steps`.
@@ -197,5 +230,11 @@ class Bar:
             KeyboardInterrupt: a signal came, and Python swallowed its exception.
         """
         reraise_signal()
-        if self._task is not None:
-            self._progress.advance(self._task, steps)
+        if self._stage is None:
+            return
+        self._progress.advance(self._task, steps)
+        self._stage.done += steps
+        now = time.monotonic()
+        if self._progress.disable and now - self._stage.printed >= _LINE_EVERY_S:
+            self._stage.printed = now
+            say(self._stage.describe(now))
