@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -231,7 +233,7 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
         RecipeError: the recipe is invalid; the message lists all faults.
     """
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 -- a SafeLoader
     except yaml.YAMLError as error:
         raise RecipeError(f"{where} is not YAML: {_locate(error)}") from error
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
@@ -245,9 +247,42 @@ def parse_recipe(text: str, *, where: str) -> Recipe:
             f"{'.'.join(map(str, item['loc'])) or 'recipe'}: {explain_value(item)}"
             for item in error.errors()
         ]
-        raise RecipeError(
-            f"{where}: " + "; ".join(lines), hint="`fp8calib recipes kv` explains every key"
-        ) from error
+        foreign = next((tool for key, tool in _FOREIGN_KEYS.items() if key in document), "")
+        hint = "`fp8calib recipes kv` explains every key"
+        if foreign:
+            hint = f"this is a recipe of {foreign}; {hint}"
+        raise RecipeError(f"{where}: " + "; ".join(lines), hint=hint) from error
+
+
+_FOREIGN_KEYS = {
+    "quant_stage": "llm-compressor",
+    "default_stage": "llm-compressor",
+    "quantization_stage": "llm-compressor",
+    "test_stage": "llm-compressor",
+    "QuantizationModifier": "llm-compressor",
+    "GPTQModifier": "llm-compressor",
+    "modifiers": "llm-compressor",
+    "quant_cfg": "ModelOpt",
+    "quantize_config": "AutoFP8",
+}
+"""Keys at the top of other tools' recipes."""
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that occurs twice; PyYAML would keep the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if key_node.tag != "tag:yaml.org,2002:str":
+                continue
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key_node.value!r:.60} occurs twice",
+                    problem_mark=key_node.start_mark,
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
 
 
 def _locate(error: yaml.YAMLError) -> str:
@@ -259,12 +294,33 @@ def _locate(error: yaml.YAMLError) -> str:
 def explain_value(item: Any) -> str:
     """Explain in plain words a fault that pydantic found in one value."""
     if item["type"] == "extra_forbidden":
-        return "unknown key"
+        return f"unknown key{_suggest(item['loc'])}"
     message = str(item["msg"]).removeprefix("Value error, ")
     if message.startswith("Input should be"):
         must_be = message.removeprefix("Input should be").partition(", unable")[0]
         return f"must be{must_be}, not {item['input']!r:.60}"
     return message
+
+
+def _suggest(location: Sequence[object]) -> str:
+    """Suggest the known key that is most like the last one of `location`; empty without any."""
+    section: Any = Recipe
+    for key in location[:-1]:
+        field = section.model_fields.get(str(key))
+        section = next(
+            (kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind))
+            if field
+            else iter(()),
+            None,
+        )
+        if section is None:
+            return ""
+    like = get_close_matches(str(location[-1]), section.model_fields, n=1)
+    return f": did you mean {like[0]}?" if like else ""
+
+
+def _is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, _Section)
 
 
 def match_modules(patterns: tuple[str, ...], modules: list[str]) -> frozenset[str]:

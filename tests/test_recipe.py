@@ -62,7 +62,12 @@ query_scale: true
     ("text", "told"),
     [
         ("name: x\nnonsense: 1", "nonsense: unknown key"),
-        ("name: x\nobserve: {kvs: true}", "observe.kvs: unknown key"),
+        ("name: x\nobserv: {kv: true}", "observ: unknown key: did you mean observe?"),
+        ("name: x\nobserve: {kvs: true}", "observe.kvs: unknown key: did you mean kv?"),
+        ("name: x\nquantize: {sheme: w8a16}", "quantize.sheme: unknown key: did you mean scheme?"),
+        ("name: x\ntp: [1]\ntp: [2]", "line 3, column 1: the key 'tp' occurs twice"),
+        ("name: x\ndata: {samples: 1, samples: 2}", "the key 'samples' occurs twice"),
+        ("name: x\nquery_scale: maybe", "query_scale: must be auto, yes or no"),
         ("description: no name", "name: Field required"),
         ("name: x\ndata: {samples: 0}", "data.samples: must be greater than or equal to 1, not 0"),
         ("name: x\nscales: {rule: guess}", "scales.rule: unknown rule 'guess'; known: amax"),
@@ -86,6 +91,19 @@ def test_what_is_wrong_is_told_with_its_key(text: str, told: str) -> None:
         parse_recipe(text, where="mine.yaml")
     assert caught.value.message.startswith("mine.yaml")
     assert told in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("quant_stage: {quant_modifiers: {}}", "llm-compressor"),
+        ("quant_cfg: {'*weight_quantizer': {num_bits: [4, 3]}}", "ModelOpt"),
+    ],
+)
+def test_a_recipe_of_another_tool_is_named(text: str, tool: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, where="theirs.yaml")
+    assert f"a recipe of {tool}" in caught.value.hint
 
 
 def test_several_errors_are_told_together() -> None:

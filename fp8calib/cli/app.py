@@ -25,7 +25,6 @@ _Settings = TypeVar("_Settings")
 
 app = typer.Typer(
     name="fp8calib",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="FP8 calibration of Hugging Face language models: scales that engines really load.",

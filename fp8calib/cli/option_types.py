@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -141,13 +142,28 @@ DeviceMapOption = Annotated[
     str | None,
     typer.Option("--device-map", metavar="auto", help="Spread the model over all GPUs."),
 ]
+_UNITS_GIB = {"": 1.0, "m": 2.0**-10, "g": 1.0, "t": 2.0**10}
+_SIZE = re.compile(
+    r"(?P<number>[0-9]*\.?[0-9]+(?:e-?[0-9]+)?) ?(?P<unit>[mgt]?)(?:i?b)?", re.IGNORECASE
+)
+
+
+def read_gib(text: str) -> float:
+    """Read a size: `24`, `24GiB` and `24G` are 24 GiB, `500M` is 500 MiB."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no size such as 24, 24GiB or 500M")
+    return float(found["number"]) * _UNITS_GIB[found["unit"].lower()]
+
+
 MemoryOption = Annotated[
     float | None,
     typer.Option(
         "--memory",
         metavar="GIB",
-        help="Memory limit of the process; a model that needs more is streamed layer by layer. "
-        "Default: what is available on the machine.",
+        parser=read_gib,
+        help="Memory limit of the process (24 is 24 GiB, 500M is 500 MiB); a model that needs more "
+        "is streamed layer by layer. Default: what is available on the machine.",
     ),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 from fp8calib import __version__
 from fp8calib.cli import main_inner
 from fp8calib.cli.app import app
-from fp8calib.cli.option_types import split_names, spread_formats
+from fp8calib.cli.option_types import read_gib, split_names, spread_formats
 from fp8calib.dialects.registry import list_format_names
 from fp8calib.errors import UsageError
 from tests.cli.program import fail, run, succeed
@@ -113,3 +113,23 @@ def test_an_error_is_told_once_in_json() -> None:
     outcome = run("calibrate", "--json")
     assert json.loads(outcome.out)["error"]["kind"] == "usage"
     assert "error: " in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("24", 24.0),
+        ("0.5", 0.5),
+        ("500M", 500 / 1024),
+        ("24GiB", 24.0),
+        ("1.5g", 1.5),
+        ("2T", 2048),
+    ],
+)
+def test_a_size_may_have_a_unit(text: str, gib: float) -> None:
+    assert read_gib(text) == gib
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "5 apples", "500K", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    assert "is no size" in fail(2, "calibrate", "nowhere", "--memory", text)

@@ -47,6 +47,7 @@ class ExtractSettings:
         Path,
         typer.Option(
             "--save-path",
+            "--out",
             metavar="DIR",
             help="Output folder: a checkpoint, or the folder of one file, by --format.",
         ),
