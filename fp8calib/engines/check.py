@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_replayed
@@ -20,6 +21,7 @@ from fp8calib.engines.replay.verdicts import (
 )
 from fp8calib.engines.weight_replay import WeightReplay
 from fp8calib.errors import UsageError
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.tensor_parallel import check_cuts, check_heads
 
@@ -63,7 +65,7 @@ def check_folder(
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
         report = report.model_copy(update={"asks_for_kv": asks_for_kv})
-        reports[engine.key] = weights.amend(engine, report)
+        reports[engine.key] = weights.amend(engine, _note_odd_scales(report))
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
 
 
@@ -88,7 +90,7 @@ def check_file(
         engines={
             engine.key: report_refusal(geometry, misfit)
             if misfit is not None and engine.splits_heads
-            else _replay_file(engine, path, geometry, tp, model)
+            else _note_odd_scales(_replay_file(engine, path, geometry, tp, model))
             for engine in asked
         },
         versions={each.key: each.version for each in asked},
@@ -113,6 +115,26 @@ def _replay_file(
             status=Status.DROPPED, value=1.0, why=f"{why}, so it uses 1.0", fix=_OVERLAY_FIX
         ),
     )
+
+
+def _note_odd_scales(report: EngineReport) -> EngineReport:
+    """Name scales that are as large as reciprocals of scales are, or far too small.
+
+    K and V of the models in use reach some 1 to 500, so their scales lie around 0.002 to 1.
+    """
+    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
+    values = [each.value for each in verdicts if each.status is Status.USED and each.value]
+    if not values or _LEAST_USUAL <= median(values) <= _MOST_USUAL:
+        return report
+    found = f"the scales ({min(values):.4g} to {max(values):.4g}) stand for values of up to "
+    found += f"{max(values) * E4M3FN.max:,.4g}"
+    if median(values) > _MOST_USUAL:
+        found += ": they look like reciprocals; an engine needs amax / 448, not 448 / amax"
+    return report.add_problems(found)
+
+
+_LEAST_USUAL, _MOST_USUAL = 2.0**-20, 4.0
+"""The median of the scales of a model that are no reason for a note."""
 
 
 def _find_misfit(geometry: ModelGeometry, tp: int) -> Refusal | None:

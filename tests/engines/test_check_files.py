@@ -267,3 +267,29 @@ def test_scales_of_draft_layers_change_no_verdict(tmp_path: Path, engine: str) -
     assert any(
         "scales of draft layers (2, such as model.layers.2." in text for text in report.problems
     )
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "note"),
+    [
+        (0.25, 0.01, ""),
+        (3.9, 3.9, ""),
+        (
+            19.8,
+            745.0,
+            "(19.8 to 745) stand for values of up to 3.338e+05: they look like reciproca",
+        ),
+        (1e-7, 2e-7, "(1e-07 to 2e-07) stand for values of up to 8.96e-05"),
+    ],
+)
+def test_scales_that_look_like_reciprocals_are_named(
+    tmp_path: Path, k: float, v: float, note: str
+) -> None:
+    scales = {**spell("k_scale", value=k), **spell("v_scale", value=v)}
+
+    report = ask("vllm", save_folder(tmp_path / "f", scales, quantization=PER_TENSOR))
+
+    assert report.ok
+    found = [text for text in report.problems if text.startswith("the scales (")]
+    assert len(found) == bool(note)
+    assert not note or found[0].startswith(f"the scales {note}")
