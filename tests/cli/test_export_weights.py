@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests import zoo
 from tests.cli.program import fail, succeed
 
-CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "w8a8-static")
+CALIBRATE = ("--samples", 4, "--seq-len", 30, "--dtype", "float32", "--recipe", "kv")
 HEAD_DIM = 8
 Weights = dict[str, np.ndarray]
 

@@ -188,7 +188,7 @@ def test_what_statistics_gave_names_its_model_and_text(
     outcome = succeed("verify", model, *quick, "--scales", tmp_path / "out")
     assert "of this text was used for calibration" in outcome.err
     zoo.save("llama", tmp_path / "other", seed=3)
-    message = fail(8, "verify", tmp_path / "other", *quick, "--scales", tmp_path / "out")
+    message = fail(4, "verify", tmp_path / "other", *quick, "--scales", tmp_path / "out")
     assert "of another model: different weights (" in message
 
 

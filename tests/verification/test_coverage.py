@@ -31,7 +31,7 @@ def verify_w8a16(
     data = write_rows(folder / "rows.jsonl", [{"input_ids": row} for row in ROWS])
     outcome = succeed(
         *("verify", model, "--scales", quantized, "--engine", "reference", "--data", data),
-        *("--seq-len", 16, "--dtype", "float32", "--dump", folder / "dump", "--json"),
+        *("--seq-len", 16, "--dtype", "float32", "--dump", folder / "dump", "--force", "--json"),
     )
     return outcome.json["warnings"], load_file(folder / "dump")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
-from fp8calib.cli.console import list_top_level, print_text, say, warn
+from fp8calib.cli.console import SCHEMA_VERSION, list_top_level, print_text, say, warn
 from fp8calib.cli.recipe_options import decide_query
 from fp8calib.cli.serving import describe_serving
 from fp8calib.dialects.registry import find_dialect
@@ -61,6 +61,7 @@ def build_calibration_report(
     by_position = compute_position_saturation(stats)
     counted = count_run(job, stats)
     return {
+        "schema_version": SCHEMA_VERSION,
         "model": job.settings.model,
         "architecture": geometry.architecture,
         "out": str(job.out),

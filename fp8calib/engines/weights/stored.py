@@ -114,8 +114,11 @@ def list_groups(
     for name, entry in tensors.items():
         module, _, suffix = name.rpartition(".")
         beside[module][suffix] = entry
-    known = {} if geometry.model_type in _TRANSPOSED_TYPES else _list_known(geometry, beside)
-    linears = {name.removesuffix(f".{WEIGHT}"): each for name, each in geometry.matrices.items()}
+    # A folder of config and scales alone is a model's whose weights are elsewhere.
+    matrices = geometry.matrices if any(map(_is_linear, beside.values())) else {}
+    linears = {name.removesuffix(f".{WEIGHT}"): each for name, each in matrices.items()}
+    is_listed = geometry.model_type not in _TRANSPOSED_TYPES
+    known = _list_known(geometry, matrices, beside) if is_listed else {}
     stored = (module for module, held in beside.items() if _is_linear(held))
     experts: dict[str, list[tuple[int, str]]] = defaultdict(list)
     plain: list[str] = []
@@ -155,7 +158,9 @@ def _is_linear(tensors: Mapping[str, TensorEntry]) -> bool:
 
 
 def _list_known(
-    geometry: ModelGeometry, beside: Mapping[str, Mapping[str, TensorEntry]]
+    geometry: ModelGeometry,
+    matrices: Collection[str],
+    beside: Mapping[str, Mapping[str, TensorEntry]],
 ) -> dict[str, Linear]:
     """List the linears of decoder layers that the checkpoint should store, by path."""
     known = {}
@@ -164,7 +169,7 @@ def _list_known(
         module = name.removesuffix(f".{WEIGHT}")
         if linear.num_experts or linear.section == "other" or module == name:
             continue
-        if module in beside or name in geometry.matrices:
+        if module in beside or name in matrices:
             known[module] = linear
     return known
 
