@@ -26,7 +26,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class QuantizationOutcome:
     """The plan of a quantization and what came of it."""
 
     plan: QuantizePlan
@@ -43,7 +43,7 @@ class Outcome:
     """How each linear was rounded, if not all to nearest."""
 
 
-def build_quantization_report(outcome: Outcome) -> dict[str, Any]:
+def build_quantization_report(outcome: QuantizationOutcome) -> dict[str, Any]:
     """Build the report of a written checkpoint: the output of --json."""
     plan, out = outcome.plan, outcome.out
     serving, why_none = _find_serving(outcome)

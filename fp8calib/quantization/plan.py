@@ -75,7 +75,7 @@ NO_SCALES = CalibratedScales(inputs={}, kv={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounding:
+class RoundingRecord:
     """How weights are rounded, if not to nearest, as the checkpoint's metadata records it."""
 
     rounding: str
@@ -138,7 +138,7 @@ def make_plan(
     selection: Selection,
     *,
     scales: CalibratedScales = NO_SCALES,
-    rounding: Rounding | None = None,
+    rounding: RoundingRecord | None = None,
 ) -> QuantizePlan:
     """Decide what is written where; only headers and config.json are read.
 
@@ -200,7 +200,7 @@ def _make_tag(
     config: Mapping[str, object],
     settings: PlanSettings,
     scales: CalibratedScales,
-    rounding: Rounding | None,
+    rounding: RoundingRecord | None,
 ) -> str:
     asked = [
         _VERSION,

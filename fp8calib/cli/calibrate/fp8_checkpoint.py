@@ -17,7 +17,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
 from fp8calib.cli.calibrate.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.cli.console import Bar
-from fp8calib.cli.quantization_report import Outcome, build_quantization_report
+from fp8calib.cli.quantization_report import QuantizationOutcome, build_quantization_report
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.schemes import find_scheme
@@ -130,7 +130,7 @@ def _quantize(
             rounded=codes if job.rounds_by_gptq else None,
         )
         rounded = list_rounded(job, selection, codes) if job.rounds_by_gptq else ()
-    outcome = Outcome(
+    outcome = QuantizationOutcome(
         plan=plan,
         written=written,
         folder=folder / scheme,

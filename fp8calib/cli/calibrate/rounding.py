@@ -21,7 +21,7 @@ from fp8calib.quantization.gptq.layer_rounding import (
     estimate_rounding_bytes,
     estimate_rounding_s,
 )
-from fp8calib.quantization.plan import PlanSettings, Rounding
+from fp8calib.quantization.plan import PlanSettings, RoundingRecord
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.run.resume.journal import NAME_PREFIX
@@ -131,9 +131,9 @@ def open_codes(folder: Path) -> Iterator[RoundedCodes]:
         codes.close()
 
 
-def make_rounding_record(plan: DataPlan, *, measures_inputs: bool) -> Rounding:
+def make_rounding_record(plan: DataPlan, *, measures_inputs: bool) -> RoundingRecord:
     """Make the record of the rounding for the checkpoint's metadata."""
-    return Rounding(
+    return RoundingRecord(
         rounding=GPTQ,
         data=plan.fingerprint,
         sequences=len(plan.sequences),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,9 @@ import torch
 from fp8calib.calibration import text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
 from fp8calib.cli.calibrate.memory import choose_calibration_mode
-from fp8calib.cli.calibrate.processes import choose_rank_device, describe_group
+from fp8calib.cli.calibrate.processes import choose_rank_device
 from fp8calib.cli.calibrate.report import describe_calibration_plan
 from fp8calib.cli.calibrate.rounding import (
     check_rounding_data,
@@ -32,11 +31,7 @@ from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.calibrate.work_folder import make_job_header, work_folder
 from fp8calib.cli.console import Bar, say, warn
 from fp8calib.cli.plan_table import show_plan
-from fp8calib.cli.quantization_report import (
-    Outcome,
-    build_quantization_report,
-    show_quantization_report,
-)
+from fp8calib.cli.quantize.output import find_finished, show_output, write_output
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.errors import ModelError, UsageError
@@ -55,8 +50,6 @@ from fp8calib.quantization.plan import (
     QuantizePlan,
     make_plan,
 )
-from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
-from fp8calib.quantization.rounded_codes import RoundedLinear
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.recipe import Data, Observe, Quantize, Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
@@ -93,11 +86,9 @@ def run_gptq(settings: QuantizeSettings, asked: PlanSettings) -> None:
         if settings.dry_run:
             _show_plan(settings, job, expected)
             return
-        if settings.resume and is_finished(settings.out, expected):
-            remove_progress_file(settings.out)
-            say(f"{settings.out} is finished already")
-            written = Written(files=list_files(settings.out), all_zero=(), resumed=())
-            _show(settings, job, expected, written, time.monotonic(), given)
+        if (written := find_finished(settings, expected)) is not None:
+            now = time.monotonic()
+            show_output(settings, job.checkpoint, expected, written, started=now, stats=given)
             return
         check_output(settings.out, expected.names, settings.force, inputs=[job.source.folder])
         _run(settings, asked, job, selection, given, group)
@@ -115,52 +106,20 @@ def _run(
     mode = choose_calibration_mode(job)
     for text in mode.describe():
         say(text)
-    if group is not None:
-        say(describe_group(group))
     with Bar() as bar, work_folder(job, make_job_header(job), group) as work:
         stats, _ = run_job(job, mode, work, group, bar)
         if group is not None and not group.is_first:
             return
         plan = _plan_checkpoint(job, asked, selection, given, stats)
-        bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
         with open_codes(work.path) as codes:
-            written = quantize(
-                job.checkpoint,
-                plan,
-                settings.out,
-                device=torch.device("cpu"),
-                advance=bar.advance,
-                resume=settings.resume,
-                force=settings.force,
-                inputs=[] if settings.stats is None else [settings.stats],
-                rounded=codes,
+            written = write_output(
+                settings, job.checkpoint, plan, bar, device=torch.device("cpu"), rounded=codes
             )
             rounded = list_rounded(job, selection, codes)
     shutil.rmtree(job.out, ignore_errors=True)
-    _show(settings, job, plan, written, started, given, rounded)
-
-
-def _show(
-    settings: QuantizeSettings,
-    job: CalibrateJob,
-    plan: QuantizePlan,
-    written: Written,
-    started: float,
-    given: CalibrationStats | None,
-    rounded: Sequence[RoundedLinear] = (),
-) -> None:
-    outcome = Outcome(
-        plan=plan,
-        written=written,
-        folder=settings.out,
-        out=settings.out,
-        source_bytes=job.checkpoint.total_size_bytes,
-        duration_s=time.monotonic() - started,
-        stats=given,
-        notes=(),
-        rounded=rounded,
+    show_output(
+        settings, job.checkpoint, plan, written, started=started, stats=given, rounded=rounded
     )
-    show_quantization_report(build_quantization_report(outcome), as_json=settings.as_json)
 
 
 # --- before the run -------------------------------------------------------------------------------

@@ -8,13 +8,8 @@ from pathlib import Path
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.resumable_folder import remove_progress_file
-from fp8calib.cli.console import Bar, say
-from fp8calib.cli.quantization_report import (
-    Outcome,
-    build_quantization_report,
-    show_quantization_report,
-)
+from fp8calib.cli.console import Bar
+from fp8calib.cli.quantize.output import find_finished, show_output, write_output
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import UsageError
@@ -25,10 +20,8 @@ from fp8calib.quantization.plan import (
     NO_SCALES,
     CalibratedScales,
     PlanSettings,
-    QuantizePlan,
     make_plan,
 )
-from fp8calib.quantization.quantize import Written, is_finished, list_files, quantize
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
 from fp8calib.selection.select import Selection, select
@@ -58,18 +51,13 @@ def run_quantize(settings: QuantizeSettings) -> None:
         scales = _find_scales(stats, checkpoint, asked, selection)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
         started = time.monotonic()
-        written = _write(settings, checkpoint, plan, device)
-        outcome = Outcome(
-            plan=plan,
-            written=written,
-            folder=settings.out,
-            out=settings.out,
-            source_bytes=checkpoint.total_size_bytes,
-            duration_s=time.monotonic() - started,
-            stats=stats,
-            notes=scales.notes,
+        written = find_finished(settings, plan)
+        if written is None:
+            with Bar() as bar:
+                written = write_output(settings, checkpoint, plan, bar, device=device)
+        show_output(
+            settings, checkpoint, plan, written, started=started, stats=stats, notes=scales.notes
         )
-    show_quantization_report(build_quantization_report(outcome), as_json=settings.as_json)
 
 
 def _resolve(settings: QuantizeSettings) -> PlanSettings:
@@ -130,25 +118,3 @@ def _find_scales(
         return NO_SCALES
     check_stats_model(stats, checkpoint)
     return find_scales(stats, checkpoint, asked, selection)
-
-
-def _write(
-    settings: QuantizeSettings, checkpoint: Checkpoint, plan: QuantizePlan, device: torch.device
-) -> Written:
-    if settings.resume and is_finished(settings.out, plan):
-        remove_progress_file(settings.out)
-        say(f"{settings.out} is finished already")
-        return Written(files=list_files(settings.out), all_zero=(), resumed=())
-    inputs = [] if settings.stats is None else [settings.stats]
-    with Bar() as bar:
-        bar.stage("quantizing", sum(shard.data_bytes for shard in plan.shards), unit="bytes")
-        return quantize(
-            checkpoint,
-            plan,
-            settings.out,
-            device=device,
-            advance=bar.advance,
-            resume=settings.resume,
-            force=settings.force,
-            inputs=inputs,
-        )
