@@ -29,6 +29,8 @@ class Usage:
     """The time and the memory that one child used."""
 
     duration_s: float
+    cpu_s: float
+    """Of all its threads."""
     peak_resident_mb: float
     """As the kernel counts it (`ru_maxrss`), mapped files included."""
     peak_anonymous_mb: float
@@ -84,6 +86,7 @@ def measure(command: Sequence[str], log: Path, *, cap_bytes: int | None = None) 
     unit = 1 if sys.platform == "darwin" else 1024
     return Usage(
         duration_s=duration_s,
+        cpu_s=usage.ru_utime + usage.ru_stime,
         peak_resident_mb=usage.ru_maxrss * unit / 1e6,
         peak_anonymous_mb=max(samples) / 1e6,
     )
@@ -123,7 +126,13 @@ def run_arguments(options: Namespace, tokens: Path, dtype: str) -> list[str]:
     return ["--data", str(tokens), *size, "--dtype", dtype]
 
 
-def write_tokens(options: Namespace, path: Path, part: str = "calibrate") -> dict[str, Any]:
-    """Write the token ids that every side reads; return the facts about this machine."""
+def write_tokens(
+    options: Namespace, path: Path, part: str = "calibrate", text: Path | None = None
+) -> dict[str, Any]:
+    """Write the token ids that every side reads; return the facts about this machine.
+
+    They are those of a file, or of a part of the built-in text.
+    """
     size = (options.samples, options.seq_len)
-    return read_json(*worker("workers.tokens", options.model, path, *size, part))
+    specs = [] if text is None else [text]
+    return read_json(*worker("workers.tokens", options.model, path, *size, part, *specs))

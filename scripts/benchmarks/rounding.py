@@ -1,22 +1,33 @@
 """Measure what `quantize --rounding gptq` gains over rounding to nearest, in domain and beyond.
 
 Started by `scripts/bench --quality --rounding`. Calibrates on pages of Debian's handbook, and
-scores on other pages of it, on Python's documentation and on licences. Prints a table.
+scores on other pages of it, on Python's documentation and on licences. Prints two tables: the
+divergences, and the processor time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from pydoc_data import topics
 from statistics import mean, median
-from typing import Any
 
-from scripts.benchmarks.child_process import PROGRAM, call, run_arguments, worker
+from scripts.benchmarks.child_process import (
+    PROGRAM,
+    Usage,
+    call,
+    measure,
+    run_arguments,
+    worker,
+    write_tokens,
+)
 from scripts.benchmarks.figures import work_folder
 from scripts.benchmarks.options import make_parser
 from scripts.benchmarks.quality import format_table
@@ -26,43 +37,68 @@ PACKAGE = "debian-handbook"
 PAGES = "unpacked/usr/share/doc/debian-handbook/html/en-US"
 LICENCES = Path("/usr/share/common-licenses")
 IN_DOMAIN = "handbook"
+SCORED = (IN_DOMAIN, "python", "licences")
 CALIBRATION = ("calibrate-1", "calibrate-2", "calibrate-3")
-OUT_OF_DOMAIN = ("python", "licences")
-TARGETS: Mapping[str, tuple[float, float]] = {
-    "w8a16": (0.40, 0.70),
-    "fp8-dynamic": (0.65, 0.80),
-    "fp8-static": (0.80, 0.90),
-    "fp8-block": (0.65, 0.85),
+TARGETS: Mapping[str, tuple[float, float, float]] = {
+    "w8a16": (0.40, 0.70, 0.95),
+    "fp8-dynamic": (0.65, 0.80, 0.97),
+    "fp8-static": (0.80, 0.90, 0.97),
+    "fp8-block": (0.65, 0.85, 0.97),
 }
-"""The largest ratio of the KL divergences, in domain and out of domain."""
+"""The largest ratio of the KL divergences: to nearest in domain and out of domain, to a peer's."""
+TIMES = {"calibrate": 2.5, "llm-compressor": 0.5}
+"""The most processor time of `quantize --rounding gptq`, as a multiple of what is named."""
 MODELS = {"demo": "", "off its grid": "off-grid", "widened": "widened"}
+STATIC_RECIPE = """\
+name: static-gptq
+description: Input scales, and weights rounded by GPTQ.
+observe: {kv: false, query: false, inputs: true, weights: true}
+formats: []
+quantize: {scheme: fp8-static, rounding: gptq}
+"""
 _SHORTEST_PAGE = 1500
 
-Candidate = Mapping[str, Any]
+Sums = Mapping[str, Sequence[float]]
+"""One sum over the tokens of each sequence: kld, loss, agree, tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The checkpoints of a scheme from one calibration text, and what writing them took."""
+
+    scheme: str
+    sample: str
+    nearest: Path
+    gptq: Path
+    peer: Path | None = None
+    times: Mapping[str, Usage]
+    """Of `gptq`, and of what it is compared with."""
 
 
 def main() -> None:
-    """Write every checkpoint, verify all, print."""
+    """Write every checkpoint, score all, print."""
     options = parse_options()
     with work_folder(WORK):
         write_texts()
-        found: dict[str, Any] = {}
-        rows = []
-        for title, scheme in choose_runs(options):
-            model = make_model(options, title)
-            for sample in CALIBRATION[: options.calibrations]:
-                found[f"{title}/{scheme}/{sample}"] = compare(options, model, scheme, sample)
-            runs = [v for k, v in found.items() if k.startswith(f"{title}/{scheme}/")]
-            rows.append(format_row(title, scheme, runs))
-            print(format_table(TITLES, rows[-1:]).splitlines()[-1], flush=True)
-        print(f"\n{format_table(TITLES, rows)}")
+        write_rows(options)
+        rows, found, every = [], {}, []
+        for title, schemes in choose_runs(options).items():
+            runs = list(write_runs(options, title, schemes))
+            scores = found[title] = score(options, title, runs)
+            chosen = [[run for run in runs if run.scheme == scheme] for scheme in schemes]
+            rows += [format_row(title, each, scores) for each in chosen]
+            every += runs
+        print(format_table(TITLES, rows))
+        print(f"\n{format_table(TIME_TITLES, list(format_times(every)))}")
         if options.json:
             options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def parse_options() -> Namespace:
     """Read the command line."""
-    parser = make_parser("--quality --rounding", __doc__, samples=32, dtypes=("float32",))
+    parser = make_parser(
+        "--quality --rounding", __doc__, samples=32, dtypes=("float32",), has_peers=True
+    )
     parser.add_argument("--held-out", type=int, default=24, help="sequences of each text (24)")
     parser.add_argument("--calibrations", type=int, default=3, help="texts to calibrate on (3)")
     parser.add_argument("--schemes", nargs="+", default=list(TARGETS), choices=list(TARGETS))
@@ -70,11 +106,11 @@ def parse_options() -> Namespace:
     return parser.parse_args()
 
 
-def choose_runs(options: Namespace) -> Iterator[tuple[str, str]]:
-    """Choose the models and schemes; blocks need a model whose widths are multiples of 128."""
-    for scheme in options.schemes:
-        for title in ["widened"] if scheme == "fp8-block" else options.models:
-            yield title, scheme
+def choose_runs(options: Namespace) -> Mapping[str, list[str]]:
+    """Choose the schemes of each model; blocks need one whose widths are multiples of 128."""
+    others = [scheme for scheme in TARGETS if scheme in options.schemes and scheme != "fp8-block"]
+    chosen = {title: others for title in options.models if others}
+    return chosen | ({"widened": ["fp8-block"]} if "fp8-block" in options.schemes else {})
 
 
 def make_model(options: Namespace, title: str) -> Path:
@@ -124,7 +160,7 @@ def write_texts() -> None:
     files = sorted(path for path in LICENCES.iterdir() if not path.is_symlink())
     texts["licences"] = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     for name, parts in texts.items():
-        name_text(name).write_text("\n\n".join(parts), encoding="utf-8")
+        (WORK / f"{name}.txt").write_text("\n\n".join(parts), encoding="utf-8")
 
 
 def read_page(page: Path) -> str:
@@ -135,62 +171,173 @@ def read_page(page: Path) -> str:
     return re.sub(r"\s*\n\s*", "\n", text).strip()
 
 
-def name_text(name: str) -> Path:
-    """Name the file of a text."""
-    return WORK / f"{name}.txt"
+def write_rows(options: Namespace) -> None:
+    """Write the token ids of every text, as every tool reads them."""
+    for name in (*CALIBRATION[: options.calibrations], *SCORED):
+        count = options.held_out if name in SCORED else options.samples
+        size = Namespace(**{**vars(options), "samples": count})
+        write_tokens(size, name_rows(name), text=WORK / f"{name}.txt")
+
+
+def name_rows(name: str) -> Path:
+    """Name the file of a text's token ids."""
+    return WORK / f"{name}.jsonl"
 
 
 # --- checkpoints -------------------------------------------------------------------------------
 
 
-def compare(
-    options: Namespace, model: Path, scheme: str, sample: str
-) -> dict[str, list[Candidate]]:
-    """Write a checkpoint with each rounding, and verify both on every text."""
-    arguments = run_arguments(options, name_text(sample), options.dtype)
-    stats, nearest, gptq = (WORK / f"{scheme}-{name}" for name in ("stats", "nearest", "gptq"))
-    given: list[object] = []
+def write_runs(options: Namespace, title: str, schemes: Sequence[str]) -> Iterator[Run]:
+    """Write the checkpoints of a model with each rounding, from each text."""
+    for scheme in schemes:
+        for sample in CALIBRATION[: options.calibrations]:
+            yield write_run(options, title, scheme, sample)
+
+
+def write_run(options: Namespace, title: str, scheme: str, sample: str) -> Run:
+    """Write the checkpoints of a scheme; `fp8-dynamic` has the codes of `w8a16`."""
+    model = make_model(options, title)
+    folder = WORK / title.replace(" ", "-") / sample
+    folder.mkdir(parents=True, exist_ok=True)
+    text = run_arguments(options, name_rows(sample), options.dtype)
+    nearest, gptq, peer = (folder / f"{scheme}-{name}" for name in ("nearest", "gptq", "peer"))
+    made = [PROGRAM, "quantize", str(model), "--scheme", scheme]
+    times = {}
     if scheme == "fp8-static":
-        recipe = ("--recipe", "w8a8-static", "--format", "kv-scales")
-        call(PROGRAM, "calibrate", model, *arguments, *recipe, "--out", stats, "--force")
-        given = ["--stats", stats / "stats.safetensors"]
-    made = (PROGRAM, "quantize", model, "--scheme", scheme, "--force", *given)
-    call(*made, "--out", nearest)
-    call(*made, "--rounding", "gptq", *arguments, "--out", gptq)
-    scored = Namespace(**{**vars(options), "samples": options.held_out})
-    found = {}
-    for text in (IN_DOMAIN, *OUT_OF_DOMAIN):
-        arguments = run_arguments(scored, name_text(text), options.dtype)
-        scales = ("--scales", nearest, "--scales", gptq, "--json")
-        output = json.loads(call(PROGRAM, "verify", model, *arguments, *scales))
-        found[text] = output["candidates"][:2]
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(STATIC_RECIPE)
+        stats = folder / "stats"
+        made_static = [PROGRAM, "calibrate", str(model), *text, "--recipe", str(recipe)]
+        times["gptq"] = measure([*made_static, "--out", str(stats)], folder / "log")
+        (stats / scheme).rename(gptq)
+        call(*made, "--stats", stats / "stats.safetensors", "--out", nearest)
+    else:
+        call(*made, "--out", nearest)
+        weights = folder / "w8a16-gptq"
+        if scheme == "fp8-dynamic" and weights.exists():
+            shutil.copytree(weights, gptq)
+            shutil.copy(nearest / "config.json", gptq)
+        else:
+            asked = [*made, *text, "--rounding", "gptq", "--out", str(gptq)]
+            times["gptq"] = measure(asked, folder / "log")
+    if "gptq" in times:
+        out = ["--out", str(folder / f"{scheme}-plain")]
+        plain = [PROGRAM, "calibrate", str(model), *text, *out]
+        times["calibrate"] = measure(plain, folder / "log")
+    if options.peers:
+        job = (model, scheme, name_rows(sample), options.dtype, peer)
+        command = worker("peers.rounding", *job, python=options.peers_python)
+        times["llm-compressor"] = measure(command, folder / "log")
+    return Run(
+        scheme=scheme,
+        sample=sample,
+        nearest=nearest,
+        gptq=gptq,
+        peer=peer if options.peers else None,
+        times=times,
+    )
+
+
+def score(options: Namespace, title: str, runs: Sequence[Run]) -> Mapping[str, Mapping[str, Sums]]:
+    """Score all checkpoints of a model: text -> checkpoint -> sums."""
+    paths = [path for run in runs for path in (run.nearest, run.gptq, run.peer) if path]
+    texts = map(name_rows, SCORED)
+    out = WORK / "scores.json"
+    job = (make_model(options, title), options.dtype, out)
+    call(*worker("workers.divergences", *job, "--texts", *texts, "--checkpoints", *paths))
+    found: Mapping[str, Mapping[str, Sums]] = json.loads(out.read_text())
     return found
 
 
-# --- table -------------------------------------------------------------------------------------
+# --- tables ------------------------------------------------------------------------------------
 
-TITLES = ("model", "scheme", "text", "KLD, nearest", "KLD, gptq", "ratio", "range", "perplexity")
+TITLES = (
+    *("model", "scheme", "text", "KLD, nearest", "KLD, gptq", "gptq / nearest", "range"),
+    *("perplexity ratio, gptq - nearest", "gptq / llm-compressor"),
+)
+TIME_TITLES = ("scheme", "processor time of gptq", "ratio", "range")
+SIDES = ("nearest", "gptq")
 
 
-def format_row(title: str, scheme: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format the divergences on every text, over all texts that were calibrated on."""
+def format_row(
+    title: str, runs: Sequence[Run], scores: Mapping[str, Mapping[str, Sums]]
+) -> list[str]:
+    """Format the divergences of a scheme on every text, over all calibrations."""
+    scheme = runs[0].scheme
     cells: list[list[str]] = []
-    for text in (IN_DOMAIN, *OUT_OF_DOMAIN):
-        pairs = [run[text] for run in runs]
-        ratios = [gptq["kld_mean"] / nearest["kld_mean"] for nearest, gptq in pairs]
-        target = TARGETS[scheme][text != IN_DOMAIN]
-        verdict = "ok" if median(ratios) <= target else f"over {target}"
+    for text in SCORED:
+        found = scores[text]
+        nearest, gptq = ([found[str(getattr(run, name))] for run in runs] for name in SIDES)
+        ratios = [divide(a, b) for a, b in zip(gptq, nearest, strict=True)]
+        pairs = [(found[str(run.gptq)], found[str(run.peer)]) for run in runs if run.peer]
+        in_domain, beyond, to_peer = TARGETS[scheme]
         cells.append(
             [
                 text,
-                f"{mean(nearest['kld_mean'] for nearest, _ in pairs):.5f}",
-                f"{mean(gptq['kld_mean'] for _, gptq in pairs):.5f}",
-                f"{median(ratios):.2f} {verdict}",
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
-                f"{mean(gptq['ppl_ratio'] - nearest['ppl_ratio'] for nearest, gptq in pairs):+.4f}",
+                f"{mean(map(compute_kld, nearest)):.5f}",
+                f"{mean(map(compute_kld, gptq)):.5f}",
+                judge([ratio for ratio, _ in ratios], in_domain if text == IN_DOMAIN else beyond),
+                show_range(ratios),
+                show_difference(gptq, nearest),
+                judge([divide(*pair)[0] for pair in pairs], to_peer) if pairs else "",
             ]
         )
     return [title, scheme, *("<br>".join(column) for column in zip(*cells, strict=True))]
+
+
+def compute_kld(sums: Sums) -> float:
+    """Give the mean KL divergence of a token."""
+    return sum(sums["kld"]) / sum(sums["tokens"])
+
+
+def divide(upper: Sums, lower: Sums) -> tuple[float, float]:
+    """Divide the divergences of two checkpoints; give the ratio and its standard error.
+
+    A ratio of two sums over the same sequences (Cochran, Sampling Techniques, 6.3).
+    """
+    ratio = sum(upper["kld"]) / sum(lower["kld"])
+    residuals = [a - ratio * b for a, b in zip(upper["kld"], lower["kld"], strict=True)]
+    return ratio, _cluster_error(residuals) / sum(lower["kld"])
+
+
+def _cluster_error(residuals: Sequence[float]) -> float:
+    count = len(residuals)
+    return math.sqrt(sum(each**2 for each in residuals) * count / max(count - 1, 1))
+
+
+def judge(ratios: Sequence[float], target: float) -> str:
+    """Show the median of ratios and compare it with the target."""
+    ratio = median(ratios)
+    return f"{ratio:.2f} {'ok' if ratio <= target else f'over {target}'}"
+
+
+def show_range(ratios: Sequence[tuple[float, float]]) -> str:
+    """Show the range over calibrations, and the largest standard error of one ratio."""
+    values = [ratio for ratio, _ in ratios]
+    return f"{min(values):.3f} to {max(values):.3f}, each ± {max(e for _, e in ratios):.3f}"
+
+
+def show_difference(gptq: Sequence[Sums], nearest: Sequence[Sums]) -> str:
+    """Show how much larger the perplexity is than by nearest, with the largest standard error."""
+    shown = []
+    for a, b in zip(gptq, nearest, strict=True):
+        tokens = sum(a["tokens"])
+        losses = [x - y for x, y in zip(a["loss"], b["loss"], strict=True)]
+        average = sum(losses) / tokens
+        residuals = [x - average * n for x, n in zip(losses, a["tokens"], strict=True)]
+        shown.append((average, _cluster_error(residuals) / tokens))
+    return f"{mean(a for a, _ in shown):+.4f} ± {max(e for _, e in shown):.4f}"
+
+
+def format_times(runs: Sequence[Run]) -> Iterator[list[str]]:
+    """Compare the processor time of rounding with that of calibration and of the peer."""
+    for scheme in dict.fromkeys(run.scheme for run in runs):
+        for name, target in TIMES.items():
+            times = [run.times for run in runs if run.scheme == scheme]
+            ratios = [t["gptq"].cpu_s / t[name].cpu_s for t in times if {"gptq", name} <= t.keys()]
+            if ratios:
+                spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+                yield [scheme, f"/ {name}", judge(ratios, target), spread]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
-from fp8calib.fp8.schemes import find_scheme
+from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.selection.select import select
 from tests import zoo
+from tests.cli.program import succeed
 from tests.quantization.by_hand import run
+from tests.quantization.gptq.test_checkpoints import command
 from tests.real_engines.vllm_job import load_in_vllm
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 
@@ -24,8 +26,11 @@ SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_si
 """Query heads and KV heads fill whole blocks."""
 SHARED = [(form.name, scheme, True) for form in list_written() for scheme in form.schemes]
 SEPARATE = [(form.name, "fp8-static", False) for form in list_written()]
-CASES = [*SHARED, *SEPARATE]
-"""Form, scheme, and whether fused weights share a scale."""
+GPTQ = [("gptq", scheme, True) for scheme in SCHEMES]
+CASES = [*SHARED, *SEPARATE, *GPTQ]
+"""Form, scheme, and whether fused weights share a scale. `gptq` is the form that `quantize` writes
+by default, its weights rounded by GPTQ.
+"""
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -45,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
     stats = run_calibration(folder / "model", make_plan(draw([20, 20])))[1]
     outs = {}
     with Checkpoint.open(folder / "model") as checkpoint:
-        for form, scheme, shared in CASES:
+        for form, scheme, shared in (*SHARED, *SEPARATE):
             settings = PlanSettings(
                 scheme=find_scheme(scheme), dialect=FP8_DIALECTS[form], shares_scales=shared
             )
@@ -53,6 +58,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
             out = folder / f"{form}-{scheme}-{shared}"
             run(folder / "model", out, scheme, form, scales=scales, shares_scales=shared)
             outs[form, scheme, shared] = out
+    for form, scheme, shared in GPTQ:
+        outs[form, scheme, shared] = folder / f"{form}-{scheme}"
+        succeed(*command(folder / "model", folder, scheme, out=f"{form}-{scheme}"))
     return outs
 
 
@@ -93,7 +101,7 @@ def test_the_weights_that_vllm_computes_with_are_those_we_emulate(
             torch.testing.assert_close(found, torch.cat(parts), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("case", [*SHARED, *GPTQ])
 def test_a_shared_scale_leaves_nothing_to_round_again(
     loaded: dict[Case, Tensors], case: Case
 ) -> None:

@@ -15,6 +15,7 @@ import modelopt.torch.quantization as mtq
 import torch
 from datasets import Dataset
 from llmcompressor import oneshot
+from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from transformers import PreTrainedModel
 
@@ -26,25 +27,27 @@ def main(name: str, tokens: Path, dtype: str, out: Path) -> None:
     """Load the model for each tool, let it calibrate on the tokens, and write."""
     batches = load_batches(tokens, "cpu")
     model = load_model(name, dtype, "cpu")
-    run_oneshot(model, batches, shuffle_calibration_samples=False)
+    run_oneshot(model, batches, make_modifier(), shuffle_calibration_samples=False)
     model.save_pretrained(out / "llm-compressor", save_compressed=True)
     model = load_model(name, dtype, "cpu")
     export(quantize(model, batches, mtq.FP8_DEFAULT_CFG), out / "ModelOpt")
 
 
+def make_modifier(kv_cache_scheme: dict[str, object] | None = None) -> QuantizationModifier:
+    """Make llm-compressor's modifier for static FP8."""
+    return QuantizationModifier(
+        targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=kv_cache_scheme
+    )
+
+
 def run_oneshot(
-    model: PreTrainedModel,
-    batches: list[torch.Tensor],
-    kv_cache_scheme: dict[str, object] | None = None,
-    **options: Any,
+    model: PreTrainedModel, batches: list[torch.Tensor], modifier: Modifier, **options: Any
 ) -> None:
     """Quantize with `oneshot` as llm-compressor's examples do."""
     oneshot(
         model=model,
         dataset=Dataset.from_list([{"input_ids": ids[0].tolist()} for ids in batches]),
-        recipe=QuantizationModifier(
-            targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=kv_cache_scheme
-        ),
+        recipe=modifier,
         max_seq_length=max(ids.shape[1] for ids in batches),
         num_calibration_samples=len(batches),
         **options,

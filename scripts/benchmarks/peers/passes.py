@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks.peers.checkpoints import run_oneshot
+from scripts.benchmarks.peers.checkpoints import make_modifier, run_oneshot
 from scripts.benchmarks.peers.modelopt_calibration import WITH_KV_CACHE, load_model, quantize
 from scripts.benchmarks.workers.timing import load_batches, print_seconds, run_plain
 
@@ -34,7 +34,7 @@ def main(name: str, tokens: Path, dtype: str, device: str, rounds: int) -> None:
 
     def prepare_llmcompressor(pipeline: str) -> Callable[[], object]:
         fresh = copy.deepcopy(model)
-        return lambda: run_oneshot(fresh, batches, KV_CACHE, pipeline=pipeline)
+        return lambda: run_oneshot(fresh, batches, make_modifier(KV_CACHE), pipeline=pipeline)
 
     runs = {
         "plain": lambda: lambda: run_plain(model, batches),

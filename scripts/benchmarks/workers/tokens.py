@@ -1,6 +1,6 @@
 """Write the benchmark's tokens, and print the facts that the figures depend on as JSON.
 
-python -m scripts.benchmarks.workers.tokens MODEL OUT SEQUENCES TOKENS PART
+python -m scripts.benchmarks.workers.tokens MODEL OUT SEQUENCES TOKENS PART [SPEC]
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from fp8calib.data.sources import BuiltinPart
 from fp8calib.model.load import load_tokenizer, open_source
 
 
-def main(model: str, out: Path, num_sequences: int, num_tokens: int, part: str) -> None:
-    """Cut a part of the built-in text into rows of exactly `num_tokens` ids."""
+def main(
+    model: str, out: Path, num_sequences: int, num_tokens: int, part: str, *specs: str
+) -> None:
+    """Cut the data of `specs`, or a part of the built-in text, into rows of `num_tokens` ids."""
     source = open_source(model, revision=None, trust_remote_code=False, if_quantized="-")
     vocab_size = int(source.text_config.vocab_size)
     plan = build_plan(
-        [],
+        specs,
         tokenizer=lambda: load_tokenizer(source, vocab_size),
         vocab_size=vocab_size,
         samples=num_sequences,
@@ -57,4 +59,4 @@ def has_cpu_bfloat16() -> bool | None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

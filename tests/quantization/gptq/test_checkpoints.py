@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.quantization.gptq.layer_rounding import LayerRounding
 from fp8calib.run.streaming import layer_journal
 from tests import zoo
@@ -326,6 +327,7 @@ def test_a_resumed_run_writes_the_same_bytes(
 KILLED = """
 import os, signal, sys
 from fp8calib.cli import main
+from fp8calib.fp8.schemes import SCHEMES
 from fp8calib.quantization.gptq.layer_rounding import LayerRounding
 finish = LayerRounding.finish_layer
 def stop(self, layer):
@@ -459,21 +461,29 @@ def test_a_run_with_another_scheme_does_not_take_the_codes(
     assert (tmp_path / "out.rounding.partial").exists()
 
 
-def test_transformers_computes_with_the_rounded_weights(tmp_path: Path) -> None:
-    model = zoo.save("llama", tmp_path / "model")
-    succeed(*command(tmp_path / "model", tmp_path))
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    tokens = draw()[0].unsqueeze(0)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_transformers_computes_what_the_emulation_predicts(scheme: str, tmp_path: Path) -> None:
+    """By compressed-tensors; whole blocks of 128, since it refuses inputs that are none."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    model = zoo.save("llama", tmp_path / "model", **sizes)
+    succeed(*command(tmp_path / "model", tmp_path, scheme))
+    out, dump = tmp_path / "out", tmp_path / "dump.safetensors"
+    text = ("--data", tmp_path / "rows.jsonl", "--samples", 4, "--seq-len", SEQ_LEN)
+    verified = ("verify", tmp_path / "model", "--scales", out, "--engine", "reference")
+    succeed(*verified, *text, "--dtype", "float32", "--dump", dump)
+    predicted = load_file(dump)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    for name, runs in (("reference", model), (str(out), loaded)):
+        found = torch.cat([score(runs, ids) for ids in draw()[:4]])
+        torch.testing.assert_close(found, predicted[name], rtol=1e-5, atol=2e-5)
+    assert float((predicted["reference"] - predicted[str(out)]).abs().max()) > 1e-3
+
+
+def score(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Give the log-probability of every token after the first."""
     with torch.no_grad():
-        before = model(tokens).logits
-        for name, module in model.named_modules():
-            if f"{name}.weight_scale" in tensors:
-                scale = tensors[f"{name}.weight_scale"]
-                module.weight.copy_(tensors[f"{name}.weight"].float() * scale)
-        expected = model(tokens).logits
-        torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-5, atol=1e-5)
-    assert float((expected - before).abs().max()) > 1e-3
+        logprobs = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, ids[1:].unsqueeze(1)).squeeze(1)
 
 
 def test_padding_has_no_part_in_a_hessian(tmp_path: Path) -> None:
