@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -127,23 +127,11 @@ def _run(
 
 def _make_calibrate_settings(settings: QuantizeSettings) -> CalibrateSettings:
     """Make the options of the calibration that rounds; it works beside the output."""
+    names = {field.name for field in fields(CalibrateSettings)} - {"out"}
+    shared = [field.name for field in fields(settings) if field.name in names]
     return CalibrateSettings(
-        model=settings.model,
-        data=settings.data,
         out=settings.out.with_name(f"{settings.out.name}.rounding"),
-        samples=settings.samples,
-        seq_len=settings.seq_len,
-        batch_size=settings.batch_size,
-        no_pack=settings.no_pack,
-        device=settings.device,
-        dtype=settings.dtype,
-        memory=settings.memory,
-        dry_run=settings.dry_run,
-        resume=settings.resume,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-        force=settings.force,
-        as_json=settings.as_json,
+        **{name: getattr(settings, name) for name in shared},
     )
 
 

@@ -72,10 +72,6 @@ class LayerHessians:
     changing: set[str] = field(default_factory=set)
     """Linears that read the input of another linear in some batches and not in others."""
 
-    def find(self, key: str) -> HessianSums | None:
-        """Find the sums of a linear or of an `expert_key`; None where no token reached it."""
-        return self.sums.get(self.owners.get(key, key))
-
 
 class HessianCollector:
     """Receives the inputs of linears, and sums up their Hessians; linears share equal inputs."""
@@ -101,7 +97,8 @@ class HessianCollector:
             return
         self._open(batch)
         if not self._is_shared(linear.module, x):
-            self._add_all(linear.module, x.reshape(-1, x.shape[-1]))
+            rows = x.reshape(-1, x.shape[-1])
+            self._add(linear.module, rows, self._status_of(rows, len(rows)))
 
     def on_expert_input(self, batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> None:
         """Receive the input of gate and up: [N, C]."""
@@ -153,9 +150,6 @@ class HessianCollector:
             return statuses.repeat(count // len(statuses))
         only = statuses[0] if bool((statuses == statuses[0]).all()) else _PADDING
         return statuses.new_full((count,), int(only))
-
-    def _add_all(self, key: str, rows: torch.Tensor) -> None:
-        self._add(key, rows, self._status_of(rows, len(rows)))
 
     def _add(self, key: str, rows: torch.Tensor, status: torch.Tensor) -> None:
         sums = self._layer.sums.get(key)
