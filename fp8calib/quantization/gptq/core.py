@@ -17,6 +17,7 @@ from fp8calib.fp8.formats import E4M3FN
 DAMPING = 0.01
 _RAISE = 10.0
 """The factor by which damping grows until the Hessian can be factorised."""
+_MAX = E4M3FN.max
 _LEAF = 16
 """Columns that are rounded one by one; the updates of more columns are matrix products."""
 
@@ -99,6 +100,7 @@ class _Rounding:
 
     def __init__(self, columns: torch.Tensor, scales: torch.Tensor, upper: torch.Tensor) -> None:
         self.codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
+        self._as_fp8 = self.codes.view(torch.float8_e4m3fn)
         self._columns = columns
         self._errors = torch.empty_like(columns)
         self._scales = scales
@@ -119,11 +121,11 @@ class _Rounding:
 
     def _round(self, index: int, stop: int) -> None:
         column, scale = self._columns[index], self._scales[index]
-        scaled = (column / scale).clamp_(-E4M3FN.max, E4M3FN.max)
-        code = scaled.to(torch.float8_e4m3fn)
-        self.codes[index] = code.view(torch.uint8)
-        error = (column - code.to(column.dtype) * scale) / self._diagonal[index]
-        self._errors[index] = error
+        error, code = self._errors[index], self._as_fp8[index]
+        torch.div(column, scale, out=error).clamp_(-_MAX, _MAX)
+        code.copy_(error)
+        torch.mul(code.to(column.dtype), scale, out=error)
+        torch.sub(column, error, out=error).div_(self._diagonal[index])
         later = self._columns[index + 1 : stop]
         later.addr_(self._upper[index, index + 1 : stop], error, alpha=-1)
 

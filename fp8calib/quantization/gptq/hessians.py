@@ -13,6 +13,8 @@ from fp8calib.observe.hooks import ExpertsCall
 
 HELD_EVERY = 8
 """Every such sequence is held back: the error of a rounding is measured on it."""
+_BLOCK = 256
+"""Rows of a Hessian that are added at once, from the diagonal on."""
 _REMEMBERED = 4
 """How many inputs of a batch are remembered: the next linear may read the same tensor."""
 _PADDING, _USED, _HELD = range(3)
@@ -35,7 +37,10 @@ def is_held_back(sequence: int) -> bool:
 
 @dataclass(slots=True)
 class HessianSums:
-    """The sums of x x^T over the weighted tokens x of one input: fp32 [in, in] each."""
+    """The sums of x x^T over the weighted tokens x of one input: fp32 [in, in] each.
+
+    Complete after `mirror`.
+    """
 
     used: torch.Tensor
     held: torch.Tensor
@@ -50,10 +55,19 @@ class HessianSums:
         wide = wide * weigh_tokens(wide)
         if is_held:
             self.num_held += len(rows)
-            self.held.addmm_(wide.T, wide)
         else:
             self.num_used += len(rows)
-            self.used.addmm_(wide.T, wide)
+        total = self.held if is_held else self.used
+        for first in range(0, len(total), _BLOCK):
+            block = slice(first, first + _BLOCK)
+            total[block, first:].addmm_(wide[:, block].T, wide[:, first:])
+
+    def mirror(self) -> None:
+        """Fill the blocks below the diagonal, which `add` leaves out: both sums are symmetric."""
+        for total in (self.used, self.held):
+            for first in range(0, len(total), _BLOCK):
+                stop = first + _BLOCK
+                total[stop:, first:stop] = total[first:stop, stop:].T
 
 
 def expert_key(path: str, expert: int, *, is_down: bool) -> str:
@@ -89,6 +103,8 @@ class HessianCollector:
         taken, self._layer = self._layer, LayerHessians()
         self._batch = None
         self._recent.clear()
+        for sums in taken.sums.values():
+            sums.mirror()
         return taken
 
     def on_input(self, batch: BatchView, linear: Linear, x: torch.Tensor) -> None:
