@@ -79,7 +79,7 @@ def build_quantization_report(outcome: QuantizationOutcome) -> dict[str, Any]:
     }
 
 
-def _find_serving(outcome: Outcome) -> tuple[Serving, str]:
+def _find_serving(outcome: QuantizationOutcome) -> tuple[Serving, str]:
     """Find who serves the checkpoint, or say why that is not known."""
     try:
         folder = open_folder(outcome.folder)
