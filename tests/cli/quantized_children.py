@@ -90,3 +90,63 @@ def set_method(folder: Path, **section: object) -> Path:
 def change_norm(folder: Path) -> Path:
     """Double a norm, as methods that fold scales into norms may."""
     return change_tensors(folder, lambda tensors: {**tensors, NORM: tensors[NORM] * 2})
+
+
+def save_int(folder: Path, bits: int, *, group: int | None = None, base: Path = BASE) -> Path:
+    """Write a compressed-tensors checkpoint of symmetric integers, rounded to nearest by hand.
+
+    Eight bits are int8 with a scale per channel and inputs per token, four bits are packed, with a
+    scale per channel or per group of columns.
+    """
+    shutil.copytree(base, folder)
+    largest = 2 ** (bits - 1) - 1
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        written = {}
+        for name, weight in tensors.items():
+            if weight.dim() != 2 or "embed" in name or "lm_head" in name:
+                written[name] = weight
+                continue
+            rows, columns = weight.shape
+            groups = weight.float().reshape(rows, -1, group or columns)
+            scale = (groups.abs().amax(2, keepdim=True) / largest).to(weight.dtype)
+            codes = (groups / scale.float()).round().clamp(-largest - 1, largest)
+            codes = codes.reshape(rows, columns).to(torch.int8)
+            module = name.removesuffix(".weight")
+            written[f"{module}.weight_scale"] = scale.squeeze(2).contiguous()
+            if bits == 8:
+                written[name] = codes
+            else:
+                written[f"{module}.weight_packed"] = pack(codes)
+                written[f"{module}.weight_shape"] = torch.tensor([rows, columns])
+        return written
+
+    change_tensors(folder, quantize)
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "group" if group else "channel",
+        "group_size": group,
+    }
+    inputs = {**weights, "strategy": "token", "dynamic": True} if bits == 8 else None
+    form = "int-quantized" if bits == 8 else "pack-quantized"
+    return set_method(
+        folder,
+        quant_method="compressed-tensors",
+        format=form,
+        quantization_status="compressed",
+        ignore=["lm_head"],
+        config_groups={
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+    )
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Pack int4 [rows, columns] into int32, eight in a word, the first in the lowest bits."""
+    words = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int64)
+    for place in range(8):
+        words |= (codes[:, place::8].long() + 8) << (4 * place)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
