@@ -113,7 +113,7 @@ def make_header(
     """
     return StatsHeader(
         geometry=prepared.geometry,
-        model_fingerprint=fingerprint_model(source.raw_config, checkpoint),
+        model_fingerprint=fingerprint_model(source.raw_config, checkpoint.stored),
         data_fingerprint=plan.fingerprint if plan else "",
         data_sources=plan.sources if plan else (),
         num_sequences=len(plan.sequences) if plan else 0,
@@ -125,7 +125,8 @@ def make_header(
         input_histogram_tokens=INPUT_HISTOGRAM_TOKENS,
         skipped=(),
         versions=versions(),
-        unquantized=hash_unquantized(checkpoint),
+        unquantized=hash_unquantized(checkpoint.stored),
+        measured_quantized=checkpoint.form,
     )
 
 

@@ -38,7 +38,10 @@ class Checkpoint:
         weight_files: their paths.
         tensors: the tensors, in the order of the files and of the data in each file.
         unlisted: tensors of these files that the index does not name.
+        form: how its weights are quantized, where they are decoded while they are read; else empty.
     """
+
+    form: str = ""
 
     def __init__(
         self, folder: Path, *, files: Mapping[str, TensorFile], index: WeightIndex | None
@@ -80,6 +83,11 @@ class Checkpoint:
         if require_config:
             checkpoint.load_config()
         return checkpoint
+
+    @property
+    def stored(self) -> Checkpoint:
+        """The checkpoint as it is on disk: itself, unless its weights are decoded."""
+        return self
 
     @property
     def is_sharded(self) -> bool:

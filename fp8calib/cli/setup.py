@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.data.plan import DataPlan, build_plan
 from fp8calib.data.sources import BuiltinPart
 from fp8calib.errors import UsageError
@@ -18,6 +19,15 @@ def quiet_libraries() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+def describe_decoded(model: str, checkpoint: Checkpoint) -> Iterator[str]:
+    """Describe a model that is quantized already, and is decoded while it is read."""
+    if checkpoint.form:
+        yield (
+            f"{model} is quantized already: its {checkpoint.form} are dequantized, and their "
+            "errors are in everything that is measured; inputs are not quantized"
+        )
 
 
 def check_device_map(device_map: str | None, device: str) -> None:

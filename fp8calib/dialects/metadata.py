@@ -89,6 +89,7 @@ def _describe_fit(origin: CalibrationOrigin, table: ScaleTable) -> dict[str, obj
         "granularity": "attn_head" if table.per_head else "tensor",
         "attention": describe_attention(table.geometry),
         "unquantized": dict(origin.unquantized),
+        **({"measured_quantized": measured} if (measured := origin.measured_quantized) else {}),
     }
 
 
@@ -170,11 +171,14 @@ def _add_fit(file: TensorFile, origin: CalibrationOrigin) -> CalibrationOrigin:
     try:
         fields = json.loads(text)
         attention, hashes = dict(fields["attention"]), dict(fields["unquantized"])
+        measured = str(fields.get("measured_quantized", ""))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         hint = "it binds the scales to their model; write the file again"
         raise refusal(file.path, f"{FITS_KEY} is damaged", hint=hint) from error
     unquantized = {str(name): str(digest) for name, digest in hashes.items()}
-    return replace(origin, unquantized=unquantized, attention=attention)
+    return replace(
+        origin, unquantized=unquantized, attention=attention, measured_quantized=measured
+    )
 
 
 def find_format(path: Path, key: str, dtype: object) -> Fp8Format:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,30 @@ def _is_encoder(config: PreTrainedConfig, architecture: str) -> bool:
     return not is_generative and getattr(config, "is_decoder", None) is False
 
 
+def without_quantization(source: ModelSource) -> ModelSource:
+    """Give the model without the sections of its config that describe a quantization.
+
+    The weights are then read from a checkpoint that decodes them. `raw_config` stays.
+    """
+    config = deepcopy(source.config)
+    for part in (config, config.get_text_config(decoder=True)):
+        for key in ("quantization_config", "compression_config"):
+            if hasattr(part, key):
+                delattr(part, key)
+    return replace(source, config=config)
+
+
+class _LazyTensor:
+    """A tensor that is read when transformers takes it, like a slice of a safetensors file."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint = checkpoint
+        self._name = name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._checkpoint.read(self._name)[index]
+
+
 def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
     """Load the tokenizer.
 
@@ -284,9 +308,17 @@ def load_tokenizer(source: ModelSource, vocab_size: int) -> Any:
 
 
 def load_model(
-    source: ModelSource, *, dtype: torch.dtype, device: str, device_map: str | None
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    device_map: str | None,
+    decoded: Checkpoint | None = None,
 ) -> PreTrainedModel:
     """Load the weights and put the model into evaluation mode.
+
+    `decoded` is a checkpoint that decodes the weights while they are read; the `source` is then
+    `without_quantization`.
 
     Raises:
         CalibrationError: the memory of the device, or of all devices, is too small.
@@ -294,9 +326,14 @@ def load_model(
     """
     placement = device_map if device_map is not None else (None if device == "cpu" else device)
     model_class = _model_class(source)
+    place: Path | None = source.folder
+    options: dict[str, Any] = {}
+    if decoded is not None:
+        place = None
+        options["state_dict"] = {name: _LazyTensor(decoded, name) for name in decoded.tensors}
     try:
         model, info = model_class.from_pretrained(
-            source.folder,
+            place,
             config=_config_of(model_class, source.config),
             dtype=dtype,
             device_map=placement,
@@ -305,6 +342,7 @@ def load_model(
             trust_remote_code=source.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # these raise an error below
+            **options,
         )
     except torch.OutOfMemoryError as error:
         raise CalibrationError(

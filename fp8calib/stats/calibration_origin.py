@@ -37,6 +37,8 @@ class CalibrationOrigin:
     are recorded apart from `to_fields`."""
     attention: Mapping[str, object] = field(default_factory=dict)
     """The calibrated model's attention, as scale files record it; empty if unknown."""
+    measured_quantized: str = ""
+    """How the weights of the calibrated model were quantized; empty if they were not."""
 
     @classmethod
     def of_model(cls, fingerprint: str) -> Self:

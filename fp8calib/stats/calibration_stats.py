@@ -66,12 +66,15 @@ class StatsHeader(Frozen):
     unquantized: dict[str, str] = Field(default_factory=dict)
     """Hashes of norms and embeddings (`fp8calib.stats.unquantized_tensors`); empty in the files of
     versions that did not record them."""
+    measured_quantized: str = ""
+    """How the weights of the measured model were quantized; empty for an unquantized model."""
 
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out what older files do not have, so that their digest stays the same."""
         fields: dict[str, object] = handler(self)
-        return {key: value for key, value in fields.items() if value or key != "unquantized"}
+        added = ("unquantized", "measured_quantized")
+        return {key: value for key, value in fields.items() if value or key not in added}
 
 
 class StatsShard(Frozen):
@@ -123,6 +126,7 @@ class CalibrationStats:
             data=header.data_fingerprint,
             text=self.text_hashes,
             unquantized=header.unquantized,
+            measured_quantized=header.measured_quantized,
         )
 
     @property

@@ -23,6 +23,7 @@ from fp8calib.scales.scale_table import ScaleTable
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, is_stats_file, load_stats
+from fp8calib.stats.unquantized_tensors import find_first_change
 from fp8calib.verification.emulation.coverage import (
     find_checkpoint_gaps,
     find_scheme_gaps,
@@ -111,7 +112,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
             through_float16=numerics.weights_through_float16,
             keeps_equal_scales=numerics.modelopt_keeps_equal_scales,
         )
-        check_origin(name, checkpoint.origin, target.fingerprint)
+        _check_origin(name, checkpoint.origin, target)
         found = _read_scales(name, path, target) if has_kv_scales(path) else None
         if found is not None and (why := explain_plain_cache(found.table, numerics)):
             note = f"{name}: its KV scales are ignored: {why}"
@@ -143,7 +144,7 @@ def find_candidate(name: str) -> Path:
 
 
 def _check_stats_model(name: str, stats: CalibrationStats, target: Target) -> None:
-    if stats.header.model_fingerprint != target.fingerprint:
+    if stats.header.model_fingerprint != target.fingerprint and not _is_base(stats.origin, target):
         difference = explain_difference(stats.header.model_fingerprint, target.fingerprint)
         raise ModelError(
             f"{name}: these statistics are of another model "
@@ -154,8 +155,20 @@ def _check_stats_model(name: str, stats: CalibrationStats, target: Target) -> No
 
 def _read_scales(name: str, path: Path, target: Target) -> FoundScales:
     found = read_scales(path, target.geometry)
-    check_origin(name, found.table.origin, target.fingerprint)
+    _check_origin(name, found.table.origin, target)
     return found
+
+
+def _check_origin(name: str, origin: CalibrationOrigin | None, target: Target) -> None:
+    if not _is_base(origin, target):
+        check_origin(name, origin, target.fingerprint)
+
+
+def _is_base(origin: CalibrationOrigin | None, target: Target) -> bool:
+    """Tell whether a quantized model was made from the calibrated one, by norms and embeddings."""
+    if origin is None or not origin.unquantized or not target.checkpoint.form:
+        return False
+    return not find_first_change(origin.unquantized, target.checkpoint)
 
 
 def _check_weights(folder: Path, target: Target) -> None:

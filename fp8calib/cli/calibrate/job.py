@@ -68,5 +68,5 @@ def select_matrices(job: CalibrateJob, settings: PlanSettings) -> Selection:
     """
     if job.recipe.scales.fp8_dtype != E4M3FN.name:
         raise ExportError(f"FP8 checkpoints hold {E4M3FN.name}, not {job.recipe.scales.fp8_dtype}")
-    check_unquantized(job.checkpoint)
+    check_unquantized(job.checkpoint.stored)
     return select(job.checkpoint, ignore=settings.ignore)

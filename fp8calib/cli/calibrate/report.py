@@ -14,6 +14,7 @@ from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_
 from fp8calib.cli.console import SCHEMA_VERSION, list_top_level, print_text, say, warn
 from fp8calib.cli.recipe_options import decide_query
 from fp8calib.cli.serving import describe_serving
+from fp8calib.cli.setup import describe_decoded
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
@@ -63,6 +64,7 @@ def build_calibration_report(
     return {
         "schema_version": SCHEMA_VERSION,
         "model": job.settings.model,
+        "measured_quantized": job.checkpoint.form,
         "architecture": geometry.architecture,
         "out": str(job.out),
         "files": list(files),
@@ -100,6 +102,7 @@ def build_calibration_report(
             {"format": name, **asdict(item)} for name, found in served for item in found.others
         ],
         "warnings": [
+            *describe_decoded(job.settings.model, job.checkpoint),
             *(job.plan.warnings if job.plan else ()),
             *decide_query(job.recipe, stats).notes,
             *map(str, notes),

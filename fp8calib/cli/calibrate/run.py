@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.calibrate.fp8_checkpoint import (
     add_checkpoint_report,
     check_replaced_checkpoint,
@@ -65,9 +64,16 @@ from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import DTYPES, choose_dtype
-from fp8calib.model.load import ModelSource, build_skeleton, load_model, open_source
+from fp8calib.model.load import (
+    ModelSource,
+    build_skeleton,
+    load_model,
+    open_source,
+    without_quantization,
+)
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.weight_source import WeightSource
+from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
 from fp8calib.run.forward.decoder import check_runnable
@@ -145,18 +151,23 @@ def _open_job(
         settings.model,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
-        if_quantized="its activations have quantization errors already: calibrate the unquantized "
-        "model it was made from",
+        if_quantized=None,
     )
     out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
-    with Checkpoint.open(source.folder, require_config=True) as checkpoint:
+    with open_model(
+        source.folder,
+        if_quantized="its activations have quantization errors already: calibrate the unquantized "
+        "model it was made from",
+    ) as checkpoint:
+        if checkpoint.form:
+            source = without_quantization(source)
         dtype, why = choose_dtype(settings.dtype, device=device, checkpoint=checkpoint)
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
         if recipe.observe.needs_forward:
             check_runnable(prepared.model)
         fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
-        check_overlay_source(prepared.geometry, recipe.formats, checkpoint)
+        check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored)
         job = CalibrateJob(
             settings=settings,
             recipe=recipe,
@@ -173,7 +184,7 @@ def _open_job(
         )
         if not settings.dry_run:
             check_output_of(job)
-        check_replaced(recipe.formats, out, checkpoint)
+        check_replaced(recipe.formats, out, checkpoint.stored)
         check_replaced_checkpoint(job)
         if refusal := explain_refusal(job):
             scheme = recipe.quantize and recipe.quantize.scheme
@@ -254,6 +265,7 @@ def _load(job: CalibrateJob, mode: MemoryMode, bar: Bar) -> PreparedModel:
         dtype=DTYPES[job.dtype],
         device=job.device,
         device_map=job.settings.device_map,
+        decoded=job.checkpoint if job.checkpoint.form else None,
     )
     return replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
 
@@ -299,7 +311,7 @@ def _write_all(
         folder,
         fmt=FP8_FORMATS[recipe.scales.fp8_dtype],
         tps=recipe.tp,
-        source=job.checkpoint,
+        source=job.checkpoint.stored,
         query=decide_query(recipe, stats).is_written,
         fallback=recipe.scales.fallback,
         rule=recipe.scales.rule,

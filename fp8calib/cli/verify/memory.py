@@ -73,6 +73,7 @@ def open_reference(
             dtype=DTYPES[job.dtype],
             device=job.options.device,
             device_map=job.settings.device_map,
+            decoded=job.checkpoint if job.checkpoint.form else None,
         )
         yield _make_reference(job, model, WeightSource(model, job.checkpoint)), None
     else:

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.output_files import output_files
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
-from fp8calib.cli.setup import plan_data, quiet_libraries
+from fp8calib.cli.setup import describe_decoded, plan_data, quiet_libraries
 from fp8calib.cli.verify.job import ResolvedOptions, TaskJob, VerifyJob
 from fp8calib.cli.verify.memory import choose_verification_mode, open_reference
 from fp8calib.cli.verify.options import resolve_options
@@ -29,9 +28,16 @@ from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.sites import Role
 from fp8calib.machine.memory import PeakMemory
 from fp8calib.model.dtype import choose_dtype
-from fp8calib.model.load import ModelSource, build_skeleton, load_tokenizer, open_source
+from fp8calib.model.load import (
+    ModelSource,
+    build_skeleton,
+    load_tokenizer,
+    open_source,
+    without_quantization,
+)
 from fp8calib.model.prepared import PreparedModel, prepare
 from fp8calib.model.stored_parameters import list_leftovers
+from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
@@ -90,16 +96,21 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
         settings.model,
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
+        if_quantized=None,
+    )
+    with open_model(
+        source.folder,
         if_quantized="pass the model it was made from as MODEL, and this one as "
         f"--scales {settings.model}",
-    )
-    with Checkpoint.open(source.folder, require_config=True) as checkpoint:
+    ) as checkpoint:
+        if checkpoint.form:
+            source = without_quantization(source)
         dtype, why = choose_dtype(settings.dtype, device=options.device, checkpoint=checkpoint)
         found = prepare(build_skeleton(source), checkpoint)
         check_runnable(found.model)
         target = Target(
             checkpoint=checkpoint,
-            fingerprint=fingerprint_model(source.raw_config, checkpoint),
+            fingerprint=fingerprint_model(source.raw_config, checkpoint.stored),
             geometry=found.geometry,
         )
         opened = tuple(open_candidate(name, target, options.numerics) for name in settings.scales)
@@ -121,6 +132,7 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
         yield replace(
             job,
             warnings=(
+                *describe_decoded(settings.model, checkpoint),
                 *_warn_of_leftovers(settings.model, found),
                 *_warn_of_overlap(job.plan, opened),
                 *_warn_of_ignored_kv(options.scheme, opened),

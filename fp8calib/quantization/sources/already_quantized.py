@@ -43,10 +43,16 @@ def _quantized(checkpoint: Checkpoint, what: str) -> ModelError:
 def _describe_method(section: Mapping[str, object]) -> str:
     """Name the method, and what the config says about weights: bits, type, granularity."""
     method = section.get("quant_method", "unknown")
-    facts = dict.fromkeys(
-        fact for weights in _find_weights(section) for fact in _describe_weights(weights)
-    )
-    return f"{method!a:.40}" + (f" ({', '.join(facts)})" if facts else "")
+    facts = describe_weights(section)
+    return f"{method!a:.40}" + (f" ({facts})" if facts else "")
+
+
+def describe_weights(section: Mapping[str, object]) -> str:
+    """Say what a config says about weights: algorithm, bits, type, granularity; empty if none."""
+    algorithm = section.get("quant_algo")
+    named = [str(algorithm)[:40]] if isinstance(algorithm, str) else []
+    facts = (fact for weights in _find_weights(section) for fact in _describe_weights(weights))
+    return ", ".join(dict.fromkeys([*named, *facts]))
 
 
 def _find_weights(section: Mapping[str, object]) -> Iterator[Mapping[str, object]]:

@@ -44,7 +44,7 @@ class DequantizedCheckpoint(Checkpoint):
                 f"--dequantize: {error.message}",
                 hint=error.hint or "only FP8 checkpoints can be dequantized",
             ) from error
-        self._dtype = _find_dtype(self._fp8.load_config())
+        self._dtype = find_dtype(self._fp8.load_config())
         self.tensors = MappingProxyType(
             {name: self._make_entry(name, entry) for name, entry in self._fp8.tensors.items()}
         )
@@ -89,7 +89,8 @@ class DequantizedCheckpoint(Checkpoint):
         return replace(entry, dtype=self._dtype, start=0, stop=size_bytes)
 
 
-def _find_dtype(config: Mapping[str, object]) -> str:
+def find_dtype(config: Mapping[str, object]) -> str:
+    """Find the dtype that a config names, by its name in files; BF16 if it names none."""
     inner = config.get("text_config")
     for fields in (config, inner if isinstance(inner, dict) else {}):
         dtype = fields.get("dtype") or fields.get("torch_dtype")

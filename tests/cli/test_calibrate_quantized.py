@@ -1,0 +1,188 @@
+"""`calibrate` and `verify` of a model that exists only quantized."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.stats.calibration_stats import load_stats
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail, succeed
+from tests.cli.quantized_children import (
+    BASE,
+    change_config,
+    change_norm,
+    change_tensors,
+    save_child,
+    save_int,
+    set_method,
+)
+
+OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
+PLAN_WHOLE = "fp8calib.run.planning.whole_or_streamed.plan_whole"
+FORMS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "channels": (lambda folder: save_child("compressed-tensors", folder), "FP8 weights"),
+    "blocks": (lambda folder: save_child("autofp8", folder), "FP8 weights (autofp8)"),
+    "ModelOpt": (lambda folder: save_child("ModelOpt", folder), "FP8 weights (modelopt)"),
+    "Quark": (lambda folder: save_child("Quark", folder), "FP8 weights (quark)"),
+    "int8": (lambda folder: save_int(folder, 8), "INT8 weights (compressed-tensors)"),
+    "int4": (lambda folder: save_int(folder, 4), "INT4 weights"),
+    "int4, groups": (lambda folder: save_int(folder, 4, group=32), "INT4 weights"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [{"input_ids": [(7 * i * j + i) % 64 for j in range(16)]} for i in range(1, 5)]
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", rows)
+
+
+def dequantize(child: Path, folder: Path) -> Path:
+    """Write the unquantized model that a child holds, by hand."""
+    stored = load_file(child / "model.safetensors")
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in stored.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight_packed":
+            shifted = tensor.long() & 0xFFFFFFFF
+            codes = torch.stack([(shifted >> 4 * place) & 15 for place in range(8)], 2).flatten(1)
+            values = codes.float() - 8
+        elif leaf == "weight" and tensor.dtype in (torch.int8, torch.float8_e4m3fn):
+            values = tensor.float()
+        elif leaf == "weight":
+            weights[name] = tensor
+            continue
+        else:
+            continue
+        scale = stored.get(f"{module}.weight_scale", stored.get(f"{module}.weight_scale_inv"))
+        assert scale is not None
+        scale = scale.float().reshape(-1, 1) if scale.dim() < 2 else scale.float()
+        rows, columns = values.shape
+        step = 128 if f"{module}.weight_scale_inv" in stored else columns // scale.shape[1]
+        if f"{module}.weight_scale_inv" in stored:
+            scale = scale.repeat_interleave(128, 0)[:rows]
+        scale = scale.repeat_interleave(step, 1)[:, :columns]
+        weights[f"{module}.weight"] = (values * scale).to(torch.bfloat16)
+    shutil.copytree(BASE, folder)
+    return change_tensors(folder, lambda _: weights)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_statistics_are_those_of_the_dequantized_model(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    make, described = FORMS[form]
+    child = make(tmp_path / "child")
+    plain = dequantize(child, tmp_path / "dequantized")
+    outs = {}
+    for name, model in (("plain", plain), ("whole", child), ("streamed", child)):
+        if name == "streamed":
+            monkeypatch.setattr(PLAN_WHOLE, lambda *_: None)  # nothing fits
+        command = ("calibrate", model, "--data", data, *OPTIONS, "--format", "kv-overlay")
+        report = succeed(*command, "--out", tmp_path / name, "--json").json
+        outs[name] = load_file(tmp_path / name / "stats.safetensors")
+        assert report["memory"]["streamed"] is (name == "streamed")
+        assert report["measured_quantized"].startswith("" if name == "plain" else described)
+        assert bool(report["measured_quantized"]) is (name != "plain")
+    assert outs["plain"].keys() == outs["whole"].keys() == outs["streamed"].keys()
+    for name, values in outs["plain"].items():
+        assert torch.equal(values, outs["whole"][name]), name
+        assert torch.equal(values, outs["streamed"][name]), name
+    header = load_stats(tmp_path / "whole").header
+    assert header.measured_quantized.startswith(described)
+    shard = next((tmp_path / "whole" / "kv-overlay").glob("*-00002-of-00002.safetensors"))
+    fits = json.loads(TensorFile(shard).header.metadata["fp8calib.fits"])
+    assert fits["measured_quantized"] == header.measured_quantized
+    assert any("is quantized already" in warning for warning in report["warnings"])
+    again = ("export", tmp_path / "whole", "--format", "kv-overlay", "--model", child)
+    succeed(*again, "--out", tmp_path / "again")
+
+
+def test_the_scales_of_the_base_are_verified_with_its_child(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = save_int(tmp_path / "child", 4, group=32)
+    command = ("calibrate", BASE, "--data", data, *OPTIONS, "--format", "kv-scales")
+    succeed(*command, "--out", tmp_path / "base")
+    verify = ("verify", child, "--data", data, *OPTIONS)
+    pack = tmp_path / "base" / "kv_scales.safetensors"
+    whole = succeed(*verify, "--scales", pack, "--scales", tmp_path / "base", "--json")
+    monkeypatch.setattr(PLAN_WHOLE, lambda *_: None)  # nothing fits
+    streamed = succeed(*verify, "--scales", pack, "--json").json
+    assert streamed["memory"]["streamed"]
+    assert "is quantized already" in whole.err
+    first, second = whole.json["candidates"][:2]
+    assert first["kld_mean"] == second["kld_mean"] == streamed["candidates"][0]["kld_mean"]
+    assert first["kld_mean"] > 0
+    change_norm(child)
+    assert "of another model" in fail(4, *verify, "--scales", pack)
+
+
+# --- what cannot be read ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["calibrate", "verify"])
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq), with 4-bit int weights"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq), with 4-bit int weights"),
+        ({"quant_method": "bitsandbytes"}, "quant_method bitsandbytes)"),
+        ({"quant_method": "mxfp4"}, "quant_method mxfp4)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt), with NVFP4"),
+    ],
+)
+def test_other_forms_are_refused_by_name(
+    data: Path, tmp_path: Path, command: str, section: dict[str, object], says: str
+) -> None:
+    child = Path(shutil.copytree(BASE, tmp_path / "child"))
+    set_method(child, **section)
+    out = ("--out", tmp_path / "out") if command == "calibrate" else ()
+    text = fail(4, command, child, "--data", data, *OPTIONS, *out)
+    assert says in text
+    assert "symmetric INT4 and INT8 weights of compressed-tensors" in text
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"weight_zero_point": torch.zeros(16, 1, dtype=torch.int32)}, "zero points and reordered"),
+        ({"weight_g_idx": torch.zeros(32, dtype=torch.int32)}, "zero points and reordered"),
+        ({"weight_scale": torch.ones(128, 3)}, "has shape [128, 3] for a weight [128, 32]"),
+        ({"weight_scale": torch.ones(128, 1, dtype=torch.int8)}, "is missing, or is no float"),
+        ({"weight_scale": torch.full((128, 1), torch.nan)}, "holds what is not a scale"),
+        ({"weight_scale": None}, "weight_scale is missing"),
+        ({"weight_shape": None}, "there is no model.layers.0.self_attn.q_proj.weight_shape"),
+        ({"weight_shape": torch.tensor([128, 64])}, "not integers of 4 or 8 bits"),
+        ({"weight_shape": torch.tensor([128])}, "is not the two sizes of a weight"),
+    ],
+)
+def test_integers_that_do_not_fit_are_named(
+    data: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], says: str
+) -> None:
+    child = save_int(tmp_path / "child", 4)
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        named = {f"{Q}.{leaf}": tensor for leaf, tensor in changes.items()}
+        return {name: t for name, t in {**tensors, **named}.items() if t is not None}
+
+    change_tensors(child, change)
+    out = ("--out", tmp_path / "out")
+    assert says in fail(4, "calibrate", child, "--data", data, *OPTIONS, *out)
+
+
+def test_rotated_weights_are_named(data: Path, tmp_path: Path) -> None:
+    child = save_int(tmp_path / "child", 4)
+    change_config(child, lambda c: c["quantization_config"].update(transform_config={"a": 1}))
+    text = fail(4, "calibrate", child, "--data", data, *OPTIONS, "--out", tmp_path / "out")
+    assert "transform_config rotates the inputs" in text
