@@ -525,6 +525,36 @@ def test_vllm_compares_its_own_paths_with_lists(tmp_path: Path, name: str, misre
 
 
 @pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("llama", ""),
+        ("granitemoehybrid", "model.layers.0.mixer.in_proj"),
+        ("minimax_m2", "model.layers.0.mlp.experts"),
+        ("stablelm", "model.layers.0.self_attn.qkv_proj"),
+    ],
+)
+def test_a_quark_config_for_the_cache_excludes_all_linears(
+    tmp_path: Path, name: str, path: str
+) -> None:
+    """VLLM 0.32.0 asks it for a scheme of the others (AttributeError, run)."""
+    if name in FAMILIES:
+        families.save(name, FAMILIES[name], tmp_path / "model")
+    else:
+        zoo.save(name, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    names = [each.removesuffix(".weight") for each in load_file(weights)]
+    fields = {"quant_method": "quark", "exclude": names, "export": {"kv_cache_group": []}}
+    config_path = tmp_path / "model" / "config.json"
+    config_path.write_text(json.dumps({**config, "quantization_config": fields}))
+
+    found = ask(tmp_path / "model", "vllm==0.32").weights
+
+    assert path in (found.why if found else "")
+    assert bool(found) is bool(path)
+
+
+@pytest.mark.parametrize(
     ("inputs", "status"),
     [({"type": "float", "dynamic": True, "strategy": "token"}, ""), (None, "refused")],
 )

@@ -119,9 +119,16 @@ SGLang's loaders, and compares. These errors are those of a CPU or of another pa
 out and counted:
 """
 CLOSE = """
-Weights count as equal where they differ by less than a tenth of their norm. One row of zeros, or a
-cast of 16-bit weights without a scale, can be less: there `check` names a fault, and the comparison
-does not see it. Nor does it see a missing zero point, or a shape that only the engine knows.
+Weights count as equal where they differ by less than a tenth of their norm. In these cases `check`
+names a fault, and the comparison may find none:
+
+* a scale of zero, and one of many experts in 16 bits, which vLLM casts without a scale: the
+  difference can be less than that
+* an asymmetric scheme of keys and values without a zero point: the memory in its place can be zero
+* vLLM: the missing scale of the last of several projections that are joined: where all of them
+  have the same scale, the largest of the others is the right one
+* vLLM: llama4's q and k in blocks, of the `fp8` method: vLLM reorders rows inside of a head, which
+  is right where heads fill blocks
 """
 
 

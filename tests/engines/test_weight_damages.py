@@ -28,6 +28,8 @@ from tests.engines.weight_damages import (
     Verdict,
     add,
     copy_damaged,
+    exclude,
+    remove,
 )
 from tests.quantization.by_hand import run
 
@@ -299,3 +301,24 @@ def test_faults_of_single_models(
 
     whys = [report.weights.why] if report.weights else []
     assert any(words in why for why in (*whys, *(layer.k.why for layer in report.layers)))
+
+
+def test_vllm_does_not_join_biogpts_q(tmp_path: Path) -> None:
+    """Its class has k_proj, v_proj and q_proj in this order (0.32.0, run)."""
+    q = "biogpt.layers.0.self_attn.q_proj"
+    base = make(tmp_path / "base", "modelopt", "fp8-static", "biogpt")
+    folder = copy_damaged(base, tmp_path / "case", remove("input_scale", module=q))
+
+    verdict = ask(folder, "vllm==0.32").weights
+
+    assert verdict is not None
+    assert "-3.4e38" in verdict.why
+
+
+def test_transformers_dequantizes_excluded_experts_too(tmp_path: Path) -> None:
+    """It joins the experts of a layer, whatever the config says of them (5.23, run)."""
+    base = quantize("qwen3_moe", tmp_path, CT, "fp8-dynamic")
+    edit = exclude("model.layers.1.mlp.experts.1.down_proj")
+    folder = copy_damaged(base, tmp_path / "case", edit)
+
+    assert ask(folder, "transformers").weights is None

@@ -16,6 +16,7 @@ from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
 from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.transformers.quantization_config import choose_experts_group
 from fp8calib.engines.weights.compressed_groups import (
     FIX,
     find_foreign,
@@ -116,7 +117,7 @@ class _Compressed(_TransformersLoader):
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme of a linear.
 
-        Experts are dequantized and joined while loading, which `rules.py` judges.
+        Experts are dequantized and joined while loading, whatever the config excludes.
 
         Raises:
             Refusal: experts cannot be joined.
@@ -127,11 +128,16 @@ class _Compressed(_TransformersLoader):
             return None
         if group.kind is not GroupKind.EXPERTS:
             return self._schemes.find(group)
-        if self._joins_experts and self._schemes.method:
+        is_joined = self._joins_experts and bool(self._schemes.method)
+        if is_joined:
             for linear in group.members:
                 _require_joinable(linear)
-        is_coded = _is_coded(group.members[0])
-        return self._schemes.find(replace(group, kind=GroupKind.LINEAR)) if is_coded else None
+        if not _is_coded(group.members[0]):
+            return None
+        if is_joined:
+            fields = choose_experts_group(self._schemes.section.get("config_groups"))
+            return self._schemes.read_group(fields) if fields else None
+        return self._schemes.find(replace(group, kind=GroupKind.LINEAR))
 
     def list_parameters(
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.weights.group_schemes import Section, list_strings
 
 CONFIG_FIX = "write a kv-overlay: compressed-tensors with kv_cache_scheme, scales of shape [1]"
 _GROUPED = ("group", "tensor_group")
@@ -150,3 +151,20 @@ def read_cache_scheme(quantization: Mapping[str, object]) -> CacheScheme | None:
         where = ".".join(ascii(str(part))[1:-1][:40] for part in first["loc"])
         why = f"quantization_config.{where}: {first['msg'].removeprefix('Value error, ')}"
         raise Refusal(f"{why} (ValidationError)", fix=CONFIG_FIX) from error
+
+
+def choose_experts_group(groups: object) -> Section:
+    """Choose the group that names experts, else one that names a class, else the first.
+
+    transformers 5.23 integrations/compressed_tensors.py (get_experts_scheme), run.
+    """
+    fields = groups.values() if isinstance(groups, dict) else ()
+    every = [each for each in fields if isinstance(each, dict)]
+    targets = [list_strings(each, "targets") for each in every]
+    kinds = (
+        lambda target: target.startswith("re:") and "experts" in target,
+        lambda target: not target.startswith("re:"),
+        lambda _: True,
+    )
+    ranked = (g for kind in kinds for g, t in zip(every, targets, strict=True) if any(map(kind, t)))
+    return next(ranked, {})

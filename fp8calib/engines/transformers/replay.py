@@ -30,9 +30,9 @@ from fp8calib.engines.replay.verdicts import (
 from fp8calib.engines.transformers.quantization_config import (
     CONFIG_FIX,
     CacheScheme,
+    choose_experts_group,
     read_cache_scheme,
 )
-from fp8calib.engines.weights.group_schemes import Section, list_strings
 from fp8calib.errors import shorten
 from fp8calib.geometry.expert_layouts import find_layout
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -174,7 +174,7 @@ def _check_experts_group(quantization: Mapping[str, object], folder: ScaleFolder
     Raises:
         Refusal: it has no weights.
     """
-    group = _choose_experts_group(quantization.get("config_groups"))
+    group = choose_experts_group(quantization.get("config_groups"))
     _, layout, _ = find_layout(folder.config)
     is_joined = layout is None or (layout.is_split_in_transformers and not layout.is_rebuilt)
     names = (name for stored in folder.tensors.values() for name in stored)
@@ -182,20 +182,6 @@ def _check_experts_group(quantization: Mapping[str, object], folder: ScaleFolder
     if group and not isinstance(group.get("weights"), dict) and is_joined and expert:
         why = f"{shorten(expert)} belongs to a config group without weights (AttributeError)"
         raise Refusal(why, fix="write config_groups as kv-overlay does")
-
-
-def _choose_experts_group(groups: object) -> Section:
-    """Choose the group that names experts, else one that names a class, else the first."""
-    fields = groups.values() if isinstance(groups, dict) else ()
-    every = [each for each in fields if isinstance(each, dict)]
-    targets = [list_strings(each, "targets") for each in every]
-    kinds = (
-        lambda target: target.startswith("re:") and "experts" in target,
-        lambda target: not target.startswith("re:"),
-        lambda _: True,
-    )
-    ranked = (g for kind in kinds for g, t in zip(every, targets, strict=True) if any(map(kind, t)))
-    return next(ranked, {})
 
 
 def _judge(

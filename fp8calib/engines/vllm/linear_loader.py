@@ -9,17 +9,24 @@ from dataclasses import replace
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.replay.quantization_config import find_quantization
+from fp8calib.engines.replay.verdicts import Refusal
 from fp8calib.engines.vllm.model_types import (
     CREATED_LINEARS,
     PLAIN_HEAD_TYPES,
     RENAMED_LINEARS,
+    SEPARATE_TYPES,
     UNPACKED_TYPES,
     UNQUANTIZED_LINEARS,
 )
 from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, name_method
 from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.weight_loader import ignores_companion
-from fp8calib.engines.weights.group_schemes import GroupSchemes, Section, list_strings
+from fp8calib.engines.weights.group_schemes import (
+    GroupSchemes,
+    Section,
+    covers_group,
+    list_strings,
+)
 from fp8calib.engines.weights.linear_loader import (
     Found,
     GroupKind,
@@ -67,10 +74,15 @@ class VllmLinearLoader(LinearLoader):
         self._model_type = geometry.model_type
         self._renames = geometry.model_type in _RENAMING_TYPES
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
+        self._is_separate = geometry.model_type in SEPARATE_TYPES
         self._is_unpacked = geometry.model_type in UNPACKED_TYPES
         self._renamings = RENAMED_LINEARS.get(geometry.model_type, ())
         self._plain = UNQUANTIZED_LINEARS.get(geometry.model_type, ())
         self._created = CREATED_LINEARS.get(geometry.model_type, ())
+
+    def joins(self, group: LinearGroup) -> bool:
+        """Tell whether vLLM joins a group."""
+        return not (self._is_separate and group.path.endswith("qkv_proj"))
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme by which vLLM creates a group."""
@@ -78,7 +90,37 @@ class VllmLinearLoader(LinearLoader):
             return Unquantized(why="vLLM does not quantize the output layer of this model")
         if group.path.endswith(self._plain):
             return Unquantized(why="vLLM does not quantize this linear")
+        if self._schemes.method == "quark" and self.creates(group):
+            self._require_excluded(self._rename(group))
         return self._schemes.find(self._rename(group))
+
+    def _require_excluded(self, group: LinearGroup) -> None:
+        """Check that a Quark config that is for the KV cache alone excludes a group.
+
+        vLLM 0.32.0 quantization/quark/quark.py (_find_matched_config), run.
+
+        Raises:
+            Refusal: it does not.
+        """
+        section = self._schemes.section
+        is_whole = isinstance(section.get("layer_type_quant_config"), dict)
+        if is_whole or group.kind is GroupKind.HEAD:
+            return
+        entries = list_strings(section, "exclude")
+
+        def is_excluded(path: str) -> bool:
+            names = self._schemes.spell(path)
+            return any(self._schemes.ignores(entry, name) for entry in entries for name in names)
+
+        has_parts = any(entry.startswith(f"{group.path}.") for entry in entries)
+        if is_excluded(group.path) or (group.kind is GroupKind.EXPERTS and has_parts):
+            return
+        if group.kind is GroupKind.EXPERTS or not covers_group(group, is_excluded):
+            why = (
+                f"the Quark config excludes no {group.path}, as vLLM calls it (AttributeError: no "
+            )
+            fix = "exclude it by this name, or export with Quark 0.13"
+            raise Refusal(f"{why}layer_type_quant_config)", fix=fix)
 
     def _rename(self, group: LinearGroup) -> LinearGroup:
         """Give a group the paths that vLLM compares with the lists of a config."""

@@ -76,6 +76,9 @@ UNPACKED_TYPES = (
 """Model types whose classes fuse projections in vLLM 0.32.0, but have no `packed_modules_mapping`:
 lists of a config match them by the name of the fused one alone. The attribute was read of all
 classes; gptj run."""
+SEPARATE_TYPES = ("biogpt",)
+"""Model types whose q_proj vLLM 0.32.0 does not join with k_proj and v_proj: the class has them in
+another order. Run."""
 PLAIN_HEAD_TYPES = ("falcon_h1", "gpt_oss", "jamba", "qwen3_next")
 """Model types whose output layer vLLM 0.32.0 creates without a quantization config. Run."""
 BFLOAT16_TYPES = ("gemma2", "gemma3", "gemma3_text", "glm4")
