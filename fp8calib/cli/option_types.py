@@ -67,6 +67,14 @@ ForceOption = Annotated[
 UnquantizedModel = Annotated[
     str, typer.Argument(metavar="MODEL", help="The unquantized model: folder or Hub id.")
 ]
+RunModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The unquantized model: folder or Hub id. One in FP8, or with INT4 or INT8 weights of "
+        "compressed-tensors, is dequantized while it is read.",
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")
 ]

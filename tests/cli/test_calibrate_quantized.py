@@ -24,6 +24,7 @@ from tests.cli.quantized_children import (
     save_int,
     set_method,
 )
+from tests.dialects.foreign import FOLDER
 
 OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
 PLAN_WHOLE = "fp8calib.run.planning.whole_or_streamed.plan_whole"
@@ -123,6 +124,14 @@ def test_the_scales_of_the_base_are_verified_with_its_child(
     assert first["kld_mean"] > 0
     change_norm(child)
     assert "of another model" in fail(4, *verify, "--scales", pack)
+
+
+def test_the_scales_that_a_model_has_are_replaced_on_request(data: Path, tmp_path: Path) -> None:
+    child = FOLDER / "llmcompressor-fp8-static-kv"
+    command = ("calibrate", child, "--data", data, *OPTIONS, "--out", tmp_path / "out")
+    assert "already has a tensor" in fail(7, *command)
+    report = succeed(*command, "--replace-scales", "--json").json
+    assert any("replaced: model.layers.0.self_attn.k_scale" in each for each in report["warnings"])
 
 
 # --- what cannot be read ----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.model.geometry_from_config import read_geometry
 from fp8calib.stats.calibration_stats import load_stats, save_stats
 from fp8calib.stats.fingerprint import fingerprint_model
+from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, run, snapshot, succeed
 from tests.cli.quantized_children import (
@@ -676,3 +677,35 @@ def test_a_pack_and_a_model_from_the_hub(
     graft(calibrated, "someone/model-FP8", tmp_path / "stats")
     text = fail(4, *_apply("someone/nothing", child, tmp_path / "none"))
     assert "someone/nothing is not a local folder" in text
+
+
+# --- transformers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--scheme", "fp8-block", "--format", "autofp8"),
+        ("--scheme", "fp8-dynamic", "--format", "modelopt"),
+        ("--scheme", "w8a16"),
+    ],
+)
+def test_transformers_computes_the_same_logits(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """With compressed-tensors it also rounds K and V, unless the new entry is removed again."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 64}
+    zoo.save("llama", tmp_path / "base", **sizes)
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
+    command = ("calibrate", tmp_path / "base", "--data", data, "--format", "kv-scales")
+    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
+    succeed("quantize", tmp_path / "base", *options, "--out", tmp_path / "child")
+    graft(tmp_path / "measured", tmp_path / "child", tmp_path / "out")
+    out = tmp_path / "out" / "kv-overlay"
+    if options[-1] == "w8a16":
+        change_config(out, lambda config: config["quantization_config"].pop("kv_cache_scheme"))
+    ids = torch.arange(12).reshape(1, 12)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        before, after = (load(folder)(ids).logits for folder in (tmp_path / "child", out))
+    assert torch.equal(before, after)

@@ -52,6 +52,7 @@ from fp8calib.cli.recipe_options import decide_query
 from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share, parse_share
+from fp8calib.dialects.dialect import Graft
 from fp8calib.dialects.write import (
     check_export,
     check_overlay_source,
@@ -167,7 +168,8 @@ def _open_job(
             check_runnable(prepared.model)
         fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
-        check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored)
+        graft = Graft(replaces_scales=settings.replace_scales)
+        check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored, graft=graft)
         job = CalibrateJob(
             settings=settings,
             recipe=recipe,
@@ -315,6 +317,7 @@ def _write_all(
         query=decide_query(recipe, stats).is_written,
         fallback=recipe.scales.fallback,
         rule=recipe.scales.rule,
+        graft=Graft(replaces_scales=job.settings.replace_scales),
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
     report = build_calibration_report(

@@ -23,12 +23,13 @@ from fp8calib.cli.option_types import (
     MemoryOption,
     NoPackOption,
     QueryScaleOption,
+    ReplaceScalesOption,
     RevisionOption,
     RuleOption,
+    RunModel,
     SeqLenOption,
     TpOption,
     TrustOption,
-    UnquantizedModel,
 )
 
 
@@ -36,7 +37,7 @@ from fp8calib.cli.option_types import (
 class CalibrateSettings:
     """The command line."""
 
-    model: UnquantizedModel
+    model: RunModel
     data: DataOption = None
     recipe: Annotated[
         str,
@@ -82,6 +83,7 @@ class CalibrateSettings:
             help="Run only part I of N (from 1); `fp8calib merge` joins the statistics.",
         ),
     ] = None
+    replace_scales: ReplaceScalesOption = False
     revision: RevisionOption = None
     trust_remote_code: TrustOption = False
     force: ForceOption = False

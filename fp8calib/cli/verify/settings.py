@@ -19,9 +19,9 @@ from fp8calib.cli.option_types import (
     MemoryOption,
     NoPackOption,
     RevisionOption,
+    RunModel,
     SeqLenOption,
     TrustOption,
-    UnquantizedModel,
 )
 from fp8calib.engines.registry import list_emulated
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
@@ -32,7 +32,7 @@ from fp8calib.fp8.schemes import SCHEMES
 class VerifySettings:
     """The command line."""
 
-    model: UnquantizedModel
+    model: RunModel
     scales: Annotated[
         list[str],
         typer.Option(
