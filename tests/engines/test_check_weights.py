@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
@@ -580,6 +582,55 @@ def test_types_are_read_in_capitals_too(tmp_path: Path) -> None:
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["type"] = "Float"
     (folder / "config.json").write_text(json.dumps(config))
     assert ask(folder, "vllm==0.32").weights is None
+
+
+@pytest.mark.parametrize("ignore", ["", "*.experts"], ids=["quantized", "unquantized"])
+@pytest.mark.parametrize(
+    ("missing", "status"),
+    [
+        (r"model\.layers\.1\..*\.experts\.0\.", "refused"),
+        (r"model\.layers\.1\..*\.experts\.1\.w1\.", "refused"),
+        (r"model\.layers\.1\..*\.experts\.", "misread"),
+    ],
+    ids=["an expert", "a projection", "a layer"],
+)
+def test_transformers_joins_all_experts_of_a_layer_or_none(
+    tmp_path: Path, ignore: str, missing: str, status: str
+) -> None:
+    folder = make(tmp_path, "autofp8", "fp8-block", "mixtral", ignore, **WHOLE)
+
+    def remove(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if re.match(missing, name)]:
+            del tensors[name]
+
+    change_tensors(folder, remove)
+    try:
+        AutoModelForCausalLM.from_pretrained(folder)
+        loads = True
+    except RuntimeError:
+        loads = False
+
+    found = ask(folder, "transformers").weights
+    assert found is not None
+    assert found.status == status
+    assert (status != "refused") is loads
+    assert re.match(missing, found.why)
+
+
+@pytest.mark.parametrize("name", ["experts.0.", "experts."], ids=["an expert", "a layer"])
+def test_experts_that_are_not_stored_are_memory_in_vllm(tmp_path: Path, name: str) -> None:
+    """As in 0.32.0 (run); they are not quantized."""
+    folder = make(tmp_path, "compressed-tensors", "fp8-dynamic", "mixtral", "*.experts", **WHOLE)
+
+    def remove(tensors: dict[str, torch.Tensor]) -> None:
+        for each in [each for each in tensors if f"layers.1.block_sparse_moe.{name}" in each]:
+            del tensors[each]
+
+    change_tensors(folder, remove)
+    found = ask(folder, "vllm==0.32").weights
+    assert found is not None
+    assert found.status == "misread"
+    assert "experts.0.w1.weight is missing: the engine uses uninitialised memory" in found.why
 
 
 @pytest.mark.parametrize(("name", "is_misread"), [("gpt_oss", True), ("llama", False)])

@@ -52,7 +52,6 @@ _DEQUANTIZE = "transformers 5.23 integrations/finegrained_fp8.py (Fp8Dequantize)
 _FORWARD = "compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py, run"
 _LOAD = "transformers 5.23 modeling_utils.py (from_pretrained), run"
 _KEEP_DTYPE = "transformers 5.23 quantizers/base.py (get_new_dtype), run on a CPU"
-_ABSENT = Outcome(effect=Effect.MISREAD, what=f"is missing: {Unfilled.RANDOM}", source=_LOAD)
 _PACKED_NAMES = ("weight_zero_point", "weight_global_scale", "weight_packed", "weight_shape")
 """What is collected for an expert beside `weight` and `weight_scale`: the `serialized_names` of
 `quantizers/quantizer_compressed_tensors.py`."""
@@ -76,6 +75,8 @@ class _TransformersLoader(LinearLoader):
 
     engine = "transformers"
     title = "transformers"
+    joins_experts = True
+    """Whether it joins the experts of a layer while loading."""
 
     def joins(self, group: LinearGroup) -> bool:
         """Tell whether linears are joined: none is."""
@@ -86,9 +87,16 @@ class _TransformersLoader(LinearLoader):
         """Tell whether a linear is created by the config: in decoder layers or not."""
         return super().creates(group) or group.is_linear
 
-    def judge_absent(self) -> Outcome:
+    def judge_absent(self, group: LinearGroup) -> Outcome:
         """Judge a linear that is not quantized and has no weight."""
-        return _ABSENT
+        unfilled = self.find_unfilled(group)
+        effect = Effect.REFUSED if unfilled is Unfilled.JOINED else Effect.MISREAD
+        return Outcome(effect=effect, what=f"is missing: {unfilled}", source=_LOAD)
+
+    def find_unfilled(self, group: LinearGroup) -> Unfilled:
+        """Find what becomes of a missing weight; of joined experts all may be missing, or none."""
+        is_joined = group.kind is GroupKind.EXPERTS and self.joins_experts
+        return Unfilled.JOINED if is_joined and group.is_stored else Unfilled.RANDOM
 
     @abstractmethod
     def leaves_out(self, group: LinearGroup, suffix: str) -> bool:
@@ -112,7 +120,7 @@ class _Compressed(_TransformersLoader):
         self._schemes = _CompressedSchemes(section, config)
         _, layout, _ = find_layout(config)
         is_split = layout is None or layout.is_split_in_transformers
-        self._joins_experts = is_split and not (layout is not None and layout.is_rebuilt)
+        self.joins_experts = is_split and not (layout is not None and layout.is_rebuilt)
 
     def find_scheme(self, group: LinearGroup) -> Found:
         """Find the scheme of a linear.
@@ -128,7 +136,7 @@ class _Compressed(_TransformersLoader):
             return None
         if group.kind is not GroupKind.EXPERTS:
             return self._schemes.find(group)
-        is_joined = self._joins_experts and bool(self._schemes.method)
+        is_joined = self.joins_experts and bool(self._schemes.method)
         if is_joined:
             for linear in group.members:
                 _require_joinable(linear)
@@ -146,16 +154,18 @@ class _Compressed(_TransformersLoader):
 
         Experts that are joined are dequantized before, and their input scales are not used.
         """
-        is_joined = group.kind is GroupKind.EXPERTS and self._joins_experts
+        is_joined = group.kind is GroupKind.EXPERTS and self.joins_experts
+        unfilled = self.find_unfilled(group)
+        alone = Unfilled.NONE if WEIGHT in linear.tensors else unfilled
         shapes: dict[Granularity, Shape] = {
             Granularity.TENSOR: (1,),
             Granularity.CHANNEL: (linear.shape[0], 1),
             Granularity.BLOCK: count_blocks(linear.shape, scheme.block),
         }
         created = {
-            WEIGHT: _make_parameter(linear.shape, Unfilled.REFUSED),
+            WEIGHT: _make_parameter(linear.shape, unfilled if is_joined else Unfilled.REFUSED),
             "weight_scale": _make_parameter(
-                shapes[scheme.weights], Unfilled.NONE if is_joined else Unfilled.MEMORY
+                shapes[scheme.weights], alone if is_joined else Unfilled.MEMORY
             ),
         }
         if scheme.inputs is InputScaling.STATIC and not is_joined:
@@ -187,7 +197,7 @@ class _Compressed(_TransformersLoader):
 
         Its parameter is float8_e4m3fn; only experts that are joined are multiplied before.
         """
-        is_joined = group.kind is GroupKind.EXPERTS and self._joins_experts
+        is_joined = group.kind is GroupKind.EXPERTS and self.joins_experts
         if suffix == WEIGHT and dtype in _CAST and not is_joined:
             what = f"is {dtype}: transformers casts its values to float8_e4m3fn, where those above "
             what += "448 are NaN"
@@ -275,15 +285,15 @@ class _FineGrained(_TransformersLoader):
         self, group: LinearGroup, linear: StoredLinear, scheme: StoredScheme
     ) -> Mapping[str, Parameter]:
         """List the weight and its scale; experts are joined, which needs all of them."""
-        is_joined = group.kind is GroupKind.EXPERTS
+        unfilled = self.find_unfilled(group)
         is_block = scheme.weights is Granularity.BLOCK
         shape: Shape = count_blocks(linear.shape, scheme.block) if is_block else (1,)
         return {
-            WEIGHT: _make_parameter(
-                linear.shape, Unfilled.REFUSED if is_joined else Unfilled.RANDOM
-            ),
+            WEIGHT: _make_parameter(linear.shape, unfilled),
             _find_scale(linear): Parameter(
-                shape=shape, fit=lambda _: Fit.WHOLE, unfilled=Unfilled.NONE
+                shape=shape,
+                fit=lambda _: Fit.WHOLE,
+                unfilled=Unfilled.NONE if WEIGHT in linear.tensors else unfilled,
             ),
         }
 

@@ -176,8 +176,9 @@ class VllmLinearLoader(LinearLoader):
         what = "is not FP8, but the config quantizes it: vLLM casts it without a scale"
         return Outcome(effect=Effect.MISREAD, what=what, source=_COPY)
 
-    def judge_absent(self) -> Outcome | None:
+    def judge_absent(self, group: LinearGroup) -> Outcome | None:
         """Judge a linear that is not quantized and has no weight."""
+        del group
         what = f"is missing: {Unfilled.MEMORY}"
         return Outcome(effect=Effect.MISREAD, what=what, source=_TRACK)
 

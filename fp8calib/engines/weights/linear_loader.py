@@ -62,6 +62,8 @@ class LinearGroup:
     """Whether it is a linear of the decoder layers, which engines create by the config."""
     is_linear: bool = False
     """Whether the model has it as a linear, in decoder layers or not."""
+    is_stored: bool = True
+    """Whether anything is stored of the group that it was split from."""
     is_surplus: bool = False
     """Whether it is in a layer that the model does not have."""
 
@@ -148,8 +150,9 @@ class LinearLoader(ABC):
     def judge_plain(self, group: LinearGroup) -> Outcome | None:
         """Judge a weight that is not FP8 where the engine creates an FP8 one."""
 
-    def judge_absent(self) -> Outcome | None:
+    def judge_absent(self, group: LinearGroup) -> Outcome | None:
         """Judge a linear that is not quantized and has no weight; None where it is not known."""
+        del group
         return None
 
     def judge_plain_dtype(self, dtype: str) -> Outcome | None:

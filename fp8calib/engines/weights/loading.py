@@ -52,6 +52,7 @@ _EFFECTS = {
     Unfilled.ONE: Effect.DEFAULTED,
     Unfilled.NONE: Effect.REFUSED,
     Unfilled.REFUSED: Effect.REFUSED,
+    Unfilled.JOINED: Effect.REFUSED,
     Unfilled.ABSENT: Effect.REFUSED,
 }
 
@@ -91,8 +92,9 @@ def list_loading_faults(
 
 
 def _split(group: LinearGroup) -> Iterator[LinearGroup]:
+    is_stored = any(linear.tensors for linear in group.members)
     for linear in group.members:
-        yield replace(group, path=linear.module, members=(linear,))
+        yield replace(group, path=linear.module, members=(linear,), is_stored=is_stored)
 
 
 def _join(engine: str, findings: list[_Finding]) -> WeightFault:
@@ -135,6 +137,9 @@ def _judge_group(
             yield from _judge_unquantized(loader, group, linear, scheme.why)
     elif scheme is not None:
         yield from _judge_quantized(loader, group, scheme, values)
+    elif group.kind is GroupKind.EXPERTS:
+        for linear in group.members:
+            yield from _judge_absent(loader, group, linear)
 
 
 def _judge_unquantized(
@@ -161,8 +166,11 @@ def _judge_absent(
     loader: LinearLoader, group: LinearGroup, linear: StoredLinear
 ) -> Iterator[_Finding]:
     """Judge a linear of the model that is created without quantization, and is not stored."""
-    is_stored = any(name in linear.tensors for name in (WEIGHT, *_PACKED))
-    outcome = None if is_stored or not group.is_linear else loader.judge_absent()
+    is_expert = group.kind is GroupKind.EXPERTS
+    names = linear.tensors if is_expert else (WEIGHT, *_PACKED)
+    is_stored = any(name in linear.tensors for name in names)
+    is_created = is_expert or group.is_linear
+    outcome = loader.judge_absent(group) if is_created and not is_stored else None
     if outcome is not None:
         yield _Finding(subject=linear.name(WEIGHT), outcome=outcome, fix=_MISSING_FIX)
 

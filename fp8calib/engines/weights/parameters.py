@@ -36,6 +36,7 @@ class Unfilled(StrEnum):
     RANDOM = "the engine uses random numbers"
     NONE = "the weight stays FP8, and the first forward pass fails (RuntimeError)"
     REFUSED = "loading fails (NotImplementedError)"
+    JOINED = "loading fails (RuntimeError: the experts of a layer are joined)"
     ABSENT = "loading fails (RuntimeError: does not exist)"
 
 
