@@ -26,7 +26,7 @@ from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, W
 from fp8calib.engines.weights.linear_loader import LinearGroup
 from fp8calib.engines.weights.loading import list_loading_faults
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES
-from fp8calib.engines.weights.rules import apply_rules, list_weight_faults
+from fp8calib.engines.weights.rules import apply_rules, list_stack_faults, list_weight_faults
 from fp8calib.engines.weights.stored import (
     ScaleValues,
     list_groups,
@@ -57,6 +57,7 @@ class WeightReplay:
         if (stack := _find_stack(self._tensors)) is not None:
             self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
         matrices = _list_matrices(self._tensors)
+        self._faults += list_stack_faults(folder.config, matrices)
         stored = {name: entry for name, entry in matrices.items() if entry.dtype in WEIGHT_FORMATS}
         self._has_old_blocks = bool(stored) and _names_old_blocks(folder)
         if self._has_old_blocks:

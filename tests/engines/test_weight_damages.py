@@ -269,6 +269,11 @@ def test_vllm_reads_the_separate_file_of_modelopt_alone(tmp_path: Path) -> None:
     assert found["modelopt"] is None
 
 
+def cast_all(_: Config, tensors: Tensors) -> None:
+    for name in tensors:
+        tensors[name] = tensors[name].bfloat16()
+
+
 def forget_ignored(config: Config, _: Tensors) -> None:
     config["ignore"] = None
 
@@ -286,6 +291,7 @@ def keep(_: Config, __: Tensors) -> None:
     [
         (("modelopt", "fp8-dynamic"), "llama", add("output_scale", K), "vllm==0.32", "no module"),
         (("autofp8", "fp8-block"), "llama4_text", keep, "transformers", "random numbers"),
+        ((CT, "w8a16"), "granitemoe", cast_all, "transformers", "random numbers"),
         ((CT, "w8a16"), "gemma3n_text", forget_ignored, "transformers", "modality_router"),
         (("autofp8", "fp8-block"), "llama", forget_blocks, "transformers", "do not divide"),
     ],

@@ -5,7 +5,7 @@ Each engine's record has a table of rules; the rules here compare several linear
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from fp8calib.engines.weights.blocks import list_fused_block_faults
 from fp8calib.engines.weights.faults import (
@@ -14,7 +14,9 @@ from fp8calib.engines.weights.faults import (
     list_split_experts,
 )
 from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.errors import shorten
 from fp8calib.geometry.expert_layouts import find_layout
+from fp8calib.geometry.module_paths import split_expert
 
 
 def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
@@ -22,7 +24,6 @@ def list_weight_faults(weights: QuantizedWeights) -> list[WeightFault]:
     return [
         *_list_split_expert_faults(weights),
         *list_fused_block_faults(weights),
-        *_list_stack_faults(weights),
     ]
 
 
@@ -102,19 +103,27 @@ def _list_split_expert_faults(weights: QuantizedWeights) -> Iterator[WeightFault
             )
 
 
-def _list_stack_faults(weights: QuantizedWeights) -> Iterator[WeightFault]:
-    """List engines that load a model's experts only as one tensor."""
-    expert = next((each for each in weights.linears if each.is_expert), None)
-    kind, layout, _ = find_layout(weights.config) if expert else ("", None, None)
-    is_split = layout is None or (
-        layout.is_split_in_transformers
-        and (not layout.is_rebuilt or weights.dialect == "compressed-tensors")
-    )
-    if expert is not None and not is_split:
+def list_stack_faults(
+    config: Mapping[str, object], modules: Iterable[str]
+) -> Iterator[WeightFault]:
+    """List engines that load a model's experts, of 8 or 16 bits, only as one tensor.
+
+    Args:
+        config: the model's config.json.
+        modules: the paths of all stored linears.
+    """
+    expert = next((each for each in modules if split_expert(each) is not None), None)
+    kind, layout, _ = find_layout(config) if expert else ("", None, None)
+    if expert is None or layout is None:
+        return
+    section = config.get("quantization_config")
+    method = section.get("quant_method") if isinstance(section, Mapping) else None
+    is_rebuilt = not layout.is_rebuilt or method == "compressed-tensors"
+    if not (layout.is_split_in_transformers and is_rebuilt):
         yield WeightFault(
             engine="transformers",
             effect=Effect.MISREAD,
-            why=f"it looks for {kind}'s experts in one tensor and reports {expert.module} and "
+            why=f"it looks for {kind}'s experts in one tensor and reports {shorten(expert)} and "
             "all others UNEXPECTED: its experts are random numbers",
             source="transformers 5.23, tried",
         )
