@@ -141,10 +141,18 @@ def require_server(written: Path, geometry: ModelGeometry, quantized: QuantizedM
     faults = list_servers_without(written, geometry)
     if faults:
         reasons = "; ".join(f"{title}: {why}" for title, why in faults.items())
+        has_place = quantized.dialect is not None and quantized.dialect.name in _WITH_PLACE
         raise ExportError(
             f"{quantized.source.folder}: no server uses KV scales beside quant_method "
             f"{quantized.method} in this model: {reasons}",
-            hint="vLLM and SGLang have a place for them beside compressed-tensors (which also "
-            "stores INT4 and INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of "
-            "these, or the unquantized model",
+            hint=_SERVE_PLAIN if has_place else _OTHER_METHODS,
         )
+
+
+_WITH_PLACE = ("compressed-tensors", "autofp8", "modelopt", "quark")
+_SERVE_PLAIN = "serve the quantized checkpoint as it is; with an FP8 cache these servers use 1.0"
+_OTHER_METHODS = (
+    "vLLM and SGLang have a place for them beside compressed-tensors (which also stores INT4 and "
+    "INT8 weights), fp8, ModelOpt and Quark: use a checkpoint in one of these, or the unquantized "
+    "model"
+)

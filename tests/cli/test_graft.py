@@ -282,6 +282,22 @@ def test_a_graft_can_be_replaced_and_links_its_weights_again(
     )
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llmcompressor-mixtral-fp8-static-kv",
+        "modelopt-mixtral-fp8-kv",
+        "quark-mixtral-fp8-kv",
+    ],
+)
+def test_mixtures_of_experts(tmp_path: Path, name: str) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
+    command = ("calibrate", FOLDER / "mixtral", "--data", data, "--format", "kv-scales")
+    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
+    graft(tmp_path / "measured", FOLDER / name, tmp_path / "out", "--replace-scales")
+    assert statuses(tmp_path / "out" / "kv-overlay", "vllm") == {"used"}
+
+
 # --- who has no place -------------------------------------------------------------------------
 
 
@@ -311,6 +327,18 @@ def test_beside_other_methods_nobody_reads_scales(
     assert "SGLang" in text
     assert "TGI" in text
     assert "compressed-tensors (which also stores INT4 and INT8 weights)" in text
+
+
+def test_latents_have_no_place_in_any_server(tmp_path: Path) -> None:
+    zoo.save("deepseek_v3", tmp_path / "base")
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
+    command = ("calibrate", tmp_path / "base", "--data", data, "--format", "kv-scales")
+    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
+    succeed("quantize", tmp_path / "base", "--scheme", "fp8-dynamic", "--out", tmp_path / "child")
+    command = ("export", tmp_path / "measured", "--format", "kv-overlay")
+    text = fail(7, *command, "--model", tmp_path / "child", "--out", tmp_path / "out")
+    assert "no KV scale reaches multi-head latent attention in vLLM" in text
+    assert not (tmp_path / "out").exists()
 
 
 # --- is it the same model? --------------------------------------------------------------------
