@@ -21,12 +21,12 @@ from tests.cli.program import Outcome, fail, run, snapshot, succeed
 CHECKED = """
 import sys
 from fp8calib.cli import main_inner
-from fp8calib.cli.quantize import run
-build = run.build_quantization_report
+from fp8calib.cli.quantize import output
+build = output.build_quantization_report
 def build_checked(outcome):
     heavy = {"transformers", "datasets", "accelerate"} & sys.modules.keys()
     return sys.exit(f"imported {heavy}") if heavy else build(outcome)
-run.build_quantization_report = build_checked
+output.build_quantization_report = build_checked
 sys.exit(main_inner(sys.argv[1:]))
 """
 
