@@ -150,3 +150,55 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     for place in range(8):
         words |= (codes[:, place::8].long() + 8) << (4 * place)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def save_fp4(folder: Path, form: str) -> Path:
+    """Write a checkpoint in `nvfp4` or `mxfp4` of compressed-tensors, or ModelOpt's `modelopt`."""
+    shutil.copytree(BASE, folder)
+    group = 32 if form == "mxfp4" else 16
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        written = {}
+        for name, weight in tensors.items():
+            if weight.dim() != 2 or "embed" in name or "lm_head" in name:
+                written[name] = weight
+                continue
+            module, groups = name.removesuffix(".weight"), weight.float().unflatten(1, (-1, group))
+            whole = float(groups.abs().max()) / (6 * 448)
+            wanted = groups.abs().amax(2) / 6
+            if form == "mxfp4":
+                exponents = wanted.log2().ceil().clamp(-127, 127)
+                scale, stored = exponents.exp2(), (exponents + 127).to(torch.uint8)
+            else:
+                stored = (wanted / whole).to(torch.float8_e4m3fn)
+                scale = stored.float() * whole
+            ratio = groups / scale.clamp(min=1e-30).unsqueeze(2)
+            codes = (ratio.abs().unsqueeze(-1) - E2M1).abs().argmin(-1) + 8 * (ratio < 0)
+            codes = codes.flatten(1).to(torch.uint8)
+            packed = codes[:, ::2] | codes[:, 1::2] << 4
+            written[f"{module}.weight_scale"] = stored
+            if form == "modelopt":
+                written |= {name: packed, f"{module}.weight_scale_2": torch.tensor(whole)}
+                written[f"{module}.input_scale"] = torch.tensor(0.5)
+            else:
+                written[f"{module}.weight_packed"] = packed
+            if form == "nvfp4":
+                written[f"{module}.weight_global_scale"] = torch.tensor([1 / whole])
+        return written
+
+    change_tensors(folder, quantize)
+    if form == "modelopt":
+        return set_method(folder, quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head"])
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+    weights |= {"strategy": "tensor_group" if form == "nvfp4" else "group", "group_size": group}
+    return set_method(
+        folder,
+        quant_method="compressed-tensors",
+        format=f"{form}-pack-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head"],
+        config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+    )

@@ -17,10 +17,12 @@ from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import (
     BASE,
+    E2M1,
     change_config,
     change_norm,
     change_tensors,
     save_child,
+    save_fp4,
     save_int,
     set_method,
 )
@@ -35,6 +37,9 @@ FORMS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "Quark": (lambda folder: save_child("Quark", folder), "FP8 weights (quark)"),
     "int8": (lambda folder: save_int(folder, 8), "INT8 weights (compressed-tensors)"),
     "int4": (lambda folder: save_int(folder, 4), "INT4 weights"),
+    "nvfp4": (lambda folder: save_fp4(folder, "nvfp4"), "NVFP4 weights"),
+    "mxfp4": (lambda folder: save_fp4(folder, "mxfp4"), "MXFP4 weights"),
+    "ModelOpt, nvfp4": (lambda folder: save_fp4(folder, "modelopt"), "NVFP4 weights"),
     "int4, groups": (lambda folder: save_int(folder, 4, group=32), "INT4 weights"),
 }
 
@@ -51,7 +56,10 @@ def dequantize(child: Path, folder: Path) -> Path:
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in stored.items():
         module, _, leaf = name.rpartition(".")
-        if leaf == "weight_packed":
+        if leaf.startswith("weight") and tensor.dtype is torch.uint8 and "scale" not in leaf:
+            codes = torch.stack([tensor & 15, tensor >> 4], 2).flatten(1).long()
+            values = torch.cat([E2M1, -E2M1])[codes]
+        elif leaf == "weight_packed":
             shifted = tensor.long() & 0xFFFFFFFF
             codes = torch.stack([(shifted >> 4 * place) & 15 for place in range(8)], 2).flatten(1)
             values = codes.float() - 8
@@ -64,6 +72,10 @@ def dequantize(child: Path, folder: Path) -> Path:
             continue
         scale = stored.get(f"{module}.weight_scale", stored.get(f"{module}.weight_scale_inv"))
         assert scale is not None
+        if scale.dtype is torch.uint8:
+            scale = torch.exp2(scale.float() - 127)
+        scale = scale.float() * stored.get(f"{module}.weight_scale_2", torch.tensor(1.0))
+        scale = scale / stored.get(f"{module}.weight_global_scale", torch.tensor(1.0))
         scale = scale.float().reshape(-1, 1) if scale.dim() < 2 else scale.float()
         rows, columns = values.shape
         step = 128 if f"{module}.weight_scale_inv" in stored else columns // scale.shape[1]

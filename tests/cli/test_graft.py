@@ -37,6 +37,8 @@ from tests.cli.quantized_children import (
     change_norm,
     change_tensors,
     save_child,
+    save_fp4,
+    save_int,
     set_method,
 )
 from tests.dialects.foreign import FOLDER
@@ -165,6 +167,30 @@ def test_scales_are_added_and_nothing_else_changes(
     named = {"vllm": "used", "sglang": "used"}
     assert {engine: statuses(out, engine).pop() for engine in named} == named
     assert not report["warnings"]
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda folder: save_int(folder, 8),
+        lambda folder: save_int(folder, 4, group=32),
+        lambda folder: save_fp4(folder, "nvfp4"),
+        lambda folder: save_fp4(folder, "modelopt"),
+    ],
+    ids=["int8", "int4", "nvfp4", "ModelOpt, nvfp4"],
+)
+def test_integers_and_fp4_get_scales_too(
+    calibrated: Path, tmp_path: Path, save: Callable[[Path], Path]
+) -> None:
+    child = save(tmp_path / "child")
+    old = json.loads((child / "config.json").read_text())["quantization_config"]
+    graft(calibrated, child, tmp_path / "out")
+    out = tmp_path / "out" / "kv-overlay"
+    new = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert {key: new[key] for key in old} == old
+    assert new.keys() - old.keys() == {"kv_cache_scheme"}
+    assert stored_scales(out) == pytest.approx(expected_scales(calibrated), rel=1e-7)
+    assert [statuses(out, engine) for engine in ("vllm", "sglang")] == [{"used"}] * 2
 
 
 def test_modelopts_own_file_is_merged_too(

@@ -27,14 +27,15 @@ from fp8calib.dialects.graft import find_quantized
 from fp8calib.errors import ModelError, shorten
 from fp8calib.quantization.sources.already_quantized import describe_weights
 from fp8calib.quantization.sources.dequantized import find_dtype
+from fp8calib.quantization.sources.fp4 import COMPANIONS, find_fp4, has_fp4
 from fp8calib.quantization.sources.int4 import unpack
 
 _PACKED = ".weight_packed"
 _INTEGER_BITS = (4, 8)
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 _READ = (
-    "calibrate and verify read FP8 checkpoints, and symmetric INT4 and INT8 weights of "
-    "compressed-tensors"
+    "calibrate and verify read FP8 checkpoints, symmetric INT4 and INT8 weights of "
+    "compressed-tensors, NVFP4 of compressed-tensors and ModelOpt, and compressed-tensors' MXFP4"
 )
 
 
@@ -53,6 +54,8 @@ def open_model(folder: Path, *, if_quantized: str) -> Checkpoint:
     if quantized is None:
         return checkpoint
     checkpoint.close()
+    if has_fp4(checkpoint):
+        return DecodedFp4.open(folder)
     if is_fp8_checkpoint(folder) and not _has_integers(checkpoint):
         return DecodedFp8.open(folder)
     if quantized.method == "compressed-tensors" and _has_integers(checkpoint):
@@ -175,6 +178,32 @@ class DecodedFp8(DecodedCheckpoint):
         """Close all files."""
         super().close()
         self._fp8.close()
+
+
+class DecodedFp4(DecodedCheckpoint):
+    """A checkpoint of FP4 weights, in the forms of `fp8calib.quantization.sources.fp4`."""
+
+    def __init__(
+        self, folder: Path, *, files: Mapping[str, TensorFile], index: WeightIndex | None
+    ) -> None:
+        super().__init__(folder, files=files, index=index)
+        self._weights = dict(find_fp4(self.stored))
+        forms = sorted({weight.form for weight in self._weights.values()})
+        self.form = f"{' and '.join(forms)} weights"
+        parts = {weight.stored for weight in self._weights.values()}
+        parts |= {name for name in self.tensors if name.rpartition(".")[2] in COMPANIONS}
+        others = [name for name in self.tensors if name not in parts and not is_companion(name)]
+        for name in others:
+            if self.tensors[name].dtype not in _FLOATS and name.endswith(".weight"):
+                raise ModelError(
+                    f"{folder}: {shorten(name)} is stored in {self.tensors[name].dtype}, beside "
+                    f"{self.form}: mixed forms are not read",
+                    hint=f"{_READ}; or name the unquantized model",
+                )
+        self._decode({name: weight.shape for name, weight in self._weights.items()}, others)
+
+    def _read_values(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._weights[name].read(self.stored, start, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
