@@ -100,7 +100,14 @@ def make_commands() -> dict[str, list[str]]:
         "whole": [*PROGRAM, *calibrate],
         "streamed": [*PROGRAM, *calibrate, "--memory", f"{cap_gib:.3f}"],
         "two ranks": [*TORCHRUN, *calibrate],
-        "quantize": [*PROGRAM, "quantize", str(MODEL), "--scheme", "fp8-block"],
+        "quantize": [
+            *PROGRAM,
+            "quantize",
+            str(MODEL),
+            "--scheme",
+            "fp8-block",
+            "--allow-unservable",
+        ],
     }
 
 

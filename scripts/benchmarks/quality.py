@@ -81,7 +81,17 @@ def write_static(options: Namespace) -> dict[str, Path]:
     for name, more in zip(OURS, ([], ["--no-shared-scales"]), strict=True):
         written[name] = WORK / name.rpartition(", ")[2].replace(" ", "-")
         source = ("--scheme", "fp8-static", "--stats", stats / "stats.safetensors")
-        call(PROGRAM, "quantize", options.model, *source, "--out", written[name], *more)
+        made = (PROGRAM, "quantize", options.model, "--allow-unservable", *source)
+        call(*made, "--out", written[name], *more)
+            PROGRAM,
+            "quantize",
+            options.model,
+            "--allow-unservable",
+            *source,
+            "--out",
+            written[name],
+            *more,
+        )
     if options.peers:
         job = (options.model, tokens, options.dtype, WORK)
         call(*worker("peers.checkpoints", *job, python=options.peers_python))
@@ -93,7 +103,7 @@ def write_data_free(model: str) -> dict[str, Path]:
     """Write a checkpoint of every scheme that needs no data."""
     written = {scheme: WORK / scheme for scheme in list_without_calibration()}
     for scheme, out in written.items():
-        call(PROGRAM, "quantize", model, "--scheme", scheme, "--out", out)
+        call(PROGRAM, "quantize", model, "--allow-unservable", "--scheme", scheme, "--out", out)
     return written
 
 

@@ -28,7 +28,7 @@ TOOLS = {
     "Quark, as AutoFP8": "quark-autofp8-kv",
 }
 QUANTIZED = {
-    "autofp8": ("--scheme", "fp8-block", "--format", "autofp8"),
+    "autofp8": ("--scheme", "fp8-block", "--format", "autofp8", "--allow-unservable"),
     "compressed-tensors": ("--scheme", "fp8-dynamic"),
     "modelopt": ("--scheme", "fp8-dynamic", "--format", "modelopt"),
 }

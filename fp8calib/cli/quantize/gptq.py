@@ -32,6 +32,7 @@ from fp8calib.cli.calibrate.work_folder import make_job_header, work_folder
 from fp8calib.cli.console import Bar, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.quantize.output import find_finished, show_output, write_output
+from fp8calib.cli.quantize.servable import require_servable
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.cli.setup import quiet_libraries
 from fp8calib.errors import ModelError, UsageError
@@ -83,6 +84,8 @@ def run_gptq(settings: QuantizeSettings, asked: PlanSettings) -> None:
         if asked.scheme.has_static_inputs and given is None:
             _check_measured(job, selection)
         expected = _plan_checkpoint(job, asked, selection, given, None)
+        if not settings.allow_unservable:
+            require_servable(expected)
         if settings.dry_run:
             _show_plan(settings, job, expected)
             return

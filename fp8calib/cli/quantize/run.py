@@ -10,6 +10,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.console import Bar
 from fp8calib.cli.quantize.output import find_finished, show_output, write_output
+from fp8calib.cli.quantize.servable import require_servable
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import UsageError
@@ -50,6 +51,8 @@ def run_quantize(settings: QuantizeSettings) -> None:
         selection = select(checkpoint, ignore=asked.ignore)
         scales = _find_scales(stats, checkpoint, asked, selection)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
+        if not settings.allow_unservable:
+            require_servable(plan)
         started = time.monotonic()
         written = find_finished(settings, plan)
         if written is None:

@@ -118,6 +118,13 @@ class QuantizeSettings:
             "and every expert its own input scale.",
         ),
     ] = False
+    allow_unservable: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unservable",
+            help="Write the checkpoint even if vLLM, SGLang, TGI and transformers cannot load it.",
+        ),
+    ] = False
     dequantize: Annotated[
         bool,
         typer.Option(

@@ -1,0 +1,78 @@
+"""Whether an engine can load the checkpoint that a plan describes, before a weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from fp8calib.checkpoint.json_files import encode_json
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.cli.serving import read_replayed_geometry
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.registry import list_defaults
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.errors import ExportError, ModelError, shorten
+from fp8calib.quantization.plan import QuantizePlan
+from fp8calib.quantization.shard_layout import Constant, ShardLayout, WeightScale
+
+
+def require_servable(plan: QuantizePlan) -> None:
+    """Refuse a checkpoint that no engine of the default list can load.
+
+    What `check` reads is written to a temporary folder: configs, headers and scales, of which
+    those of weights are 1.0. The other data are holes in the files. A model whose shape `check`
+    does not know passes.
+
+    Raises:
+        ExportError: naming why each engine cannot load it.
+    """
+    with TemporaryDirectory(prefix="fp8calib-") as name:
+        folder = Path(name)
+        for document, content in {CONFIG_NAME: plan.config, **plan.json_files}.items():
+            (folder / document).write_bytes(encode_json(content))
+        for shard in plan.shards:
+            _write_outline(shard, folder)
+        opened = open_folder(folder)
+        try:
+            geometry, is_foreign = read_replayed_geometry(opened)
+        except ModelError:
+            return
+        if is_foreign:
+            return
+        reports = check_folder(opened, geometry, list_defaults(), 1).engines
+    faults = {engine: _find_fault(report) for engine, report in reports.items()}
+    if all(faults.values()):
+        listed = "; ".join(f"{engine}: {why}" for engine, why in faults.items())
+        raise ExportError(
+            f"no engine can load {plan.settings.scheme.name} of this model in this format: "
+            f"{listed}",
+            hint="choose another --scheme or --format, or write it with --allow-unservable",
+        )
+
+
+def _write_outline(shard: ShardLayout, folder: Path) -> None:
+    """Write the header and the scales of a file, and leave holes for the rest."""
+    with (folder / shard.name).open("wb") as file:
+        file.write(shard.head)
+        for tensor in shard.tensors:
+            if isinstance(tensor.content, WeightScale):
+                values = torch.ones(tensor.shape)
+            elif isinstance(tensor.content, Constant):
+                values = tensor.content.value
+            else:
+                continue
+            file.seek(shard.starts[tensor.name])
+            file.write(values.contiguous().numpy().tobytes())
+        file.truncate(shard.size_bytes)
+
+
+def _find_fault(report: EngineReport) -> str:
+    """Say why an engine cannot load the weights; empty where it can."""
+    if report.weights is not None:
+        return shorten(report.weights.why)
+    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
+    refused = (verdict.why for verdict in verdicts if verdict.status is Status.REFUSED)
+    return shorten(next(refused, ""))
