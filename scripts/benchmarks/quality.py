@@ -83,15 +83,6 @@ def write_static(options: Namespace) -> dict[str, Path]:
         source = ("--scheme", "fp8-static", "--stats", stats / "stats.safetensors")
         made = (PROGRAM, "quantize", options.model, "--allow-unservable", *source)
         call(*made, "--out", written[name], *more)
-            PROGRAM,
-            "quantize",
-            options.model,
-            "--allow-unservable",
-            *source,
-            "--out",
-            written[name],
-            *more,
-        )
     if options.peers:
         job = (options.model, tokens, options.dtype, WORK)
         call(*worker("peers.checkpoints", *job, python=options.peers_python))
