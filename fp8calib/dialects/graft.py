@@ -24,7 +24,7 @@ from fp8calib.dialects.fp8.quark import QUARK, names_outputs
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
 from fp8calib.dialects.kv.parse_names import is_probability_scale, parse_name
-from fp8calib.errors import ExportError, UsageError, cut_list
+from fp8calib.errors import ExportError, ModelError, UsageError, cut_list
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
 from fp8calib.geometry.sites import Role
 from fp8calib.scales.scale_table import ScaleTable
@@ -105,8 +105,8 @@ def find_quantized(source: Checkpoint) -> QuantizedModel | None:
     """Find how a checkpoint is quantized; None for an unquantized one.
 
     Raises:
-        ModelError: config.json or ModelOpt's own file cannot be read.
-        ExportError: its weights are quantized, but no config says how.
+        ModelError: config.json or ModelOpt's own file cannot be read, or no config says how the
+            weights are quantized.
     """
     sections = (section for _, section in find_quantization_configs(source.load_config()))
     config = next((section for section in sections if section), {})
@@ -120,7 +120,7 @@ def find_quantized(source: Checkpoint) -> QuantizedModel | None:
         if entry.dtype.startswith("F8_") or name.endswith((".qweight", ".weight_packed"))
     )
     if (name := next(packed, None)) is not None:
-        raise ExportError(
+        raise ModelError(
             f"{source.folder}: {name} is quantized, but {CONFIG_NAME} has no quantization_config",
             hint="engines need it to load the weights: restore the config of the checkpoint",
         )
