@@ -124,7 +124,7 @@ names a fault, and the comparison may find none:
 
 * a scale of zero, and one of many experts in 16 bits, which vLLM casts without a scale: the
   difference can be less than that
-* an asymmetric scheme of keys and values without a zero point: the memory in its place can be zero
+* an asymmetric scheme of keys and values without a zero point: the comparison sees scales alone
 * vLLM: the missing scale of the last of several projections that are joined: where all of them
   have the same scale, the largest of the others is the right one
 * vLLM: llama4's q and k in blocks, of the `fp8` method: vLLM reorders rows inside of a head, which

@@ -23,15 +23,14 @@ FIX = "write the config_groups as llm-compressor or fp8calib do"
 def find_foreign(group: Mapping[str, object]) -> Foreign | None:
     """Find what a config group says of weights that are not FP8; None where they are.
 
-    With inputs of type float, vLLM 0.32.0 (run) and SGLang 0.5.23 (read) do not ask for the number
-    of bits (`_is_fp8_w8a8`).
+    vLLM 0.32.0 (run) and SGLang 0.5.23 (read) do not ask for the number of bits of floats
+    (`_is_fp8_w8a8`, `_is_fp8_w8a16`).
     """
     weights, inputs = group.get("weights"), group.get("input_activations")
     fields = weights if isinstance(weights, dict) else {"type": "float"}
     kind, num_bits = str(fields.get("type", "int")).lower(), fields.get("num_bits", 8)
     strategy = fields.get("strategy", "tensor")
-    has_floats = isinstance(inputs, dict) and str(inputs.get("type")).lower() == "float"
-    if kind == "float" and (num_bits == 8 or (has_floats and strategy in _WEIGHTS)):
+    if kind == "float" and (num_bits == 8 or strategy in _WEIGHTS):
         return None
     what = f"the config says {num_bits!a:.20} bits of {kind!a:.20}"
     if num_bits == 8 and strategy in ("tensor", "channel") and inputs:
