@@ -253,7 +253,7 @@ def score(options: Namespace, title: str, runs: Sequence[Run]) -> Mapping[str, M
 
 TITLES = (
     *("model", "scheme", "text", "KLD, nearest", "KLD, gptq", "gptq / nearest", "range"),
-    *("perplexity ratio, gptq - nearest", "gptq / llm-compressor"),
+    *("log of perplexity, gptq - nearest", "gptq / llm-compressor"),
 )
 TIME_TITLES = ("scheme", "processor time of gptq", "ratio", "range")
 SIDES = ("nearest", "gptq")

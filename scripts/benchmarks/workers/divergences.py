@@ -93,13 +93,15 @@ class Scorer:
 
 
 @torch.no_grad()
-def main(model: str, dtype: str, out: Path, texts: list[Path], checkpoints: list[str]) -> None:
+def main(
+    model: str, dtype: str, out: Path, texts: list[Path], checkpoints: list[str], engine: str
+) -> None:
     """Score group by group, and write what is found so far after each."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     found: Found = defaultdict(dict)
     with ExitStack() as stack:
-        scorer = open_scorer(model, dtype, checkpoints, stack)
+        scorer = open_scorer(model, dtype, checkpoints, engine, stack)
         batches = {text.stem: make_batches(text) for text in texts}
         step = _GROUP // _BATCH
         for first in range(0, max(map(len, batches.values())), step):
@@ -112,9 +114,11 @@ def main(model: str, dtype: str, out: Path, texts: list[Path], checkpoints: list
             out.write_text(json.dumps(found))
 
 
-def open_scorer(model: str, dtype: str, checkpoints: list[str], stack: ExitStack) -> Scorer:
-    """Load the model, and open the checkpoints as vLLM loads them."""
-    numerics = find_emulated("vllm")[1]
+def open_scorer(
+    model: str, dtype: str, checkpoints: list[str], engine: str, stack: ExitStack
+) -> Scorer:
+    """Load the model, and open the checkpoints as an engine loads them."""
+    numerics = find_emulated(engine)[1]
     source = open_source(model, revision=None, trust_remote_code=False, if_quantized="-")
     loaded = load_model(source, dtype=getattr(torch, dtype), device="cpu", device_map=None)
     checkpoint = stack.enter_context(Checkpoint.open(source.folder, require_config=True))
@@ -169,4 +173,5 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--texts", nargs="+", type=Path, required=True)
     parser.add_argument("--checkpoints", nargs="+", required=True)
+    parser.add_argument("--engine", default="vllm")
     main(**vars(parser.parse_args()))
