@@ -57,6 +57,8 @@ class Scheme:
     block: tuple[int, int] = BLOCK
     """Rows and columns that share a weight scale, where `weights` is `BLOCK`."""
     inputs: InputScaling
+    has_power_of_two_scales: bool = False
+    """Weight scales are rounded up to powers of two; only of blocks."""
 
     @property
     def has_static_inputs(self) -> bool:

@@ -208,6 +208,7 @@ def _make_tag(
         settings.dialect.name,
         sorted(settings.ignore),
         settings.shares_scales,
+        *(["power-of-two"] if settings.scheme.has_power_of_two_scales else []),
         *(
             [[name, float(value)] for name, value in sorted(part.items())]
             for part in (scales.inputs, scales.kv)

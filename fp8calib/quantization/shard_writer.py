@@ -14,7 +14,6 @@ import torch
 
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
 from fp8calib.fp8.encode import encode_blocks, encode_rows
-from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity, Scheme
 from fp8calib.quantization.rounded_codes import RoundedCodes
 from fp8calib.quantization.shard_layout import (
@@ -32,8 +31,7 @@ from fp8calib.quantization.weight_reader import (
     require_finite,
     split_rows,
 )
-from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales, part_amax
-from fp8calib.scales.scale_table import scale_of
+from fp8calib.quantization.weight_scales import AllZeroWeight, WeightScales, part_amax, scale_parts
 from fp8calib.selection.matrices import Matrix
 
 _TASKS_AHEAD = 64
@@ -160,7 +158,7 @@ class ShardWriter:
             require_finite(amax, matrix, rows, values)
             codes = self._find_rounded(matrix, rows)
             if codes is None:
-                scale = scale_of(amax, E4M3FN)
+                scale = scale_parts(amax, self._scheme)
                 codes = (
                     encode_blocks(values, scale, block)
                     if has_blocks

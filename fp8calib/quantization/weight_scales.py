@@ -63,7 +63,7 @@ class WeightScales:
     ) -> tuple[torch.Tensor, AllZeroWeight | None]:
         """Compute the scales of the rows or blocks of a weight: fp32, the shape of `amax`."""
         all_zero = _count_zeros(matrix, amax)
-        scales = scale_of(amax, E4M3FN)
+        scales = scale_parts(amax, self._settings.scheme)
         if all_zero is None:
             return scales, None
         is_whole = all_zero.count == all_zero.total
@@ -91,8 +91,17 @@ class WeightScales:
         for pool in (self._siblings[span_experts(matrix.module)], self._layers[matrix.layer]):
             largest = max(self._reader.measure(pool))
             if largest > 0:
-                return scale_of(torch.tensor(largest), E4M3FN)
+                return scale_parts(torch.tensor(largest), self._settings.scheme)
         return torch.tensor(1.0)
+
+
+def scale_parts(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Compute the scales of rows or blocks from their largest magnitudes: fp32, the same shape."""
+    scales = scale_of(amax, E4M3FN)
+    if not scheme.has_power_of_two_scales:
+        return scales
+    mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
 
 def part_amax(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:

@@ -229,6 +229,7 @@ def test_dead_weights_are_told(tmp_path: Path) -> None:
         (2, ("--scheme", "w8a16", "--format", "gguf"), "--format gguf"),
         (2, ("--scheme", "w8a16", "--format", "autofp8"), "compressed-tensors"),
         (2, ("--scheme", "fp8-block", "--format", "modelopt"), "autofp8"),
+        (2, ("--scheme", "w8a16", "--power-of-two-scales"), "has no scales of blocks"),
         (2, ("--scheme", "w8a16", "--ignore", "*.w1"), "--ignore *.w1"),
         (2, ("--scheme", "w8a16", "--device", "tpu"), "--device tpu"),
         (2, ("--scheme", "w8a16", "--device", "cuda:99"), "CUDA devices"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +127,11 @@ def run(
     scales: CalibratedScales = NO_SCALES,
     resume: bool = False,
     force: bool = False,
+    power_of_two: bool = False,
     **settings: Any,
 ) -> Run:
     """Quantize a checkpoint."""
-    found = find_scheme(scheme)
+    found = replace(find_scheme(scheme), has_power_of_two_scales=power_of_two)
     asked = PlanSettings(scheme=found, dialect=find_written(form, found), **settings)
     with Checkpoint.open(source) as checkpoint:
         selection = select(checkpoint, ignore=asked.ignore)

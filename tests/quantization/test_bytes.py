@@ -117,10 +117,12 @@ def test_rows_have_scales_of_their_own(tmp_path: Path, scheme: str, dtype: torch
         assert np.array_equal(codes_of(found[f"{LAYER}.{name}.weight"]), encode(weight, scale))
 
 
-def test_blocks_have_scales_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_blocks_have_scales_of_their_own(tmp_path: Path, power_of_two: bool) -> None:
     """Those at the edges are smaller."""
     tensors = make_tensors()
-    found = run(save(tmp_path / "source", tensors), tmp_path / "out", "fp8-block").tensors()
+    source = save(tmp_path / "source", tensors)
+    found = run(source, tmp_path / "out", "fp8-block", power_of_two=power_of_two).tensors()
     for name in LINEARS:
         weight = to_numpy(tensors[f"{LAYER}.{name}.weight"])
         scale = found[f"{LAYER}.{name}.weight_scale"].numpy()
@@ -131,6 +133,8 @@ def test_blocks_have_scales_of_their_own(tmp_path: Path) -> None:
             for j in range(columns):
                 place = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
                 expected = scale_for(np.abs(weight[place]).max())
+                if power_of_two:
+                    expected = np.float32(2.0 ** math.ceil(math.log2(expected)))
                 assert scale[i, j] == expected, (name, i, j)
                 assert np.array_equal(codes[place], encode(weight[place], expected)), (name, i, j)
 

@@ -83,6 +83,7 @@ def _list_options(settings: PlanSettings) -> dict[str, object]:
     """List the options that the codes depend on, beside the model and the text."""
     return {
         "scheme": settings.scheme.name,
+        "power_of_two": settings.scheme.has_power_of_two_scales,
         "shares_scales": settings.shares_scales,
         "ignore": sorted(settings.ignore),
         "damping": DAMPING,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from fp8calib.cli.quantize.servable import require_servable
 from fp8calib.cli.quantize.settings import QuantizeSettings
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, find_scheme, list_without_calibration
+from fp8calib.fp8.schemes import GPTQ, NEAREST, Granularity, find_scheme, list_without_calibration
 from fp8calib.machine.devices import choose_device
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.plan import (
@@ -66,6 +67,13 @@ def run_quantize(settings: QuantizeSettings) -> None:
 def _resolve(settings: QuantizeSettings) -> PlanSettings:
     scheme = find_scheme(settings.scheme)
     dialect = find_written(settings.dialect, scheme)
+    if settings.power_of_two_scales:
+        if scheme.weights is not Granularity.BLOCK:
+            raise UsageError(
+                f"--power-of-two-scales: --scheme {scheme.name} has no scales of blocks",
+                hint="leave it out: no engine rounds other scales",
+            )
+        scheme = replace(scheme, has_power_of_two_scales=True)
     _check_rounding(settings)
     if scheme.has_static_inputs and settings.stats is None and settings.rounding == NEAREST:
         raise UsageError(

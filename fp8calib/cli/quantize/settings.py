@@ -110,6 +110,14 @@ class QuantizeSettings:
             "norms, routers, towers and projectors are never quantized.",
         ),
     ] = None
+    power_of_two_scales: Annotated[
+        bool,
+        typer.Option(
+            "--power-of-two-scales",
+            help="With fp8-block: round weight scales up to powers of two, as vLLM's DeepGEMM "
+            "does at load on Hopper and Blackwell. Then it need not quantize the weights again.",
+        ),
+    ] = False
     no_shared_scales: Annotated[
         bool,
         typer.Option(

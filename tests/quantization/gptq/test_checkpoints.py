@@ -507,3 +507,21 @@ def test_padding_has_no_part_in_a_hessian(tmp_path: Path) -> None:
     held = sum(lengths[7::8])
     for item in counted:
         assert (item["tokens"], item["held_tokens"]) == (sum(lengths) - held, held)
+
+
+def test_scales_of_powers_of_two_are_rounded_by(tmp_path: Path) -> None:
+    """What DeepGEMM makes of them at load is then what is stored."""
+    zoo.save("llama", tmp_path / "model", hidden_size=128, intermediate_size=256)
+    made = (*command(tmp_path / "model", tmp_path, "fp8-block"), "--power-of-two-scales")
+    succeed(*made)
+    nearest = ("quantize", tmp_path / "model", "--scheme", "fp8-block", "--allow-unservable")
+    succeed(*nearest, "--power-of-two-scales", "--out", tmp_path / "nearest")
+    ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "nearest"))
+    scales = [name for name in ours if name.endswith("weight_scale")]
+    assert scales
+    for name in scales:
+        assert torch.equal(ours[name], theirs[name])
+        assert torch.equal(ours[name].log2(), ours[name].log2().round())
+    assert any(
+        not torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8)) for n in ours
+    )
