@@ -63,6 +63,7 @@ RENAMED_LINEARS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "lfm2": ((r"\.feed_forward\.gate_up_proj$", ".feed_forward.w13"),),
     "lfm2_moe": ((r"\.feed_forward\.gate_up_proj$", ".feed_forward.w13"),),
     "minimax_m2": ((r"\.block_sparse_moe\.", ".mlp."),),
+    "phimoe": ((r"\.block_sparse_moe\.gate$", ".mlp.router"),),
 }
 """Expressions for paths, by model type, and what they become where vLLM 0.32.0 compares the paths
 of linears with the lists of a config: the prefixes in its classes, where no `hf_to_vllm_mapper`
