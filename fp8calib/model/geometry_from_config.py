@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import LAYER_COUNTS, MAX_LAYERS, without_quantization
 from fp8calib.checkpoint.tensor_file import TensorFile
-from fp8calib.errors import Fp8CalibError, ModelError, first_line, shorten
+from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
@@ -107,9 +107,9 @@ def _check_sizes(folder: Path, section: Mapping[str, Any]) -> None:
 
 
 def _unusable(folder: Path, error: Exception) -> ModelError:
-    first = shorten(first_line(error))
+    text = shorten(" ".join(str(error).split()) or type(error).__name__)
     hint = "use the config.json that the model was published with, or pass --model"
-    return ModelError(f"{folder}/config.json: transformers cannot use it: {first}", hint=hint)
+    return ModelError(f"{folder}/config.json: transformers cannot use it: {text}", hint=hint)
 
 
 def _open_leniently(folder: Path) -> Checkpoint:

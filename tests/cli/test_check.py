@@ -452,3 +452,15 @@ def test_the_folder_that_calibrate_writes_is_told_from_a_checkpoint(
         text = fail(2, "check", out, *more)
         assert "the output folder of calibrate, not a checkpoint" in text
         assert f"such as {out / 'kv-overlay'}" in text
+
+
+def test_the_reason_why_a_config_is_unusable_is_printed(overlay: Path) -> None:
+    path = overlay / "config.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": "two"}
+    path.write_text(json.dumps(config))
+
+    text = fail(4, "check", overlay)
+
+    assert "transformers cannot use it: " in text
+    assert "num_hidden_layers" in text
+    assert "two" in text

@@ -49,7 +49,8 @@ def require_servable(plan: QuantizePlan) -> None:
         raise ExportError(
             f"no engine can load {plan.settings.scheme.name} of this model in this format: "
             f"{listed}",
-            hint="choose another --scheme or --format, or write it with --allow-unservable",
+            hint="choose another --scheme or --format; download the model again if weights are "
+            "missing or have other shapes; --allow-unservable writes the checkpoint as it is",
         )
 
 

@@ -43,7 +43,7 @@ def find_limits(device: str, memory_gib: float | None, *, sharers: int = 1) -> L
     Raises:
         UsageError: --memory is not a positive number.
     """
-    if memory_gib is not None and not 0 < memory_gib < math.inf:
+    if memory_gib is not None and not 0 < memory_gib * GIB < math.inf:
         raise UsageError(f"--memory {memory_gib}: must be a number of GiB above 0")
     device_bytes = None
     if device != "cpu":
