@@ -151,6 +151,8 @@ def test_weights_without_kv_scales_are_ok_unless_scales_are_required(
         ({"quantization": {"kv_cache_quant_algo": "FP8"}}, ""),
         ({}, "model.layers.0.self_attn.kscale"),
         ({}, "model.layers.0.self_attn.K_scale"),
+        ({}, "model.layers.0.self_attn._k_scale"),
+        ({}, "model.layers.0.self_attn.key_value_scale_inv"),
         ({}, "model.layers.0.self_attn.value_cache_scale"),
     ],
 )

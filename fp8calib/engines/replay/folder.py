@@ -26,7 +26,9 @@ _MAX_SCALE_BYTES = 1 << 20
 
 
 _LIKE_KV_SCALE = re.compile(
-    r"(?:^|\.)(?:k|v|kv|key|value)_?(?:cache)?_?scal(?:e|es|ing_factor)$", re.IGNORECASE
+    r"(?:^|\.)(?:k|v|kv|key|value)_?(?:cache)?_?scal(?:e|es|ing_factor)$"
+    r"|att(?:n|ention)\.[^.]*[kv][^.]*scale[^.]*$",
+    re.IGNORECASE,
 )
 _KV_KEYS = (
     "kv_cache_scheme",
