@@ -1,4 +1,4 @@
-"""Convert every dialect to every other one by the program, and make the README's tables."""
+"""Convert every dialect to every other one by the program, and make the tables of docs/."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Cell:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Describe it as the README does."""
+        """Describe it as the page does."""
         if self.refusal:
             return f"impossible: {self.refusal}"
         return f"lossy: {', '.join(self.losses)}" if self.losses else "works"

@@ -1,4 +1,4 @@
-"""The README's tables of formats and engines show what the program does.
+"""The tables of formats and engines in docs/ show what the program does.
 
 FP8CALIB_WRITE_README=1 in the environment writes the tables again.
 """
@@ -67,17 +67,17 @@ def cells(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     }
 
 
-def _compare_readme(name: str, text: str) -> None:
-    path = ROOT / "README.md"
-    readme = path.read_text()
+def _compare_page(page: str, name: str, text: str) -> None:
+    path = ROOT / "docs" / page
+    shown = path.read_text()
     begin, end = f"<!-- {name}: made by tests/cli/test_matrix.py -->\n", "\n<!-- end -->"
-    assert readme.count(begin) == 1
-    start = readme.index(begin) + len(begin)
-    stop = readme.index(end, start)
+    assert shown.count(begin) == 1
+    start = shown.index(begin) + len(begin)
+    stop = shown.index(end, start)
     if os.environ.get("FP8CALIB_WRITE_README"):
-        path.write_text(readme[:start] + text + readme[stop:])
+        path.write_text(shown[:start] + text + shown[stop:])
         return
-    assert readme[start:stop] == text, "FP8CALIB_WRITE_README=1 writes it again"
+    assert shown[start:stop] == text, "FP8CALIB_WRITE_README=1 writes it again"
 
 
 def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> None:
@@ -86,21 +86,23 @@ def test_every_dialect_that_is_read_is_in_the_table(places: dict[str, Path]) -> 
     assert read == {dialect.name for dialect in list_read()}
 
 
-def test_the_readme_lists_every_format_that_is_written() -> None:
-    _compare_readme("formats", show_formats())
+def test_the_page_lists_every_format_that_is_written() -> None:
+    _compare_page("formats.md", "formats", show_formats())
 
 
-def test_the_readme_lists_every_fp8_dialect() -> None:
-    _compare_readme("FP8 dialects", show_fp8_dialects())
+def test_the_page_lists_every_fp8_dialect() -> None:
+    _compare_page("quantize.md", "FP8 dialects", show_fp8_dialects())
 
 
-def test_the_readme_says_what_conversions_lose(cells: Cells) -> None:
-    _compare_readme("conversions", show_conversions(cells))
+def test_the_page_says_what_conversions_lose(cells: Cells) -> None:
+    _compare_page("formats.md", "conversions", show_conversions(cells))
 
 
-def test_the_readme_says_what_engines_do_with_every_form(places: dict[str, Path]) -> None:
+def test_the_page_says_what_engines_do_with_every_form(places: dict[str, Path]) -> None:
     asked = {name: place for name, place in places.items() if name not in (STATS, *FOR_NO_ENGINE)}
-    _compare_readme("engines", show_engines({name: judge(asked[name]) for name in asked}))
+    _compare_page(
+        "serving.md", "engines", show_engines({name: judge(asked[name]) for name in asked})
+    )
 
 
 def test_what_is_called_run_stands_in_the_test_of_that_engine() -> None:

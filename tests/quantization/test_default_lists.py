@@ -179,7 +179,7 @@ TABLE = (
         "Qwen3-Next: re:.*linear_attn.*",
         (f"{LAYER}.linear_attn.in_proj_ba",),
         (f"{LAYER}.linear_attn.in_proj_qkvz", f"{LAYER}.linear_attn.out_proj"),
-        "the README says what leaving them costs; ModelOpt's default quantizes them",
+        "docs/quantize.md says what leaving them costs; ModelOpt's default quantizes them",
     ),
     Pattern(
         EXAMPLES,

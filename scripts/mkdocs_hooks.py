@@ -1,0 +1,37 @@
+"""Add the pages that are stored at the top of the repository to the documentation site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add each page under its name on the site."""
+    for name, target in PAGES.items():
+        files.append(File.generated(config, target, content=move_links((ROOT / name).read_text())))
+    return files
+
+
+def move_links(text: str) -> str:
+    """Make links relative to docs/; of a file that is no page of the site the text remains."""
+
+    def move(found: re.Match[str]) -> str:
+        label, path, anchor = found[1], found[2], found[3] or ""
+        if path.startswith("docs/"):
+            return f"[{label}]({path.removeprefix('docs/')}{anchor})"
+        return f"[{label}]({PAGES[path]}{anchor})" if path in PAGES else label
+
+    return _LINK.sub(move, text)

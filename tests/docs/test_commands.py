@@ -1,0 +1,149 @@
+"""Every command in the documentation works: it is run with tiny stand-ins, or its parts exist.
+
+The commands of a page run in order in one folder. The models, texts and scales that they name are
+there under the same paths, but tiny.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.main import get_command
+
+from fp8calib.cli.app import app
+from fp8calib.cli.option_types import spread_formats
+from fp8calib.engines.registry import ENGINES
+from tests import zoo
+from tests.cli.conftest import save_tokenizer, write_rows
+from tests.cli.program import run, succeed
+from tests.docs.pages import PAGES, ROOT, Command, list_commands
+
+MODELS = ("MODEL", "demo/SmolLM2-135M-Instruct", "meta-llama/Llama-3.3-70B-Instruct")
+QUICK = ("--samples", "8", "--seq-len", "16", "--dtype", "float32")
+GATE_CODES = {0, 8, 9}
+"""Of a random model, any verdict is right."""
+NOT_RUN = (
+    "pip install",
+    "python -m pip wheel --no-deps --wheel-dir",
+    "scripts/",
+    "torchrun --nproc-per-node 4 -m fp8calib",
+    "vllm serve",
+)
+"""How commands begin that need a network, an engine, other processes or minutes."""
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write all models, texts and scales that the pages name, in one folder."""
+    folder = tmp_path_factory.mktemp("stand-ins")
+    for name in MODELS:
+        zoo.save("llama", folder / name)
+        save_tokenizer(folder / name)
+    model = folder / "MODEL"
+    rows = [{"text": " ".join(f"w{i * j % 90}" for j in range(1, 40))} for i in range(60)]
+    write_rows(folder / "calib.jsonl", rows)
+    write_rows(folder / "held-out.jsonl", rows[::-1])
+    (folder / "texts").mkdir()
+    write_rows(folder / "texts" / "one.jsonl", rows[:9])
+    scheme = ("--scheme", "fp8-dynamic")
+    succeed("quantize", model, *scheme, "--out", folder / "MODEL-FP8")
+    (folder / "ranks").mkdir()
+    for rank in range(2):
+        name = "transformer.layers.{}.attention.kv_cache_scaling_factor"
+        scales = {name.format(i): torch.tensor([0.5 + i + rank]) for i in range(2)}
+        save_file(scales, folder / "ranks" / f"rank{rank}.safetensors")
+    (folder / "ranks" / "config.json").write_text(
+        '{"mapping": {"tp_size": 2}, "quantization": {"kv_cache_quant_algo": "FP8"}}'
+    )
+    data = ("--data", folder / "calib.jsonl", *QUICK, "--format", "kv-scales")
+    succeed("calibrate", model, *data, "--out", folder / "measured")
+    stats = ("--stats", folder / "measured" / "stats.safetensors")
+    succeed("quantize", model, *scheme, *stats, "--out", folder / "MODEL-FP8-KV")
+    (folder / "measured" / "kv_scales.safetensors").rename(folder / "kv_scales.safetensors")
+    shutil.rmtree(folder / "measured")
+    return folder
+
+
+@pytest.fixture
+def workspace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give a page a folder of its own with the stand-ins, and one thread."""
+    place = tmp_path / "page"
+    shutil.copytree(stand_ins, place, copy_function=os.link)
+    monkeypatch.chdir(place)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield place
+    torch.set_num_threads(threads)
+
+
+def is_run(command: Command) -> bool:
+    return command.words[0] == "fp8calib"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_runs(page: Path, workspace: Path) -> None:
+    for command in filter(is_run, list_commands(page)):
+        words = list(command.words[1:])
+        _make_room(workspace, words)
+        outcome = run(*words, *_quicken(words))
+        wanted = GATE_CODES if "--gate" in words else {0}
+        assert outcome.code in wanted, f"{command}\n{outcome.err}"
+        if command.output:
+            (workspace / command.output).write_text(outcome.out)
+
+
+def _make_room(workspace: Path, words: list[str]) -> None:
+    """Remove the stand-in for something that the page writes itself."""
+    if "--out" in words:
+        shutil.rmtree(workspace / words[words.index("--out") + 1], ignore_errors=True)
+
+
+def _quicken(words: list[str]) -> tuple[str, ...]:
+    runs_text = words[0] in {"calibrate", "verify"} or "gptq" in words
+    return QUICK if runs_text else ()
+
+
+def test_a_command_that_is_not_run_is_in_the_list() -> None:
+    others = [each for page in PAGES for each in list_commands(page) if not is_run(each)]
+    assert others
+    unknown = [str(each) for each in others if not " ".join(each.words).startswith(NOT_RUN)]
+    assert unknown == []
+
+
+def test_a_command_that_is_not_run_names_what_exists() -> None:
+    flags = [launch for engine in ENGINES.values() if (launch := engine.launch)]
+    served = {flag for launch in flags for flag in launch.kv_flag.split()}
+    for command in (each for page in PAGES for each in list_commands(page) if not is_run(each)):
+        words = list(command.words)
+        if "fp8calib" in words and "--tag" not in words:
+            _parse(words[words.index("fp8calib") + 1 :])
+        elif words[0] == "vllm":
+            assert {word for word in words if word.startswith("--")} <= served, str(command)
+        elif words[0].startswith("scripts/"):
+            _check_script(words)
+
+
+def _parse(words: list[str]) -> None:
+    """Parse a command line of the program, without running it; an unknown option is an error."""
+    group = get_command(app)
+    context = group.make_context("fp8calib", spread_formats(words), resilient_parsing=True)
+    name, command, rest = group.resolve_command(context, spread_formats(words))  # type: ignore[attr-defined]
+    command.make_context(name, rest)
+
+
+def _check_script(words: list[str]) -> None:
+    script = ROOT / words[0]
+    assert os.access(script, os.X_OK), words[0]
+    sources = [script, *(ROOT / "scripts" / "benchmarks").glob("**/*.py")]
+    sources += (ROOT / "tests" / "real_engines" / "fuzz").glob("*.py")
+    text = "".join(path.read_text() for path in sources)
+    for word in words[1:]:
+        if word.startswith("--"):
+            assert re.search(rf"{word}\b", text), f"{words[0]} has no {word}"

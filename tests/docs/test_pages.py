@@ -1,0 +1,75 @@
+"""The pages are complete, short where promised, and linked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fp8calib.cli.app import app
+from tests.docs.pages import DOCS, PAGES, ROOT
+
+TOP = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+README = (ROOT / "README.md").read_text()
+
+
+def slug(heading: str) -> str:
+    """Name the anchor of a heading as GitHub and MkDocs do."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def list_anchors(page: Path) -> set[str]:
+    return {slug(text) for text in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *TOP], ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in list_anchors(target), link
+
+
+def test_every_command_has_a_page_that_begins_with_its_name() -> None:
+    commands = [command.name for command in app.registered_commands]
+    assert "verify" in commands
+    for name in commands:
+        page = DOCS / f"{name}.md"
+        assert page.exists(), f"no page of the command {name}"
+        assert page.read_text().startswith(f"# {name}: ")
+        assert f"[`{name}`](docs/{name}.md)" in README
+
+
+def test_the_site_has_every_page() -> None:
+    config = yaml.safe_load((ROOT / "scripts" / "mkdocs.yml").read_text())
+    sections = [entry for item in config["nav"] for entry in item.values()]
+    names = [
+        name
+        for section in sections
+        for name in (
+            [section]
+            if isinstance(section, str)
+            else [page for item in section for page in item.values()]
+        )
+    ]
+    top = {"index.md", *(page.name.lower() for page in TOP)}
+    assert sorted(names) == sorted({page.name for page in DOCS.glob("*.md")} | top)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+def test_the_readme_shows_the_figures_of_the_page_on_quantize() -> None:
+    shown = re.findall(r"^\| `(fp8-\w+|w8a16)` \| (\d+ MB) \| (.*?) \| (.*?) \|$", README, re.M)
+    assert len(shown) == 3
+    page = (DOCS / "quantize.md").read_text()
+    for scheme, size, ratio, kld in shown:
+        (row,) = re.findall(rf"^\| `{scheme}` \|.*{re.escape(size)}.*$", page, re.M)
+        assert {ratio, kld} <= {cell.strip() for cell in row.split("|")}, scheme
