@@ -17,6 +17,8 @@ from tests.real_engines.fuzz.draft import Draft, UnfitError
 from tests.real_engines.fuzz.draw import DAMAGES, MOST_ATTEMPTS, Case, draw, parse_case, shrink
 from tests.real_engines.fuzz.evaluate import Evaluator
 from tests.real_engines.fuzz.forms import FORMS
+from tests.real_engines.fuzz.observation import dequantize, describe_difference
+from tests.real_engines.fuzz.weight_damages import WEIGHT_DAMAGES
 from tests.real_engines.fuzz.workers import evaluate_all
 
 
@@ -115,16 +117,56 @@ def test_weights_in_16_bits_are_those_before_an_earlier_damage(plain: dict[str, 
     assert all(tensor.count_nonzero() for tensor in restored[0].values())
 
 
+@pytest.mark.parametrize("name", [damage.name for damage in WEIGHT_DAMAGES])
+def test_a_file_that_can_be_decoded_means_the_weights_of_the_model(
+    plain: dict[str, Draft], name: str
+) -> None:
+    """What an engine computes is compared with the model, whatever the damage."""
+    for form in (form for form in FORMS if DAMAGES[name].fits(FORMS[form])):
+        draft = change(DAMAGES[name], plain[form])
+        meant, found = decode(plain[form].undamaged), decode({n: draft[n] for n in draft})
+        whole = {
+            n: matrix
+            for n, matrix in meant.items()
+            if n in found and found[n].shape == matrix.shape
+        }
+        assert whole
+        assert not describe_difference(found, whole), form
+
+
+def decode(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Multiply floats of 8 bits by their scales; leave out what has no scales that are valid."""
+    found = {}
+    for name, matrix in dequantize(tensors).items():
+        scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
+        is_coded = tensors[name].element_size() == 1
+        is_valid = scale is not None and bool(((scale > 0) & scale.isfinite()).all())
+        is_scaled = not torch.equal(matrix.float(), tensors[name].float())
+        if name.endswith(".weight") and (not is_coded or (is_valid and is_scaled)):
+            found[name] = matrix
+    return found
+
+
 def has_effect(damage: Damage, plain: Draft) -> bool:
+    try:
+        draft = change(damage, plain)
+    except UnfitError:
+        return False
+    return not is_same(snapshot(draft), snapshot(plain))
+
+
+def change(damage: Damage, plain: Draft) -> Draft:
+    """Damage a copy.
+
+    Raises:
+        UnfitError: there is nothing to damage.
+    """
     draft = copy.copy(plain)
     draft.shards = {file: dict(tensors) for file, tensors in plain.shards.items()}
     draft.config = copy.deepcopy(plain.config)
     draft.own_file = copy.deepcopy(plain.own_file)
-    try:
-        damage.change(draft)
-    except UnfitError:
-        return False
-    return not is_same(snapshot(draft), snapshot(plain))
+    damage.change(draft)
+    return draft
 
 
 def snapshot(draft: Draft) -> dict[str, object]:

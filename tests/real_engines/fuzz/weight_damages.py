@@ -190,14 +190,20 @@ def _shorten_weight(draft: Draft) -> None:
     draft.put(name, draft[name][:-1].contiguous())
 
 
-def _recode(dtype: torch.dtype) -> Change:
-    """Make a change of the weights' dtype, keeping their bits."""
+def _store_as_integers(draft: Draft) -> None:
+    """Keep the bits of the weights, which the config still calls floats."""
+    for module in draft.fp8_modules():
+        draft.put(f"{module}.weight", draft[f"{module}.weight"].view(torch.int8))
 
-    def change(draft: Draft) -> None:
-        for module in draft.fp8_modules():
-            draft.put(f"{module}.weight", draft[f"{module}.weight"].view(dtype))
 
-    return change
+def _store_in_e5m2(draft: Draft) -> None:
+    """Fill the range of another dtype, with scales by which the numbers stay the model's."""
+    factor = torch.finfo(torch.float8_e5m2).max / torch.finfo(torch.float8_e4m3fn).max
+    for module in draft.fp8_modules():
+        codes = draft[f"{module}.weight"].float() * factor
+        draft.put(f"{module}.weight", codes.to(torch.float8_e5m2))
+        for name in filter(_is_scale, draft.companions(module)):
+            draft.put(name, draft[name] / factor)
 
 
 def _drop_formats(draft: Draft) -> None:
@@ -257,8 +263,8 @@ _TENSORS: dict[str, tuple[Change, Fits]] = {
     "scale-bfloat16": (_all(_is_scale, lambda s: s.bfloat16()), has_fp8),
     "scale-float16": (_all(_is_scale, lambda s: s.half()), has_fp8),
     "weight-short": (_shorten_weight, has_fp8),
-    "weights-int8": (_recode(torch.int8), has_fp8),
-    "weights-e5m2": (_recode(torch.float8_e5m2), has_fp8),
+    "weights-int8": (_store_as_integers, has_fp8),
+    "weights-e5m2": (_store_in_e5m2, has_fp8),
     "lm_head": (_quantize_head, has_fp8),
     "excluded": (_exclude_one, has_fp8),
 }
