@@ -147,6 +147,8 @@ class ModelGeometry(Frozen):
     matrices: Mapping[str, tuple[int, int]] = Field(default_factory=dict, exclude=True, repr=False)
     """The shape [out, in] of every linear's weight, in decoder layers or not, by its name in a
     checkpoint, whether it is stored there or missing. Empty where no checkpoint was read."""
+    tied: Mapping[str, str] = Field(default_factory=dict, exclude=True, repr=False)
+    """The name in the checkpoint of the weight that a linear shares, by the linear's path."""
 
     def linears(self) -> Iterator[tuple[Layer, Linear]]:
         """Every linear with its layer, in the model's order."""

@@ -20,7 +20,7 @@ from fp8calib.errors import Fp8CalibError, ModelError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.model.dtype import DTYPES, stored_dtype
 from fp8calib.model.load import LoadedModel, ModelSource, build_skeleton
-from fp8calib.model.stored_parameters import find_absent
+from fp8calib.model.stored_parameters import find_absent, tied_names
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 
@@ -46,7 +46,8 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
-        return geometry.model_copy(update={"matrices": _list_matrices(skeleton, names)})
+        matrices, tied = _list_matrices(skeleton, names), _list_tied(skeleton, names)
+        return geometry.model_copy(update={"matrices": matrices, "tied": tied})
     except Fp8CalibError:
         raise
     except Exception as error:
@@ -139,6 +140,16 @@ def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str,
         names[f"{path}.weight"]: (module.out_features, module.in_features)
         for path, module in skeleton.named_modules()
         if isinstance(module, nn.Linear) and f"{path}.weight" in names
+    }
+
+
+def _list_tied(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, str]:
+    """List the linears that share another parameter, by path, with its name in the checkpoint."""
+    return {
+        path: names[shared]
+        for name, others in tied_names(skeleton).items()
+        if isinstance(skeleton.get_submodule(path := name.removesuffix(".weight")), nn.Linear)
+        if name not in names and (shared := next(filter(names.__contains__, others), ""))
     }
 
 

@@ -313,3 +313,30 @@ def test_a_config_is_refused_where_loading_fails(
             tmp_path, dtype="auto", output_loading_info=True
         )
         assert not loading["missing_keys"]
+
+
+@pytest.mark.parametrize("ignore", [["lm_head"], [], None])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_output_layer_with_the_weight_of_the_embedding_is_quantized_by_the_config(
+    tmp_path: Path, ignore: list[str] | None, *, is_tied: bool
+) -> None:
+    """Its scale is not stored, so that it is whatever is in memory."""
+    folder = make(tmp_path, CT, "fp8-dynamic", "llama", **WHOLE, tie_word_embeddings=is_tied)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ignore
+    (folder / "config.json").write_text(json.dumps(config))
+    assert any(name == "lm_head.weight" for name in load_file(folder / "model.safetensors")) is (
+        not is_tied
+    )
+
+    weights = ask(folder, "transformers").weights
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        logits = model(torch.arange(8)[None]).logits
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bool(logits.isnan().any()) is (not ignore)
+    assert (weights is not None) is (not ignore)
+    assert weights is None or weights.status is Status.MISREAD

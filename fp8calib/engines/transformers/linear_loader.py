@@ -115,6 +115,7 @@ class _Compressed(_TransformersLoader):
 
     shape_source = _LOAD
     unfilled_source = _INITIALIZE
+    quantizes_tied = True
 
     def __init__(self, section: Section, config: Section) -> None:
         self._schemes = _CompressedSchemes(section, config)

@@ -66,6 +66,8 @@ class LinearGroup:
     """Whether anything is stored of the group that it was split from."""
     is_surplus: bool = False
     """Whether it is in a layer that the model does not have."""
+    is_tied: bool = False
+    """Whether its weight is that of the embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,9 @@ class LinearLoader(ABC):
     """Where it compares shapes."""
     unfilled_source: str
     """Where it creates parameters."""
+
+    quantizes_tied: bool = False
+    """Whether a linear that has the embedding's weight gets parameters by the config."""
 
     def joins(self, group: LinearGroup) -> bool:
         """Tell whether the engine joins a group; otherwise each linear is a group of its own."""

@@ -115,6 +115,8 @@ def _join(engine: str, findings: list[_Finding]) -> WeightFault:
 def _judge_group(
     loader: LinearLoader, group: LinearGroup, values: ScaleValues
 ) -> Iterator[_Finding]:
+    if group.is_tied and not loader.quantizes_tied:
+        return
     if group.is_surplus:
         if (surplus := loader.judge_surplus()) is not None:
             yield _Finding(subject=group.members[0].module, outcome=surplus, fix=_LAYER_FIX)

@@ -132,6 +132,7 @@ def list_groups(
         *_group_plain(plain, known, linears, beside),
         *_group_experts(experts, _count_experts(experts, known, geometry), beside),
         *_group_stacks(tensors),
+        *_group_tied(tensors, geometry),
     ):
         yield replace(group, is_surplus=True) if is_surplus(group.path) else group
 
@@ -312,6 +313,20 @@ def _group_stacks(tensors: Mapping[str, TensorEntry]) -> Iterator[LinearGroup]:
             for projection, entry in held.items()
         )
         yield LinearGroup(path=path, kind=GroupKind.EXPERTS, members=tuple(members), is_known=True)
+
+
+def _group_tied(
+    tensors: Mapping[str, TensorEntry], geometry: ModelGeometry
+) -> Iterator[LinearGroup]:
+    """Group each output layer that shares the embedding's weight, and is not stored."""
+    for path, shared in geometry.tied.items():
+        if shared in tensors and f"{path}.{WEIGHT}" not in tensors:
+            beside = {WEIGHT: tensors[shared]}
+            head = StoredLinear(
+                module=path, shape=_read_matrix(beside[WEIGHT].shape), tensors=beside
+            )
+            group = _make_group(path, (head,), {}, {})
+            yield replace(group, kind=GroupKind.HEAD, is_known=True, is_tied=True)
 
 
 def _find_commonest(shapes: Counter[Shape]) -> Shape:

@@ -177,11 +177,16 @@ def _load_in_transformers(model: Path, original: Path) -> Tensors:
             held[f"held.{name}.k"] = module.k_scale.detach().float().reshape(-1)
             held[f"held.{name}.v"] = module.v_scale.detach().float().reshape(-1)
             held[f"held.{name}.is_fp8"] = torch.tensor(True)
-    computed = dequantize(dict(loaded.named_parameters()))
-    fault = describe_difference(_stack_experts(computed), dict(meant.named_parameters()))
+    computed = dequantize(_list_parameters(loaded))
+    fault = describe_difference(_stack_experts(computed), _list_parameters(meant))
     fault = fault or _find_bad_input(loaded)
     held["fault"] = torch.tensor(list(fault.encode()), dtype=torch.uint8)
     return {name: tensor.clone().contiguous() for name, tensor in held.items()}
+
+
+def _list_parameters(model: torch.nn.Module) -> Tensors:
+    """List parameters with all of their names; an output layer may share the embedding's."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _find_bad_input(model: torch.nn.Module) -> str:
