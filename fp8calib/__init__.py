@@ -1,3 +1,3 @@
 """FP8 calibration of Hugging Face language models."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

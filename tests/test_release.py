@@ -1,0 +1,217 @@
+"""What is released works: source archive, wheel, and the steps of the container image.
+
+The wheel is built from the source archive and installed in an empty environment. Dependencies are
+those of the environment that runs the tests, through a .pth file: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fp8calib
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt")
+WITHOUT_INDEX = {
+    "PIP_NO_INDEX": "1",
+    "PIP_NO_BUILD_ISOLATION": "0",
+    "PIP_QUIET": "1",
+    "PIP_NO_COMPILE": "1",
+}
+"""pip's options in the environment; 0 is how it spells `--no-build-isolation` there."""
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    """Run a program outside the clone and return its stdout."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=inherited | WITHOUT_INDEX | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def make_environment(folder: Path) -> Path:
+    """Make an environment without any package, not even pip; return its Python."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    return folder / "bin" / "python"
+
+
+def add_dependencies(python: Path) -> None:
+    """Let an environment import what the tests import."""
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    present = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (packages / "dependencies.pth").write_text("\n".join(present) + "\n")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy what a build reads, and add a recipe that exists nowhere else."""
+    root = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, root / name)
+    hidden = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "fp8calib", root / "fp8calib", ignore=hidden)
+    shutil.copytree(ROOT / "recipes", root / "recipes")
+    (root / "recipes" / "mine.yaml").write_text("name: mine\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def archive(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the source archive."""
+    out = tmp_path_factory.mktemp("archive")
+    run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", out, cwd=source)
+    (path,) = out.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(archive: Path) -> Path:
+    """Build the wheel from the source archive."""
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", archive.parent)
+    run(*pip, archive, cwd=archive.parent)
+    (path,) = archive.parent.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel in an empty environment."""
+    found = make_environment(tmp_path_factory.mktemp("installed") / "venv")
+    pip = (sys.executable, "-m", "pip", "--python", found, "install", "--no-deps")
+    run(*pip, wheel, cwd=wheel.parent)
+    return found
+
+
+def test_the_archive_contains_the_recipes_where_the_clone_has_them(archive: Path) -> None:
+    with tarfile.open(archive) as tar:
+        held = {name.partition("/")[2] for name in tar.getnames()}
+    assert {"recipes/mine.yaml", "setup.py", "fp8calib/verification/html/page.css"} <= held
+    assert "fp8calib/recipes/mine.yaml" not in held
+
+
+def test_the_wheel_contains_every_file_of_the_package(wheel: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "fp8calib", "recipes"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    wanted = {name.replace("recipes/", "fp8calib/recipes/", 1) for name in listed.stdout.split()}
+    with zipfile.ZipFile(wheel) as file:
+        held = {name for name in file.namelist() if ".dist-info/" not in name}
+    assert held == wanted | {"fp8calib/recipes/mine.yaml"}
+
+
+def test_the_package_is_imported_without_a_dependency(python: Path, tmp_path: Path) -> None:
+    code = "import fp8calib; print(fp8calib.__file__, fp8calib.__version__)"
+    path, version = run(python, "-I", "-c", code, cwd=tmp_path).split()
+    assert Path(path).is_relative_to(python.parents[1])
+    assert version == fp8calib.__version__
+
+
+def test_the_installed_program_runs(python: Path, tmp_path: Path) -> None:
+    add_dependencies(python)
+    program = python.parent / "fp8calib"
+    assert run(program, "--version", cwd=tmp_path) == f"fp8calib {fp8calib.__version__}\n"
+    recipes = json.loads(run(program, "recipes", "--json", cwd=tmp_path))["recipes"]
+    assert recipes.keys() == {path.stem for path in (ROOT / "recipes").glob("*.yaml")} | {"mine"}
+    assert "--gate" in run(program, "verify", "--help", cwd=tmp_path)
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## \[(.*?)\]", text, re.M)[0] == fp8calib.__version__
+    newest = text.split("\n## ")[1]
+    assert len(newest.split()) < 400, "a minute is some 250 words"
+
+
+class _Image:
+    """Carry out the steps of a Dockerfile in a plain folder, with an environment for Python."""
+
+    def __init__(self, context: Path, folder: Path) -> None:
+        self.context, self.root, self.workdir = context, folder / "root", folder
+        python = make_environment(folder / "venv")
+        add_dependencies(python)
+        pip = python.parent / "pip"
+        pip.write_text(f'#!/bin/sh\nexec {sys.executable} -m pip --python {python} "$@"\n')
+        pip.chmod(0o755)
+        self.environment = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+        self.command: dict[str, list[str]] = {}
+
+    def do(self, instruction: str, rest: str) -> None:
+        """Carry out one step; an instruction that is not known is an error."""
+        match instruction:
+            case "FROM":
+                assert re.fullmatch(r"python:3\.\d+-slim", rest)
+            case "USER":
+                assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", rest), "not root"
+            case "ARG" | "ENV":
+                (assignment,) = shlex.split(rest)
+                name, _, value = assignment.partition("=")
+                self.environment[name] = value
+            case "WORKDIR":
+                self.workdir = self.root / rest.lstrip("/")
+                self.workdir.mkdir(parents=True, exist_ok=True)
+            case "COPY":
+                *names, target = rest.split()
+                for name in names:
+                    self._copy(self.context / name, self.workdir / target)
+            case "RUN":
+                run("sh", "-ec", rest, cwd=self.workdir, **self.environment)
+            case "ENTRYPOINT" | "CMD":
+                self.command[instruction] = json.loads(rest)
+            case _:
+                raise AssertionError(instruction)
+
+    def _copy(self, path: Path, target: Path) -> None:
+        if path.is_dir():
+            shutil.copytree(path, target)
+        else:
+            shutil.copy(path, target)
+
+    def start(self) -> str:
+        """Run the program as a container without arguments would."""
+        words = self.command["ENTRYPOINT"] + self.command["CMD"]
+        return run("/usr/bin/env", *words, cwd=self.workdir, **self.environment)
+
+
+def test_the_steps_of_the_container_image_work_in_a_plain_folder(
+    source: Path, tmp_path: Path
+) -> None:
+    pin = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pin is not None
+    present = importlib.metadata.version("torch").partition("+")[0]
+    if present != pin[1]:
+        pytest.skip(f"the image installs torch {pin[1]}, and torch {present} is here")
+    image = _Image(source, tmp_path)
+    for line in (ROOT / "scripts" / "cpu.Dockerfile").read_text().splitlines():
+        if line and not line.startswith("#"):
+            image.do(*line.split(" ", 1))
+    assert "Usage: fp8calib" in image.start()
+    installed = list(
+        (tmp_path / "venv").glob("lib/python*/site-packages/fp8calib/recipes/mine.yaml")
+    )
+    assert len(installed) == 1
