@@ -75,14 +75,14 @@ class RecipeError(Fp8CalibError):
 
 
 class ModelError(Fp8CalibError):
-    """A checkpoint cannot be read, or its architecture is not supported."""
+    """A model, scales or statistics cannot be read, are not supported, or do not fit together."""
 
     kind = "model"
     exit_code = 4
 
 
 class DataError(Fp8CalibError):
-    """Calibration data or statistics cannot be read, or text cannot be tokenized."""
+    """Calibration data cannot be read, or text cannot be tokenized."""
 
     kind = "data"
     exit_code = 5

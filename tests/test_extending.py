@@ -25,7 +25,7 @@ from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS
 from fp8calib.dialects.read import read_scales
 from fp8calib.engines.registry import ENGINES
-from fp8calib.errors import DataError, ModelError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, Granularity
 from fp8calib.geometry.sites import KV_ROLES, Role, Site
@@ -373,5 +373,5 @@ def test_a_stats_file_with_an_unknown_statistic_is_refused(tmp_path: Path) -> No
     with mock.patch.dict(STATISTICS), opened(tmp_path / "model") as subject:
         exec(example("A statistic"), {})  # noqa: S102 -- the page's own code
         save_stats(subject.calibrate(), tmp_path / "stats.safetensors")
-    with pytest.raises(DataError, match=r"unknown tensor .*/outliers"):
+    with pytest.raises(ModelError, match=r"unknown tensor .*/outliers"):
         load_stats(tmp_path / "stats.safetensors")

@@ -11,7 +11,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.dialect import Graft
 from fp8calib.dialects.metadata import explain_other_attention
 from fp8calib.engines.serving import list_servers_without
-from fp8calib.errors import ExportError, Fp8CalibError, UsageError
+from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.stats.calibration_origin import CalibrationOrigin, explain_difference
 from fp8calib.stats.fingerprint import fingerprint_model
 from fp8calib.stats.unquantized_tensors import find_first_change, hash_unquantized
@@ -49,7 +49,6 @@ def relate_to_quantized(
     checkpoint: Checkpoint,
     geometry: ModelGeometry,
     options: GraftOptions,
-    error: type[Fp8CalibError],
 ) -> Graft:
     """Check that scales belong to the model from which a quantized checkpoint was made.
 
@@ -59,11 +58,11 @@ def relate_to_quantized(
         checkpoint: the quantized checkpoint.
         geometry: its shape.
         options: of the command line.
-        error: what is raised where they do not belong to it.
 
     Raises:
-        Fp8CalibError: of this class, naming the first difference.
-        UsageError: `--base` is needed, or is not the calibrated model.
+        ModelError: they do not belong to it, naming the first difference; or `--base` is not the
+            calibrated model.
+        UsageError: `--base` is needed.
     """
     fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
     if origin is None:
@@ -72,7 +71,7 @@ def relate_to_quantized(
         return Graft(replaces_scales=options.replaces_scales)
     difference = explain_other_attention(origin.attention, geometry) if origin.attention else ""
     if difference:
-        raise error(_name_other(name, checkpoint, difference), hint=_OTHER_HINT)
+        raise ModelError(_name_other(name, checkpoint, difference), hint=_OTHER_HINT)
     hashes = origin.unquantized if options.base is None else _hash_base(options, origin)
     if not hashes:
         raise UsageError(
@@ -82,7 +81,7 @@ def relate_to_quantized(
         )
     difference = find_first_change(hashes, checkpoint)
     if difference and not options.other_weights:
-        raise error(
+        raise ModelError(
             _name_other(name, checkpoint, difference),
             hint=f"{_OTHER_HINT}; methods that fold scales into norms (AWQ, SmoothQuant) change "
             "them: if it was made from this model in such a way, add --other-weights",
@@ -124,7 +123,7 @@ def _hash_base(options: GraftOptions, origin: CalibrationOrigin) -> dict[str, st
     with Checkpoint.open(find_folder(options.base, None), require_config=True) as base:
         fingerprint = fingerprint_model(base.load_config(), base)
         if fingerprint != origin.model:
-            raise UsageError(
+            raise ModelError(
                 f"--base {options.base}: not the calibrated model, which had "
                 f"{explain_difference(origin.model, fingerprint)}",
                 hint="name the unquantized model that was calibrated",

@@ -17,7 +17,7 @@ def run_merge(paths: Sequence[Path], out: Path, *, force: bool, as_json: bool) -
 
     Raises:
         UsageError: the shards are not those of one run, or `out` is no valid output.
-        DataError: a file is damaged.
+        ModelError: a file is damaged.
         ExportError: the file cannot be written.
     """
     files = [path / STATS_NAME if path.is_dir() else path for path in paths]

@@ -202,7 +202,8 @@ class WriteJob:
             fmt=fmt,
             origin=self.table.origin,
             provenance=self.provenance,
-            table=self.table,
+            geometry=self.table.geometry,
+            per_head=self.table.per_head,
             graft=asdict(self.graft) if self.graft.model else None,
         )
 

@@ -20,7 +20,6 @@ from fp8calib.stats.calibration_origin import CalibrationOrigin
 
 if TYPE_CHECKING:
     from fp8calib.geometry.model_geometry import ModelGeometry
-    from fp8calib.scales.scale_table import ScaleTable
 
 KV_DTYPES: Mapping[str, Fp8Format] = {fmt.dtype_name: fmt for fmt in KV_FORMATS.values()}
 JSON_ORIGIN_KEY = "_fp8calib"
@@ -64,30 +63,34 @@ def make_metadata(
     fmt: Fp8Format | None,
     origin: CalibrationOrigin | None,
     provenance: Provenance | None,
-    table: ScaleTable | None = None,
+    geometry: ModelGeometry | None = None,
+    per_head: bool = False,
     graft: Mapping[str, object] | None = None,
 ) -> dict[str, str]:
     """Make the metadata of a file of scales, without what is None.
 
-    Only scales of a known model record the `table`'s granularity and shapes.
+    Only scales of a known model record their granularity and the shapes of its attention.
     """
     metadata = {} if fmt is None else {DTYPE_KEY: fmt.dtype_name}
     if origin is not None:
         metadata[ORIGIN_KEY] = json.dumps(origin.to_fields())
     if provenance is not None:
         metadata[PROVENANCE_KEY] = provenance.to_json()
-    if origin is not None and table is not None:
-        metadata[FITS_KEY] = json.dumps(_describe_fit(origin, table), separators=(",", ":"))
+    if origin is not None and geometry is not None:
+        fit = _describe_fit(origin, geometry, per_head=per_head)
+        metadata[FITS_KEY] = json.dumps(fit, separators=(",", ":"))
     if graft is not None:
         metadata[GRAFT_KEY] = json.dumps(graft)
     return metadata
 
 
-def _describe_fit(origin: CalibrationOrigin, table: ScaleTable) -> dict[str, object]:
+def _describe_fit(
+    origin: CalibrationOrigin, geometry: ModelGeometry, *, per_head: bool
+) -> dict[str, object]:
     return {
         "version": __version__,
-        "granularity": "attn_head" if table.per_head else "tensor",
-        "attention": describe_attention(table.geometry),
+        "granularity": "attn_head" if per_head else "tensor",
+        "attention": describe_attention(geometry),
         "unquantized": dict(origin.unquantized),
         **({"measured_quantized": measured} if (measured := origin.measured_quantized) else {}),
     }

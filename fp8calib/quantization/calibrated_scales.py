@@ -16,7 +16,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
 from fp8calib.dialects.write import WHY_NOT_OBSERVED
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import list_without_calibration
 from fp8calib.geometry.model_geometry import Layer, Linear
@@ -30,6 +30,7 @@ from fp8calib.scales.scale_table import ScaleTable, scale_of
 from fp8calib.selection.matrices import Matrix
 from fp8calib.selection.patterns import span_layers, spell_options
 from fp8calib.selection.select import Selection
+from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.fingerprint import fingerprint_model
 
@@ -44,14 +45,15 @@ def check_stats_model(stats: CalibrationStats, checkpoint: Checkpoint) -> None:
     """Refuse statistics of another model.
 
     Raises:
-        ExportError: the fingerprints differ.
+        ModelError: the fingerprints differ.
     """
     found = fingerprint_model(checkpoint.load_config(), checkpoint)
-    if found != stats.header.model_fingerprint:
-        raise ExportError(
-            f"{checkpoint.folder} is not the model these statistics were calibrated on (its "
-            "fingerprint differs)",
-            hint="pass the folder that calibrate was run on",
+    measured = stats.header.model_fingerprint
+    if found != measured:
+        raise ModelError(
+            f"{checkpoint.folder} is not the model these statistics were calibrated on, which had "
+            f"{explain_difference(measured, found)}",
+            hint="pass the model that was calibrated",
         )
 
 
@@ -102,6 +104,7 @@ def find_scales(
         inputs=inputs.inputs,
         kv=kv.kv,
         origin=stats.origin if inputs.inputs or kv.kv else None,
+        geometry=stats.geometry,
         notes=(*inputs.notes, *kv.notes),
     )
 

@@ -20,6 +20,7 @@ from fp8calib.dialects.fp8.dialect import ConfigJob, Fp8Dialect
 from fp8calib.dialects.fp8.registry import list_own_files
 from fp8calib.dialects.metadata import make_metadata
 from fp8calib.fp8.schemes import Scheme
+from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.quantization.shard_layout import (
     Codes,
     Constant,
@@ -67,6 +68,8 @@ class CalibratedScales:
     """By the name of the tensor."""
     origin: CalibrationOrigin | None = None
     """The model and the text they come from; None where unknown, or where there are no scales."""
+    geometry: ModelGeometry | None = None
+    """Of that model."""
     notes: tuple[str, ...] = ()
     """What a user should know about them."""
 
@@ -155,7 +158,12 @@ def make_plan(
     refuse_duplicate_tensors(checkpoint)
     config = checkpoint.load_config()
     tag = _make_tag(checkpoint, config, settings, scales, rounding)
-    measured = make_metadata(fmt=None, origin=scales.origin, provenance=None)
+    measured = make_metadata(
+        fmt=None,
+        origin=scales.origin,
+        provenance=None,
+        geometry=scales.geometry if scales.kv else None,
+    )
     metadata = {_TAG_KEY: tag, **measured, **(rounding.metadata if rounding else {})}
     shards = tuple(_lay_out_shards(checkpoint, settings, selection, scales, metadata))
     has_kv = bool(scales.kv)

@@ -22,7 +22,7 @@ from pydantic import (
 
 from fp8calib.checkpoint.header import read_header
 from fp8calib.checkpoint.tensor_file import TensorFile, save_tensors
-from fp8calib.errors import DataError, ModelError, UsageError, shorten
+from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import Frozen, ModelGeometry
 from fp8calib.geometry.sites import Site
 from fp8calib.stats.calibration_origin import CalibrationOrigin
@@ -186,7 +186,7 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
 
     Raises:
         UsageError: there is no such file, or it stores a shard and `accepts_shard` is false.
-        DataError: the file is damaged, or not a stats file of this tool.
+        ModelError: the file is damaged, or not a stats file of this tool.
     """
     if path.is_dir():
         path = path / STATS_NAME
@@ -194,9 +194,12 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
         raise UsageError(f"no stats file at {path}", hint="calibrate writes stats.safetensors")
     try:
         metadata = read_header(path).metadata
-        if METADATA_KEY not in metadata:
-            hint = f"{_HINT}; `fp8calib extract-kv-scales` converts scale files"
-            raise DataError(f"{path} is not a stats file of this tool", hint=hint)
+    except ModelError as error:
+        raise ModelError(error.message, hint=_HINT) from error
+    if METADATA_KEY not in metadata:
+        hint = f"{_HINT}; `fp8calib extract-kv-scales` converts scale files"
+        raise ModelError(f"{path} is not a stats file of this tool", hint=hint)
+    try:
         envelope = _Envelope.model_validate_json(metadata[METADATA_KEY])
         shard_text = metadata.get(SHARD_KEY, "")
         shard = StatsShard.model_validate_json(shard_text) if shard_text else None
@@ -206,10 +209,8 @@ def load_stats(path: Path, *, accepts_shard: bool = False) -> CalibrationStats:
         text_hashes = tensors["text_hashes"].contiguous()
         if envelope.digest != _digest(envelope, tensors, shard_text):
             raise ValueError("its digest does not match its contents")
-    except ModelError as error:
-        raise DataError(error.message, hint=_HINT) from error
     except (KeyError, ValueError) as error:
-        raise DataError(f"{path} is damaged{_explain(error)}", hint=_HINT) from error
+        raise ModelError(f"{path} is damaged{_explain(error)}", hint=_HINT) from error
     if shard is not None and not accepts_shard:
         raise UsageError(
             f"{path} holds only {shard.describe()} of the statistics",

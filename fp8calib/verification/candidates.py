@@ -97,8 +97,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
 
     Raises:
         UsageError: the path does not exist.
-        DataError: a stats file is damaged.
-        ModelError: the scales are not valid, or of another model.
+        ModelError: the scales or statistics are not valid, or of another model.
     """
     path = find_candidate(name)
     if is_stats_file(path):

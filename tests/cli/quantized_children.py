@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
 from tests.dialects.foreign import FOLDER
 
@@ -33,6 +34,15 @@ QUANTIZED = {
     "modelopt": ("--scheme", "fp8-dynamic", "--format", "modelopt"),
 }
 FORMS = (*TOOLS, *QUANTIZED)
+
+
+def calibrate_base(folder: Path) -> Path:
+    """Calibrate the llama: statistics and `kv_scales.safetensors`."""
+    rows = [{"input_ids": [(7 * i * j + i) % 64 for j in range(16)]} for i in range(1, 5)]
+    data = write_rows(folder / "rows.jsonl", rows)
+    options = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--format", "kv-scales")
+    succeed("calibrate", BASE, "--data", data, *options, "--out", folder / "out")
+    return folder / "out"
 
 
 def save_child(form: str, folder: Path) -> Path:

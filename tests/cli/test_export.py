@@ -114,7 +114,7 @@ def test_an_overlay_needs_the_model(refused: Callable[..., str], stats: Path, na
 
 def test_another_model_is_refused(refused: Callable[..., str], stats: Path, tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "other", seed=1)
-    text = refused(7, stats, "--format", "kv-overlay", "--model", tmp_path / "other")
+    text = refused(4, stats, "--format", "kv-overlay", "--model", tmp_path / "other")
     assert "is not the model these statistics were calibrated on" in text
 
 
@@ -148,16 +148,16 @@ def test_truncated_stats_are_refused(
 ) -> None:
     torn = tmp_path / "torn.safetensors"
     torn.write_bytes(stats.read_bytes()[:-5])
-    assert "truncated" in refused(5, torn, "--format", "kv-scales")
+    assert "truncated" in refused(4, torn, "--format", "kv-scales")
 
 
 def test_other_files_are_no_stats(refused: Callable[..., str], tmp_path: Path) -> None:
     text = tmp_path / "notes.safetensors"
     text.write_text("these are no statistics, but long enough for a header")
-    refused(5, text, "--format", "kv-scales")
+    refused(4, text, "--format", "kv-scales")
     other = tmp_path / "weights.safetensors"
     save_file({"weight": torch.ones(3)}, other)
-    found = refused(5, other, "--format", "kv-scales")
+    found = refused(4, other, "--format", "kv-scales")
     assert "not a stats file" in found
     assert "`fp8calib extract-kv-scales` converts scale files" in found
     assert "pydantic" not in found
@@ -215,7 +215,7 @@ def test_show_refuses_what_holds_no_scales(model: Path, tmp_path: Path) -> None:
     (tmp_path / "torn.safetensors").write_bytes(b"\x10")
     assert "holds no scales" in fail(2, "show", model)
     assert "notes.txt" in fail(2, "show", tmp_path / "notes.txt")
-    assert "torn.json" in fail(5, "show", tmp_path / "torn.json")
+    assert "torn.json" in fail(4, "show", tmp_path / "torn.json")
     assert "torn.safetensors" in fail(4, "show", tmp_path / "torn.safetensors")
     assert "nowhere" in fail(2, "show", tmp_path / "nowhere")
 

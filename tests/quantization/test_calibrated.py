@@ -11,7 +11,7 @@ import pytest
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.dialects.fp8.registry import FP8_DIALECTS, list_written
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.quantization.calibrated_scales import (
     check_stats_model,
@@ -143,7 +143,7 @@ def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path / "other", seed=1)
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         check_stats_model(stats, checkpoint)
-    with Checkpoint.open(tmp_path / "other") as checkpoint, pytest.raises(ExportError):
+    with Checkpoint.open(tmp_path / "other") as checkpoint, pytest.raises(ModelError):
         check_stats_model(stats, checkpoint)
 
 

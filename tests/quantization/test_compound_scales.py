@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear, ModelGeometry, Part
 from fp8calib.geometry.sites import Role, Site
@@ -81,5 +81,5 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
 
 
 def test_another_shape_is_refused() -> None:
-    with pytest.raises(ExportError, match=r"gate_up is \[4, 2\] in the checkpoint"):
+    with pytest.raises(ModelError, match=r"gate_up is \[4, 2\] in the checkpoint"):
         adopt_scales(make_table(), one(torch.ones(4, 2)), one(torch.zeros(4, 2)))

@@ -13,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cli.conftest import write_rows
 from tests.cli.program import succeed
-from tests.cli.quantized_children import BASE, FORMS, save_child, save_int
+from tests.cli.quantized_children import FORMS, calibrate_base, save_child, save_int
 from tests.real_engines.vllm_job import VllmServer, load_in_vllm
 
 LOADED = tuple(form for form in FORMS if form not in ("llm-compressor, blocks", "autofp8"))
@@ -26,12 +25,7 @@ ROUNDED = ("modelopt", "ModelOpt", "Quark")
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("calibrated")
-    rows = [{"input_ids": [(7 * i * j + i) % 64 for j in range(16)]} for i in range(1, 5)]
-    data = write_rows(folder / "rows.jsonl", rows)
-    options = ("--samples", 4, "--seq-len", 16, "--dtype", "float32", "--format", "kv-scales")
-    succeed("calibrate", BASE, "--data", data, *options, "--out", folder / "out")
-    return folder / "out"
+    return calibrate_base(tmp_path_factory.mktemp("calibrated"))
 
 
 def _graft(calibrated: Path, child: Path, out: Path) -> Path:

@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.calibration import WorkShare, make_header
 from fp8calib.data.shares import Share
-from fp8calib.errors import DataError, ExportError, UsageError
+from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.resume import journal as journal_module
 from fp8calib.run.resume.journal import Journal
@@ -342,7 +342,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         subject.calibrate(keep_in(tmp_path / "kept", subject))
         path = next((tmp_path / "kept").glob("*-0*.safetensors"))
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(DataError, match="checkpoint-0") as refused:
+        with pytest.raises(ModelError, match="checkpoint-0") as refused:
             keep_in(tmp_path / "kept", subject)
     assert "leave out --resume" in refused.value.hint
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fp8calib.errors import DataError, UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import (
     CalibrationStats,
@@ -136,7 +136,7 @@ PROGRESS, HISTOGRAM = f"{K}/progress", f"{K}/histogram"
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> None:
     damage(path, lambda tensors, _: tensors[PROGRESS].__setitem__(1, value))
-    with pytest.raises(DataError, match="progress holds values that are not magnitudes"):
+    with pytest.raises(ModelError, match="progress holds values that are not magnitudes"):
         load_stats(path)
 
 
@@ -165,7 +165,7 @@ def test_values_that_are_no_magnitudes_are_refused(path: Path, value: float) -> 
 )
 def test_a_damaged_file_is_refused(path: Path, change: Callable[..., object], told: str) -> None:
     damage(path, change)
-    with pytest.raises(DataError, match=told) as caught:
+    with pytest.raises(ModelError, match=told) as caught:
         load_stats(path)
     assert caught.value.message.startswith(f"{path} is damaged")
     assert "calibrate" in caught.value.hint
@@ -173,17 +173,17 @@ def test_a_damaged_file_is_refused(path: Path, change: Callable[..., object], to
 
 def test_a_header_that_is_no_json_is_refused(path: Path) -> None:
     save_file({"x": torch.ones(1)}, path, metadata={"fp8calib": "{ torn"})
-    with pytest.raises(DataError, match="is damaged"):
+    with pytest.raises(ModelError, match="is damaged"):
         load_stats(path)
 
 
 def test_other_files_and_none_are_refused(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     save_file({"x": torch.ones(1)}, other)
-    with pytest.raises(DataError, match="is not a stats file of this tool"):
+    with pytest.raises(ModelError, match="is not a stats file of this tool"):
         load_stats(other)
     other.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match="truncated"):
+    with pytest.raises(ModelError, match="truncated"):
         load_stats(other)
     with pytest.raises(UsageError, match="no stats file at"):
         load_stats(tmp_path / "none.safetensors")

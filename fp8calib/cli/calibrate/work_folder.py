@@ -21,7 +21,7 @@ from fp8calib.checkpoint.resumable_folder import (
 from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob
 from fp8calib.cli.calibrate.rounding import check_same_rounding
 from fp8calib.cli.console import say, warn
-from fp8calib.errors import DataError, ExportError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.run.distributed.group import ProcessGroup, RankLostError
 from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, load_stats
@@ -93,7 +93,7 @@ def _read_finished(
     try:
         stats = load_stats(folder / STATS_NAME, accepts_shard=True)
         report: Mapping[str, Any] = json.loads((folder / REPORT_NAME).read_bytes())
-    except (DataError, ValueError):
+    except (ModelError, ValueError):
         return None
     return report if _is_of_run(job, header, stats) else None
 
@@ -117,7 +117,7 @@ def work_folder(
 
     Raises:
         UsageError: the folder is in use, or --resume finds another calibration in it.
-        DataError: a checkpoint is damaged.
+        ModelError: a checkpoint is damaged.
     """
     if group is not None and not group.is_first:
         work = _join(job, header, group)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.setup import quiet_libraries
-from fp8calib.errors import ExportError
+from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, find_difference
 from fp8calib.model.load import LoadedModel, build_skeleton, open_source
@@ -60,8 +60,8 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
 
     Raises:
         ModelError: the model, whose modules show which weights are fused or transposed, cannot
-            be built; or an int4 checkpoint is damaged.
-        ExportError: a scale cannot be computed, or the int4 weights are of another model.
+            be built; or an int4 checkpoint is damaged, or is of another model.
+        ExportError: a scale cannot be computed.
     """
     quiet_libraries()
     is_int4 = is_int4_source(source)
@@ -114,7 +114,7 @@ def _check_geometry(
         model, weights.single_tensors, checkpoint_dtype=measured.checkpoint_dtype
     )
     if difference := find_difference(found, measured):
-        raise ExportError(
+        raise ModelError(
             f"{folder} is not the model these statistics were calibrated on: {difference}",
             hint="pass the int4 checkpoint of the model that was calibrated",
         )

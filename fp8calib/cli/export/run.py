@@ -28,15 +28,14 @@ from fp8calib.dialects.metadata import describe_attention, explain_other_attenti
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.engines.serving import find_scale_serving
-from fp8calib.errors import ExportError, UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.model_geometry import find_difference
+from fp8calib.quantization.calibrated_scales import check_stats_model
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.quantization.sources.int4 import is_int4_source
 from fp8calib.recipe import Recipe
-from fp8calib.stats.calibration_origin import explain_difference
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
-from fp8calib.stats.fingerprint import fingerprint_model
 
 if TYPE_CHECKING:
     from fp8calib.cli.export.rank_weights import RankWeights
@@ -214,7 +213,9 @@ def _open_source(
         quantized = None if settings.with_weights else find_quantized(checkpoint)
         if quantized is None:
             options.refuse()
-            _check_model(settings, stats, checkpoint)
+            if settings.with_weights:
+                check_unquantized(checkpoint)
+            check_stats_model(stats, checkpoint)
             graft = Graft(replaces_scales=options.replaces_scales)
             yield _Target(source=checkpoint, stats=stats, graft=graft)
             return
@@ -229,7 +230,6 @@ def _open_source(
                 checkpoint,
                 stats.geometry,
                 options,
-                ExportError,
             ),
         )
 
@@ -238,8 +238,7 @@ def _adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> Calibration
     """Give statistics the names that a quantized checkpoint of the same model has.
 
     Raises:
-        ModelError: its config cannot be used.
-        ExportError: it has another shape.
+        ModelError: its config cannot be used, or it has another shape.
     """
     from fp8calib.model.geometry_from_config import read_geometry  # noqa: PLC0415 -- transformers
 
@@ -247,7 +246,7 @@ def _adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> Calibration
     recorded = describe_attention(stats.geometry)
     difference = explain_other_attention(recorded, geometry)
     if difference := difference or find_difference(geometry, stats.geometry):
-        raise ExportError(
+        raise ModelError(
             f"{checkpoint.folder} was not made from the model these statistics were calibrated on: "
             f"{difference}",
             hint="name a checkpoint that was quantized from the calibrated model",
@@ -262,18 +261,4 @@ def _refuse_overlays(formats: Iterable[str], checkpoint: Checkpoint) -> None:
             f"--format {names[0]}: an overlay needs the unquantized model, and the weights of "
             f"{checkpoint.folder} are int4",
             hint="export the overlay separately, with the unquantized --model",
-        )
-
-
-def _check_model(settings: ExportSettings, stats: CalibrationStats, checkpoint: Checkpoint) -> None:
-    """Refuse a model other than the statistics', and one that is quantized already."""
-    if settings.with_weights:
-        check_unquantized(checkpoint)
-    measured = stats.header.model_fingerprint
-    fingerprint = fingerprint_model(checkpoint.load_config(), checkpoint)
-    if fingerprint != measured:
-        raise ExportError(
-            f"{settings.model} is not the model these statistics were calibrated on, which had "
-            f"{explain_difference(measured, fingerprint)}",
-            hint="pass the model that was calibrated",
         )

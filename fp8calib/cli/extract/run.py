@@ -29,7 +29,7 @@ from fp8calib.dialects.read import FoundScales, check_origin, read_scales
 from fp8calib.dialects.registry import find_dialect, list_written
 from fp8calib.dialects.write import list_owned, write_table
 from fp8calib.engines.serving import Serving, find_scale_serving
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, KV_FORMATS
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
 from fp8calib.geometry.model_geometry import Attention, ModelGeometry
@@ -105,9 +105,7 @@ class _Target:
             ModelError: they belong to another one.
         """
         if self.quantized is not None:
-            return relate_to_quantized(
-                name, origin, self.source, self.geometry, self.options, ModelError
-            )
+            return relate_to_quantized(name, origin, self.source, self.geometry, self.options)
         self.options.refuse()
         check_origin(name, origin, self.fingerprint)
         return Graft(replaces_scales=self.options.replaces_scales)

@@ -16,7 +16,7 @@ def run_show(path: Path, *, as_json: bool) -> None:
 
     Raises:
         UsageError: it does not exist, or holds neither statistics nor scales.
-        DataError: it cannot be read.
+        ModelError: it cannot be read.
     """
     try:
         if not path.exists():

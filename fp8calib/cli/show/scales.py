@@ -14,7 +14,7 @@ from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.console import print_json, print_table
 from fp8calib.dialects.kv.rank_files import list_arrays, read_number
 from fp8calib.dialects.registry import list_json_keys, list_scale_suffixes
-from fp8calib.errors import DataError, UsageError, shorten
+from fp8calib.errors import ModelError, UsageError, shorten
 
 _RANK_FILE_SUFFIXES = (".npz", ".safetensors")
 _INDEX = re.compile(r"[0-9]{1,9}")
@@ -31,7 +31,7 @@ def show_scales(path: Path, *, as_json: bool) -> None:
 
     Raises:
         UsageError: the file is of an unsupported kind, or holds no scales.
-        DataError: it cannot be read.
+        ModelError: it cannot be read.
     """
     rows = sorted(_list_rows(path), key=_natural_key)
     if not rows:
@@ -86,7 +86,7 @@ def _list_json_rows(path: Path) -> Iterator[ScaleRow]:
         document = parse_strict(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         fault = shorten(str(error))
-        raise DataError(f"{path}: cannot be read as JSON: {fault}") from error
+        raise ModelError(f"{path}: cannot be read as JSON: {fault}") from error
     if isinstance(document, dict) and any(keys[0] in document for keys in list_json_keys()):
         yield from _list_numbers(document)
 

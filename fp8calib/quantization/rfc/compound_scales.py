@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.amax import tensor_amax
 from fp8calib.geometry.model_geometry import Part
 from fp8calib.geometry.sites import Role, Site
@@ -40,8 +40,8 @@ def adopt_scales(
             weight is not quantized (`ScaleSpread`).
 
     Raises:
-        ExportError: a weight has another shape than in the table's model, is joined from parts with
-            several scales, or is not finite.
+        ModelError: a weight has another shape than in the table's model.
+        ExportError: one is joined from parts with several scales, or is not finite.
     """
     scales = dict(table.scales)
     for weight, shared in zip(weights, spread, strict=True):
@@ -61,7 +61,7 @@ def _check_shape(weight: LinearWeight) -> None:
     linear = weight.linear
     expected = (linear.out_features, linear.in_features)
     if weight.values.shape != expected:
-        raise ExportError(
+        raise ModelError(
             f"{linear.module} is {list(weight.values.shape)} in the checkpoint and "
             f"{list(expected)} in the calibrated model",
             hint="name the int4 checkpoint of the model that was calibrated",

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from fp8calib.data.shares import Share
-from fp8calib.errors import DataError, ExportError, UsageError
+from fp8calib.errors import ExportError, ModelError, UsageError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.recorder import Recorder
 from fp8calib.stats.calibration_stats import (
@@ -111,7 +111,7 @@ class Journal:
 
         Raises:
             UsageError: they are of another calibration; the message names the difference.
-            DataError: a file is damaged.
+            ModelError: a file is damaged.
         """
         found = _drop_repeated(
             [
@@ -209,12 +209,12 @@ class Journal:
 
         Raises:
             UsageError: it is of another calibration; the message names the difference.
-            DataError: the file is damaged.
+            ModelError: the file is damaged.
         """
         try:
             stats = load_stats(path, accepts_shard=True)
-        except DataError as error:
-            raise DataError(error.message, hint="leave out --resume to start again") from error
+        except ModelError as error:
+            raise ModelError(error.message, hint="leave out --resume to start again") from error
         difference = explain_other_run(stats.header, self.header) or self._explain_other_shard(
             stats
         )
@@ -256,5 +256,5 @@ def is_checkpoint(path: Path) -> bool:
 
 def _shard_of(stats: CalibrationStats) -> StatsShard:
     if stats.shard is None:
-        raise DataError("a checkpoint holds complete statistics", hint="leave out --resume")
+        raise ModelError("a checkpoint holds complete statistics", hint="leave out --resume")
     return stats.shard

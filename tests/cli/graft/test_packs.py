@@ -1,0 +1,153 @@
+"""A file of `kv-scales` is a pack, which `extract-kv-scales` adds to a quantized model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from fp8calib.checkpoint.tensor_file import TensorFile
+from tests.cli.graft.grafting import (
+    LINKED,
+    SHARD,
+    expected_scales,
+    graft,
+    name_command,
+    stored_scales,
+)
+from tests.cli.program import fail, snapshot, succeed
+from tests.cli.quantized_children import (
+    BASE,
+    NORM,
+    WEIGHTS,
+    change_config,
+    change_norm,
+)
+
+Refused = Callable[..., str]
+
+
+def test_a_pack_makes_the_same_checkpoint_as_the_statistics(
+    calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    graft(calibrated, child, tmp_path / "direct")
+    pack = calibrated / "kv_scales.safetensors"
+    command = ("extract-kv-scales", "--quantized-model", pack, "--model", child)
+    succeed(*command, "--save-path", tmp_path / "pack")
+    assert snapshot(tmp_path / "pack") == snapshot(tmp_path / "direct" / "kv-overlay")
+
+
+def test_a_pack_of_another_base_is_refused_with_what_differs(
+    calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    pack = calibrated / "kv_scales.safetensors"
+    change_norm(child)
+    text = fail(4, *name_command(pack, child, tmp_path / "out"))
+    assert f"was not made from the calibrated model of {pack}: its {NORM} differs" in text
+    succeed(*name_command(pack, child, tmp_path / "out", "--other-weights"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_key_value_heads": 4}, "layer 0: KV heads is 4, not 2"),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "model_type is mistr"),
+        ({"num_hidden_layers": 1}, "the model has no such attention"),
+    ],
+)
+def test_a_pack_for_another_shape_is_refused(
+    calibrated: Path, child: Path, tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    change_config(child, lambda config: config.update(changes))
+    pack = calibrated / "kv_scales.safetensors"
+    assert says in fail(4, *name_command(pack, child, tmp_path / "out"))
+
+
+def _rewrite(pack: Path, target: Path, **changes: str | None) -> Path:
+    with safe_open(pack, "pt") as file:
+        names = list(file.keys())
+        metadata = {f"fp8calib.{key}": text for key, text in changes.items() if text is not None}
+        old = {key: text for key, text in file.metadata().items() if key[9:] not in changes}
+        save_file({name: file.get_tensor(name) for name in names}, target, old | metadata)
+    return target
+
+
+def test_a_pack_without_hashes_needs_the_base(
+    calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    pack = _rewrite(calibrated / "kv_scales.safetensors", tmp_path / "p.safetensors", fits=None)
+    assert "--base MODEL" in fail(2, *name_command(pack, child, tmp_path / "out"))
+    succeed(*name_command(pack, child, tmp_path / "out", "--base", BASE))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"attention": {}}', '{"unquantized": {}}'])
+def test_a_damaged_record_is_named(
+    calibrated: Path, child: Path, tmp_path: Path, text: str
+) -> None:
+    pack = _rewrite(calibrated / "kv_scales.safetensors", tmp_path / "p.safetensors", fits=text)
+    assert "fp8calib.fits is damaged" in fail(4, *name_command(pack, child, tmp_path / "out"))
+
+
+def test_a_pack_that_records_nothing_is_taken_with_a_warning(
+    calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    pack = _rewrite(
+        calibrated / "kv_scales.safetensors",
+        tmp_path / "p.safetensors",
+        fits=None,
+        measured_on=None,
+    )
+    report = succeed(*name_command(pack, child, tmp_path / "out"), "--json").json
+    assert any("the scales record no model" in note for note in report["notes"])
+    metadata = TensorFile(tmp_path / "out" / SHARD).header.metadata
+    assert json.loads(metadata["fp8calib.grafted"])["accepted"] == "the scales record no model"
+
+
+def _publish(cache: Path, name: str, folder: Path) -> None:
+    """Put a folder into a cache of the hub, as its client stores it."""
+    place = cache / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "blobs").mkdir()
+    (place / "refs" / "main").write_text("abc123")
+    snap = place / "snapshots" / "abc123"
+    snap.mkdir(parents=True)
+    for path in folder.iterdir():
+        shutil.copy(path, place / "blobs" / f"blob-{path.name}")
+        (snap / path.name).symlink_to(Path("../../blobs") / f"blob-{path.name}")
+
+
+def test_a_pack_and_a_model_from_the_hub(
+    calibrated: Path, child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    shutil.copy(calibrated / "kv_scales.safetensors", pack)
+    cache = tmp_path / "cache"
+    _publish(cache, "someone/scales", pack)
+    _publish(cache, "someone/model-FP8", child)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    succeed(*name_command("someone/scales", "someone/model-FP8", tmp_path / "out"))
+    succeed(*name_command(pack / "kv_scales.safetensors", child, tmp_path / "local"))
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "local")
+    blob = cache / "models--someone--model-FP8" / "blobs" / f"blob-{WEIGHTS}"
+    assert (tmp_path / "out" / LINKED).samefile(blob)
+    graft(calibrated, "someone/model-FP8", tmp_path / "stats")
+    text = fail(4, *name_command("someone/nothing", child, tmp_path / "none"))
+    assert "someone/nothing is not a local folder" in text
+
+
+def test_an_fp8_checkpoint_of_the_base_is_a_pack_too(
+    calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    stats = ("--stats", calibrated / "stats.safetensors")
+    succeed("quantize", BASE, "--scheme", "fp8-dynamic", *stats, "--out", tmp_path / "fp8")
+    succeed(*name_command(tmp_path / "fp8", child, tmp_path / "out"))
+    assert stored_scales(tmp_path / "out") == pytest.approx(expected_scales(calibrated), rel=1e-6)
+    change_norm(child)
+    text = fail(4, *name_command(tmp_path / "fp8", child, tmp_path / "other"))
+    assert f"its {NORM} differs" in text

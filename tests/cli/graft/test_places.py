@@ -1,0 +1,141 @@
+"""Which methods have a place for KV scales, and what becomes of scales that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import zoo
+from tests.cli.conftest import write_rows
+from tests.cli.graft.grafting import (
+    ATTENTION,
+    LINKED,
+    SHARD,
+    expected_scales,
+    graft,
+    statuses,
+    stored_scales,
+)
+from tests.cli.program import fail, succeed
+from tests.cli.quantized_children import (
+    WEIGHTS,
+    set_method,
+)
+from tests.dialects.foreign import FOLDER
+
+Refused = Callable[..., str]
+
+
+# --- the scales that a model has already ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "old"),
+    [
+        ("llmcompressor-fp8-static-kv", "{}_scale"),
+        ("modelopt-fp8-kv", "{0}_proj.{0}_scale"),
+        ("quark-fp8-kv", "{}_proj.output_scale"),
+        ("quark-autofp8-kv", "{}_scale"),
+    ],
+)
+def test_scales_are_replaced_only_on_request(
+    refused: Refused, calibrated: Path, tmp_path: Path, name: str, old: str
+) -> None:
+    child = FOLDER / name
+    text = refused(7, child)
+    first = f"{ATTENTION.format(0)}.{old.format('k')}"
+    assert f"already has a tensor {first}, and 4 KV scales in all" in text
+    assert "--replace-scales" in text
+
+    report = graft(calibrated, child, tmp_path / "out", "--replace-scales")
+    out = tmp_path / "out" / "kv-overlay"
+    names = "{}_proj.output_scale" if name == "quark-fp8-kv" else "{}_scale"
+    assert stored_scales(out, names) == pytest.approx(expected_scales(calibrated), rel=1e-7)
+    assert any(f"replaced: {first}, " in warning for warning in report["warnings"])
+    assert any("copied" in warning for warning in report["warnings"])
+    kept = load_file(out / LINKED)
+    source = load_file(child / WEIGHTS)
+    assert source.keys() - kept.keys() == {
+        f"{ATTENTION.format(layer)}.{old.format(role)}" for layer in range(2) for role in "kv"
+    }
+    assert all(torch.equal(kept[each].float(), source[each].float()) for each in kept)
+    assert {statuses(out, engine).pop() for engine in ("vllm", "sglang")} == {"used"}
+
+
+def test_a_graft_can_be_replaced_and_links_its_weights_again(
+    refused: Refused, calibrated: Path, child: Path, tmp_path: Path
+) -> None:
+    graft(calibrated, child, tmp_path / "first")
+    first = tmp_path / "first" / "kv-overlay"
+    assert "already has a tensor" in refused(7, first)
+    graft(calibrated, first, tmp_path / "again", "--replace-scales")
+    again = tmp_path / "again" / "kv-overlay"
+    name = LINKED
+    assert (again / name).samefile(first / name)
+    assert not (again / SHARD).exists()
+    assert (
+        load_file(again / "model-kv-scales.safetensors").keys() == load_file(first / SHARD).keys()
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llmcompressor-mixtral-fp8-static-kv",
+        "modelopt-mixtral-fp8-kv",
+        "quark-mixtral-fp8-kv",
+    ],
+)
+def test_mixtures_of_experts(tmp_path: Path, name: str) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
+    command = ("calibrate", FOLDER / "mixtral", "--data", data, "--format", "kv-scales")
+    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
+    graft(tmp_path / "measured", FOLDER / name, tmp_path / "out", "--replace-scales")
+    assert statuses(tmp_path / "out" / "kv-overlay", "vllm") == {"used"}
+
+
+# --- who has no place -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_beside_awq_and_gptq_only_tgi_reads_scales(
+    calibrated: Path, child: Path, tmp_path: Path, method: str
+) -> None:
+    set_method(child, quant_method=method, bits=4, group_size=128)
+    report = graft(calibrated, child, tmp_path / "out")
+    assert {item["engine"] for item in report["serving"]} <= {"TGI"}
+    blocked = {item["engine"]: item["why"] for item in report["limitations"] if item["is_blocking"]}
+    assert f"quant_method {method} has no parameters for KV scales" in blocked["vLLM"]
+    assert f"quant_method '{method}' has no parameters for KV scales" in blocked["SGLang"]
+    assert "TGI" not in blocked
+    out = tmp_path / "out" / "kv-overlay"
+    assert [statuses(out, each) for each in ("vllm", "sglang")] == [{"dropped"}] * 2
+    assert statuses(out, "tgi") == {"used"}
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "torchao"])
+def test_beside_other_methods_nobody_reads_scales(
+    refused: Refused, child: Path, method: str
+) -> None:
+    set_method(child, quant_method=method)
+    text = refused(7, child)
+    assert f"no server uses KV scales beside quant_method {method} in this model: vLLM 0.33" in text
+    assert "SGLang" in text
+    assert "TGI" in text
+    assert "compressed-tensors (which also stores INT4 and INT8 weights)" in text
+
+
+def test_latents_have_no_place_in_any_server(tmp_path: Path) -> None:
+    zoo.save("deepseek_v3", tmp_path / "base")
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": list(range(16))}])
+    command = ("calibrate", tmp_path / "base", "--data", data, "--format", "kv-scales")
+    succeed(*command, "--seq-len", 16, "--dtype", "float32", "--out", tmp_path / "measured")
+    succeed("quantize", tmp_path / "base", "--scheme", "fp8-dynamic", "--out", tmp_path / "child")
+    command = ("export", tmp_path / "measured", "--format", "kv-overlay")
+    text = fail(7, *command, "--model", tmp_path / "child", "--out", tmp_path / "out")
+    assert "no KV scale reaches multi-head latent attention in vLLM" in text
+    assert not (tmp_path / "out").exists()
