@@ -92,7 +92,9 @@ def _read_rule(value: Any) -> Rule:
         raise ValueError(error.message) from error
 
 
-RuleField = Annotated[Rule, PlainValidator(_read_rule), PlainSerializer(str)]
+RuleField = Annotated[
+    Rule, PlainValidator(_read_rule, json_schema_input_type=str), PlainSerializer(str)
+]
 
 
 def _read_query_scale(value: Any) -> Any:
@@ -101,7 +103,11 @@ def _read_query_scale(value: Any) -> Any:
     return value == "yes" if value in ("yes", "no") else value
 
 
-QueryScale = Annotated[Literal["auto"] | bool, BeforeValidator(_read_query_scale)]
+_QueryInput = Literal["auto", "yes", "no"] | bool
+QueryScale = Annotated[
+    Literal["auto"] | bool,
+    BeforeValidator(_read_query_scale, json_schema_input_type=_QueryInput),
+]
 
 
 class ScaleOptions(_Section):
@@ -167,7 +173,7 @@ class Recipe(_Section):
         default=None, description="the FP8 checkpoint to write; null means none"
     )
 
-    @field_validator("quantize", mode="before")
+    @field_validator("quantize", mode="before", json_schema_input_type=str | Quantize | None)
     @classmethod
     def _accept_scheme(cls, value: Any) -> Any:
         return {"scheme": value} if isinstance(value, str) else value
