@@ -216,3 +216,13 @@ def test_rounding_is_no_difference_and_damage_is() -> None:
     assert describe_difference({"w": rounded * 1.2}, meant).startswith("w differs by 0.2")
     assert describe_difference({"w": rounded * math.nan}, meant).startswith("w differs by inf")
     assert describe_difference({"w": rounded[:32]}, meant).startswith("w differs by inf")
+
+
+def test_one_row_of_many_is_a_difference() -> None:
+    meant = torch.ones(256, 64)
+    meant[0] = 0
+    held = meant * 1.03
+    assert describe_difference({"w": held}, {"w": meant}) == ""
+    held[7] = 0
+    for way in (held, held.T):
+        assert describe_difference({"w": way}, {"w": meant}) == "w differs by 1 of its norm"
