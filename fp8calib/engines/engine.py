@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
     from fp8calib.engines.replay.verdicts import EngineReport
     from fp8calib.engines.weights.linear_loader import LinearLoader
-    from fp8calib.engines.weights.weight_rule import WeightRule
+    from fp8calib.engines.weights.weight_rule import ParameterRules, WeightRule
     from fp8calib.geometry.model_geometry import ModelGeometry
 
 ReplayFolder = Callable[["ScaleFolder", "ModelGeometry", int], "EngineReport"]
@@ -111,6 +111,8 @@ class Engine:
     splits_heads: bool = False
     """It distributes heads over ranks, and does not start where they do not divide."""
     weight_rules: tuple[WeightRule, ...] = ()
+    parameter_rules: ParameterRules | None = None
+    """What becomes of parameters that a checkpoint lacks; None where that is not known."""
 
     @property
     def name(self) -> str:

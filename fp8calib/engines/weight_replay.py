@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.dialect import Fp8Dialect
@@ -22,18 +22,23 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.weights.blocks import list_rank_block_faults
+from fp8calib.engines.weights.completeness import (
+    list_index_problems,
+    list_opened_tensors,
+    list_parameter_faults,
+    list_scaleless_faults,
+)
 from fp8calib.engines.weights.faults import QuantizedLinear, QuantizedWeights, WeightFault
 from fp8calib.engines.weights.linear_loader import LinearGroup
-from fp8calib.engines.weights.loading import list_loading_faults
+from fp8calib.engines.weights.loading import find_weight_fit, list_loading_faults
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES
 from fp8calib.engines.weights.rules import apply_rules, list_stack_faults, list_weight_faults
 from fp8calib.engines.weights.stored import (
     ScaleValues,
     list_groups,
-    list_indexed_tensors,
     read_scale_values,
 )
-from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.engines.weights.weight_rule import Effect, Opened
 from fp8calib.errors import ModelError, shorten
 from fp8calib.fp8.schemes import Granularity, find_nearest
 from fp8calib.geometry.model_geometry import ModelGeometry
@@ -52,7 +57,9 @@ class WeightReplay:
         self._problem = ""
         self._faults: list[WeightFault] = []
         self._weights: QuantizedWeights | None = None
-        self._located = list_indexed_tensors(folder)
+        self._opened = cache(partial(_OpenedWeights, folder, geometry))
+        self._index_problems = list_index_problems(folder, geometry)
+        self._located = list_opened_tensors(folder, Opened.INDEXED)
         self._tensors = {name: entry for name, (_, entry) in self._located.items()}
         if (stack := _find_stack(self._tensors)) is not None:
             self._problem = f"{_UNCHECKED} where one tensor holds many experts ({stack})"
@@ -90,23 +97,31 @@ class WeightReplay:
             is_mixed=_is_mixed(self._folder),
         )
 
-    @cached_property
-    def _groups(self) -> list[LinearGroup]:
-        return list(list_groups(self._tensors, self._geometry))
-
-    @cached_property
-    def _values(self) -> ScaleValues:
-        return read_scale_values(self._folder, self._located)
-
     def _judge_loading(self, engine: Engine) -> list[WeightFault]:
         """Compare what an engine creates with what is stored."""
-        if engine.make_linear_loader is None or self._has_old_blocks:
-            return []
-        try:
-            loader = engine.make_linear_loader(self._folder, self._geometry)
-        except Refusal as refusal:
-            return [_refuse_config(engine, refusal)]
-        return list_loading_faults(loader, self._groups, self._values)
+        loader = None
+        faults: list[WeightFault] = []
+        rules = engine.parameter_rules
+        opened = self._opened(Opened.INDEXED if rules is None else rules.opened)
+        if engine.make_linear_loader is not None and not self._has_old_blocks:
+            try:
+                loader = engine.make_linear_loader(self._folder, self._geometry)
+            except Refusal as refusal:
+                return [_refuse_config(engine, refusal)]
+            faults += list_loading_faults(loader, opened.groups, opened.values)
+        if rules is None:
+            return faults
+        faults += list_parameter_faults(
+            engine.key,
+            rules,
+            self._geometry,
+            opened.located,
+            is_quantized=_has_quantization(self._folder),
+            find_fit=None if loader is None else partial(find_weight_fit, loader, opened.groups),
+        )
+        if loader is None:
+            faults += list_scaleless_faults(engine.key, rules, opened.tensors)
+        return faults
 
     def amend(self, engine: Engine, report: EngineReport) -> EngineReport:
         """Add what an engine does with the weights to its report on the KV scales."""
@@ -128,9 +143,30 @@ class WeightReplay:
                 break
         notes = [fault.why for fault in own if fault.effect is Effect.CONDITION]
         notes += [self._problem] if self._problem else []
+        notes += self._index_problems
         if engine.make_linear_loader is None and self._weights is not None:
             notes.append(f"names, shapes and values of scales are not checked for {engine.title}")
         return report.add_problems(*(f"weights: {why}" for why in notes))
+
+
+class _OpenedWeights:
+    """The weights in the files that an engine opens."""
+
+    def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, opened: Opened) -> None:
+        self._folder = folder
+        self._geometry = geometry
+        self.located = list_opened_tensors(folder, opened)
+        self.tensors = {name: entry for name, (_, entry) in self.located.items()}
+
+    @cached_property
+    def groups(self) -> list[LinearGroup]:
+        """The linears that engines create."""
+        return list(list_groups(self.tensors, self._geometry))
+
+    @cached_property
+    def values(self) -> ScaleValues:
+        """What the scales hold."""
+        return read_scale_values(self._folder, self.located)
 
 
 def _refuse_config(engine: Engine, refusal: Refusal) -> WeightFault:
@@ -165,6 +201,16 @@ def _is_mixed(folder: ScaleFolder) -> bool:
         if fields.get("quant_algo") == "MIXED_PRECISION":
             return True
     return False
+
+
+def _has_quantization(folder: ScaleFolder) -> bool:
+    """Check whether any engine finds a quantization config."""
+    inner = folder.config.get("text_config")
+    sections = (folder.config, inner if isinstance(inner, dict) else {})
+    keys = ("quantization_config", "compression_config")
+    return folder.modelopt is not None or any(
+        section.get(key) is not None for section in sections for key in keys
+    )
 
 
 def _names_old_blocks(folder: ScaleFolder) -> bool:

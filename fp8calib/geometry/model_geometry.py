@@ -149,6 +149,11 @@ class ModelGeometry(Frozen):
     checkpoint, whether it is stored there or missing. Empty where no checkpoint was read."""
     tied: Mapping[str, str] = Field(default_factory=dict, exclude=True, repr=False)
     """The name in the checkpoint of the weight that a linear shares, by the linear's path."""
+    parameters: Mapping[str, tuple[int, ...]] = Field(
+        default_factory=dict, exclude=True, repr=False
+    )
+    """The shape of everything that a checkpoint of the model has to store, likewise, but for
+    parameters that it stores in several tensors (experts), and tied ones that another fills."""
 
     def linears(self) -> Iterator[tuple[Layer, Linear]]:
         """Every linear with its layer, in the model's order."""

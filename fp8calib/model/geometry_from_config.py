@@ -46,8 +46,12 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     dtype = dtype if dtype in DTYPES else "bfloat16"
     try:
         geometry = find_geometry(skeleton, names, checkpoint_dtype=dtype)[0]
-        matrices, tied = _list_matrices(skeleton, names), _list_tied(skeleton, names)
-        return geometry.model_copy(update={"matrices": matrices, "tied": tied})
+        shapes = {
+            "matrices": _list_matrices(skeleton, names),
+            "tied": _list_tied(skeleton, names),
+            "parameters": _list_parameters(skeleton, names),
+        }
+        return geometry.model_copy(update=shapes)
     except Fp8CalibError:
         raise
     except Exception as error:
@@ -150,6 +154,15 @@ def _list_tied(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, str
         for name, others in tied_names(skeleton).items()
         if isinstance(skeleton.get_submodule(path := name.removesuffix(".weight")), nn.Linear)
         if name not in names and (shared := next(filter(names.__contains__, others), ""))
+    }
+
+
+def _list_parameters(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """List the parameters, and the buffers of numbers, with their shapes, by the same names."""
+    return {
+        names[name]: tuple(value.shape)
+        for name, value in skeleton.state_dict().items()
+        if name in names and value.is_floating_point()
     }
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import (
+    Effect,
+    ParameterRule,
+    ParameterRules,
+    WeightRule,
+)
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -51,6 +56,19 @@ _WEIGHT_RULES = (
     ),
 )
 
+_PARAMETER_RULES = ParameterRules(
+    absent=ParameterRule(
+        effect=Effect.MISREAD,
+        what="the engine warns of it, and uses uninitialised memory, or ones for a norm",
+        source="ATOM ffdf3bb atom/model_loader/loading_core.py (unloaded), read",
+    ),
+    misfit=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (RuntimeError: shape mismatch)",
+        source="ATOM ffdf3bb atom/model_loader/loader.py (default_weight_loader), read",
+    ),
+)
+
 ATOM = Engine(
     key="atom",
     title="ATOM",
@@ -65,4 +83,5 @@ ATOM = Engine(
     replay_folder=_replay_folder,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
+    parameter_rules=_PARAMETER_RULES,
 )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import (
+    Effect,
+    Opened,
+    ParameterRule,
+    ParameterRules,
+    WeightRule,
+)
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -57,6 +63,21 @@ _WEIGHT_RULES = (
     ),
 )
 
+_LOAD = "LMDeploy 1263d5c lmdeploy/pytorch/weight_loader/model_weight_loader.py, read"
+_PARAMETER_RULES = ParameterRules(
+    absent=ParameterRule(
+        effect=Effect.MISREAD,
+        what="the engine uses uninitialised memory, or ones for a norm",
+        source=f"{_LOAD} (load_model_weights compares nothing)",
+    ),
+    misfit=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (AssertionError or RuntimeError)",
+        source=f"{_LOAD} (default_weight_loader)",
+    ),
+    opened=Opened.SINGLE,
+)
+
 LMDEPLOY = Engine(
     key="lmdeploy",
     title="LMDeploy",
@@ -71,4 +92,5 @@ LMDEPLOY = Engine(
     replay_folder=_replay_folder,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
+    parameter_rules=_PARAMETER_RULES,
 )

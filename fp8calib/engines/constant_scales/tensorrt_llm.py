@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import (
+    Effect,
+    Opened,
+    ParameterRule,
+    ParameterRules,
+    WeightRule,
+)
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -61,6 +67,23 @@ _WEIGHT_RULES = (
     WeightRule(dialect="quark", effect=Effect.MISREAD, why=_UNQUANTIZED, source=_CONFIG),
 )
 
+_LOAD = (
+    "TensorRT-LLM 000a01d tensorrt_llm/_torch/models/modeling_utils.py (_load_weights_impl), read"
+)
+_PARAMETER_RULES = ParameterRules(
+    absent=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (KeyError)",
+        source=_LOAD,
+    ),
+    misfit=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (RuntimeError)",
+        source=_LOAD,
+    ),
+    opened=Opened.ALL,
+)
+
 TENSORRT_LLM = Engine(
     key="tensorrt-llm",
     title="TensorRT-LLM",
@@ -71,4 +94,5 @@ TENSORRT_LLM = Engine(
     replay_folder=_replay_folder,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
+    parameter_rules=_PARAMETER_RULES,
 )

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Evidence, Launch
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import (
+    Effect,
+    ParameterRule,
+    ParameterRules,
+    WeightRule,
+)
 from fp8calib.fp8.formats import E4M3FNUZ, E5M2
 
 if TYPE_CHECKING:
@@ -121,6 +126,22 @@ _WEIGHT_RULES = (
     ),
 )
 
+_PARAMETER_RULES = ParameterRules(
+    absent=ParameterRule(
+        effect=Effect.MISREAD,
+        what="the engine uses uninitialised memory, or ones for a norm",
+        source="SGLang 0.5.23 srt/model_loader/loader.py (load_weights_and_postprocess compares "
+        "nothing), read",
+    ),
+    misfit=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (AssertionError)",
+        source="SGLang 0.5.23 srt/model_loader/weight_utils.py (default_weight_loader), "
+        "srt/layers/vocab_parallel_embedding.py (weight_loader), read",
+    ),
+    narrows_experts=True,
+)
+
 SGLANG = Engine(
     key="sglang",
     title="SGLang",
@@ -141,4 +162,5 @@ SGLANG = Engine(
     splits_heads=True,
     make_linear_loader=_make_linear_loader,
     weight_rules=_WEIGHT_RULES,
+    parameter_rules=_PARAMETER_RULES,
 )

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.tgi.numerics import NUMERICS
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import (
+    Effect,
+    Opened,
+    ParameterRule,
+    ParameterRules,
+    WeightRule,
+)
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -59,6 +65,22 @@ _WEIGHT_RULES = (
     ),
 )
 
+_PARAMETER_RULES = ParameterRules(
+    absent=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (RuntimeError: does not exist)",
+        source="TGI db931fc utils/weights.py (get_filename), read",
+    ),
+    misfit=ParameterRule(
+        effect=Effect.REFUSED,
+        what="TGI takes it as it is stored, and the first forward pass fails (RuntimeError)",
+        source="TGI db931fc utils/weights.py (get_sharded), "
+        "models/custom_modeling/ (qkv.split), read",
+    ),
+    takes_rows=True,
+    opened=Opened.ALL,
+)
+
 TGI = Engine(
     key="tgi",
     title="TGI",
@@ -75,4 +97,5 @@ TGI = Engine(
     tensor_file_condition="it is read only inside the model's folder",
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
+    parameter_rules=_PARAMETER_RULES,
 )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Evidence
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import (
+    Effect,
+    Opened,
+    ParameterRule,
+    ParameterRules,
+    WeightRule,
+)
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -50,6 +56,20 @@ _WEIGHT_RULES = (
     ),
 )
 
+_PARAMETER_RULES = ParameterRules(
+    absent=ParameterRule(
+        effect=Effect.MISREAD,
+        what="transformers reports it MISSING, and uses random numbers, or ones for a norm",
+        source="transformers 5.23 modeling_utils.py (from_pretrained), run",
+    ),
+    misfit=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (RuntimeError: size mismatch)",
+        source="transformers 5.23 modeling_utils.py (from_pretrained), run",
+    ),
+    opened=Opened.SINGLE,
+)
+
 TRANSFORMERS = Engine(
     key="transformers",
     title="transformers",
@@ -62,4 +82,5 @@ TRANSFORMERS = Engine(
     replay_folder=_replay_folder,
     make_linear_loader=_make_linear_loader,
     weight_rules=_WEIGHT_RULES,
+    parameter_rules=_PARAMETER_RULES,
 )

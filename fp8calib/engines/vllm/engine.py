@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from fp8calib.engines.engine import Engine, Launch, MakeLinearLoader, ReplayFolder
 from fp8calib.engines.vllm.numerics import make_numerics
 from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
-from fp8calib.engines.weights.weight_rule import Effect, WeightRule
+from fp8calib.engines.weights.weight_rule import (
+    Effect,
+    ParameterRule,
+    ParameterRules,
+    WeightRule,
+)
 
 if TYPE_CHECKING:
     from fp8calib.engines.replay.folder import ScaleFolder
@@ -93,6 +98,29 @@ _WEIGHT_RULES = (
 )
 
 
+_PARAMETER_RULES = ParameterRules(
+    absent=ParameterRule(
+        effect=Effect.MISREAD,
+        what="the engine uses uninitialised memory, or ones for a norm",
+        source="vLLM 0.32.0 model_loader/default_loader.py (load_weights, "
+        "track_weights_loading), read",
+    ),
+    misfit=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (AssertionError)",
+        source="vLLM 0.32.0 model_loader/weight_utils.py (default_weight_loader), layers/"
+        "vocab_parallel_embedding.py (weight_loader), read",
+    ),
+    absent_vector=ParameterRule(
+        effect=Effect.REFUSED,
+        what="loading fails (ValueError: not initialized from checkpoint)",
+        source="vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading): only without a "
+        "quantization config, and but for modules with a quant_method, read",
+    ),
+    narrows_experts=True,
+)
+
+
 def _make_engine(release: Release) -> Engine:
     return Engine(
         key="vllm",
@@ -112,6 +140,7 @@ def _make_engine(release: Release) -> Engine:
         splits_heads=True,
         make_linear_loader=_make_linear_loader_factory(release),
         weight_rules=_WEIGHT_RULES,
+        parameter_rules=_PARAMETER_RULES,
     )
 
 

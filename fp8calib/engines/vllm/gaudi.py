@@ -52,4 +52,5 @@ VLLM_GAUDI = Engine(
     make_linear_loader=VLLM.make_linear_loader,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
+    parameter_rules=VLLM.parameter_rules,
 )

@@ -62,6 +62,8 @@ VLLM_TPU = Engine(
     ),
     no_numerics="its arithmetic has not been read",
     replay_folder=_replay_folder,
+    make_linear_loader=VLLM.make_linear_loader,
     splits_heads=True,
     weight_rules=_WEIGHT_RULES,
+    parameter_rules=VLLM.parameter_rules,
 )

@@ -25,12 +25,13 @@ from fp8calib.engines.weights.parameters import (
     WEIGHT,
     Fit,
     Parameter,
+    Shape,
     Unfilled,
 )
 from fp8calib.engines.weights.stored import ScaleValues, is_fp8
 from fp8calib.engines.weights.weight_rule import Effect
 from fp8calib.errors import shorten
-from fp8calib.fp8.schemes import BLOCK
+from fp8calib.fp8.schemes import BLOCK, Granularity, InputScaling
 
 _PACKED = ("weight_packed", "qweight")
 """Names of weights in other formats than FP8."""
@@ -46,6 +47,8 @@ _EQUAL_FIX = "quantize with shared input scales, as fp8calib does"
 _VALUE_FIX = "quantize the model again: a scale is a finite number above zero"
 
 
+_ANY_SCHEME = StoredScheme(weights=Granularity.TENSOR, inputs=InputScaling.NONE)
+"""The shape of a weight does not depend on how it is quantized."""
 _TWINS = {"gate_proj": "up_proj", "w1": "w3"}
 """Projections of an expert, and those that engines load into the same tensor after them."""
 _EFFECTS = {
@@ -89,6 +92,20 @@ def list_loading_faults(
                 key = (finding.outcome.effect, finding.fix)
                 kinds.setdefault(key, []).append(finding)
     return [_join(loader.engine, findings) for findings in kinds.values()]
+
+
+def find_weight_fit(
+    loader: LinearLoader, groups: Iterable[LinearGroup], name: str, shape: Shape
+) -> Fit | None:
+    """Find what becomes of a linear's weight of some shape; None for what is in no group."""
+    module = name.removesuffix(f".{WEIGHT}")
+    for group in groups:
+        for part in (group,) if loader.joins(group) else _split(group):
+            linear = next((each for each in part.members if each.module == module), None)
+            if linear is not None and part.kind is GroupKind.LINEAR:
+                created = loader.list_parameters(part, linear, _ANY_SCHEME)
+                return created[WEIGHT].fit(shape)
+    return None
 
 
 def _split(group: LinearGroup) -> Iterator[LinearGroup]:

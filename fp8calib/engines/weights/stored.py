@@ -43,22 +43,6 @@ _STACK = re.compile(rf"(.+)\.({'|'.join(map(re.escape, _STACKED))})")
 _LAYER = re.compile(r"(.*?\.)(\d+)\.")
 
 
-def list_indexed_tensors(folder: ScaleFolder) -> dict[str, tuple[str, TensorEntry]]:
-    """List the tensors of the files that the index names, else of all: file and entry by name.
-
-    Some folders contain the same weights again, under other names, in files that it does not name.
-    """
-    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
-    listed = weight_map.values() if isinstance(weight_map, dict) else folder.tensors
-    named = {file for file in listed if isinstance(file, str)}
-    return {
-        name: (file, entry)
-        for file, held in folder.tensors.items()
-        if file in named
-        for name, entry in held.items()
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleValues:
     """What the scales of linears hold, by their names."""

@@ -43,3 +43,36 @@ class WeightRule:
     ignore: tuple[str, ...] = ()
     """Values of `quantize --ignore` that leave these linears unquantized."""
     fix: str = ""
+
+
+class Opened(StrEnum):
+    """The files of a folder that an engine opens."""
+
+    INDEXED = "those that the index names, or all without one"
+    SINGLE = "model.safetensors, or those that the index names"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRule:
+    """What an engine does with a parameter of the model, in words that follow its name."""
+
+    effect: Effect
+    what: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRules:
+    """What an engine does with parameters that no tensor fills, or one of another shape."""
+
+    absent: ParameterRule
+    misfit: ParameterRule
+    absent_vector: ParameterRule | None = None
+    """Of norms and others outside of linears, embeddings and experts, in a checkpoint without a
+    quantization config; None where it is the same."""
+    takes_rows: bool = False
+    """An embedding or output layer may have more or fewer rows than the config says."""
+    narrows_experts: bool = False
+    """A smaller tensor of an expert fills a part of the parameter."""
+    opened: Opened = Opened.INDEXED

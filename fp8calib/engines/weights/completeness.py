@@ -1,0 +1,286 @@
+"""Compare the parameters of a model with the tensors of its checkpoint, and the index with both.
+
+What the model's class has is known from its config (`ModelGeometry.parameters`). What an engine
+does with a difference is a record of the engine (`ParameterRules`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.weights.faults import WeightFault
+from fp8calib.engines.weights.parameters import PLAIN_DTYPES, Fit, Shape
+from fp8calib.engines.weights.weight_rule import Effect, Opened, ParameterRule, ParameterRules
+from fp8calib.errors import shorten
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.module_paths import split_expert
+
+Located = Mapping[str, tuple[str, TensorEntry]]
+"""The file and the entry of each tensor, by its name."""
+FindFit = Callable[[str, Shape], Fit | None]
+"""Find what becomes of a linear's weight of some shape; None where the engine's rule decides."""
+
+_ABSENT_FIX = "complete the download or the export, or use the config.json of this checkpoint"
+_MISFIT_FIX = "use the config.json that the weights were saved with"
+_FORMATS = (*PLAIN_DTYPES, *WEIGHT_FORMATS)
+_EXPERT_PARTS = {
+    "gate_up_proj": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
+    "down_proj": ("down_proj", "w2"),
+}
+"""A layer's experts in one parameter, and the names of the same where each expert is stored."""
+_LAYER = re.compile(r"(.*?\.)(\d+)\.")
+_NOT_OPENED_BY_TGI = ("arguments", "args", "adapter", "training")
+_CUTS = {
+    Fit.CUT: "the rest is dropped",
+    Fit.PARTIAL: "the rest of the parameter is uninitialised memory",
+    Fit.PADDED: "the rest of the parameter becomes zero",
+}
+
+
+def list_opened_tensors(folder: ScaleFolder, opened: Opened) -> dict[str, tuple[str, TensorEntry]]:
+    """List the tensors of the files that an engine opens: file and entry by name.
+
+    Some folders contain the same weights again, under other names, in files that the index does not
+    name.
+    """
+    weight_map = _read_weight_map(folder)
+    named = set(folder.tensors) if weight_map is None else set(weight_map.values())
+    if opened is Opened.ALL:
+        skipped = _NOT_OPENED_BY_TGI
+        named = {each for each in folder.tensors if not any(word in each for word in skipped)}
+    elif opened is Opened.SINGLE and SINGLE_FILE_NAME in folder.tensors:
+        named = {SINGLE_FILE_NAME}
+    return {
+        name: (file, entry)
+        for file, held in folder.tensors.items()
+        if file in named
+        for name, entry in held.items()
+    }
+
+
+def _read_weight_map(folder: ScaleFolder) -> dict[str, str] | None:
+    weight_map = folder.index.get("weight_map") if isinstance(folder.index, dict) else None
+    if not isinstance(weight_map, dict):
+        return None
+    return {name: file for name, file in weight_map.items() if isinstance(file, str)}
+
+
+def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[str]:
+    """Say where the index and the files differ: tensors, and files with weights of the model."""
+    weight_map = _read_weight_map(folder)
+    if weight_map is None:
+        return []
+    lost = [
+        name
+        for name, file in weight_map.items()
+        if file in folder.tensors and name not in folder.tensors[file]
+    ]
+    named = set(weight_map.values())
+    unlisted = [
+        name
+        for file in sorted(named.intersection(folder.tensors))
+        for name in folder.tensors[file]
+        if name not in weight_map
+    ]
+    problems = []
+    if lost:
+        what = f"{shorten(lost[0])} ({len(lost)} in all)"
+        problems.append(f"{INDEX_NAME} names {what}, which its file does not contain")
+    if unlisted:
+        what = f"{shorten(unlisted[0])} ({len(unlisted)} in all)"
+        problems.append(f"{INDEX_NAME} does not name {what}; engines load whole files")
+    for file, held in folder.tensors.items():
+        if file not in named and (name := next(filter(geometry.parameters.get, held), None)):
+            problems.append(
+                f"{INDEX_NAME} does not name {shorten(file)}, which contains {shorten(name)}: TGI "
+                "opens it, other engines do not"
+            )
+    return problems
+
+
+def list_parameter_faults(
+    engine: str,
+    rules: ParameterRules,
+    geometry: ModelGeometry,
+    located: Located,
+    *,
+    is_quantized: bool,
+    find_fit: FindFit | None = None,
+) -> list[WeightFault]:
+    """List the model's parameters that the checkpoint lacks, or stores in another shape.
+
+    Parameters of the same kind become one fault, which names the first.
+
+    Args:
+        engine: its key.
+        rules: what it does with them.
+        geometry: the model's; one whose class is not known has no parameters to compare.
+        located: the tensors that the engine opens.
+        is_quantized: there is a quantization config.
+        find_fit: the engine's own rule for the shapes of linears.
+    """
+    tensors = {name: entry for name, (_, entry) in located.items()}
+    if tensors.keys().isdisjoint(geometry.parameters):
+        return []  # a folder of config and scales alone, for weights that are elsewhere
+    found: dict[tuple[Effect, str], list[tuple[str, ParameterRule]]] = defaultdict(list)
+    judged = [
+        *_list_absent(rules, geometry, tensors, is_quantized=is_quantized),
+        *_list_misfits(rules, geometry, tensors, find_fit or (lambda _, __: None)),
+        *_list_expert_misfits(rules, geometry, tensors),
+    ]
+    for name, rule, fix in judged:
+        found[rule.effect, fix].append((name, rule))
+    return [_join(engine, each, fix) for (_, fix), each in found.items()]
+
+
+Judged = Iterator[tuple[str, ParameterRule, str]]
+
+
+def _join(engine: str, found: list[tuple[str, ParameterRule]], fix: str) -> WeightFault:
+    name, rule = found[0]
+    why = f"{shorten(name)} {rule.what}"
+    if found[1:]:
+        why += f"; {len(found) - 1} more likewise, such as {shorten(found[1][0])}"
+    return WeightFault(engine=engine, effect=rule.effect, why=why, source=rule.source, fix=fix)
+
+
+def _list_absent(
+    rules: ParameterRules,
+    geometry: ModelGeometry,
+    tensors: Mapping[str, TensorEntry],
+    *,
+    is_quantized: bool,
+) -> Judged:
+    stored = _StoredNames(tensors)
+    matrices = {
+        name.rpartition(".")[0] for name, shape in geometry.parameters.items() if len(shape) > 1
+    }
+    for name in geometry.parameters:
+        if name in tensors or stored.holds_otherwise(name):
+            continue
+        is_vector = name.rpartition(".")[0] not in matrices
+        rule = rules.absent
+        if is_vector and not is_quantized and rules.absent_vector is not None:
+            rule = rules.absent_vector
+        yield name, replace(rule, what=f"is missing: {rule.what}"), _ABSENT_FIX
+
+
+class _StoredNames:
+    """The names of a checkpoint, to find parameters that it stores in another format."""
+
+    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
+        self._names = tuple(tensors)
+        self._packed = {
+            name.rpartition(".")[0]
+            for name, entry in tensors.items()
+            if entry.dtype not in _FORMATS
+        }
+        experts = (split_expert(name.rpartition(".")[0]) for name in tensors)
+        self._experts = {(each[0], each[2]) for each in experts if each is not None}
+
+    def holds_otherwise(self, name: str) -> bool:
+        """Check whether a parameter is packed (INT4, FP4), or stored for each expert."""
+        module, _, leaf = name.rpartition(".")
+        packed = (f"{name}_blocks", f"{name}_scale", f"{name}_packed")
+        if leaf == "weight" and module in self._packed:
+            return True
+        if any(each.startswith(packed) for each in self._names):
+            return True
+        owners = {expert for expert, _ in self._experts}
+        if module not in owners:
+            return False
+        parts = _EXPERT_PARTS.get(leaf)
+        return parts is None or any((module, part) in self._experts for part in parts)
+
+
+def _list_misfits(
+    rules: ParameterRules,
+    geometry: ModelGeometry,
+    tensors: Mapping[str, TensorEntry],
+    find_fit: FindFit,
+) -> Judged:
+    for name, shape in geometry.parameters.items():
+        entry = tensors.get(name)
+        if entry is None or entry.dtype not in _FORMATS or _is_same(entry.shape, shape):
+            continue
+        is_linear = name in geometry.matrices and "head" not in name and "embed" not in name
+        if rules.takes_rows and not is_linear and len(shape) == 2 and entry.shape[1:] == shape[1:]:
+            continue
+        fit = find_fit(name, entry.shape) if name in geometry.matrices else None
+        yield name, _describe_misfit(rules.misfit, entry.shape, shape, fit), _MISFIT_FIX
+
+
+def _is_same(found: Shape, expected: Shape) -> bool:
+    """Compare shapes; a number may be a vector of one."""
+    return found == expected or {found, expected} == {(), (1,)}
+
+
+def _describe_misfit(
+    rule: ParameterRule, found: Shape, expected: Shape, fit: Fit | None = None
+) -> ParameterRule:
+    what = f"has shape {list(found)}, and the config means {list(expected)}"
+    if fit in _CUTS:
+        return replace(rule, effect=Effect.MISREAD, what=f"{what}: {_CUTS[fit]}")
+    return replace(rule, what=f"{what}: {rule.what}")
+
+
+def _list_expert_misfits(
+    rules: ParameterRules, geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
+) -> Judged:
+    """List the weights of single experts that have the shape of no projection of any expert."""
+    expected = {
+        shape
+        for _, linear in geometry.linears()
+        if linear.num_experts
+        for part in linear.parts
+        for shape in (
+            (part.count * part.unit, linear.in_features),
+            (linear.out_features, linear.in_features),
+        )
+    }
+    modules = (attention.checkpoint_module for _, attention in geometry.attentions())
+    decoder = _LAYER.match(next(modules, ""))
+    if not expected or decoder is None:
+        return
+    for name, entry in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        layer = _LAYER.match(name)
+        is_expert = leaf == "weight" and len(entry.shape) == 2 and split_expert(module) is not None
+        if not is_expert or entry.dtype not in _FORMATS or entry.shape in expected:
+            continue
+        # Towers and draft layers have experts of their own.
+        if layer is None or layer[1] != decoder[1] or int(layer[2]) >= len(geometry.layers):
+            continue
+        nearest = min(expected, key=partial(_count_differences, entry.shape))
+        is_smaller = all(a <= b for a, b in zip(entry.shape, nearest, strict=True))
+        fit = Fit.PARTIAL if is_smaller and rules.narrows_experts else None
+        yield name, _describe_misfit(rules.misfit, entry.shape, nearest, fit), _MISFIT_FIX
+
+
+def _count_differences(one: Shape, other: Shape) -> int:
+    return sum(a != b for a, b in zip(one, other, strict=True))
+
+
+def list_scaleless_faults(
+    engine: str, rules: ParameterRules, tensors: Mapping[str, TensorEntry]
+) -> list[WeightFault]:
+    """List FP8 weights of linears beside which there is no scale of any name."""
+    scaleless = [
+        name
+        for name, entry in tensors.items()
+        if name.endswith(".weight")
+        and len(entry.shape) == 2
+        and entry.dtype in WEIGHT_FORMATS
+        and not any(scale in tensors for scale in name_companions(name).scales)
+    ]
+    what = "is FP8, and has no scale beside it: its codes are used as the weight, or loading fails"
+    rule = replace(rules.absent, effect=Effect.MISREAD, what=what)
+    return [_join(engine, [(name, rule) for name in scaleless], _ABSENT_FIX)] if scaleless else []
