@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8calib import __version__
+from fp8calib.checkpoint.json_files import load_json
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.refusals import refusal
 from fp8calib.fp8.formats import KV_FORMATS, Fp8Format
@@ -152,6 +153,26 @@ def find_origin(place: Path, files: Iterable[TensorFile]) -> CalibrationOrigin |
             place, "its files hold scales of several models", hint="keep the scales of one model"
         )
     return named[0] if named else None
+
+
+def read_file_origin(path: Path) -> CalibrationOrigin | None:
+    """Read the calibrated model that a JSON file or a file of tensors records; None without one.
+
+    A JSON file that cannot be read records none.
+
+    Raises:
+        ModelError: the record is damaged, or a file of tensors cannot be read.
+    """
+    if path.suffix == ".safetensors":
+        with TensorFile(path) as file:
+            return _find_recorded_origin(file)
+    try:
+        document = load_json(path) if path.suffix == ".json" else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or JSON_ORIGIN_KEY not in document:
+        return None
+    return parse_origin(path, JSON_ORIGIN_KEY, document[JSON_ORIGIN_KEY])
 
 
 def _find_recorded_origin(file: TensorFile) -> CalibrationOrigin | None:

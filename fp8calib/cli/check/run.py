@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.cli.calibrate.job import REPORT_NAME
 from fp8calib.cli.check.settings import CheckSettings
 from fp8calib.cli.check.show import show_check_report
 from fp8calib.cli.serving import read_replayed_geometry
 from fp8calib.cli.setup import quiet_libraries
+from fp8calib.dialects.metadata import read_file_origin
+from fp8calib.dialects.read import check_origin
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.folder import ScaleFolder, open_folder
 from fp8calib.engines.replay.verdicts import CheckReport
-from fp8calib.errors import UsageError, VerificationError, shorten
+from fp8calib.errors import ModelError, UsageError, VerificationError, shorten
 from fp8calib.model.load import fetch_hub_id, find_folder
 from fp8calib.stats.calibration_stats import STATS_NAME
+from fp8calib.stats.fingerprint import fingerprint_model
 
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
@@ -50,8 +54,33 @@ def _check(settings: CheckSettings, engines: Sequence[str]) -> CheckReport:
             folder, geometry, engines, settings.tp, requires_kv=settings.require_kv
         )
     else:
+        _refuse_other_model(path, model)
         report = check_file(path, geometry, engines, settings.tp, model=model)
     return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
+
+
+def _refuse_other_model(path: Path, model: ScaleFolder) -> None:
+    """Refuse scales that record another model, as `verify` does.
+
+    Of a folder without weights the config alone is compared. A quantized model is not compared:
+    the record is of the unquantized one.
+
+    Raises:
+        ModelError: naming the difference.
+    """
+    origin = read_file_origin(path)
+    if origin is None or model.config.get("quantization_config") is not None or model.modelopt:
+        return
+    try:
+        opened = Checkpoint.open(model.path)
+    except ModelError:
+        half = len(origin.model) // 2
+        bare = Checkpoint(model.path, files={}, index=None)
+        known = fingerprint_model(model.config, bare)[:half]
+        check_origin(str(path), origin, known + origin.model[half:])
+        return
+    with opened as checkpoint:
+        check_origin(str(path), origin, fingerprint_model(model.config, checkpoint))
 
 
 def _is_folder(path: Path) -> bool:

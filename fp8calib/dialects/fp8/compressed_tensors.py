@@ -51,7 +51,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
         if group is None:
             raise weight_contradiction(path, module, "no config group has it")
         own = group.get("format")
-        form = config.get("format", FORMATS[0]) if own is None else own
+        form = config.get("format") if own is None else own
         if form not in FORMATS:
             raise weight_contradiction(path, module, f"the config's format is {form!a:.40}")
         weights = _read_arguments(path, module, group.get("weights"))

@@ -128,7 +128,7 @@ def list_parameter_faults(
         find_fit: the engine's own rule for the shapes of linears.
     """
     tensors = {name: entry for name, (_, entry) in located.items()}
-    if tensors.keys().isdisjoint(geometry.parameters):
+    if not any(len(tensors[name].shape) > 1 for name in geometry.parameters if name in tensors):
         return []  # a folder of config and scales alone, for weights that are elsewhere
     found: dict[tuple[Effect, str], list[tuple[str, ParameterRule]]] = defaultdict(list)
     judged = [

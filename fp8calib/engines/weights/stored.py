@@ -17,6 +17,7 @@ from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, Store
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES, WEIGHT, Shape
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry
 from fp8calib.geometry.module_paths import split_expert
+from fp8calib.scales.scale_table import SMALLEST_SCALE
 
 _HEADS = ("lm_head", "embed_out")
 _TRANSPOSED_TYPES = ("gpt2",)
@@ -48,7 +49,7 @@ class ScaleValues:
     """What the scales of linears hold, by their names."""
 
     bad: Mapping[str, str]
-    """What is not a finite number above zero, in words."""
+    """What is not a finite number above zero, or subnormal, in words."""
     numbers: Mapping[str, float]
     """Those that are one number."""
 
@@ -76,14 +77,19 @@ def read_scale_values(
 
 
 def _describe_bad(values: torch.Tensor) -> str:
-    """Say what a scale holds that no scale may hold; empty where all are finite and above zero."""
+    """Say what a scale holds that no scale may hold; empty where it has none of these.
+
+    Kernels on GPUs may take a subnormal number for 0, and its reciprocal is infinite.
+    """
     if bool(values.isnan().any()):
         return "NaN"
     if bool(values.isinf().any()):
         return "infinity"
     if bool((values < 0).any()):
         return "a negative number"
-    return "0" if bool((values == 0).any()) else ""
+    if bool((values == 0).any()):
+        return "0"
+    return f"a number under {SMALLEST_SCALE:.4g}" if bool((values < SMALLEST_SCALE).any()) else ""
 
 
 def list_groups(
