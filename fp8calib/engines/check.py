@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.weight_index import SINGLE_FILE_NAME
+from fp8calib.dialects.kv.kv_scales import name_scales
+from fp8calib.dialects.kv.overlay import UNLISTED_NAME, list_unlisted, make_quantization_config
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.registry import find_replayed
-from fp8calib.engines.replay.folder import ScaleFolder
+from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.verdicts import (
     CheckReport,
     EngineReport,
@@ -20,12 +25,16 @@ from fp8calib.engines.replay.verdicts import (
     report_refusal,
 )
 from fp8calib.engines.weight_replay import WeightReplay
-from fp8calib.errors import UsageError
+from fp8calib.errors import UsageError, shorten
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.geometry.tensor_parallel import check_cuts, check_heads
 
 _OVERLAY_FIX = "write a kv-overlay, which carries the scales in the checkpoint"
+_NO_OVERLAY_FIX = (
+    "serve it with another engine, or without KV scales: {} uses none of {}, in any form"
+)
 _UNKNOWN_FIX = "load it in the engine and read the scales in its log, or serve a known architecture"
 
 
@@ -65,6 +74,7 @@ def check_folder(
         except Refusal as refusal:
             report = report_refusal(geometry, refusal)
         report = report.model_copy(update={"asks_for_kv": asks_for_kv})
+        report = _correct_fixes(engine, report, geometry, tp, folder)
         reports[engine.key] = weights.amend(engine, _note_odd_scales(report))
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
 
@@ -86,15 +96,67 @@ def check_file(
     """
     misfit = _find_misfit(geometry, tp)
     asked = [find_replayed(name) for name in engines]
-    return CheckReport(
-        engines={
-            engine.key: report_refusal(geometry, misfit)
-            if misfit is not None and engine.splits_heads
-            else _note_odd_scales(_replay_file(engine, path, geometry, tp, model))
-            for engine in asked
-        },
-        versions={each.key: each.version for each in asked},
+    reports = {}
+    for engine in asked:
+        if misfit is not None and engine.splits_heads:
+            reports[engine.key] = report_refusal(geometry, misfit)
+            continue
+        report = _note_odd_scales(_replay_file(engine, path, geometry, tp, model))
+        reports[engine.key] = _correct_fixes(engine, report, geometry, tp, model)
+    return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
+
+
+def _correct_fixes(
+    engine: Engine, report: EngineReport, geometry: ModelGeometry, tp: int, model: ScaleFolder
+) -> EngineReport:
+    """Replace the advice to write a kv-overlay where the engine uses no overlay of this model."""
+    verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
+    is_advised = any("kv-overlay" in verdict.fix for verdict in verdicts)
+    if not is_advised or _takes_overlay(engine, geometry, tp, model):
+        return report
+    fix = _NO_OVERLAY_FIX.format(engine.title, shorten(geometry.model_type))
+
+    def correct(verdict: LoadVerdict) -> LoadVerdict:
+        is_wrong = "kv-overlay" in verdict.fix
+        return verdict.model_copy(update={"fix": fix}) if is_wrong else verdict
+
+    layers = (
+        LayerVerdict(layer=layer.layer, k=correct(layer.k), v=correct(layer.v))
+        for layer in report.layers
     )
+    return report.model_copy(update={"layers": tuple(layers)})
+
+
+def _takes_overlay(engine: Engine, geometry: ModelGeometry, tp: int, model: ScaleFolder) -> bool:
+    """Replay the kv-overlay that fp8calib would write; whether any layer's scales are used."""
+    if engine.replay_folder is None:
+        return False
+    roles = itertools.product((each for _, each in geometry.attentions()), KV_ROLES)
+    names = [name for attention, role in roles for name in name_scales(attention, role)]
+    unlisted = list_unlisted(geometry, names)
+    files = {
+        SINGLE_FILE_NAME: [name for name in names if name not in unlisted],
+        UNLISTED_NAME: unlisted,
+    }
+    entry = TensorEntry(dtype="F32", shape=(1,), start=0, stop=4)
+    overlay = ScaleFolder(
+        path=model.path,
+        config={**model.config, "quantization_config": make_quantization_config("tensor")},
+        tensors={file: dict.fromkeys(held, entry) for file, held in files.items()},
+        scales={
+            file: {
+                name: StoredScale(name=name, file=file, shape=(1,), values=(1.0,)) for name in held
+            }
+            for file, held in files.items()
+        },
+        has_index=True,
+        index={"weight_map": dict.fromkeys(files[SINGLE_FILE_NAME], SINGLE_FILE_NAME)},
+    )
+    try:
+        layers = engine.replay_folder(overlay, geometry, tp).layers
+    except Refusal:
+        return False
+    return any(layer.ok for layer in layers)
 
 
 def _replay_file(

@@ -24,6 +24,11 @@ from fp8calib.model.stored_parameters import find_absent, tied_names
 from fp8calib.model.topology.find import find_geometry
 from fp8calib.model.weight_source import WeightSource
 
+
+class UnusableConfigError(ModelError):
+    """No model can be built from a config.json, whose model type is known."""
+
+
 _MAX_SIZE = 1 << 31
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 """Floats that JSON cannot express; transformers 5 writes them as {"__float__": NAME}."""
@@ -36,10 +41,11 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     name under which transformers would store it.
 
     Raises:
-        ModelError: transformers cannot build a decoder-only model from the config.
+        UnusableConfigError: transformers cannot build a model from the config.
+        ModelError: its type is unknown, or the model is not decoder-only.
     """
     source = _make_source(folder, config)
-    skeleton = build_skeleton(source)
+    skeleton = _build(source)
     checkpoint = _open_leniently(folder)
     names = _find_names(skeleton, checkpoint)
     dtype = _find_dtype(config) or stored_dtype(checkpoint)
@@ -55,7 +61,17 @@ def read_geometry(folder: Path, config: Mapping[str, object]) -> ModelGeometry:
     except Fp8CalibError:
         raise
     except Exception as error:
-        raise _unusable(folder, error) from error
+        raise _unusable(folder, error, kind=ModelError) from error
+
+
+def _build(source: ModelSource) -> LoadedModel:
+    try:
+        return build_skeleton(source)
+    except ModelError as error:
+        # Without a cause it is no decoder-only model; packages that a class needs may be missing.
+        if error.__cause__ is None or isinstance(error.__cause__, ImportError):
+            raise
+        raise UnusableConfigError(error.message, hint=error.hint) from error
 
 
 def is_known(config: Mapping[str, object]) -> bool:
@@ -108,13 +124,17 @@ def _check_sizes(folder: Path, section: Mapping[str, Any]) -> None:
         most = MAX_LAYERS if key in LAYER_COUNTS else _MAX_SIZE
         if type(value) is int and abs(value) > most:
             hint = "use the config.json that the model was published with"
-            raise ModelError(f"{folder}/config.json: {key!a:.60} is too large", hint=hint)
+            text = f"{folder}/config.json: {key!a:.60} is too large"
+            raise UnusableConfigError(text, hint=hint)
 
 
-def _unusable(folder: Path, error: Exception) -> ModelError:
+def _unusable(
+    folder: Path, error: Exception, *, kind: type[ModelError] = UnusableConfigError
+) -> ModelError:
     text = shorten(" ".join(str(error).split()) or type(error).__name__)
     hint = "use the config.json that the model was published with, or pass --model"
-    return ModelError(f"{folder}/config.json: transformers cannot use it: {text}", hint=hint)
+    text = f"{folder}/config.json: transformers cannot use it: {text}"
+    return kind(text, hint=hint)
 
 
 def _open_leniently(folder: Path) -> Checkpoint:
@@ -135,7 +155,7 @@ def _find_names(skeleton: LoadedModel, checkpoint: Checkpoint) -> dict[str, str]
         absent = {name: weights.spell(name) for name in find_absent(skeleton, weights)}
         return absent | dict(weights.single_tensors)
     except Exception as error:
-        raise _unusable(checkpoint.folder, error) from error
+        raise _unusable(checkpoint.folder, error, kind=ModelError) from error
 
 
 def _list_matrices(skeleton: LoadedModel, names: Mapping[str, str]) -> dict[str, tuple[int, int]]:

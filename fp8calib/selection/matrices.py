@@ -79,6 +79,11 @@ class ExpertStacks:
             (why for kind, why in UNSERVED_STACKS.items() if kind in list_types(config)), None
         )
 
+    @property
+    def is_unserved(self) -> bool:
+        """Whether engines load the experts of this model in no form of FP8 that is written."""
+        return self._unserved is not None
+
     def explain_unknown(self) -> str:
         """Explain why a stack cannot be split."""
         if self._unserved is not None:

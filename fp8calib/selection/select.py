@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,8 +16,6 @@ from fp8calib.selection.patterns import (
     Reason,
     find_default,
     match_patterns,
-    span_layers,
-    spell_options,
 )
 
 _FLOATS = frozenset({"BF16", "F16", "F32"})
@@ -28,7 +25,6 @@ _CONV1D_TYPES = frozenset(
 """Model types whose linears are transformers' Conv1D, [in, out] on disk."""
 _SMALLEST_MATRIX = 16
 """A tensor with a shorter side in its last two axes is a convolution kernel."""
-_EXPERTS = re.compile(r"(.+\.experts)\..+")
 _HEADS: Mapping[str, str] = {
     "biogpt": "output_projection",
     "gpt_neox_japanese": "embed_out",
@@ -224,11 +220,15 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
 
 def _refuse_stack(checkpoint: Checkpoint, name: str, stacks: ExpertStacks) -> ModelError:
     shape = list(checkpoint.tensors[name].shape)
-    pattern = span_layers(_EXPERTS.sub(r"\1", name))
+    kv_cache = "quantize its KV cache alone: `fp8calib calibrate`"
+    hint = (
+        kv_cache
+        if stacks.is_unserved
+        else f"save the model with a tensor per expert, or {kv_cache}"
+    )
     return ModelError(
         f"{checkpoint.folder}: {name} {shape} holds several matrices, {stacks.explain_unknown()}",
-        hint="save the model with a tensor per expert, or leave those of all layers unquantized: "
-        f"{spell_options([pattern])}",
+        hint=f"{hint}. With --ignore for the experts, vLLM and SGLang refuse or misread the output",
     )
 
 

@@ -18,7 +18,7 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
 from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
-from fp8calib.engines.weights.weight_rule import WeightRule
+from fp8calib.engines.weights.weight_rule import ParameterRules, WeightRule
 from tests.real_engines.fuzz.exclusions import EXCLUDED
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -195,6 +195,12 @@ def make_page() -> str:
     ]
     lines += ["", "## Parameters of linears and of KV scales, and how tensors fill them", ""]
     lines += make_table(("source", "known by"), list_loader_sources())
+    lines += [
+        "",
+        "## Parameters of the model that a checkpoint lacks or stores in another shape",
+        "",
+    ]
+    lines += make_table(PARAMETER_COLUMNS, describe_parameters(releases))
     lines += ["", "## FP8 weights that engines do not load as they are", ""]
     owners: dict[WeightRule, Engine] = {}
     for engine in releases:
@@ -205,6 +211,22 @@ def make_page() -> str:
     return "\n".join([*lines, LIMITS, *list_exclusions(), CLOSE])
 
 
+def describe_parameters(releases: Iterable[Engine]) -> Iterator[tuple[str, ...]]:
+    """Describe what each set of rules says, for the first engine that has it."""
+    seen: list[ParameterRules] = []
+    for engine in releases:
+        rules = engine.parameter_rules
+        if rules is None or rules in seen:
+            continue
+        seen.append(rules)
+        kinds = {"lacks": rules.absent, "lacks a norm": rules.absent_vector, "shape": rules.misfit}
+        for kind, rule in kinds.items():
+            if rule is not None:
+                source, known = rule.source.rsplit(", ", 1)
+                yield engine.key, kind, rule.effect, rule.what, known, source
+
+
+PARAMETER_COLUMNS = ("engine", "what", "effect", "why", "known by", "source")
 ENGINE_FOLDER = Path(__file__).parents[2] / "fp8calib" / "engines"
 SOURCE = re.compile(r"\.py|\d\.\d|commit [0-9a-f]{6}")
 KNOWN_BY = re.compile(r"(.+), ((?:run|read).*)")

@@ -85,7 +85,7 @@ def run_gptq(settings: QuantizeSettings, asked: PlanSettings) -> None:
             _check_measured(job, selection)
         expected = _plan_checkpoint(job, asked, selection, given, None)
         if not settings.allow_unservable:
-            require_servable(expected)
+            require_servable(expected, job.checkpoint.folder)
         if settings.dry_run:
             _show_plan(settings, job, expected)
             return

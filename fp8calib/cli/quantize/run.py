@@ -53,7 +53,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
         scales = _find_scales(stats, checkpoint, asked, selection)
         plan = make_plan(checkpoint, asked, selection, scales=scales)
         if not settings.allow_unservable:
-            require_servable(plan)
+            require_servable(plan, checkpoint.folder)
         started = time.monotonic()
         written = find_finished(settings, plan)
         if written is None:

@@ -9,26 +9,42 @@ import torch
 
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.cli.console import say
 from fp8calib.cli.serving import read_replayed_geometry
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Status
+from fp8calib.engines.weights.completeness import find_first_fault
 from fp8calib.errors import ExportError, ModelError, shorten
 from fp8calib.quantization.plan import QuantizePlan
 from fp8calib.quantization.shard_layout import Constant, ShardLayout, WeightScale
 
+_CONFIG_HINT = "use the config.json that its weights were saved with"
+_FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
+_NOT_CHECKED = "whether an engine can load the output is not checked: {}"
 
-def require_servable(plan: QuantizePlan) -> None:
+
+def require_servable(plan: QuantizePlan, source: Path) -> None:
     """Refuse a checkpoint that no engine of the default list can load.
 
     What `check` reads is written to a temporary folder: configs, headers and scales, of which
-    those of weights are 1.0. The other data are holes in the files. A model whose shape `check`
-    does not know passes.
+    those of weights are 1.0. The other data are holes in the files. Of a model whose shape `check`
+    does not know, a note says that this was not checked.
+
+    Args:
+        plan: the checkpoint.
+        source: the model's folder.
 
     Raises:
+        ModelError: no model can be built from the config, or tensors of it are missing or have
+            other shapes.
         ExportError: naming why each engine cannot load it.
     """
+    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
+        UnusableConfigError,
+    )
+
     with TemporaryDirectory(prefix="fp8calib-") as name:
         folder = Path(name)
         for document, content in {CONFIG_NAME: plan.config, **plan.json_files}.items():
@@ -38,10 +54,17 @@ def require_servable(plan: QuantizePlan) -> None:
         opened = open_folder(folder)
         try:
             geometry, is_foreign = read_replayed_geometry(opened)
-        except ModelError:
+        except UnusableConfigError as error:
+            message = error.message.replace(str(folder), str(source))
+            raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
+        except ModelError as error:
+            say(_NOT_CHECKED.format(error.message.replace(str(folder), str(source))))
             return
         if is_foreign:
+            say(_NOT_CHECKED.format(f"{source}: its model_type needs code of its own"))
             return
+        tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
+        _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
         reports = check_folder(opened, geometry, list_defaults(), 1).engines
     faults = {engine: _find_fault(report) for engine, report in reports.items()}
     if all(faults.values()):
@@ -49,9 +72,15 @@ def require_servable(plan: QuantizePlan) -> None:
         raise ExportError(
             f"no engine can load {plan.settings.scheme.name} of this model in this format: "
             f"{listed}",
-            hint="choose another --scheme or --format; download the model again if weights are "
-            "missing or have other shapes; --allow-unservable writes the checkpoint as it is",
+            hint=f"choose another --scheme or --format; {_FORCE_HINT}",
         )
+    _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
+
+
+def _refuse_fault(source: Path, fault: str) -> None:
+    if fault:
+        hint = f"download the model again, or {_CONFIG_HINT}; {_FORCE_HINT}"
+        raise ModelError(f"{source}: {fault}", hint=hint)
 
 
 def _write_outline(shard: ShardLayout, folder: Path) -> None:

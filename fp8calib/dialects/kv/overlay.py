@@ -20,7 +20,7 @@ from fp8calib.dialects.kv.kv_scales import make_scale_tensors
 from fp8calib.fp8.formats import E4M3FN
 
 if TYPE_CHECKING:
-    from fp8calib.scales.scale_table import ScaleTable
+    from fp8calib.geometry.model_geometry import ModelGeometry
 
 Strategy = Literal["tensor", "attn_head"]
 
@@ -53,14 +53,15 @@ def _write(job: WriteJob, folder: Path) -> None:
     else:
         scales = job.quantized.make_tensors(job.table)
         updates, documents = job.quantized.merge(strategy)
-    unlisted = {name: scales.pop(name) for name in _list_refused_by_vllm(job.table, list(scales))}
+    unlisted = {name: scales.pop(name) for name in list_unlisted(job.table.geometry, list(scales))}
     job.save_checkpoint(folder, scales, config_updates=updates, fmt=fmt, documents=documents)
     if unlisted:
         job.save_tensors(folder / UNLISTED_NAME, unlisted, fmt=fmt)
 
 
-def _list_refused_by_vllm(table: ScaleTable, names: Iterable[str]) -> list[str]:
-    if table.geometry.model_type not in VLLM_STRICT_TYPES:
+def list_unlisted(geometry: ModelGeometry, names: Iterable[str]) -> list[str]:
+    """List the scales of an overlay that the index must not name, because vLLM refuses them."""
+    if geometry.model_type not in VLLM_STRICT_TYPES:
         return []
     return [name for name in names if not name.rpartition(".")[0].endswith(".attn.attn")]
 

@@ -63,17 +63,17 @@ _WEIGHT_RULES = (
     ),
 )
 
-_LOAD = "LMDeploy 1263d5c lmdeploy/pytorch/weight_loader/model_weight_loader.py, read"
+_LOAD = "LMDeploy 1263d5c lmdeploy/pytorch/weight_loader/model_weight_loader.py"
 _PARAMETER_RULES = ParameterRules(
     absent=ParameterRule(
         effect=Effect.MISREAD,
         what="the engine uses uninitialised memory, or ones for a norm",
-        source=f"{_LOAD} (load_model_weights compares nothing)",
+        source=f"{_LOAD} (load_model_weights compares nothing), read",
     ),
     misfit=ParameterRule(
         effect=Effect.REFUSED,
         what="loading fails (AssertionError or RuntimeError)",
-        source=f"{_LOAD} (default_weight_loader)",
+        source=f"{_LOAD} (default_weight_loader), read",
     ),
     opened=Opened.SINGLE,
 )

@@ -67,19 +67,17 @@ _WEIGHT_RULES = (
     WeightRule(dialect="quark", effect=Effect.MISREAD, why=_UNQUANTIZED, source=_CONFIG),
 )
 
-_LOAD = (
-    "TensorRT-LLM 000a01d tensorrt_llm/_torch/models/modeling_utils.py (_load_weights_impl), read"
-)
+_LOAD = "TensorRT-LLM 000a01d tensorrt_llm/_torch/models/modeling_utils.py (_load_weights_impl)"
 _PARAMETER_RULES = ParameterRules(
     absent=ParameterRule(
         effect=Effect.REFUSED,
         what="loading fails (KeyError)",
-        source=_LOAD,
+        source=f"{_LOAD}, read",
     ),
     misfit=ParameterRule(
         effect=Effect.REFUSED,
         what="loading fails (RuntimeError)",
-        source=_LOAD,
+        source=f"{_LOAD}, read",
     ),
     opened=Opened.ALL,
 )

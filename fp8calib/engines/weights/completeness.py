@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, name_companions
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion, name_companions
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.faults import WeightFault
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES, Fit, Shape
@@ -106,6 +107,33 @@ def list_index_problems(folder: ScaleFolder, geometry: ModelGeometry) -> list[st
     return problems
 
 
+def find_first_fault(
+    geometry: ModelGeometry, tensors: Mapping[str, TensorEntry], *, has_linears: bool
+) -> str:
+    """Say what the checkpoint lacks, or stores in another shape than its config says.
+
+    Empty where there is nothing of that kind, or where the model's class is not known.
+
+    Args:
+        geometry: the model's.
+        tensors: the checkpoint's.
+        has_linears: whether to look at linears and experts too.
+    """
+
+    def counts(name: str) -> bool:
+        is_linear = name in geometry.matrices or split_expert(name.rpartition(".")[0]) is not None
+        return has_linears or not is_linear
+
+    absent = next(filter(counts, _list_absent_names(geometry, tensors)), "")
+    if absent:
+        return f"the checkpoint lacks {shorten(absent)}, which the model of its config.json has"
+    for name, entry, shape in _list_other_shapes(geometry, tensors):
+        if counts(name):
+            sizes = f"{list(entry.shape)} in the checkpoint and {list(shape)} by its config.json"
+            return f"{shorten(name)} is {sizes}"
+    return ""
+
+
 def list_parameter_faults(
     engine: str,
     rules: ParameterRules,
@@ -159,18 +187,27 @@ def _list_absent(
     *,
     is_quantized: bool,
 ) -> Judged:
-    stored = _StoredNames(tensors)
     matrices = {
         name.rpartition(".")[0] for name, shape in geometry.parameters.items() if len(shape) > 1
     }
-    for name in geometry.parameters:
-        if name in tensors or stored.holds_otherwise(name):
-            continue
-        is_vector = name.rpartition(".")[0] not in matrices
+    for name in _list_absent_names(geometry, tensors):
+        module = name.rpartition(".")[0]
+        is_vector = module not in matrices and split_expert(module) is None
         rule = rules.absent
         if is_vector and not is_quantized and rules.absent_vector is not None:
             rule = rules.absent_vector
         yield name, replace(rule, what=f"is missing: {rule.what}"), _ABSENT_FIX
+
+
+def _list_absent_names(
+    geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
+) -> Iterator[str]:
+    """List what no tensor fills: parameters, and projections of single experts."""
+    stored = _StoredNames(tensors)
+    for name in geometry.parameters:
+        if name not in tensors and not stored.holds_otherwise(name):
+            yield name
+    yield from stored.list_absent_experts(geometry)
 
 
 class _StoredNames:
@@ -183,8 +220,10 @@ class _StoredNames:
             for name, entry in tensors.items()
             if entry.dtype not in _FORMATS
         }
-        experts = (split_expert(name.rpartition(".")[0]) for name in tensors)
-        self._experts = {(each[0], each[2]) for each in experts if each is not None}
+        weights = (name.rpartition(".")[0] for name in tensors if not is_companion(name))
+        experts = (split_expert(module) for module in weights if not module.endswith("bias"))
+        self._numbered = {each for each in experts if each is not None}
+        self._experts = {(each[0], each[2]) for each in self._numbered}
 
     def holds_otherwise(self, name: str) -> bool:
         """Check whether a parameter is packed (INT4, FP4), or stored for each expert."""
@@ -200,6 +239,39 @@ class _StoredNames:
         parts = _EXPERT_PARTS.get(leaf)
         return parts is None or any((module, part) in self._experts for part in parts)
 
+    def list_absent_experts(self, geometry: ModelGeometry) -> Iterator[str]:
+        """List the weights that some experts of decoder layers lack, and others have."""
+        prefix = _find_decoder(geometry)
+        counts = {
+            layer.index: max((each.num_experts for each in layer.linears), default=0)
+            for layer in geometry.layers
+        }
+        projections = dict.fromkeys(sorted(projection for _, _, projection in self._numbered))
+        for path in sorted({path for path, _ in self._experts}):
+            layer = _LAYER.match(path)
+            if layer is None or layer[1] != prefix:
+                continue
+            for number, projection in product(range(counts.get(int(layer[2]), 0)), projections):
+                if (path, number, projection) not in self._numbered:
+                    yield f"{path}.{number}.{projection}.weight"
+
+
+def _find_decoder(geometry: ModelGeometry) -> str | None:
+    """Find what the names of tensors in decoder layers begin with, before the layer's number."""
+    modules = (attention.checkpoint_module for _, attention in geometry.attentions())
+    found = _LAYER.match(next(modules, ""))
+    return None if found is None else found[1]
+
+
+def _list_other_shapes(
+    geometry: ModelGeometry, tensors: Mapping[str, TensorEntry]
+) -> Iterator[tuple[str, TensorEntry, Shape]]:
+    """List the stored parameters whose shape is not that of the config."""
+    for name, shape in geometry.parameters.items():
+        entry = tensors.get(name)
+        if entry is not None and entry.dtype in _FORMATS and not _is_same(entry.shape, shape):
+            yield name, entry, shape
+
 
 def _list_misfits(
     rules: ParameterRules,
@@ -207,10 +279,7 @@ def _list_misfits(
     tensors: Mapping[str, TensorEntry],
     find_fit: FindFit,
 ) -> Judged:
-    for name, shape in geometry.parameters.items():
-        entry = tensors.get(name)
-        if entry is None or entry.dtype not in _FORMATS or _is_same(entry.shape, shape):
-            continue
+    for name, entry, shape in _list_other_shapes(geometry, tensors):
         is_linear = name in geometry.matrices and "head" not in name and "embed" not in name
         if rules.takes_rows and not is_linear and len(shape) == 2 and entry.shape[1:] == shape[1:]:
             continue
@@ -246,8 +315,7 @@ def _list_expert_misfits(
             (linear.out_features, linear.in_features),
         )
     }
-    modules = (attention.checkpoint_module for _, attention in geometry.attentions())
-    decoder = _LAYER.match(next(modules, ""))
+    decoder = _find_decoder(geometry)
     if not expected or decoder is None:
         return
     for name, entry in tensors.items():
@@ -257,7 +325,7 @@ def _list_expert_misfits(
         if not is_expert or entry.dtype not in _FORMATS or entry.shape in expected:
             continue
         # Towers and draft layers have experts of their own.
-        if layer is None or layer[1] != decoder[1] or int(layer[2]) >= len(geometry.layers):
+        if layer is None or layer[1] != decoder or int(layer[2]) >= len(geometry.layers):
             continue
         nearest = min(expected, key=partial(_count_differences, entry.shape))
         is_smaller = all(a <= b for a, b in zip(entry.shape, nearest, strict=True))
