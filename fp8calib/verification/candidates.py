@@ -10,6 +10,7 @@ import torch
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.links import refuse_external_links
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.compressed_tensors import require_format
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.dialects.read import FoundScales, check_origin, has_kv_scales, read_scales
 from fp8calib.engines.numerics import Numerics
@@ -111,6 +112,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
             through_float16=numerics.weights_through_float16,
             keeps_equal_scales=numerics.modelopt_keeps_equal_scales,
         )
+        require_format(path, checkpoint.load_config())
         _check_origin(name, checkpoint.origin, target)
         found = _read_scales(name, path, target) if has_kv_scales(path) else None
         if found is not None and (why := explain_plain_cache(found.table, numerics)):

@@ -85,6 +85,75 @@ def test_json_is_served_for_its_own_ranks_alone(
     assert statuses(report, "sglang") == {"defaulted"}
 
 
+JSON_FILES = ("kv_cache_scales.tp1.json", "rfc.tp1.json", "kv_scales.safetensors")
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize("change", ["weights", "config", "config alone"])
+def test_scales_that_record_another_model_are_refused(
+    calibrated: tuple[Path, Outcome], model: Path, tmp_path: Path, name: str, change: str
+) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    if change == "weights":
+        tensors = load_file(other / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+        save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    else:
+        config = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.125}
+        (other / "config.json").write_text(json.dumps(config))
+    if change == "config alone":
+        (other / "model.safetensors").unlink()
+    path = calibrated[0] / name
+
+    half = change.partition(" ")[0].replace("config", "config.json")
+    text = fail(4, "check", path, "--model", other)
+    assert f"these scales are of another model: different {half} (" in text
+    assert run("check", path, "--model", model).code in {0, 8}
+
+
+def test_a_record_of_no_model_is_no_reason_to_refuse(
+    calibrated: tuple[Path, Outcome], model: Path, tmp_path: Path
+) -> None:
+    document = json.loads((calibrated[0] / "kv_cache_scales.tp1.json").read_text())
+    del document["_fp8calib"]
+    (tmp_path / "bare.json").write_text(json.dumps(document))
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.125}
+    (other / "config.json").write_text(json.dumps(config))
+
+    assert check(0, tmp_path / "bare.json", "--model", other, "--engine", "sglang")["ok"]
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [("gpt2", "transformers"), ("falcon", "transformers"), ("jamba", "vllm"), ("lfm2", "vllm")],
+)
+def test_an_overlay_is_not_advised_where_it_does_not_help(
+    tmp_path: Path, family: str, engine: str
+) -> None:
+    folder = tmp_path / family
+    if family in zoo.ZOO:
+        zoo.save(family, folder)
+    else:
+        families.save(family, families.FAMILIES[family], folder)
+    report = check(8, folder, "--engine", engine, "--require-kv")["engines"][engine]
+
+    for layer in report["layers"]:
+        assert "overlay" not in layer["k"]["fix"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_an_overlay_is_advised_where_it_helps(model: Path, tmp_path: Path, engine: str) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "m"))
+    tensors = load_file(folder / "model.safetensors")
+    names = [f"model.layers.{index}.self_attn.{role}_scale" for index in (0, 1) for role in "kv"]
+    tensors |= {name: torch.tensor([0.5]) for name in names}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    text = run("check", folder, "--engine", engine).out
+
+    assert "overlay" in text.partition("fix: ")[2]
+
+
 def test_the_promised_keys_are_there(calibrated: tuple[Path, Outcome]) -> None:
     report = check(8, calibrated[0] / "kv-overlay-head")
 

@@ -105,6 +105,59 @@ def test_no_command_is_given_for_what_check_refuses(
     assert all(why.startswith(name) for why in blocked.values())
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.1.input_layernorm.weight"),
+        ("llama", "model.norm.weight"),
+        ("qwen3", "model.layers.0.self_attn.k_norm.weight"),
+        ("starcoder2", "model.layers.1.post_attention_layernorm.bias"),
+        ("llama", "model.embed_tokens.weight"),
+    ],
+)
+def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(
+    refused: Callable[..., str], tmp_path: Path, family: str, name: str
+) -> None:
+    source = tmp_path / "source"
+    zoo.save(family, source)
+    tensors = load_file(source / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    text = refused(4, "--scheme", "fp8-dynamic", source=source)
+    assert f"{source}: the checkpoint lacks {name}, " in text
+    out = tmp_path / "out"
+    succeed("quantize", source, "--scheme", "fp8-dynamic", "--out", out, "--allow-unservable")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "four"},
+        {"hidden_size": -32},
+        {"num_hidden_layers": 1 << 40},
+        {"hidden_act": "no such function"},
+        {"rope_parameters": {"rope_type": "no such type"}},
+        {"num_key_value_heads": 1},
+        {"vocab_size": 64},
+        {"hidden_size": 48},
+    ],
+)
+def test_a_config_that_cannot_be_the_models_is_refused(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    source = tmp_path / "source"
+    zoo.save("llama", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    out = ("--out", tmp_path / "out")
+    outcome = run("quantize", source, "--scheme", "fp8-dynamic", *out)
+    assert outcome.code in {4, 7}
+    assert "Traceback" not in outcome.err
+    assert "fp8calib-" not in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("family", ["bert", "t5", "rwkv"])
 def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, family: str) -> None:
     config = AutoConfig.for_model(
@@ -119,7 +172,9 @@ def test_models_without_a_kv_cache_of_a_decoder_get_no_command(tmp_path: Path, f
     )
     AutoModel.from_config(config).save_pretrained(tmp_path / "model")
     command = ("quantize", tmp_path / "model", "--scheme", "fp8-dynamic", "--out", tmp_path / "out")
-    report = succeed(*command, "--json").json
+    outcome = succeed(*command, "--json")
+    assert outcome.err.startswith("whether an engine can load the output is not checked: ")
+    report = outcome.json
     assert report["quantized"]
     assert report["serving"] == report["limitations"] == report["other_engines"] == []
     assert report["kv_bytes_per_token"] is None
@@ -250,7 +305,10 @@ def test_models_that_cannot_be_quantized_are_named(
     zoo.save("gpt_oss", tmp_path / "gpt_oss")
     scheme = ("--scheme", "fp8-dynamic")
     assert "gpt2" in refused(4, *scheme, source=tmp_path / "gpt2")
-    assert "mlp.experts.down_proj" in refused(4, *scheme, source=tmp_path / "gpt_oss")
+    text = refused(4, *scheme, source=tmp_path / "gpt_oss")
+    assert "mlp.experts.down_proj" in text
+    assert "--ignore '" not in text
+    assert "`fp8calib calibrate`" in text
     assert "no model folder" in refused(4, *scheme, source=tmp_path / "nowhere")
 
 

@@ -541,6 +541,20 @@ def test_a_config_that_check_refuses_is_refused(
     assert next(iter(change)) in refuse(4, "--scales", out)
 
 
+def test_a_config_without_a_format_is_refused(refuse: Any, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    succeed("quantize", model, "--scheme", "fp8-dynamic", "--out", out)
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]["format"]
+    del config["quantization_config"]["config_groups"]["group_0"]["format"]
+    (out / "config.json").write_text(json.dumps(config))
+    checked = run("check", out, "--json").json["engines"]
+
+    assert checked["vllm"]["layers"][0]["k"]["status"] == "refused"
+    assert checked["sglang"]["layers"][0]["k"]["status"] == "refused"
+    assert "has no format" in refuse(4, "--scales", out)
+
+
 def test_an_extra_layer_is_refused(refuse: Any, files: Path, tmp_path: Path) -> None:
     path = change(files, tmp_path, "model.layers.2.self_attn.k_scale", torch.tensor(1.0))
     refuse(4, "--scales", path)

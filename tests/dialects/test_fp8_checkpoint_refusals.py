@@ -6,12 +6,14 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from fp8calib.dialects.fp8.checkpoint import Fp8Checkpoint
+from fp8calib.dialects.fp8.compressed_tensors import require_format
 from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
 from fp8calib.errors import ModelError
 from tests.dialects.fp8_handmade import (
@@ -72,6 +74,22 @@ def test_a_weight_scale_that_is_none_is_refused(
     tensors = linear(scale=scalar(value).to(dtype))
     message = _refuse(tmp_path, tensors, AUTOFP8_DYNAMIC).message
     assert f"model.safetensors: {SCALE}: " in message
+
+
+@pytest.mark.parametrize("config", [CT_STATIC, CT_CHANNEL, CT_BLOCK])
+def test_a_config_of_compressed_tensors_without_a_format_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    groups = {
+        name: {key: value for key, value in item.items() if key != "format"}
+        for name, item in config["config_groups"].items()
+    }
+    bare = {key: value for key, value in config.items() if key != "format"}
+    require_format(tmp_path, {"quantization_config": config})
+    require_format(tmp_path, {"quantization_config": bare})
+    require_format(tmp_path, {"quantization_config": config | {"config_groups": groups}})
+    with pytest.raises(ModelError, match="'group_0' of config_groups has no format"):
+        require_format(tmp_path, {"quantization_config": bare | {"config_groups": groups}})
 
 
 @pytest.mark.parametrize("value", BAD)

@@ -65,7 +65,10 @@ REFUSED_BLOCKS = REFUSED_BY_TGI | {
     "a weight scale that is one number": "per block",
 }
 MISREAD_BY_TGI = {
-    **{f"weight scale holds {bad}": bad for bad in ("NaN", "infinity", "0", "a negative number")},
+    **{
+        f"weight scale holds {bad}": bad
+        for bad in ("NaN", "infinity", "0", "a negative number", "a number under 1.175e-38")
+    },
     "a weight in e5m2": "F8_E5M2",
     "a weight in INT8": "I8",
 }

@@ -246,6 +246,7 @@ _VALUES = {
     "infinity": float("inf"),
     "0": 0.0,
     "a negative number": -1.0,
+    "a number under 1.175e-38": 1e-40,
 }
 DAMAGES: dict[str, Damage] = {
     "none": Damage(

@@ -51,7 +51,7 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
         if group is None:
             raise weight_contradiction(path, module, "no config group has it")
         own = group.get("format")
-        form = config.get("format") if own is None else own
+        form = config.get("format", FORMATS[0]) if own is None else own
         if form not in FORMATS:
             raise weight_contradiction(path, module, f"the config's format is {form!a:.40}")
         weights = _read_arguments(path, module, group.get("weights"))
@@ -64,6 +64,26 @@ def _make_finder(path: Path, config: Fields) -> FindScheme:
         )
 
     return find
+
+
+def require_format(path: Path, config: Mapping[str, object]) -> None:
+    """Refuse a config.json where a group of weights has no format, its own or that of all.
+
+    vLLM 0.32.0 (run) and SGLang 0.5.23 (read) have no scheme for such weights; transformers does
+    not ask for the format.
+
+    Raises:
+        ModelError: naming the group.
+    """
+    section = config.get("quantization_config")
+    is_own = isinstance(section, dict) and section.get("quant_method") == "compressed-tensors"
+    groups = section.get("config_groups") if isinstance(section, dict) and is_own else None
+    if not isinstance(section, dict) or not isinstance(groups, dict) or section.get("format"):
+        return
+    for name, group in groups.items():
+        if isinstance(group, dict) and group.get("format") is None:
+            fault = f"group {name!a:.40} of config_groups has no format, and the config has none"
+            raise refusal(path, fault, hint="vLLM and SGLang refuse it; name the format")
 
 
 def _check(path: Path, config: Fields) -> None:
