@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from fp8calib.selection.patterns import (
     Reason,
     find_default,
     match_patterns,
+    span_layers,
+    spell_options,
 )
 
 _FLOATS = frozenset({"BF16", "F16", "F32"})
@@ -25,6 +28,7 @@ _CONV1D_TYPES = frozenset(
 """Model types whose linears are transformers' Conv1D, [in, out] on disk."""
 _SMALLEST_MATRIX = 16
 """A tensor with a shorter side in its last two axes is a convolution kernel."""
+_EXPERTS = re.compile(r"(.+\.experts)\..+")
 _HEADS: Mapping[str, str] = {
     "biogpt": "output_projection",
     "gpt_neox_japanese": "embed_out",
@@ -220,15 +224,17 @@ def _is_stacked(name: str, entry: TensorEntry) -> bool:
 
 def _refuse_stack(checkpoint: Checkpoint, name: str, stacks: ExpertStacks) -> ModelError:
     shape = list(checkpoint.tensors[name].shape)
-    kv_cache = "quantize its KV cache alone: `fp8calib calibrate`"
-    hint = (
-        kv_cache
-        if stacks.is_unserved
-        else f"save the model with a tensor per expert, or {kv_cache}"
-    )
+    pattern = span_layers(_EXPERTS.sub(r"\1", name))
+    hint = "save the model with a tensor per expert, or leave those of all layers unquantized: "
+    hint += spell_options([pattern])
+    if stacks.is_unserved:
+        hint = (
+            "quantize its KV cache alone: `fp8calib calibrate`. With its experts unquantized, vLLM "
+            "and SGLang cannot use the other linears in FP8"
+        )
     return ModelError(
         f"{checkpoint.folder}: {name} {shape} holds several matrices, {stacks.explain_unknown()}",
-        hint=f"{hint}. With --ignore for the experts, vLLM and SGLang refuse or misread the output",
+        hint=hint,
     )
 
 
