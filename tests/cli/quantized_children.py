@@ -212,3 +212,29 @@ def save_fp4(folder: Path, form: str) -> Path:
         ignore=["lm_head"],
         config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
     )
+
+
+Blocks = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def save_gpt_oss(plain: Path, folder: Path) -> tuple[Path, Blocks]:
+    """Write a gpt_oss with random MXFP4 experts; give their blocks and scales by name."""
+    shutil.copytree(plain, folder)
+    blocks: Blocks = {}
+
+    def replace(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        written = {}
+        for name, tensor in tensors.items():
+            if tensor.dim() != 3:
+                written[name] = tensor
+                continue
+            experts, columns, rows = tensor.shape
+            octets = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 124, octets.shape[:3], dtype=torch.uint8)
+            blocks[name] = octets, scales
+            written |= {f"{name}_blocks": octets, f"{name}_scales": scales}
+        return written
+
+    change_tensors(folder, replace)
+    set_method(folder, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
+    return folder, blocks

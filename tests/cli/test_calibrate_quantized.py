@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.stats.calibration_stats import load_stats
+from tests import zoo
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import (
@@ -23,6 +25,7 @@ from tests.cli.quantized_children import (
     change_tensors,
     save_child,
     save_fp4,
+    save_gpt_oss,
     save_int,
     set_method,
 )
@@ -118,6 +121,27 @@ def test_the_statistics_are_those_of_the_dequantized_model(
     succeed(*again, "--out", tmp_path / "again")
 
 
+def test_gpt_oss_is_calibrated_as_transformers_decodes_it(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo.save("gpt_oss", tmp_path / "plain", hidden_size=64, intermediate_size=32)
+    child, blocks = save_gpt_oss(tmp_path / "plain", tmp_path / "child")
+    decoded = {name: convert_moe_packed_tensors(*both) for name, both in blocks.items()}
+    change_tensors(tmp_path / "plain", lambda tensors: tensors | decoded)
+    outs = []
+    for name in ("plain", "whole", "streamed"):
+        if name == "streamed":
+            monkeypatch.setattr(PLAN_WHOLE, lambda *_: None)  # nothing fits
+        model = tmp_path / "plain" if name == "plain" else child
+        command = ("calibrate", model, "--data", data, *OPTIONS, "--format", "kv-scales")
+        succeed(*command, "--out", tmp_path / f"out-{name}")
+        outs.append(load_file(tmp_path / f"out-{name}" / "stats.safetensors"))
+    plain, *others = outs
+    for other in others:
+        assert plain.keys() == other.keys()
+        assert all(torch.equal(values, other[name]) for name, values in plain.items())
+
+
 def test_the_scales_of_the_base_are_verified_with_its_child(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +192,7 @@ def test_other_forms_are_refused_by_name(
     out = ("--out", tmp_path / "out") if command == "calibrate" else ()
     text = fail(4, command, child, "--data", data, *OPTIONS, *out)
     assert says in text
-    assert "symmetric INT4 and INT8 weights of compressed-tensors" in text
+    assert "INT4 and INT8 weights of compressed-tensors" in text
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -177,8 +201,9 @@ Q = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"weight_zero_point": torch.zeros(16, 1, dtype=torch.int32)}, "zero points and reordered"),
-        ({"weight_g_idx": torch.zeros(32, dtype=torch.int32)}, "zero points and reordered"),
+        ({"weight_zero_point": torch.zeros(9, 1, dtype=torch.int32)}, "is I32 [9, 1] for scales"),
+        ({"weight_zero_point": torch.zeros(128, 1)}, "is F32 [128, 1] for scales [128, 1]"),
+        ({"weight_g_idx": torch.zeros(32, dtype=torch.int32)}, "groups of reordered columns"),
         ({"weight_scale": torch.ones(128, 3)}, "has shape [128, 3] for a weight [128, 32]"),
         ({"weight_scale": torch.ones(128, 1, dtype=torch.int8)}, "is missing, or is no float"),
         ({"weight_scale": torch.full((128, 1), torch.nan)}, "holds what is not a scale"),

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.errors import ModelError
 from fp8calib.quantization.sources.decoded import open_model
-from tests.cli.quantized_children import BASE, change_tensors, save_child, save_fp4, save_int
+from tests import zoo
+from tests.cli.quantized_children import (
+    BASE,
+    change_tensors,
+    save_child,
+    save_fp4,
+    save_gpt_oss,
+    save_int,
+    set_method,
+)
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 CHANNELS = "compressed-tensors"
@@ -83,7 +96,8 @@ def test_fp4_is_what_compressed_tensors_decodes(tmp_path: Path, form: str) -> No
         scale = scale.float() * stored[f"{module}.weight_scale_2"]
     expected = (values * scale.repeat_interleave(columns // scale.shape[1], 1)).to(torch.bfloat16)
     with open_model(child, if_quantized="") as opened:
-        assert opened.form == ("MXFP4 weights" if form == "mxfp4" else "NVFP4 weights")
+        method = "modelopt" if form == "modelopt" else "compressed-tensors"
+        assert opened.form == f"{'MXFP4' if form == 'mxfp4' else 'NVFP4'} weights ({method})"
         assert torch.equal(opened.read(NAME), expected)
         assert torch.equal(opened.read_rows(NAME, 3, 7), expected[3:7])
         assert NAME in opened
@@ -114,3 +128,104 @@ def test_fp4_scales_that_do_not_fit_are_named(
     change_tensors(child, change)
     with pytest.raises(ModelError, match=re.escape(says)):
         open_model(child, if_quantized="")
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "is_packed"),
+    [(4, 32, True), (4, None, True), (8, 32, True), (8, None, False), (8, 16, False)],
+)
+def test_zero_points_are_those_of_compressed_tensors(
+    tmp_path: Path, bits: int, group: int | None, is_packed: bool
+) -> None:
+    """Three rows more than a word holds."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    arguments = quantization.QuantizationArgs(
+        num_bits=bits,
+        strategy="group" if group else "channel",
+        group_size=group,
+        symmetric=False,
+    )
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
+    compressor = compressors.BaseCompressor.get_value_from_registry(
+        "pack-quantized" if is_packed else "int-quantized"
+    )
+    groups, half = 160 // (group or 160), 2 ** (bits - 1)
+    stored = {
+        "weight": torch.randn(35, 160),
+        "weight_scale": (torch.rand(35, groups) / half).to(torch.bfloat16).float(),
+        "weight_zero_point": torch.randint(-half, half, (35, groups), dtype=torch.int8),
+    }
+    compressed = compressor.compress(stored, scheme)
+    module = NAME.removesuffix(".weight")
+    child = save_int(tmp_path / "child", 4)
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        others = {name: t for name, t in tensors.items() if not name.startswith(module)}
+        return others | {f"{module}.{leaf}": tensor for leaf, tensor in compressed.items()}
+
+    change_tensors(child, change)
+    expected = compressor.decompress(compressed, scheme)["weight"].to(torch.bfloat16)
+    with open_model(child, if_quantized="") as opened:
+        assert torch.equal(opened.read(NAME), expected)
+        assert torch.equal(opened.read_rows(NAME, 9, 20), expected[9:20])
+
+
+def test_experts_of_gpt_oss_are_what_transformers_decodes(tmp_path: Path) -> None:
+    zoo.save("gpt_oss", tmp_path / "plain", hidden_size=64, intermediate_size=32)
+    child, blocks = save_gpt_oss(tmp_path / "plain", tmp_path / "child")
+    with open_model(child, if_quantized="") as opened, Checkpoint.open(tmp_path / "plain") as plain:
+        assert opened.form == "MXFP4 weights (mxfp4)"
+        assert {name: entry.shape for name, entry in opened.tensors.items()} == {
+            name: entry.shape for name, entry in plain.tensors.items()
+        }
+        for name, (octets, scales) in blocks.items():
+            expected = convert_moe_packed_tensors(octets, scales, dtype=torch.bfloat16)
+            assert torch.equal(opened.read(name), expected)
+            assert torch.equal(
+                opened.read_block(name, 1, range(3, 9), range(5, 11)), expected[1, 3:9, 5:11]
+            )
+
+
+def test_forms_of_several_groups_are_decoded_together(tmp_path: Path) -> None:
+    """Attention in FP8, gate_proj in INT4, and everything else in NVFP4."""
+    forms = {
+        "NVFP4": save_fp4(tmp_path / "nvfp4", "nvfp4"),
+        "FP8": save_child(CHANNELS, tmp_path / "fp8"),
+        "INT4": save_int(tmp_path / "int4", 4, group=32),
+    }
+
+    def find_form(name: str) -> str:
+        return "FP8" if ".self_attn." in name else "INT4" if ".gate_proj." in name else "NVFP4"
+
+    stored = {form: load_file(folder / "model.safetensors") for form, folder in forms.items()}
+    sections = {
+        form: json.loads((folder / "config.json").read_text())["quantization_config"]
+        for form, folder in forms.items()
+    }
+    targets = {"FP8": ["re:.*self_attn.*"], "INT4": ["re:.*gate_proj"], "NVFP4": ["Linear"]}
+    groups = {
+        form: {
+            **sections[form]["config_groups"]["group_0"],
+            "targets": targets[form],
+            "format": sections[form]["format"],
+        }
+        for form in forms
+    }
+    child = Path(shutil.copytree(forms["NVFP4"], tmp_path / "child"))
+    change_tensors(
+        child,
+        lambda _: {
+            name: t for form in forms for name, t in stored[form].items() if find_form(name) == form
+        },
+    )
+    set_method(child, **{**sections["NVFP4"], "format": "mixed-precision", "config_groups": groups})
+    with open_model(child, if_quantized="") as opened:
+        assert opened.form == "FP8 and INT4 and NVFP4 weights (compressed-tensors)"
+        names = set(opened.tensors)
+        for form, folder in forms.items():
+            with open_model(folder, if_quantized="") as single:
+                assert names == set(single.tensors)
+                for name in names:
+                    if find_form(name) == form:
+                        assert torch.equal(opened.read(name), single.read(name)), name

@@ -1,8 +1,10 @@
-"""Decode FP4 weights: NVFP4 of compressed-tensors and ModelOpt, and compressed-tensors' MXFP4.
+"""Decode FP4 weights: NVFP4 of compressed-tensors and ModelOpt, MXFP4 of these and of gpt_oss.
 
 Two e2m1 numbers are in a byte, the first in its low bits. Each group of 16 or 32 columns of a row
 has a scale; a second scale is for the whole weight. ModelOpt multiplies by it (`weight_scale_2`),
 compressed-tensors 0.20 divides by it (`weight_global_scale`, `compressors/nvfp4`; `mxfp4`).
+gpt_oss stores its experts as `X_blocks` [experts, out, in / 32, 16] and `X_scales`, and its
+unquantized form `X` is [experts, in, out] (transformers 5.23, `integrations/mxfp4.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
 _GROUPS: Mapping[str, int] = {"F8_E4M3": 16, "U8": 32}
 """The dtype of the scales -> how many columns share one: NVFP4, and MXFP4, of powers of two."""
 _EXPONENT_BIAS = 127
-COMPANIONS = (
+_COMPANIONS = (
     *("weight_scale", "weight_scale_2", "weight_global_scale", "input_scale"),
     "input_global_scale",
 )
+_BLOCKS = "_blocks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +47,22 @@ class Fp4Weight:
         """The name of the format."""
         return "NVFP4" if self.group == _GROUPS["F8_E4M3"] else "MXFP4"
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of all tensors it may be stored as."""
+        module = self.stored.rpartition(".")[0]
+        return (self.stored, *(f"{module}.{leaf}" for leaf in _COMPANIONS))
+
     def read(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
         """Decode rows: fp32.
 
         Raises:
             ModelError: a scale is not valid, or a file cannot be read.
         """
-        octets = checkpoint.read_rows(self.stored, start, stop)
-        codes = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1).long()
+        values = _decode(checkpoint.read_rows(self.stored, start, stop))
         stored = checkpoint.read_rows(self.scale, start, stop)
         if stored.dtype is torch.uint8:
-            scale = torch.exp2(stored.float() - _EXPONENT_BIAS)
+            scale = _decode_powers(stored)
         else:
             scale = stored.float() * self.factor / self.divisor
         if not bool((scale.isfinite() & (scale >= 0)).all()):
@@ -62,21 +70,39 @@ class Fp4Weight:
                 f"{checkpoint.folder}: {shorten(self.scale)} holds what is not a scale",
                 hint="download the checkpoint again",
             )
-        return _VALUES[codes] * scale.repeat_interleave(self.group, 1)
+        return values * scale.repeat_interleave(self.group, 1)
 
 
-def has_fp4(checkpoint: Checkpoint) -> bool:
-    """Tell from headers whether a checkpoint has FP4 weights in one of these forms."""
-    return any(_is_stored(checkpoint, name) for name in checkpoint.tensors)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp4Experts:
+    """Stacked experts of gpt_oss, decoded as [experts, in, out]."""
+
+    stored: str
+    shape: tuple[int, int, int]
+    scale: str
+    form: str = "MXFP4"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the tensors it is stored as."""
+        return (self.stored, self.scale)
+
+    def read(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
+        """Decode experts: fp32."""
+        values = _decode(checkpoint.read_rows(self.stored, start, stop))
+        scale = _decode_powers(checkpoint.read_rows(self.scale, start, stop))
+        return (values * scale.unsqueeze(-1)).flatten(2).transpose(1, 2).contiguous()
 
 
-def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, Fp4Weight]]:
+def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, Fp4Weight | Fp4Experts]]:
     """Find the FP4 weights of a checkpoint, by the name of the weight.
 
     Raises:
         ModelError: shapes do not fit, or a scale is missing.
     """
     for stored in checkpoint.tensors:
+        if stored.endswith(_BLOCKS):
+            yield stored.removesuffix(_BLOCKS), _find_experts(checkpoint, stored)
         if not _is_stored(checkpoint, stored):
             continue
         module = stored.rpartition(".")[0]
@@ -99,6 +125,30 @@ def find_fp4(checkpoint: Checkpoint) -> Iterator[tuple[str, Fp4Weight]]:
             divisor=_read_number(checkpoint, f"{module}.weight_global_scale"),
         )
         yield f"{module}.weight", weight
+
+
+def _find_experts(checkpoint: Checkpoint, stored: str) -> Fp4Experts:
+    name = f"{stored.removesuffix(_BLOCKS)}_scales"
+    blocks, scale = checkpoint.tensors[stored], checkpoint.tensors.get(name)
+    is_stored = blocks.dtype == "U8" and len(blocks.shape) == 4 and blocks.shape[3] == 16
+    if not is_stored or scale is None or (scale.dtype, scale.shape) != ("U8", blocks.shape[:3]):
+        found = "missing" if scale is None else f"{scale.dtype} {list(scale.shape)}"
+        raise ModelError(
+            f"{checkpoint.folder}: {shorten(stored)} is {blocks.dtype} {list(blocks.shape)}, and "
+            f"{shorten(name)} is {found}",
+            hint="gpt_oss has 16 bytes and a scale for 32 columns, both uint8",
+        )
+    experts, rows, groups, _ = blocks.shape
+    return Fp4Experts(stored=stored, shape=(experts, 32 * groups, rows), scale=name)
+
+
+def _decode(octets: torch.Tensor) -> torch.Tensor:
+    """Decode the two numbers of every byte: twice as many columns, fp32."""
+    return _VALUES[torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2).long()]
+
+
+def _decode_powers(exponents: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(exponents.float() - _EXPONENT_BIAS)
 
 
 def _is_stored(checkpoint: Checkpoint, name: str) -> bool:
