@@ -41,6 +41,18 @@ def cut_list(items: Collection[object], most: int = 8) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+def format_ranges(indices: Collection[int], most: int = 6) -> str:
+    """Join neighbours of a sorted list: `0-6, 8, 9, 12-29`; the runs after `most` are counted."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    spelled = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs)
+    return cut_list([each for run in spelled for each in run], most)
+
+
 def first_line(error: BaseException) -> str:
     """Give the first line of another library's error, or its type where it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

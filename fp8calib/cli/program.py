@@ -15,6 +15,7 @@ from typer.exceptions import Abort, Exit, TyperException
 from typer.main import get_command
 
 from fp8calib.cli.app import app
+from fp8calib.cli.command_line import remember_arguments
 from fp8calib.cli.console import be_silent, discard, say, show_error
 from fp8calib.cli.option_types import spread_formats
 from fp8calib.cli.signals import handle_signals
@@ -89,6 +90,7 @@ def _wait_for_first(process_rank: ProcessRank) -> None:
 
 def main_inner(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; errors are raised."""
+    remember_arguments(arguments)
     command = get_command(app)
     if not arguments:  # the parser would count this as an error
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))

@@ -195,8 +195,19 @@ class TaskSetup(_Model):
     """Maximum number of documents of each task."""
 
 
+class RunProvenance(_Model):
+    """What a report was made from."""
+
+    date: str
+    """UTC, in the form of ISO 8601."""
+    command: str
+    model_hash: str
+    data_hash: str
+    versions: Mapping[str, str]
+
+
 class VerifyReport(_Model):
-    """All results; `advice` is the conclusion, in one or two sentences."""
+    """All results; `advice` names the scales that do not fit, and ends with the conclusion."""
 
     model: str
     engine: str
@@ -213,6 +224,8 @@ class VerifyReport(_Model):
     candidates: tuple[CandidateResult, ...]
     layers: tuple[LayerResult, ...]
     advice: str
+    conclusion: str = ""
+    """The last sentence of the advice; empty in older reports."""
     remedy: Remedy = Remedy.NONE
     remedy_for: str = ""
     """The candidate that the remedy is for."""
@@ -227,6 +240,7 @@ class VerifyReport(_Model):
     memory: Mapping[str, Any] = {}
     """The memory mode (whole or streamed), its plan, and the measured peak."""
     warnings: tuple[str, ...] = ()
+    provenance: RunProvenance | None = None
 
     @property
     def judged(self) -> tuple[Verdict, ...]:
@@ -253,3 +267,8 @@ def format_kld(kld: float) -> str:
 def format_error(error: float | None) -> str:
     """Format the standard error of a ratio; `?` if it is unknown."""
     return "?" if error is None else f"{error:.4f}"
+
+
+def format_db(value: float | None) -> str:
+    """Format a ratio in dB; `-` if nothing was lost or the tensor was all zeros."""
+    return "-" if value is None else f"{value:.1f}"

@@ -180,6 +180,7 @@ def _build_report(
         candidates=results,
         layers=layers,
         advice=advice.text,
+        conclusion=advice.conclusion,
         remedy=advice.remedy,
         remedy_for=advice.candidate,
         diagnosis=diagnose(measurements.found, layer_of, request.calibration_clipped),

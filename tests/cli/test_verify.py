@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
+import shlex
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -736,8 +740,7 @@ def test_two_outputs_are_there_both_or_not_at_all(
     def refuse_to(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    place = "cli.verify.run" if failing == "save_tensors" else "verification.html.page"
-    monkeypatch.setattr(f"fp8calib.{place}.{failing}", refuse_to)
+    monkeypatch.setattr(f"fp8calib.cli.verify.run.{failing}", refuse_to)
     outputs = ("--dump", tmp_path / "d.safetensors", "--report", tmp_path / "r.html")
     outcome = run("verify", model, "--data", held_out, *QUICK, *outputs)
     assert outcome.code != 0
@@ -794,3 +797,19 @@ def test_tensors_that_the_model_has_no_parameter_for_are_named(
     )
     expected = f"{tmp_path / 'm'}: not parameters of the model, so not loaded: {name}"
     assert expected in printed.json["warnings"]
+
+
+def test_the_page_ends_with_the_command_and_the_hashes(
+    model: Path, held_out: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "r.html"
+    command = ("verify", model, "--data", held_out, *QUICK, "--report", page, "--json")
+    origin = succeed(*command).json["provenance"]
+    assert origin["command"] == shlex.join(["fp8calib", *map(str, command)])
+    assert re.fullmatch("[0-9a-f]{64}", origin["model_hash"])
+    assert origin["model_hash"] != origin["data_hash"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", origin["date"])
+    assert origin["versions"]["torch"] == version("torch")
+    text = page.read_text(encoding="utf-8")
+    assert html.escape(origin["command"], quote=False) in text
+    assert origin["data_hash"] in text

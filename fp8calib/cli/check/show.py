@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fp8calib.cli.console import print_json, print_table, print_text, warn
 from fp8calib.engines.replay.verdicts import CheckReport, EngineReport, LayerVerdict, LoadVerdict
-from fp8calib.errors import cut_list
+from fp8calib.errors import format_ranges
 
 
 def show_check_report(report: CheckReport, path: str, *, as_json: bool) -> None:
@@ -47,7 +47,7 @@ def _rows(engine: EngineReport) -> list[list[str]]:
             values = [getattr(layer, role).value for layer in layers]
             indices = [layer.layer for layer in layers]
             rows.append(
-                [_format_range(indices), role, first.status, _format_values(values), first.why]
+                [format_ranges(indices), role, first.status, _format_values(values), first.why]
             )
     return rows
 
@@ -57,18 +57,6 @@ def _group(engine: EngineReport, role: str) -> Mapping[str, list[LayerVerdict]]:
     for layer in engine.layers:
         groups.setdefault(getattr(layer, role).status, []).append(layer)
     return groups
-
-
-def _format_range(indices: list[int]) -> str:
-    """Join neighbours: `0-6, 8, 9, 12-29`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    spelled = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs)
-    return cut_list([each for run in spelled for each in run], 6)
 
 
 def _format_values(values: list[float | None]) -> str:

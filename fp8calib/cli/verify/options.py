@@ -34,10 +34,6 @@ def resolve_options(settings: VerifySettings) -> ResolvedOptions:
     check_device_map(settings.device_map, settings.device)
     _check_candidate_names(settings.scales)
     _check_outputs(settings)
-    if settings.report is not None:
-        from fp8calib.verification.html.page import require_plotly  # noqa: PLC0415 -- pages are an extra
-
-        require_plotly()
     _check_task_options(settings)
     if settings.fp8_dtype not in FP8_FORMATS:
         raise UsageError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from fp8calib.checkpoint.output_files import output_files
 from fp8calib.checkpoint.tensor_file import save_tensors
+from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import describe_decoded, plan_data, quiet_libraries
@@ -21,6 +23,7 @@ from fp8calib.cli.verify.show import (
     describe_report,
     describe_verification_plan,
     show_verification,
+    suggest_command,
 )
 from fp8calib.data.plan import FEW_TOKENS, DataPlan
 from fp8calib.errors import VerificationError
@@ -41,9 +44,10 @@ from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.stats.calibration_origin import estimate_overlap
-from fp8calib.stats.fingerprint import fingerprint_model
+from fp8calib.stats.fingerprint import fingerprint_model, versions
 from fp8calib.verification.candidates import OpenedCandidate, Target, open_candidate
-from fp8calib.verification.report import Verdict, VerifyReport
+from fp8calib.verification.html.page import write_page
+from fp8calib.verification.report import RunProvenance, Verdict, VerifyReport
 from fp8calib.verification.tasks.lm_eval import run_tasks
 from fp8calib.verification.tasks.task_files import open_tasks
 from fp8calib.verification.verify import (
@@ -75,7 +79,7 @@ def run_verify(settings: VerifySettings) -> int:
         with Bar() as bar, PeakMemory() as memory:
             verified = _run(job, mode, bar)
         measured = {**mode.as_json(), "peak_measured_bytes": memory.peak_bytes}
-        verified = _change_report(verified, memory=measured)
+        verified = _change_report(verified, memory=measured, provenance=_find_provenance(job))
         for text in verified.report.warnings:
             if text not in (*job.plan.warnings, *job.warnings):
                 warn(text)
@@ -213,6 +217,16 @@ def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> VerificationResult:
         return _add_tasks(job, job.task_job, reference, request, verified, bar)
 
 
+def _find_provenance(job: VerifyJob) -> RunProvenance:
+    return RunProvenance(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=spell_command(),
+        model_hash=job.target.fingerprint,
+        data_hash=job.plan.fingerprint,
+        versions=versions(),
+    )
+
+
 def _change_report(verified: VerificationResult, **fields: Any) -> VerificationResult:
     return replace(verified, report=verified.report.model_copy(update=fields))
 
@@ -251,9 +265,8 @@ def _write(settings: VerifySettings, verified: VerificationResult) -> None:
             logprobs = dict(verified.logprobs)
             save_tensors(places[settings.dump], logprobs, metadata={"format": "pt"})
         if settings.report is not None:
-            from fp8calib.verification.html.page import write_page  # noqa: PLC0415
-
-            write_page(verified.report, places[settings.report])
+            command = suggest_command(verified.report, settings)
+            write_page(verified.report, places[settings.report], command=command)
     if settings.dump is not None:
         say(f"log-probabilities of {len(verified.logprobs)} models written to {settings.dump}")
     if settings.report is not None:

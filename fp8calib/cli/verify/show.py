@@ -21,6 +21,7 @@ from fp8calib.verification.report import (
     Remedy,
     TaskResult,
     VerifyReport,
+    format_db,
     format_error,
     format_kld,
 )
@@ -148,7 +149,7 @@ def _show_sites(report: VerifyReport) -> None:
 def _site_row(row: LayerResult) -> Sequence[str]:
     return [
         row.site,
-        _format_db(row.sqnr_db),
+        format_db(row.sqnr_db),
         f"{row.clipped:.2%}",
         f"{row.flushed:.2%}",
         f"{row.amax:.4g}",
@@ -172,9 +173,9 @@ def _show_diagnosis(report: VerifyReport) -> None:
     print_text("")
     columns = {
         "site": [row.site for row in rows],
-        "SQNR at 1.0": [_format_db(row.unscaled_db) for row in rows],
-        "per tensor": [_format_db(row.scaled_db) for row in rows],
-        "per head": [_format_db(row.per_head_db) for row in rows],
+        "SQNR at 1.0": [format_db(row.unscaled_db) for row in rows],
+        "per tensor": [format_db(row.scaled_db) for row in rows],
+        "per head": [format_db(row.per_head_db) for row in rows],
         "clipped at 1.0": [f"{row.unscaled_clipped:.2%}" for row in rows],
         "in calibration": [_format_share(row.calibration_clipped) for row in rows],
     }
@@ -194,10 +195,6 @@ def _unscaled_loss_db(row: DiagnosisResult) -> tuple[float, float]:
         return (row.unscaled_clipped, 0.0)
     better = [value for value in (row.scaled_db, row.per_head_db) if value is not None]
     return (row.unscaled_clipped, max(better, default=0.0) - row.unscaled_db)
-
-
-def _format_db(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 def _show_sensitivity(report: VerifyReport) -> None:

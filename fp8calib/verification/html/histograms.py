@@ -1,94 +1,81 @@
-"""Histograms of magnitudes, with the range of the format, one site at a time."""
+"""Histograms of magnitudes against the range of the format, one chart for each site."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from xml.etree.ElementTree import Element
 
-from fp8calib.verification.html.plots import (
-    BLUE,
-    INK,
-    RED,
-    Json,
-    PageSection,
-    Plot,
-    View,
-    log_axis,
-    make_layout,
-    title,
-)
+from fp8calib.verification.html.charts import Axis, histogram, log_axis
+from fp8calib.verification.html.sections import Figure, PageSection
 from fp8calib.verification.report import HistogramResult
 
 _BIN_OCTAVES = 1 / 8
-_MARGIN_OCTAVES = 1.0
+_LOW, _HIGH = -16.0, 14.0
+"""The range of log2(|x| / scale) that every histogram shows; e4m3 covers -10 to 8.8 of it."""
+_MOST_DRAWN = 120
 
 
-def histograms_section(histograms: Sequence[HistogramResult]) -> PageSection:
-    """Make one plot with a view for each site that calibration observed."""
-    views = [_draw(row) for row in sorted(histograms, key=_by_kind) if any(row.counts)]
-    plot = Plot(name="histogram", title="Site", views=views, height=380, is_wide=True)
+def index_histograms(histograms: Sequence[HistogramResult], worst: Sequence[str]) -> dict[str, str]:
+    """Give the sites whose histograms are drawn, each with its id on the page.
+
+    `worst` are the sites of the table of worst sites, whose histograms come first.
+    """
+    filled = [row for row in histograms if any(row.counts)]
+    first = [row.site for site in worst for row in filled if row.site == site]
+    others = [row.site for row in sorted(filled, key=_by_kind)]
+    sites = list(dict.fromkeys([*first, *others]))[:_MOST_DRAWN]
+    return {site: f"histogram-{index}" for index, site in enumerate(sites)}
+
+
+def histograms_section(
+    histograms: Sequence[HistogramResult], anchors: Mapping[str, str]
+) -> PageSection:
+    """Draw the histograms of the sites in `anchors`, in that order."""
+    by_site = {row.site: row for row in histograms}
+    figures = [_draw(by_site[site], anchor) for site, anchor in anchors.items()]
+    missing = sum(any(row.counts) for row in histograms) - len(figures)
     return PageSection(
         title="Magnitudes and the range of the format",
-        lead="All values that calibration observed at one site, on logarithmic axes. The white "
-        "band is the range of FP8 at this scale: above it values clip, below it they become zero.",
-        plots=[plot] if views else [],
+        lead="All values that calibration observed at one site, divided by its scale. Shaded are "
+        "the values that FP8 has not: on the left they become zero, on the right they clip.",
+        figures=figures,
+        findings=[f"{missing} more sites are not drawn."] if missing > 0 else [],
     )
 
 
 def _by_kind(row: HistogramResult) -> tuple[str, int]:
-    """Sort by role and module, then by layer, so that stepping goes through the layers."""
+    """Sort by role and module, then by layer."""
     before, _, after = row.site.partition(f".{row.layer}.")
     return (after or before, row.layer)
 
 
-def _draw(row: HistogramResult) -> View:
-    total = sum(row.counts)
-    pairs = zip(row.lower_edges_log2, row.counts, strict=True)
-    bins = [(edge, count) for edge, count in pairs if count and math.isfinite(edge)]
-    bars: Json = {
-        "type": "bar",
-        "name": "",
-        "x": [round(edge + _BIN_OCTAVES / 2, 4) for edge, _ in bins],
-        "y": [count / total for _, count in bins],
-        "width": _BIN_OCTAVES,
-        "marker": {"color": BLUE, "line": {"width": 0}},
-        "hovertemplate": "2<sup>%{x:.2f}</sup>: %{y:.2~%} of values<extra></extra>",
-    }
-    edges = [*(edge for edge, _ in bins), math.log2(row.smallest), math.log2(row.largest)]
-    ends = [min(edges) - _MARGIN_OCTAVES, max(edges) + _MARGIN_OCTAVES]
-    return View(label=row.site, data=[bars], layout=_layout(row, bars, ends))
+def _draw(row: HistogramResult, anchor: str) -> Figure:
+    return Figure(title=row.site, chart=_draw_chart(row), anchor=anchor)
 
 
-def _layout(row: HistogramResult, bars: Json, ends: Sequence[float]) -> Json:
-    smallest, largest = math.log2(row.smallest), math.log2(row.largest)
-    x = {"title": title("log2 |x|"), "range": ends, "showgrid": False}
-    y = log_axis("share of values", bars["y"])
-    return make_layout(
-        x=x,
-        y=y,
-        margin={"l": 64, "r": 16, "t": 44, "b": 48},
-        bargap=0,
-        shapes=[
-            *_shade_outside(ends[0], smallest, smallest),
-            *_shade_outside(largest, ends[1], largest),
-        ],
-        annotations=[
-            _make_note(smallest, "left", f"zero below {row.smallest:.4g}", lines_up=0),
-            _make_note(largest, "right", f"clips above {row.largest:.4g}", lines_up=1),
-        ],
+def _draw_chart(row: HistogramResult) -> Element:
+    shift = math.log2(row.scale)
+    bins = _list_bins(row, shift)
+    title = f"log2(|x| / scale); zero below {row.smallest:.2g}, clips above {row.largest:.4g}"
+    ticks = [(float(value), str(value)) for value in range(-16, 15, 4)]
+    return histogram(
+        row.site,
+        bins,
+        x=Axis(title=title, low=_LOW, high=_HIGH, ticks=ticks),
+        y=log_axis("share of values", [], low=-7, high=0, as_percent=True),
+        inside=(math.log2(row.smallest) - shift, math.log2(row.largest) - shift),
     )
 
 
-def _shade_outside(start: float, end: float, border: float) -> Sequence[Json]:
-    """Shade values outside the range of the format, and draw the border."""
-    upright = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
-    shade = {"type": "rect", "x0": start, "x1": end, "fillcolor": "#f3e3da", "line": {"width": 0}}
-    stroke = {"color": RED, "width": 1.5, "dash": "dash"}
-    border_line = {"type": "line", "x0": border, "x1": border, "line": stroke}
-    return [{**upright, **shade}, {**upright, **border_line, "layer": "above"}]
-
-
-def _make_note(x: float, side: str, text: str, *, lines_up: int) -> Json:
-    place = {"x": x, "xanchor": side, "y": 1, "yref": "paper", "yanchor": "bottom"}
-    words = {"text": text, "showarrow": False, "font": {"size": 12, "color": INK}}
-    return {**place, **words, "yshift": 16 * lines_up}
+def _list_bins(row: HistogramResult, shift: float) -> list[tuple[float, float]]:
+    """List lower edges, in octaves of the scale, and shares; the ends hold what is beyond them."""
+    total = sum(row.counts)
+    bins: list[tuple[float, int]] = []
+    for edge, count in zip(row.lower_edges_log2, row.counts, strict=True):
+        if not math.isfinite(edge):  # zeros
+            continue
+        at = edge - shift
+        is_joined = bins and (bins[-1][0] < _LOW or at > _HIGH - _BIN_OCTAVES)
+        bins.append((at, count + (bins.pop()[1] if is_joined else 0)))
+    return [(at, count / total) for at, count in bins]

@@ -1,86 +1,73 @@
-"""Maps of weights and inputs: a cell for each layer and projection, one candidate at a time."""
+"""Maps of weights and inputs: a cell for each layer and projection, one map per candidate."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from xml.etree.ElementTree import Element
 
-from fp8calib.verification.html.plots import (
-    Json,
-    PageSection,
-    Plot,
-    Series,
-    View,
-    finite,
-    layer_axis,
-    make_layout,
-    plain,
-)
-from fp8calib.verification.report import LayerResult
+from fp8calib.verification.html.charts import heat_map
+from fp8calib.verification.html.sections import Figure, PageSection
+from fp8calib.verification.html.series import Series, Style
+from fp8calib.verification.judge.damaged import LEAST_DB
+from fp8calib.verification.report import LayerResult, format_db
 
 _ROLES = {"input": "inputs", "weight": "weights"}
-_MEASURES = {"sqnr": "SQNR, dB", "clipped": "Share clipped", "flushed": "Share flushed to zero"}
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
+_STEPS_DB = (LEAST_DB, 20.0, 25.0, 30.0)
+"""The borders of the map's five colours."""
+_LEGEND = [
+    (Style(color=f"h{step}", glyph="\N{BLACK SQUARE}"), name)
+    for step, name in enumerate([*(f"< {db:.0f}" for db in _STEPS_DB), "more dB"])
+]
 
 
 def linears_section(rows: Sequence[LayerResult], series: Sequence[Series]) -> PageSection:
-    """Make the maps of SQNR and lost values of weights and inputs."""
-    plots = []
-    for measure, words in _MEASURES.items():
-        views = list(_draw_views(rows, series, measure))
-        most = max((len(view.data[0]["y"]) for view in views), default=0)
-        name, height = f"linear-{measure}", 150 + 28 * most
-        plots.append(Plot(name=name, title=words, views=views, height=height, is_wide=True))
+    """Make the maps of the SQNR of weights and inputs."""
     return PageSection(
         title="Weights and activations of the linear layers",
-        lead="One candidate at a time; dark is worse. Experts of a layer share a cell, which shows "
-        "the worst of them.",
-        plots=[plot for plot in plots if plot.views],
+        lead=f"The SQNR of each tensor, in dB; below {LEAST_DB:.0f} dB the tensor is lost. Experts "
+        "of a layer share a cell, which shows the worst of them.",
+        figures=list(_draw_maps(rows, series)),
     )
 
 
-def _draw_views(
-    rows: Sequence[LayerResult], series: Sequence[Series], measure: str
-) -> Iterator[View]:
+def _draw_maps(rows: Sequence[LayerResult], series: Sequence[Series]) -> Iterator[Figure]:
     """Draw the inputs and the weights of each candidate; a map without values is left out."""
     for one in series:
         for role, kind in _ROLES.items():
             chosen = [row for row in rows if row.candidate == one.name and row.role == role]
-            trace = _draw_map(chosen, measure)
-            if any(value for cells in trace["z"] for value in cells):
-                y = {"type": "category", "autorange": "reversed", "showgrid": False}
-                layout = make_layout(x=layer_axis(trace["x"]), y=y)
-                yield View(label=f"{kind}, {one.label}", data=[trace], layout=layout)
+            if any(row.sqnr_db is not None for row in chosen):
+                title = f"{one.label}: {kind}"
+                yield Figure(title=title, chart=_draw_map(title, chosen), legend=_LEGEND)
 
 
-def _draw_map(rows: Sequence[LayerResult], measure: str) -> Json:
-    cells: dict[tuple[str, int], list[LayerResult]] = {}
+def _draw_map(title: str, rows: Sequence[LayerResult]) -> Element:
+    cells: dict[tuple[str, int], LayerResult] = {}
     for row in rows:
-        cells.setdefault((_name_projection(row), row.layer), []).append(row)
+        place = (_name_projection(row), row.layer)
+        cells[place] = min(row, cells.get(place, row), key=_rank)
     places = list(dict.fromkeys(place for place, _ in cells))
     layers = sorted({layer for _, layer in cells})
-    is_share = measure != "sqnr"
-    return {
-        "type": "heatmap",
-        "x": layers,
-        "y": [plain(place) for place in places],
-        "z": [
-            [_pick_worst(cells.get((place, at), []), measure) for at in layers] for place in places
-        ],
-        "colorscale": "Cividis",
-        "reversescale": is_share,
-        "zmin": 0 if is_share else None,
-        "colorbar": _color_bar(".3~%" if is_share else ""),
-        "hovertemplate": f"layer %{{x}}, %{{y}}<br>{_MEASURES[measure]}: "
-        f"%{{z:{'.3~%' if is_share else '.2f'}}}<extra></extra>",
-    }
+    made = {place: _make_cell(row) for place, row in cells.items()}
+    found = [[made.get((place, layer)) for layer in layers] for place in places]
+    names = [_shorten(place) for place in places]
+    return heat_map(title, [str(layer) for layer in layers], names, found, x_title="layer")
 
 
-def _pick_worst(rows: Sequence[LayerResult], measure: str) -> float | None:
-    """Pick the worst value of the tensors that share a cell: the lowest SQNR, the largest share."""
-    if measure == "sqnr":
-        return min((db for row in rows if (db := finite(row.sqnr_db)) is not None), default=None)
-    return max((getattr(row, measure) for row in rows), default=None)
+def _rank(row: LayerResult) -> float:
+    return float("inf") if row.sqnr_db is None else row.sqnr_db
+
+
+def _make_cell(row: LayerResult) -> tuple[str, str]:
+    step = len(_STEPS_DB) if row.sqnr_db is None else sum(row.sqnr_db >= db for db in _STEPS_DB)
+    text = f"layer {row.layer}, {_name_projection(row)}: {format_db(row.sqnr_db)} dB"
+    lost = [
+        f"{share:.3%} {word}"
+        for share, word in ((row.clipped, "clipped"), (row.flushed, "flushed"))
+        if share
+    ]
+    return f"h{step}", ", ".join([text, *lost])
 
 
 def _name_projection(row: LayerResult) -> str:
@@ -90,8 +77,6 @@ def _name_projection(row: LayerResult) -> str:
     return _EXPERT.sub("*", inside or module)
 
 
-def _color_bar(tick_format: str) -> Json:
-    """Place the colour bar above the map, at full width."""
-    place = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
-    size = {"thickness": 10, "len": 1, "xpad": 0, "ypad": 0, "outlinewidth": 0}
-    return {**place, **size, "tickformat": tick_format}
+def _shorten(place: str) -> str:
+    """Keep the end of a name that is too long for its column."""
+    return place if len(place) <= 18 else "\N{HORIZONTAL ELLIPSIS}" + place[-17:]

@@ -44,5 +44,10 @@ def write_html(root: Element) -> str:
     return "<!DOCTYPE html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
 
 
+def measure(part: Element) -> int:
+    """Give the size of an element on the page, in bytes."""
+    return len(tostring(part, encoding="utf-8", method="html"))
+
+
 def _attribute_name(name: str) -> str:
     return name.rstrip("_").replace("_", "-")

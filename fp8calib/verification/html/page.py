@@ -1,177 +1,227 @@
-"""A VerifyReport as one self-contained HTML page: it loads no other file, and needs no network."""
+"""A VerifyReport as one HTML page: it runs no script, loads no file and needs no network."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from xml.etree.ElementTree import Element
 
-from fp8calib import __version__
 from fp8calib.checkpoint.atomic import write_file_atomic
-from fp8calib.errors import UsageError
-from fp8calib.verification.html.markup import element, write_html
-from fp8calib.verification.html.plots import PageSection, Plot, Series, make_series
-from fp8calib.verification.html.sections import make_sections
+from fp8calib.verification.html.cache import cache_sections
+from fp8calib.verification.html.histograms import histograms_section, index_histograms
+from fp8calib.verification.html.linear_maps import linears_section
+from fp8calib.verification.html.markup import element, measure, write_html
+from fp8calib.verification.html.sections import (
+    Figure,
+    PageSection,
+    needs_section,
+    positions_section,
+    sensitivity_section,
+)
+from fp8calib.verification.html.series import Series, Style, make_series
 from fp8calib.verification.html.tables import (
     candidates_table,
-    list_facts,
-    list_verdicts,
+    describe_run,
+    figures_table,
+    list_provenance,
+    list_worst_sites,
     rules_table,
     tasks_table,
+    worst_table,
 )
 from fp8calib.verification.report import VerifyReport
 
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; base-uri 'none'; form-action 'none'"
-)
-"""The browser refuses to load anything from elsewhere; images are those that plotly.js saves."""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""The browser runs no script and loads nothing."""
+_MOST_BYTES = 900_000
+"""Of all figures together: a page stays under 1 MB."""
 
 
-def require_plotly() -> None:
-    """Require plotly to be installed; called before a run that may take hours.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    if find_spec("plotly") is None:
-        raise UsageError(
-            "--report: plotly, which draws the page, is not installed",
-            hint="pip install 'fp8calib[report]'",
-        )
-
-
-def write_page(report: VerifyReport, path: Path) -> None:
+def write_page(report: VerifyReport, path: Path, *, command: str = "") -> None:
     """Write the page atomically; an existing file is replaced.
 
+    `command` is the one that the conclusion asks for; empty without one.
+
     Raises:
-        UsageError: plotly is not installed, or the path cannot be a file.
+        UsageError: the path cannot be a file.
         ExportError: the file cannot be written.
     """
-    require_plotly()
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415 -- an extra that only the page needs
-
-    write_file_atomic(path, render_page(report, get_plotlyjs()).encode("utf-8", "replace"))
+    page = render_page(report, command=command)
+    write_file_atomic(path, page.encode("utf-8", "replace"))
 
 
-def render_page(report: VerifyReport, plotly_js: str) -> str:
-    """Render the page as HTML; `plotly_js` is the source of plotly.js, which it embeds once."""
-    sections = make_sections(report)
-    plots = [plot for section in sections for plot in section.plots]
-    legend = [_render_legend(make_series(report))] if plots else []
-    drawn = [_render_section(section) for section in sections]
-    if report.rules:
-        drawn.append(_render_table("", rules_table(report.rules)))
-    if report.tasks:
-        drawn.append(_render_table("Tasks", tasks_table(report.tasks)))
-    main = element("main", *_list_results(report), *legend, *drawn, _render_footer(report))
-    data = element("script", _to_json(plots), id="plots", type="application/json")
-    code = [element("script", source) for source in (plotly_js, _read_resource("page.js"))]
-    body = element("body", main, data, *code)
-    return write_html(element("html", _render_head(report), body, lang="en"))
+def render_page(report: VerifyReport, *, command: str = "") -> str:
+    """Render the page as HTML."""
+    series = make_series(report)
+    sections = list(list_sections(report, series))
+    shown = _keep_small(sections)
+    opened = [_render_section(section) for section in shown if not section.is_folded]
+    folded = [_render_section(section) for section in shown if section.is_folded]
+    legend = [_render_legend(series)] if any(s.figures for s in shown) else []
+    main = element(
+        "main",
+        *_render_answer(report, command),
+        *opened,
+        *legend,
+        *folded,
+        _render_footer(report),
+    )
+    return write_html(
+        element("html", _render_head(report, series), element("body", main), lang="en")
+    )
 
 
-def _render_head(report: VerifyReport) -> Element:
+def list_sections(report: VerifyReport, series: Sequence[Series]) -> Iterator[PageSection]:
+    """List the sections in their order on the page, those without content too."""
+    worst = list_worst_sites(report)
+    anchors = index_histograms(report.histograms, [row.site for row in worst])
+    yield needs_section(report)
+    yield PageSection(
+        title="The worst sites",
+        lead="The lowest signal to noise over all candidates. A name links to its histogram.",
+        table=worst_table(worst, series, anchors) if worst else None,
+        is_folded=False,
+    )
+    yield sensitivity_section(report.sensitivity)
+    yield PageSection(
+        title="Scale rules",
+        lead="On the text of this verification, best first.",
+        table=rules_table(report.rules) if report.rules else None,
+        is_folded=False,
+    )
+    yield PageSection(
+        title="Tasks",
+        lead="Metrics of the unquantized and the quantized model.",
+        table=tasks_table(report.tasks) if report.tasks else None,
+        is_folded=False,
+    )
+    yield from cache_sections(report, series)
+    yield histograms_section(report.histograms, anchors)
+    yield linears_section(report.layers, series)
+    yield positions_section(report)
+    yield PageSection(
+        title="Other figures of the candidates",
+        lead="Perplexity, and the rest of the distribution of KL divergences.",
+        table=figures_table(report),
+    )
+
+
+def _keep_small(sections: Sequence[PageSection]) -> list[PageSection]:
+    """Leave out the figures that no longer fit into the size of a page, and say how many."""
+    left = _MOST_BYTES
+    kept: list[PageSection] = []
+    for section in sections:
+        if section.is_empty:
+            continue
+        figures: list[Figure] = []
+        for figure in section.figures:
+            left -= measure(figure.chart)
+            if left > 0:
+                figures.append(figure)
+        missing = len(section.figures) - len(figures)
+        notes = [f"{missing} more charts are left out: a page has at most 1 MB."] if missing else []
+        kept.append(
+            PageSection(
+                title=section.title,
+                lead=section.lead,
+                figures=figures,
+                findings=[*section.findings, *notes],
+                table=section.table,
+                is_folded=section.is_folded,
+            )
+        )
+    return kept
+
+
+def _render_head(report: VerifyReport, series: Sequence[Series]) -> Element:
+    hiding = "\n".join(
+        f"main:has(#show-{one.group}:not(:checked)) .{one.group} {{ display: none; }}"
+        for one in series
+    )
     return element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
         element("title", f"FP8 verification of {report.model}"),
-        element("style", _read_resource("page.css")),
+        element("style", f"{_read_style()}\n{hiding}\n"),
     )
 
 
-def _list_results(report: VerifyReport) -> Sequence[Element]:
-    """Render what precedes the plots: the conclusion, its numbers, and warnings."""
-    advice = element("p", report.advice, class_="advice")
-    parts = [
-        element("h1", element("small", "FP8 verification"), report.model),
-        list_facts(report),
-        element("div", advice, list_verdicts(report), class_="card"),
-        element("div", id="problem", class_="card", role="alert", hidden=""),
-        _render_table("Candidates", candidates_table(report)),
-    ]
+def _render_answer(report: VerifyReport, command: str) -> Iterator[Element]:
+    """Render the first screen: the conclusion, the command it asks for, and the candidates."""
+    yield element("h1", element("small", "FP8 verification of "), report.model)
+    conclusion = report.conclusion or report.advice
+    parts = [element("p", conclusion[:1].upper() + conclusion[1:], class_="answer")]
+    if command:
+        parts.append(element("pre", element("code", command), tabindex="0"))
+    yield element("div", *parts, class_="card")
+    yield candidates_table(report)
+    yield element("p", describe_run(report), class_="lead run")
+    rest = report.advice.removesuffix(conclusion).strip()
+    if rest:
+        yield element("p", rest, class_="lead")
     if report.warnings:
         items = element("ul", *(element("li", warning) for warning in report.warnings))
-        parts.append(element("div", element("h2", "Warnings"), items, class_="card warnings"))
-    return parts
-
-
-def _render_table(heading: str, table: Element) -> Element:
-    return element("section", *([element("h2", heading)] if heading else []), table)
+        yield element("div", element("h2", "Warnings"), items, class_="card warnings")
 
 
 def _render_legend(series: Sequence[Series]) -> Element:
-    """Render the legend; a click on a candidate shows or hides it on all plots."""
-    buttons = [
+    """Render the legend of the folded charts; a candidate's box hides it in all of them."""
+    boxes = [
         element(
-            "button",
-            element("span", one.style.glyph, style=f"color:{one.style.color}", aria_hidden="true"),
+            "label",
+            element("input", type="checkbox", id=f"show-{one.group}", checked=""),
+            _render_mark(one.style),
             f" {one.label}",
-            type="button",
-            title=f"{one.name}: show or hide",
-            aria_pressed="true",
-            data_name=one.name,
+            title=one.name,
         )
         for one in series
     ]
-    return element("div", *buttons, id="legend", role="group", aria_label="Candidates shown")
+    heading = element("h2", "Details")
+    return element("div", heading, element("div", *boxes, class_="keys"), class_="details")
+
+
+def _render_mark(style: Style) -> Element:
+    return element("span", style.glyph, class_=f"glyph {style.color}", aria_hidden="true")
 
 
 def _render_section(section: PageSection) -> Element:
-    parts = [element("h2", section.title), element("p", section.lead, class_="lead")]
-    if section.plots:
-        parts.append(element("div", *map(_render_plot, section.plots), class_="plots"))
+    parts = [element("p", section.lead, class_="lead")] if section.lead else []
     if section.findings:
         items = [element("li", finding) for finding in section.findings]
         parts.append(element("ul", *items, class_="findings"))
-    return element("section", *parts)
+    if section.table is not None:
+        parts.append(section.table)
+    if section.figures:
+        parts.append(element("div", *map(_render_figure, section.figures), class_="figures"))
+    if section.is_folded:
+        return element("details", element("summary", section.title), *parts)
+    return element("section", element("h2", section.title), *parts)
 
 
-def _render_plot(plot: Plot) -> Element:
-    caption = element("figcaption", element("span", plot.title), *_render_choice(plot))
-    place = element("div", id=plot.name, style=f"height:{plot.height}px")
-    return element("figure", caption, place, class_="wide" if plot.is_wide else "half")
-
-
-def _render_choice(plot: Plot) -> Sequence[Element]:
-    """Render the choice between a plot's views: a list, and buttons to step through it."""
-    if len(plot.views) <= 1:
-        return [element("span", view.label) for view in plot.views if view.label]
-    options = (element("option", view.label) for view in plot.views)
-    return [
-        element("select", *options, aria_label=f"{plot.title}: choose a view", autocomplete="off"),
-        element("button", "\N{LEFTWARDS ARROW}", type="button", aria_label="previous"),
-        element("button", "\N{RIGHTWARDS ARROW}", type="button", aria_label="next"),
-    ]
+def _render_figure(figure: Figure) -> Element:
+    caption = element("figcaption", element("span", figure.title))
+    if figure.legend:
+        keys = [element("span", _render_mark(style), f" {name}") for style, name in figure.legend]
+        caption.append(element("span", *keys, class_="keys"))
+    made = element("figure", caption, figure.chart)
+    if figure.anchor:
+        made.set("id", figure.anchor)
+    return made
 
 
 def _render_footer(report: VerifyReport) -> Element:
-    text = f"fp8calib {__version__}, on {report.device}, in {report.duration_s:.0f} s. "
-    units = "KLD: Kullback-Leibler divergence from the unquantized model, in nats. "
-    return element("footer", text + units + "\N{PLUS-MINUS SIGN}: one standard error.")
+    units = (
+        "KLD: Kullback-Leibler divergence from the unquantized model, in nats. SQNR: signal to "
+        "quantization noise ratio. \N{PLUS-MINUS SIGN}: one standard error."
+    )
+    return element(
+        "footer", element("h2", "Provenance"), list_provenance(report), element("p", units)
+    )
 
 
-def _to_json(plots: Sequence[Plot]) -> str:
-    """Encode the data of page.js, without characters that HTML would interpret."""
-    data = _without_infinities([plot.to_json() for plot in plots])
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _without_infinities(data: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by null."""
-    if isinstance(data, dict):
-        return {key: _without_infinities(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_without_infinities(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def _read_resource(name: str) -> str:
-    return files("fp8calib.verification.html").joinpath(name).read_text(encoding="utf-8")
+def _read_style() -> str:
+    return files("fp8calib.verification.html").joinpath("page.css").read_text(encoding="utf-8")

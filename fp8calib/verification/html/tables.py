@@ -1,17 +1,21 @@
-"""The page's tables: facts of the run, verdicts, candidates, scale rules, tasks."""
+"""The page's tables: candidates, worst sites, scale rules, tasks, provenance."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element
 
 from fp8calib.verification.html.markup import Child, element, make_table
+from fp8calib.verification.html.series import Series
+from fp8calib.verification.judge.damaged import FLUSHED, LEAST_DB, MOST_CLIPPED
 from fp8calib.verification.report import (
     CandidateResult,
+    LayerResult,
     RuleResult,
     TaskResult,
     Verdict,
     VerifyReport,
+    format_db,
 )
 
 _BADGES = {
@@ -19,47 +23,90 @@ _BADGES = {
     Verdict.WARN: "! warn",
     Verdict.FAIL: "\N{MULTIPLICATION X} fail",
     Verdict.NO_DIFFERENCE: "= no difference",
+    Verdict.CANNOT_TELL: "? cannot tell",
 }
+_MOST_WORST = 12
 _NONE = "\N{EM DASH}"
 
 
-def list_facts(report: VerifyReport) -> Element:
-    """List the facts of the run."""
-    length = f"{report.sequences:,} sequences of up to {report.seq_len:,}"
-    facts = (
-        ("Engine", f"{report.engine} ({report.engine_version})"),
-        ("Data", ", ".join(report.data)),
-        ("Scored tokens", f"{report.tokens:,} in {length}"),
-        ("Computed in", report.dtype),
-        ("Perplexity, unquantized", f"{report.reference.ppl:.5g}"),
+def describe_run(report: VerifyReport) -> str:
+    """Describe the run in one line."""
+    parts = (
+        f"{report.engine_version or report.engine}, emulated",
+        f"{report.tokens:,} tokens in {report.sequences:,} sequences of {', '.join(report.data)}",
+        f"computed in {report.dtype} on {report.device}",
+        f"perplexity of the unquantized model {report.reference.ppl:.5g}",
     )
-    pairs = [element("div", element("dt", name), element("dd", fact)) for name, fact in facts]
-    return element("dl", *pairs, class_="facts")
-
-
-def list_verdicts(report: VerifyReport) -> Element:
-    """List the candidates, each with the badge of its verdict."""
-    items = [element("li", _make_badge(one.verdict), one.name) for one in report.candidates]
-    return element("ul", *items, class_="verdicts")
+    return " \N{MIDDLE DOT} ".join(parts)
 
 
 def candidates_table(report: VerifyReport) -> Element:
     """Make the table of candidates."""
-    kld = ("KLD mean", "KLD median", "KLD p99", "KLD max")
-    header = ("Candidate", "Verdict", "Perplexity", "Ratio", *kld, "Top-1 agreement", "Top-1 ties")
-    rows = [_candidate_row(one) for one in report.candidates]
+    header = ("Candidate", "Verdict", "Perplexity ratio", "KLD mean", "KLD p99", "Top-1 agreement")
+    rows: list[Sequence[Child]] = [
+        [
+            element("div", element("strong", one.name), _make_aside(one.description)),
+            element(
+                "div",
+                _make_badge(one.verdict),
+                _make_aside(f"{one.verdict_why} ({one.gate} gate)"),
+            ),
+            _format_with_error(one.ppl_ratio, one.ppl_ratio_se),
+            f"{one.kld_mean:.3g}",
+            f"{one.kld_p99:.3g}",
+            f"{one.top1_agreement:.2%}",
+        ]
+        for one in report.candidates
+    ]
     return make_table(header, rows, label="Candidates", words=2)
 
 
-def _candidate_row(one: CandidateResult) -> Sequence[Child]:
-    name = element("div", element("strong", one.name), _make_aside(one.description))
-    verdict = element(
-        "div", _make_badge(one.verdict), _make_aside(f"{one.verdict_why} (gate: {one.gate})")
-    )
-    klds = (one.kld_mean, one.kld_median, one.kld_p99, one.kld_max)
-    ratio = _format_with_error(one.ppl_ratio, one.ppl_ratio_se)
-    numbers = (f"{one.ppl:.5g}", ratio, *(f"{kld:.3g}" for kld in klds))
-    return [name, verdict, *numbers, f"{one.top1_agreement:.2%}", f"{one.top1_ties:.2%}"]
+def figures_table(report: VerifyReport) -> Element:
+    """Make the table of the figures that the table of candidates leaves out."""
+    header = ("Candidate", "Perplexity", "KLD median", "KLD max", "Top-1 ties")
+    rows: list[Sequence[Child]] = [(one.name, *_list_figures(one)) for one in report.candidates]
+    return make_table(header, rows, label="Other figures", words=1)
+
+
+def _list_figures(one: CandidateResult) -> tuple[str, ...]:
+    klds = (f"{one.kld_median:.3g}", f"{one.kld_max:.3g}")
+    return (f"{one.ppl:.5g}", *klds, f"{one.top1_ties:.2%}")
+
+
+def list_worst_sites(report: VerifyReport) -> list[LayerResult]:
+    """List the most damaged sites over all candidates, each site of a candidate once."""
+    rows = [row for row in report.layers if row.sqnr_db is not None]
+    return sorted(rows, key=lambda row: row.sqnr_db or 0.0)[:_MOST_WORST]
+
+
+def worst_table(
+    rows: Sequence[LayerResult], series: Sequence[Series], anchors: Mapping[str, str]
+) -> Element:
+    """Make the table of the most damaged sites; `anchors` are the ids of their histograms."""
+    labels = {one.name: one.label for one in series}
+    header = ("Site", "Candidate", "SQNR, dB", "Clipped", "Flushed", "amax", "Scale")
+    cells: list[Sequence[Child]] = []
+    for row in rows:
+        anchor = anchors.get(row.site)
+        site: Child = row.site if anchor is None else element("a", row.site, href=f"#{anchor}")
+        lost = row.sqnr_db is not None and row.sqnr_db < LEAST_DB
+        cells.append(
+            [
+                site,
+                labels.get(row.candidate, row.candidate),
+                _mark(format_db(row.sqnr_db), is_bad=lost),
+                _mark(f"{row.clipped:.2%}", is_bad=row.clipped > MOST_CLIPPED),
+                _mark(f"{row.flushed:.2%}", is_bad=row.flushed > FLUSHED),
+                f"{row.amax:.4g}",
+                "dynamic" if row.scale is None else f"{row.scale:.4g}",
+            ]
+        )
+    return make_table(header, cells, label="Worst sites", words=2)
+
+
+def _mark(text: str, *, is_bad: bool) -> Child:
+    """Mark a figure beyond the tool's limits, by weight and sign and not by colour alone."""
+    return element("strong", f"! {text}", class_="bad") if is_bad else text
 
 
 def rules_table(rules: Sequence[RuleResult]) -> Element:
@@ -101,3 +148,21 @@ def _format_with_error(value: float, error: float | None) -> str:
     if value >= 1e5:
         return f"{value:.3g}"
     return f"{value:.4f}" + ("" if error is None else f" \N{PLUS-MINUS SIGN} {error:.4f}")
+
+
+def list_provenance(report: VerifyReport) -> Element:
+    """List what the figures come from: date, command, hashes and versions."""
+    facts = {"Model": report.model, "Run": f"{report.duration_s:.0f} s on {report.device}"}
+    if (origin := report.provenance) is not None:
+        facts = {
+            "Date": origin.date,
+            "Command": origin.command,
+            "Hash of the model": origin.model_hash,
+            "Hash of the text": origin.data_hash,
+            **facts,
+            "Versions": ", ".join(f"{name} {found}" for name, found in origin.versions.items()),
+        }
+    pairs = [
+        element("div", element("dt", name), element("dd", fact)) for name, fact in facts.items()
+    ]
+    return element("dl", *pairs, class_="facts")

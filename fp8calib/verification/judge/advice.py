@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fp8calib.errors import format_ranges
 from fp8calib.verification.judge.damaged import CLIPPED, list_unfit_scales
 from fp8calib.verification.report import (
     SCALE_ONE,
@@ -19,6 +20,8 @@ NOTABLE_KLD = 1.25
 """Scales that do not lower the mean KL divergence by this factor are not worth the effort."""
 _SURE = 2.0
 """Divergences closer than this many standard errors of their difference count as equal."""
+_MOST_NAMED = 6
+"""More layers are named as ranges."""
 Errors = Mapping[str, float | None]
 """Standard error of a candidate's mean divergence minus that of scale 1.0; None: unknown."""
 
@@ -31,6 +34,8 @@ class Advice:
     remedy: Remedy = Remedy.NONE
     candidate: str = ""
     """The candidate that the remedy is for."""
+    conclusion: str = ""
+    """The last sentence of the text."""
 
 
 def advise(
@@ -43,7 +48,7 @@ def advise(
         if candidate.name != SCALE_ONE and (text := _describe_unfit_scales(candidate, layers))
     ]
     found = _compare_with_one(candidates, layers, errors)
-    return replace(found, text=" ".join([*sentences, found.text]))
+    return replace(found, text=" ".join([*sentences, found.text]), conclusion=found.text)
 
 
 def _describe_unfit_scales(candidate: CandidateResult, layers: Sequence[LayerResult]) -> str:
@@ -205,5 +210,7 @@ def _describe_layers(rows: Sequence[LayerResult]) -> str:
 def _name_layers(layers: Sequence[int]) -> str:
     if len(layers) == 1:
         return f"layer {layers[0]}"
+    if len(layers) > _MOST_NAMED:
+        return f"layers {format_ranges(layers)}"
     shown = ", ".join(map(str, layers[:-1]))
     return f"layers {shown} and {layers[-1]}"

@@ -15,7 +15,7 @@ MOST_CLIPPED = 0.01
 """A rule may clip a few values on purpose; above this share no verdict is good."""
 _LOST_DB = 6.0
 """A site this far below the median of the other sites of its kind stands out."""
-_FLUSHED = 0.02
+FLUSHED = 0.02
 """A tensor that spans many octaves loses this share of values however well its scale fits."""
 _CACHED = frozenset({"k", "v"})
 """Roles that fit into the range of FP8; inputs of linears may span more."""
@@ -40,9 +40,7 @@ def find_damaged(candidate: str, layers: Sequence[LayerResult]) -> LayerResult |
         if row.clipped > MOST_CLIPPED
         or _is_lost(row)
         or (
-            row.role in _CACHED
-            and row.flushed > _FLUSHED
-            and _stands_out(row, _usual_db(row, rows))
+            row.role in _CACHED and row.flushed > FLUSHED and _stands_out(row, _usual_db(row, rows))
         )
     )
     return next(damaged, None)
@@ -75,5 +73,5 @@ def _is_lost(row: LayerResult) -> bool:
 def _stands_out(row: LayerResult, usual_db: float) -> bool:
     if row.sqnr_db is None or row.sqnr_db >= usual_db - _LOST_DB:
         return False
-    is_hurt = row.role == "weight" or row.clipped > 0 or row.flushed > _FLUSHED
+    is_hurt = row.role == "weight" or row.clipped > 0 or row.flushed > FLUSHED
     return row.sqnr_db >= LEAST_DB and is_hurt
