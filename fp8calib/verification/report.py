@@ -35,6 +35,8 @@ class Remedy(StrEnum):
     CALIBRATE = "calibrate"
     USE = "use"
     """Serve the candidate."""
+    SERVE = "serve"
+    """Serve the model with an FP8 cache, without scales."""
     SCALE_QUERY = "scale-query"
     """Write scales of q too."""
     FIND_LAYERS = "find-layers"

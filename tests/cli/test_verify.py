@@ -799,6 +799,12 @@ def test_tensors_that_the_model_has_no_parameter_for_are_named(
     assert expected in printed.json["warnings"]
 
 
+def test_a_model_that_needs_no_scales_ends_with_how_it_is_served(verify: Any, model: Path) -> None:
+    found = verify().json
+    assert found["conclusion"].startswith("this model does not need KV scales")
+    assert found["next"] == f"vllm serve {model} --kv-cache-dtype fp8"
+
+
 def test_the_page_ends_with_the_command_and_the_hashes(
     model: Path, held_out: Path, tmp_path: Path
 ) -> None:

@@ -75,14 +75,17 @@ def suggest_command(report: VerifyReport, settings: VerifySettings) -> str:
             return f"fp8calib calibrate {model} --query-scale yes"
         case Remedy.FIND_LAYERS:
             return f"fp8calib verify {model} --scales {named} --sensitivity"
-        case Remedy.USE:
-            return _serve(candidate, settings)
+        case Remedy.SERVE | Remedy.USE:
+            return _serve(report, settings)
     return ""
 
 
-def _serve(candidate: Path, settings: VerifySettings) -> str:
-    """Spell the command that serves a checkpoint, or the overlay in the output of calibrate."""
+def _serve(report: VerifyReport, settings: VerifySettings) -> str:
+    """Spell the command that serves the model, a checkpoint, or calibrate's overlay."""
     launch = find_emulated(settings.engine)[0].launch
+    if report.remedy is Remedy.SERVE:
+        return "" if launch is None else launch.spell(report.model)
+    candidate = Path(report.remedy_for)
     folders = (candidate / "kv-overlay", candidate)
     found = next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), None)
     return "" if launch is None or found is None else launch.spell(str(found))

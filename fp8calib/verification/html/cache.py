@@ -70,14 +70,14 @@ def _find_limits(report: VerifyReport) -> list[Limit]:
 def _losses_section(by_role: _ByRole, series: Sequence[Series]) -> PageSection:
     figures: list[Figure] = []
     findings: list[str] = []
-    kinds: tuple[tuple[str, Callable[[LayerResult], float], float], ...] = (
-        ("clipped", lambda row: row.clipped, MOST_CLIPPED),
-        ("flushed to zero", lambda row: row.flushed, FLUSHED),
+    kinds: tuple[tuple[str, Callable[[LayerResult], float], float, str], ...] = (
+        ("clipped", lambda row: row.clipped, MOST_CLIPPED, "no verdict is good"),
+        ("flushed to zero", lambda row: row.flushed, FLUSHED, "only with a usual SQNR"),
     )
-    for words, share, limit in kinds:
+    for words, share, limit, rule in kinds:
         lost = {role: rows for role, rows in by_role.items() if any(map(share, rows))}
         y = log_axis(f"share {words}", [], low=-6, high=0, as_percent=True)
-        limits = [Limit(value=limit, text=f"above {limit:.0%} no verdict is good")]
+        limits = [Limit(value=limit, text=f"above {limit:.0%} {rule}")]
         figures += _draw_roles(lost, series, share, y, limits, suffix=f": {words}")
         whole = [ROLE_NAMES[role] for role in by_role if role not in lost]
         findings += [f"{role}: nothing {words}, in any layer of any candidate." for role in whole]

@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element
 
 from fp8calib.verification.html.markup import Child, element, make_table
 from fp8calib.verification.html.series import Series
-from fp8calib.verification.judge.damaged import FLUSHED, LEAST_DB, MOST_CLIPPED
+from fp8calib.verification.judge.damaged import LEAST_DB, MOST_CLIPPED
 from fp8calib.verification.report import (
     CandidateResult,
     LayerResult,
@@ -96,7 +96,7 @@ def worst_table(
                 labels.get(row.candidate, row.candidate),
                 _mark(format_db(row.sqnr_db), is_bad=lost),
                 _mark(f"{row.clipped:.2%}", is_bad=row.clipped > MOST_CLIPPED),
-                _mark(f"{row.flushed:.2%}", is_bad=row.flushed > FLUSHED),
+                f"{row.flushed:.2%}",
                 f"{row.amax:.4g}",
                 "dynamic" if row.scale is None else f"{row.scale:.4g}",
             ]

@@ -135,7 +135,7 @@ def _advise_unscaled(unscaled: CandidateResult, unfit: Sequence[LayerResult]) ->
         text = f"{_describe_layers(unfit)} at scale 1.0 ({cost}); calibrate."
         return Advice(text, Remedy.CALIBRATE)
     if _is_fine(unscaled):
-        return Advice(f"this model does not need KV scales: at scale 1.0 {cost}.")
+        return Advice(f"this model does not need KV scales: at scale 1.0 {cost}.", Remedy.SERVE)
     if unscaled.verdict is Verdict.CANNOT_TELL:
         return Advice(f"whether this model needs KV scales is unknown: at scale 1.0 {cost}.")
     text = f"scale 1.0 costs accuracy ({cost}), though no layer stands out; calibrate."
@@ -184,7 +184,8 @@ def _advise_equal(unscaled: CandidateResult, best: CandidateResult, klds: str) -
         text = f"use {best.name}, which passes: {unscaled.verdict_why} at scale 1.0 ({klds})."
         return Advice(text, Remedy.USE, best.name)
     if _is_fine(unscaled):
-        return Advice(f"this model does not need KV scales: {klds} with {best.name}.")
+        text = f"this model does not need KV scales: {klds} with {best.name}."
+        return Advice(text, Remedy.SERVE)
     return Advice(
         f"scales change nothing here ({klds} with {best.name}): the loss comes from FP8 "
         f"itself ({unscaled.verdict_why})."
