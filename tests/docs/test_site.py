@@ -21,7 +21,7 @@ needs_mkdocs = pytest.mark.skipif(
 @needs_mkdocs
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     config = ROOT / "scripts" / "mkdocs.yml"
-    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet")
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict")
     offline = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
     built = subprocess.run(
         [*command, "--config-file", str(config), "--site-dir", str(tmp_path)],
