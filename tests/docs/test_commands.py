@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,26 @@ def _parse(words: list[str]) -> None:
     context = group.make_context("fp8calib", spread_formats(words), resilient_parsing=True)
     name, command, rest = group.resolve_command(context, spread_formats(words))  # type: ignore[attr-defined]
     command.make_context(name, rest)
+
+
+def test_every_option_that_the_text_names_exists() -> None:
+    """In inline code; the options of engines are those that the engines' records or rules name."""
+    group: Any = get_command(app)
+    known = {option for name in group.commands for option in _list_options(group, name)}
+    folders = {"scripts": "**/*", "fp8calib/engines": "**/*.py", "tests/real_engines": "**/*.py"}
+    files = [path for folder, names in folders.items() for path in (ROOT / folder).glob(names)]
+    texts = [path.read_text() for path in files if path.is_file() and path.suffix != ".pyc"]
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for code in re.findall(r"`([^`]+)`", prose):
+            for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
+                is_known = option in known or any(option in text for text in texts)
+                assert is_known, f"{page.name}: {option}"
+
+
+def _list_options(group: Any, name: str) -> Iterator[str]:
+    for parameter in group.commands[name].params:
+        yield from parameter.opts
 
 
 def _check_script(words: list[str]) -> None:

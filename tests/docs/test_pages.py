@@ -66,6 +66,18 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 130
 
 
+def test_the_readme_says_of_engines_what_the_page_on_engines_says() -> None:
+    words = {"works": "works", "dropped": "not used", "refused": "refused"}
+    page = (DOCS / "serving.md").read_text()
+    for form in ("kv-overlay", "kv-overlay-head", "vllm-json"):
+        brief, full = (
+            re.findall(rf"^\| `{form}`.*?\| (.*) \|$", text, re.M)[-1].split(" | ")
+            for text in (README, page)
+        )
+        said = [words[re.split(r"[ ,]", cell)[0]] for cell in full]
+        assert [re.sub(r" \(.*\)", "", cell) for cell in brief] == said, form
+
+
 def test_the_readme_shows_the_figures_of_the_page_on_quantize() -> None:
     shown = re.findall(r"^\| `(fp8-\w+|w8a16)` \| (\d+ MB) \| (.*?) \| (.*?) \|$", README, re.M)
     assert len(shown) == 3
