@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def test_the_site_has_every_page() -> None:
     ]
     top = {"index.md", *(page.name.lower() for page in TOP)}
     assert sorted(names) == sorted({page.name for page in DOCS.glob("*.md")} | top)
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {name for page in PAGES for name in re.findall(r"\[(\w+)\]\"", page.read_text())}
+    listed = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "install.md").read_text(), re.M))
+    assert named <= listed == extras["optional-dependencies"].keys()
 
 
 def test_the_readme_is_short() -> None:
