@@ -103,7 +103,9 @@ def main_inner(arguments: Sequence[str]) -> int:
 
 def _resume_hint(arguments: Sequence[str]) -> str:
     """Give the command line that resumes an interrupted one; empty where none can."""
-    if not arguments or arguments[0] not in _RESUMABLE or "--dry-run" in arguments:
+    command = next(iter(arguments), "")
+    asks_server = command == "verify" and any(a.startswith("--server") for a in arguments)
+    if not (command in _RESUMABLE or asks_server) or "--dry-run" in arguments:
         return ""
     again = arguments if "--resume" in arguments else [*arguments, "--resume"]
     if find_process_rank(os.environ).size > 1:

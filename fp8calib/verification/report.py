@@ -15,6 +15,8 @@ from fp8calib.fp8.schemes import Granularity
 
 SCALE_ONE = "scale-1.0"
 """The candidate of every report: the KV cache in FP8 without scales."""
+SERVER = "server"
+"""The candidate that runs behind `--server`."""
 
 
 class Verdict(StrEnum):
@@ -60,7 +62,7 @@ class PositionResult(_Model):
     last: int
     """Both inclusive, counted from 0; a token's position is that of the token predicted."""
     tokens: int
-    kld_mean: float
+    kld_mean: float | None
     ppl_ratio: float
 
 
@@ -74,13 +76,14 @@ class CandidateResult(_Model):
     ppl_ratio: float
     ppl_ratio_se: float | None
     """Paired by sequence, or by blocks of tokens where there is only one; None if unknown."""
-    kld_mean: float
-    kld_median: float
-    kld_p99: float
-    kld_max: float
-    top1_agreement: float
+    kld_mean: float | None
+    """Of a server, which does not give whole distributions, estimated or None."""
+    kld_median: float | None
+    kld_p99: float | None
+    kld_max: float | None
+    top1_agreement: float | None
     """Share of tokens whose largest logit is that of the same token; of equal ones the first."""
-    top1_ties: float = 0.0
+    top1_ties: float | None = 0.0
     """Share of tokens where it is not, but the reference's token has an equal logit."""
     verdict: Verdict
     verdict_why: str
@@ -208,6 +211,40 @@ class RunProvenance(_Model):
     versions: Mapping[str, str]
 
 
+class ExplanationResult(_Model):
+    """How well one emulated candidate explains what a server changes, token by token."""
+
+    candidate: str
+    correlation: float | None
+    """None where one of the two changes nothing."""
+    residual_rms: float
+    """Root mean square of what is left, in nats."""
+
+
+class ServerResult(_Model):
+    """A running server, beside the emulated candidates."""
+
+    url: str
+    kind: str
+    model: str
+    """The name of the model there."""
+    finding: str
+    explained_by: str
+    """The candidate that explains it, or comes closest."""
+    sentence: str
+    change_rms: float
+    """Root mean square of its changes to log-probabilities, in nats."""
+    noise_rms: float
+    """The same from one scoring of the server to the next."""
+    kld_at_least: float | None
+    """Lower bound of the mean KL divergence, from the most likely tokens it names."""
+    kld_at_least_se: float | None
+    top_covered: float | None
+    """The unquantized model's probability of these tokens, on average."""
+    explanations: tuple[ExplanationResult, ...]
+    """The best first."""
+
+
 class VerifyReport(_Model):
     """All results; `advice` names the scales that do not fit, and ends with the conclusion."""
 
@@ -239,6 +276,7 @@ class VerifyReport(_Model):
     rules: tuple[RuleResult, ...] = ()
     tasks: tuple[TaskResult, ...] = ()
     task_setup: TaskSetup | None = None
+    server: ServerResult | None = None
     memory: Mapping[str, Any] = {}
     """The memory mode (whole or streamed), its plan, and the measured peak."""
     warnings: tuple[str, ...] = ()
@@ -259,8 +297,10 @@ class VerifyReport(_Model):
 _SMALLEST_FIXED_KLD = 0.001
 
 
-def format_kld(kld: float) -> str:
-    """Format a divergence with at least two significant digits, however small it is."""
+def format_kld(kld: float | None) -> str:
+    """Format a divergence with at least two significant digits; `-` if it is unknown."""
+    if kld is None:
+        return "-"
     if not kld or kld >= _SMALLEST_FIXED_KLD:
         return f"{kld:.4f}"
     return f"{kld:.2e}"

@@ -17,7 +17,7 @@ from fp8calib.verification.report import Sensitivity, SensitivityResult
 
 SEQUENCES = 8
 """Number of sequences: every layer costs a forward pass over them."""
-_LAYERS_AT_ONCE = 8
+LAYERS_AT_ONCE = 8
 """Their hidden states wait for the head together; every round runs the reference again."""
 _STANDS_OUT = 8.0
 """A layer whose KLD is above this multiple of the lower median is worth leaving unquantized."""
@@ -65,7 +65,7 @@ def choose_batches(plan: DataPlan, batch_size: int) -> list[Batch]:
 def split_rounds(geometry: ModelGeometry, emulation: Emulation) -> list[list[int]]:
     """Split the layers into rounds; the reference runs once in each."""
     parts = list(_split_by_layer(geometry, emulation))
-    return [parts[i : i + _LAYERS_AT_ONCE] for i in range(0, len(parts), _LAYERS_AT_ONCE)]
+    return [parts[i : i + LAYERS_AT_ONCE] for i in range(0, len(parts), LAYERS_AT_ONCE)]
 
 
 def _split_by_layer(geometry: ModelGeometry, emulation: Emulation) -> dict[int, Emulation]:

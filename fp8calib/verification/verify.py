@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -17,8 +18,10 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
 from fp8calib.verification.compare.summary import (
+    Summary,
     compute_ppl,
     divergence_errors,
+    split_positions,
     summarize,
     summarize_positions,
 )
@@ -31,16 +34,20 @@ from fp8calib.verification.judge.advice import advise
 from fp8calib.verification.judge.gates import GATES, Gate, downgrade_if_misleading, judge
 from fp8calib.verification.report import (
     SCALE_ONE,
+    SERVER,
     CandidateResult,
     HistogramResult,
     LayerResult,
     ReferenceResult,
+    Remedy,
     RuleResult,
     Sensitivity,
     Verdict,
     VerifyReport,
 )
 from fp8calib.verification.sensitivity import measure_sensitivity
+from fp8calib.verification.server.assess import Assessment, Emulated, ServerAnswers, assess
+from fp8calib.verification.server.hypotheses import Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +83,8 @@ class VerificationRequest:
     """Share of K and V that clips at scale 1.0, by the statistics' histograms."""
     gate: Gate | None = None
     """None: each candidate's own."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Faults of all layers that a server may have, by name; they run beside the candidates."""
     sensitivity_of: Candidate | None = None
     histograms: tuple[HistogramResult, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -98,10 +107,12 @@ def verify(
     batch_size: int,
     progress: Progress,
     comparison: Comparison | None = None,
+    server: ServerAnswers | None = None,
 ) -> VerificationResult:
     """Compare the model with every candidate of `request` on the text of `plan`.
 
-    `comparison` runs the models; None takes one that holds the model in memory whole.
+    `comparison` runs the models; None takes one that holds the model in memory whole. `server` is
+    what a running server answered about the text.
 
     Raises:
         CalibrationError: a forward pass failed.
@@ -117,8 +128,21 @@ def verify(
         batches(plan, batch_size),
         emulations,
         reference_hooks=measurements,
+        watched=None if server is None else server.watched,
         advance=progress.advance,
     )
+    assessment = None
+    if server is not None:
+        emulated = Emulated(
+            comparison=comparison,
+            compared=compared,
+            geometry=reference.geometry,
+            candidates=request.candidates,
+            faults=request.faults,
+            plan=plan,
+            batch_size=batch_size,
+        )
+        assessment = assess(server, emulated, progress)
     sensitivity = None
     if request.sensitivity_of is not None:
         sensitivity = measure_sensitivity(
@@ -137,13 +161,18 @@ def verify(
         "reference": compared.reference.logprobs,
         **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
     }
+    if assessment is not None:
+        report = _add_server(report, request, assessment, plan)
+        logprobs[SERVER] = assessment.logprobs
     return VerificationResult(report=report, logprobs=logprobs)
 
 
 def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
     """List the emulations that run beside the unquantized model, by name."""
     candidates = {candidate.name: candidate.emulation for candidate in request.candidates}
-    return candidates | {_rule_key(name): c.emulation for name, c in request.rules.items()}
+    faults = {name: fault.emulation for name, fault in request.faults.items()}
+    rules = {_rule_key(name): c.emulation for name, c in request.rules.items()}
+    return candidates | faults | rules
 
 
 def _rule_key(rule: str) -> str:
@@ -215,19 +244,55 @@ def _make_result(
     return CandidateResult(
         name=candidate.name,
         description=candidate.description,
-        ppl=summary.ppl,
-        ppl_ratio=summary.ppl_ratio,
-        ppl_ratio_se=summary.ppl_ratio_se,
-        kld_mean=summary.kld_mean,
-        kld_median=summary.kld_median,
-        kld_p99=summary.kld_p99,
-        kld_max=summary.kld_max,
-        top1_agreement=summary.top1_agreement,
-        top1_ties=summary.top1_ties,
+        **_list_figures(summary),
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
         by_position=summarize_positions(scores, reference, lengths),
+    )
+
+
+def _list_figures(summary: Summary) -> dict[str, Any]:
+    return {
+        "ppl": summary.ppl,
+        "ppl_ratio": summary.ppl_ratio,
+        "ppl_ratio_se": summary.ppl_ratio_se,
+        "kld_mean": summary.kld_mean,
+        "kld_median": summary.kld_median,
+        "kld_p99": summary.kld_p99,
+        "kld_max": summary.kld_max,
+        "top1_agreement": summary.top1_agreement,
+        "top1_ties": summary.top1_ties,
+    }
+
+
+def _add_server(
+    report: VerifyReport, request: VerificationRequest, assessment: Assessment, plan: DataPlan
+) -> VerifyReport:
+    """Add the server to a report, before scale 1.0; its diagnosis is the advice."""
+    result, summary = assessment.result, assessment.summary
+    first = next(iter(request.candidates))
+    gate = request.gate or GATES[first.default_gate]
+    verdict, why = downgrade_if_misleading(
+        *judge(summary, gate), candidate=SERVER, kld_mean=summary.kld_mean, rows=(), gate=gate
+    )
+    row = CandidateResult(
+        name=SERVER,
+        description=f"{result.kind} at {result.url}, model {result.model}",
+        **_list_figures(summary),
+        verdict=verdict,
+        verdict_why=why,
+        gate=gate.name,
+        by_position=split_positions(-assessment.changes, None, list(map(len, plan.sequences))),
+    )
+    return report.model_copy(
+        update={
+            "candidates": (*report.candidates[:-1], row, report.candidates[-1]),
+            "server": result,
+            "advice": result.sentence,
+            "remedy": Remedy.NONE,
+            "remedy_for": "",
+        }
     )
 
 

@@ -37,6 +37,7 @@ def make_scores(
         klds=torch.tensor(np.asarray(klds if klds is not None else [0.0] * size)).float(),
         agrees=torch.tensor(agrees if agrees is not None else [True] * size),
         ties=torch.tensor(ties if ties is not None else [False] * size),
+        watched=torch.empty(size, 0),
     )
 
 
@@ -217,6 +218,7 @@ def test_the_error_of_a_difference_of_divergences_by_hand() -> None:
             klds=torch.tensor(klds),
             agrees=torch.ones(4, dtype=torch.bool),
             ties=torch.zeros(4, dtype=torch.bool),
+            watched=torch.empty(4, 0),
         )
         for klds in ([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 1.0, 2.0])
     )

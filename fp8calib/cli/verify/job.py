@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.cli.verify.settings import VerifySettings
@@ -17,6 +17,9 @@ from fp8calib.scales.rules import Rule
 from fp8calib.verification.candidates import OpenedCandidate, Target
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.tasks.task_files import Tasks
+
+if TYPE_CHECKING:  # it imports httpx, which only --server needs
+    from fp8calib.cli.verify.server import ServerJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class VerifyJob:
     target: Target
     opened: tuple[OpenedCandidate, ...]
     plan: DataPlan
+    server: ServerJob | None
     task_job: TaskJob | None
     dtype: str
     dtype_why: str

@@ -18,10 +18,10 @@ from fp8calib.machine.devices import choose_device
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.verification.candidates import find_candidate
 from fp8calib.verification.judge.gates import load_gate
-from fp8calib.verification.report import SCALE_ONE
+from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.tasks.task_files import require_harness
 
-_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, "__metadata__"})
+_RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
 
 
 def resolve_options(settings: VerifySettings) -> ResolvedOptions:
@@ -35,6 +35,7 @@ def resolve_options(settings: VerifySettings) -> ResolvedOptions:
     _check_candidate_names(settings.scales)
     _check_outputs(settings)
     _check_task_options(settings)
+    _check_server_options(settings)
     if settings.fp8_dtype not in FP8_FORMATS:
         raise UsageError(
             f"--fp8-dtype {settings.fp8_dtype}: unknown format",
@@ -69,6 +70,13 @@ def _check_task_options(settings: VerifySettings) -> None:
         require_harness()
     elif settings.limit is not None:
         raise UsageError("--limit has no effect without --tasks", hint="add --tasks NAME")
+
+
+def _check_server_options(settings: VerifySettings) -> None:
+    named = (("--server-model", settings.server_model), ("--server-kind", settings.server_kind))
+    useless = [option for option, value in (*named, ("--resume", settings.resume)) if value]
+    if settings.server is None and useless:
+        raise UsageError(f"{useless[0]} has no effect without --server", hint="add --server URL")
 
 
 def _check_candidate_names(names: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ from fp8calib.verification.damage_rows import (
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import SCALE_ONE, HistogramResult
+from fp8calib.verification.server.assess import list_faults
 from fp8calib.verification.verify import VerificationRequest
 
 
@@ -55,6 +56,7 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         diagnosis_of=first.name if (first := _first_with_kv(job)) else "",
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
+        faults=list_faults(candidates) if job.settings.server else {},
         sensitivity_of=candidates[0] if job.settings.sensitivity else None,
         histograms=tuple(_list_histograms(job)) if job.settings.report else (),
         warnings=(*job.plan.warnings, *job.warnings, *notes),

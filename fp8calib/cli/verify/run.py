@@ -118,6 +118,11 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
             geometry=found.geometry,
         )
         opened = tuple(open_candidate(name, target, options.numerics) for name in settings.scales)
+        plan, server = _plan(settings, source), None
+        if settings.server is not None and not settings.dry_run:
+            from fp8calib.cli.verify.server import open_server  # noqa: PLC0415 -- imports httpx
+
+            server, plan = open_server(settings, source, plan)
         job = VerifyJob(
             settings=settings,
             options=options,
@@ -126,7 +131,8 @@ def _open_job(settings: VerifySettings, options: ResolvedOptions) -> Iterator[Ve
             skeleton=found.model,
             target=target,
             opened=opened,
-            plan=_plan(settings, source),
+            plan=plan,
+            server=server,
             task_job=_open_tasks(settings, source),
             dtype=dtype,
             dtype_why=why,
@@ -204,6 +210,11 @@ def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> VerificationResult:
         bar.stage("loading the model", None)
     with open_reference(job, mode) as (reference, comparison):
         request = build_request(job, reference.model)
+        answers = None
+        if job.server is not None:
+            from fp8calib.cli.verify.server import ask_server  # noqa: PLC0415 -- imports httpx
+
+            answers = ask_server(job.server, job.plan, bar)
         verified = verify(
             reference,
             request,
@@ -211,6 +222,7 @@ def _run(job: VerifyJob, mode: MemoryMode, bar: Bar) -> VerificationResult:
             batch_size=job.settings.batch_size,
             progress=bar,
             comparison=comparison,
+            server=answers,
         )
         if job.task_job is None:
             return verified

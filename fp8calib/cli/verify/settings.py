@@ -27,6 +27,9 @@ from fp8calib.engines.registry import list_emulated
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES
 
+SERVER_KEY = "FP8CALIB_SERVER_KEY"
+"""The environment variable with the API key of --server."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySettings:
@@ -119,6 +122,56 @@ class VerifySettings:
             "--limit", metavar="N", min=1, help="Run only the first N documents of each task."
         ),
     ] = None
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            metavar="URL",
+            help="Also score a running vLLM, SGLang or TGI server, and name the candidate that "
+            f"explains its answers. Its API key: the variable {SERVER_KEY}.",
+        ),
+    ] = None
+    server_model: Annotated[
+        str | None,
+        typer.Option(
+            "--server-model", metavar="NAME", help="The model's name there, if it has several."
+        ),
+    ] = None
+    server_kind: Annotated[
+        str | None,
+        typer.Option(
+            "--server-kind", metavar="NAME", help="vllm, sglang or tgi. Default: recognised."
+        ),
+    ] = None
+    server_logprobs: Annotated[
+        int,
+        typer.Option(
+            "--server-logprobs",
+            metavar="K",
+            min=0,
+            help="Most likely tokens to ask for at each position; more give a better bound of the "
+            "KL divergence, and longer answers.",
+        ),
+    ] = 1
+    server_concurrency: Annotated[
+        int,
+        typer.Option(
+            "--server-concurrency", metavar="N", min=1, max=256, help="Requests sent at once."
+        ),
+    ] = 4
+    server_timeout: Annotated[
+        float,
+        typer.Option(
+            "--server-timeout",
+            metavar="SECONDS",
+            min=1.0,
+            help="The longest wait for one sequence, repetitions included.",
+        ),
+    ] = 300.0
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue an interrupted scoring of the server."),
+    ] = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     device_map: DeviceMapOption = None

@@ -101,6 +101,7 @@ def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     print_text(report.advice)
     print_text("")
     _show_candidates(report)
+    _show_server(report)
     _show_sites(report)
     _show_diagnosis(report)
     _show_sensitivity(report)
@@ -125,8 +126,8 @@ def _show_candidates(report: VerifyReport) -> None:
             format_error(candidate.ppl_ratio_se),
             format_kld(candidate.kld_mean),
             format_kld(candidate.kld_p99),
-            f"{candidate.top1_agreement:.2%}",
-            f"{candidate.top1_ties:.2%}",
+            _format_share(candidate.top1_agreement),
+            _format_share(candidate.top1_ties),
             candidate.verdict.value,
         ]
         for candidate in report.candidates
@@ -136,6 +137,32 @@ def _show_candidates(report: VerifyReport) -> None:
         print_text(f"  {candidate.name}: {candidate.description}")
         print_text(
             f"    {candidate.verdict.value} ({candidate.gate} gate): {candidate.verdict_why}"
+        )
+
+
+def _show_server(report: VerifyReport) -> None:
+    found = report.server
+    if found is None:
+        return
+    print_text("")
+    title = (
+        f"what explains the server's changes, {found.change_rms:.4f} nats (root mean square; "
+        f"{found.noise_rms:.2g} from one scoring to the next)"
+    )
+    rows = [
+        [
+            each.candidate,
+            "-" if each.correlation is None else f"{each.correlation:.3f}",
+            f"{each.residual_rms:.4f}",
+        ]
+        for each in found.explanations
+    ]
+    print_table(title, ["candidate", "correlation", "left, nats"], rows)
+    if found.kld_at_least is not None:
+        print_text(
+            f"  KLD of the server: at least {format_kld(found.kld_at_least)} "
+            f"± {format_error(found.kld_at_least_se)}, from its most likely tokens "
+            f"({_format_share(found.top_covered)} of the probability)"
         )
 
 

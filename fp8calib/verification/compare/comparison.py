@@ -56,11 +56,14 @@ class Comparison(Protocol):
         emulations: Mapping[str, Emulation],
         *,
         reference_hooks: EmulationHooks | None = None,
+        watched: Sequence[torch.Tensor] | None = None,
         advance: Advance,
     ) -> ComparisonResult:
         """Score every candidate (`emulations`, by name) on every batch.
 
-        `reference_hooks` measure tensors of the unquantized model without changing them.
+        `reference_hooks` measure tensors of the unquantized model without changing them. `watched`
+        holds, for each sequence, tokens [L - 1, W] whose log-probabilities by the unquantized model
+        are kept (`TokenScores.watched`).
 
         Raises:
             VerificationError: a model gives NaN or inf; the message names it and the sample.
@@ -70,7 +73,13 @@ class Comparison(Protocol):
 class ScoreCollector:
     """Scores the batches of a comparison, the reference first, then each candidate."""
 
-    def __init__(self, model: LoadedModel, emulations: Mapping[str, Emulation]) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        emulations: Mapping[str, Emulation],
+        watched: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._watched = watched
         self._names = tuple(emulations)
         self._dtype = model.dtype
         self._scores: list[list[TokenScores]] = []
@@ -83,10 +92,17 @@ class ScoreCollector:
             VerificationError: a score is NaN or inf; the message names the model and the sample.
         """
         reference, *others = hidden
-        scores = score_batch(batch, reference, others, logits, self.vocab_size)
+        scores = score_batch(
+            batch, reference, others, logits, self.vocab_size, self._find_watched(batch)
+        )
         for name, found in zip((_REFERENCE, *self._names), scores, strict=True):
             _require_finite(name, found, batch, self._dtype)
         self._scores.append(scores)
+
+    def _find_watched(self, batch: Batch) -> torch.Tensor | None:
+        if self._watched is None:
+            return None
+        return torch.cat(list(self._watched[batch.first : batch.first + len(batch.lengths)]))
 
     def finish(
         self,

@@ -76,12 +76,13 @@ class StreamedComparison:
         emulations: Mapping[str, Emulation],
         *,
         reference_hooks: EmulationHooks | None = None,
+        watched: Sequence[torch.Tensor] | None = None,
         advance: Advance,
     ) -> ComparisonResult:
         """Score every candidate on every batch (`Comparison.run`)."""
         todo = list(batches)
         lanes = self._make_lanes(emulations, reference_hooks or EmulationHooks({}))
-        scores = ScoreCollector(self._model, emulations)
+        scores = ScoreCollector(self._model, emulations, watched)
         with open_hidden_states(self._streaming) as store:
             self._walk(todo, lanes, store, advance)
             self._score(todo, lanes, store, scores)

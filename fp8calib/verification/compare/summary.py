@@ -29,12 +29,13 @@ class Summary:
     """Logarithm of the candidate's perplexity over the reference's."""
     log_ratio_se: float | None
     """None if unknown (`standard_error`)."""
-    kld_mean: float
-    kld_median: float
-    kld_p99: float
-    kld_max: float
-    top1_agreement: float
-    top1_ties: float
+    kld_mean: float | None
+    """None if unknown, as other fields: a server does not give whole distributions."""
+    kld_median: float | None
+    kld_p99: float | None
+    kld_max: float | None
+    top1_agreement: float | None
+    top1_ties: float | None
 
     @property
     def ppl_ratio(self) -> float:
@@ -61,6 +62,29 @@ def summarize(scores: TokenScores, reference: TokenScores, lengths: Sequence[int
         kld_max=float(klds.max()),
         top1_agreement=float(scores.agrees.double().mean()),
         top1_ties=float(scores.ties.double().mean()),
+    )
+
+
+def summarize_logprobs(
+    logprobs: torch.Tensor,
+    reference: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    agrees: torch.Tensor | None,
+    kld_mean: float | None = None,
+) -> Summary:
+    """Reduce the log-probabilities [N] of a server, which are all that it gives."""
+    losses = (reference - logprobs).double()
+    return Summary(
+        ppl=_exp(-float(logprobs.double().mean())),
+        log_ratio=float(losses.mean()),
+        log_ratio_se=standard_error(losses, lengths),
+        kld_mean=kld_mean,
+        kld_median=None,
+        kld_p99=None,
+        kld_max=None,
+        top1_agreement=None if agrees is None else float(agrees.double().mean()),
+        top1_ties=None,
     )
 
 
@@ -116,8 +140,15 @@ def summarize_positions(
     scores: TokenScores, reference: TokenScores, lengths: Sequence[int]
 ) -> tuple[PositionResult, ...]:
     """Split by position, in ranges that double: 1, 2-3, 4-7, ..."""
-    positions = predicted_positions(lengths)
     losses = (reference.logprobs - scores.logprobs).double()
+    return split_positions(losses, scores.klds, lengths)
+
+
+def split_positions(
+    losses: torch.Tensor, klds: torch.Tensor | None, lengths: Sequence[int]
+) -> tuple[PositionResult, ...]:
+    """Split differences of log-probabilities (fp64), and divergences if known, by position."""
+    positions = predicted_positions(lengths)
     octaves = positions.double().log2().floor().long()
     results = []
     for octave in range(int(octaves.max()) + 1):
@@ -127,7 +158,7 @@ def summarize_positions(
                 first=2**octave,
                 last=min(2 ** (octave + 1) - 1, int(positions.max())),
                 tokens=int(chosen.sum()),
-                kld_mean=float(scores.klds[chosen].double().mean()),
+                kld_mean=None if klds is None else float(klds[chosen].double().mean()),
                 ppl_ratio=_exp(float(losses[chosen].mean())),
             )
         )

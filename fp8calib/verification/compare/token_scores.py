@@ -43,6 +43,9 @@ class TokenScores:
     """
     ties: torch.Tensor
     """Whether it is not, but the reference's token has an equal logit: bool [N]."""
+    watched: torch.Tensor
+    """Log-probabilities of the W tokens that were asked for, and in the last column that of the
+    most likely token: fp32 [N, W + 1]; of candidates, and where none were asked for, [N, 0]."""
 
 
 def score_batch(
@@ -51,21 +54,26 @@ def score_batch(
     candidates: Sequence[torch.Tensor],
     logits: Logits,
     vocab_size: int,
+    watched: torch.Tensor | None = None,
 ) -> list[TokenScores]:
     """Score a batch: the reference first, then each candidate.
 
-    Hidden states are [B, S, C]; `logits` computes logits from them.
+    Hidden states are [B, S, C]; `logits` computes logits from them. `watched` [N, W] are tokens
+    whose log-probabilities by the reference are kept.
     """
     index, targets = _predicting_tokens(batch)
+    if watched is None:
+        watched = torch.zeros(len(index), 0, dtype=torch.int64)
     block = _tokens_at_once(reference.device, vocab_size, reference.element_size())
     parts = [
         _score_block(
             [hidden.flatten(0, 1)[rows.to(hidden.device)] for hidden in (reference, *candidates)],
             expected,
+            asked,
             logits,
         )
-        for rows, expected in zip(
-            torch.split(index, block), torch.split(targets, block), strict=True
+        for rows, expected, asked in zip(
+            *(torch.split(each, block) for each in (index, targets, watched)), strict=True
         )
     ]
     return [join_scores(scores) for scores in zip(*parts, strict=True)]
@@ -78,6 +86,7 @@ def join_scores(parts: Sequence[TokenScores]) -> TokenScores:
         klds=torch.cat([part.klds for part in parts]),
         agrees=torch.cat([part.agrees for part in parts]),
         ties=torch.cat([part.ties for part in parts]),
+        watched=torch.cat([part.watched for part in parts]),
     )
 
 
@@ -105,7 +114,7 @@ def scoring_bytes(device: torch.device, vocab_size: int, itemsize: int, *, num_t
 
 
 def _score_block(
-    hidden: Sequence[torch.Tensor], targets: torch.Tensor, logits: Logits
+    hidden: Sequence[torch.Tensor], targets: torch.Tensor, watched: torch.Tensor, logits: Logits
 ) -> list[TokenScores]:
     """Compute the logits of a block, and reduce them a few rows at a time.
 
@@ -114,11 +123,12 @@ def _score_block(
     first, others = logits(hidden[0]), hidden[1:]
     rows = _rows_at_once(first)
     wanted = torch.split(targets.to(first.device).unsqueeze(1), rows)
+    asked = torch.split(watched.to(first.device), rows)
     scores: list[TokenScores] = []
     for start in range(0, max(len(others), 1), _CANDIDATES_AT_ONCE):
         found = [first, *map(logits, others[start : start + _CANDIDATES_AT_ONCE])]
         pieces = zip(*(torch.split(each, rows) for each in found), strict=True)
-        parts = [_score_rows(piece, row) for piece, row in zip(pieces, wanted, strict=True)]
+        parts = [_score_rows(*each) for each in zip(pieces, wanted, asked, strict=True)]
         joined = [join_scores(each) for each in zip(*parts, strict=True)]
         scores += joined[min(start, 1) :]  # the reference once
     return scores
@@ -131,7 +141,9 @@ def _rows_at_once(logits: torch.Tensor) -> int:
     return max(_REDUCED_AT_ONCE // logits.shape[1], 4)
 
 
-def _score_rows(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[TokenScores]:
+def _score_rows(
+    logits: Sequence[torch.Tensor], targets: torch.Tensor, watched: torch.Tensor
+) -> list[TokenScores]:
     """Reduce the logits [N, V] of the reference and of each candidate; targets are [N, 1]."""
     reference = torch.log_softmax(logits[0], -1, dtype=torch.float32)
     scores = [
@@ -140,6 +152,7 @@ def _score_rows(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[T
             klds=torch.zeros(len(targets)),
             agrees=torch.ones(len(targets), dtype=torch.bool),
             ties=torch.zeros(len(targets), dtype=torch.bool),
+            watched=_watch(reference, watched),
         )
     ]
     if len(logits) == 1:
@@ -160,9 +173,17 @@ def _score_rows(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[T
                 klds=klds.clamp_(min=0).cpu(),
                 agrees=agrees.cpu(),
                 ties=ties.cpu(),
+                watched=torch.empty(len(targets), 0),
             )
         )
     return scores
+
+
+def _watch(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Keep the log-probabilities of `tokens` [N, W] and the largest: [N, W + 1], or [N, 0]."""
+    if not tokens.shape[1]:
+        return torch.empty(len(tokens), 0)
+    return torch.cat([logprobs.gather(1, tokens), logprobs.amax(1, keepdim=True)], 1).cpu()
 
 
 def _argmax(x: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ class WholeComparison:
         emulations: Mapping[str, Emulation],
         *,
         reference_hooks: EmulationHooks | None = None,
+        watched: Sequence[torch.Tensor] | None = None,
         advance: Advance,
     ) -> ComparisonResult:
         """Score every candidate on every batch (`Comparison.run`)."""
@@ -52,7 +53,7 @@ class WholeComparison:
             (Emulation(), reference_hooks or EmulationHooks({})),
             *zip(emulations.values(), hooks, strict=True),
         ]
-        scores = ScoreCollector(self._model, emulations)
+        scores = ScoreCollector(self._model, emulations, watched)
         for group in self._groups(batches, emulations):
             hidden = [list(self._run_group(group, *each, advance)) for each in models]
             if len(group) > 1:  # the scores of a batch alone leave no holes worth the time

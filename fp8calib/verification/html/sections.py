@@ -125,7 +125,10 @@ def positions_section(report: VerifyReport) -> PageSection:
     """Draw the mean KL divergence by the position in a sequence."""
     longest = max(report.candidates, key=lambda one: len(one.by_position), default=None)
     ranges = longest.by_position if longest else ()
-    klds = [[row.kld_mean for row in one.by_position] for one in report.candidates]
+    klds = [
+        [row.kld_mean for row in one.by_position if row.kld_mean is not None]
+        for one in report.candidates
+    ]
     figures = []
     if any(kld for each in klds for kld in each):
         y = log_axis("mean KLD, nats", [kld for each in klds for kld in each], low=-6, high=0)
@@ -136,9 +139,9 @@ def positions_section(report: VerifyReport) -> PageSection:
         hover = [
             f"positions {_format_range(row.first, row.last)}, {row.tokens:,} tokens\n"
             + "\n".join(
-                f"{one.name}: {one.by_position[at].kld_mean:.3g} nats"
-                for one in report.candidates
-                if at < len(one.by_position)
+                f"{one.name}: {each[at]:.3g} nats"
+                for one, each in zip(report.candidates, klds, strict=True)
+                if at < len(each)
             )
             for at, row in enumerate(ranges)
         ]

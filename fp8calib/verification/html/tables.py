@@ -52,9 +52,9 @@ def candidates_table(report: VerifyReport) -> Element:
                 _make_aside(f"{one.verdict_why} ({one.gate} gate)"),
             ),
             _format_with_error(one.ppl_ratio, one.ppl_ratio_se),
-            f"{one.kld_mean:.3g}",
-            f"{one.kld_p99:.3g}",
-            f"{one.top1_agreement:.2%}",
+            _format_kld(one.kld_mean),
+            _format_kld(one.kld_p99),
+            _format_share(one.top1_agreement),
         ]
         for one in report.candidates
     ]
@@ -69,8 +69,16 @@ def figures_table(report: VerifyReport) -> Element:
 
 
 def _list_figures(one: CandidateResult) -> tuple[str, ...]:
-    klds = (f"{one.kld_median:.3g}", f"{one.kld_max:.3g}")
-    return (f"{one.ppl:.5g}", *klds, f"{one.top1_ties:.2%}")
+    klds = (_format_kld(one.kld_median), _format_kld(one.kld_max))
+    return (f"{one.ppl:.5g}", *klds, _format_share(one.top1_ties))
+
+
+def _format_kld(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.3g}"
+
+
+def _format_share(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.2%}"
 
 
 def list_worst_sites(report: VerifyReport) -> list[LayerResult]:

@@ -99,7 +99,7 @@ def _compare_with_one(
         return Advice(_list_verdicts(others))
     if not scaled:
         return _advise_unscaled(unscaled, unfit)
-    best = min(scaled, key=lambda candidate: candidate.kld_mean)
+    best = min(scaled, key=_kld)
     error = errors.get(best.name)
     broken = list_unfit_scales(best.name, layers)
     needs_query = any(map(_is_unscaled_query, broken))
@@ -194,9 +194,15 @@ def _advise_equal(unscaled: CandidateResult, best: CandidateResult, klds: str) -
 
 def _is_less(one: CandidateResult, other: CandidateResult, error: float | None) -> bool:
     """Tell whether the divergence of `one` is significantly and notably less than the other's."""
-    difference = other.kld_mean - one.kld_mean
+    difference = _kld(other) - _kld(one)
     is_sure = error is not None and difference > _SURE * error
-    return is_sure and other.kld_mean > one.kld_mean * NOTABLE_KLD
+    return is_sure and _kld(other) > _kld(one) * NOTABLE_KLD
+
+
+def _kld(candidate: CandidateResult) -> float:
+    """Give the mean divergence of an emulated candidate, which is always known."""
+    assert candidate.kld_mean is not None  # noqa: S101
+    return candidate.kld_mean
 
 
 def _describe_layers(rows: Sequence[LayerResult]) -> str:

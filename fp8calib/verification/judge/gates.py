@@ -92,7 +92,9 @@ def judge(summary: Summary, gate: Gate) -> tuple[Verdict, str]:
 
     With an error that is unknown, or larger than the gate's margin, only a failure is certain.
     """
-    if gate.kld_fail_above is not None and summary.kld_mean > gate.kld_fail_above:
+    if gate.kld_fail_above is not None and summary.kld_mean is None:
+        return Verdict.CANNOT_TELL, "its KLD, for which the gate has a threshold, is unknown"
+    if gate.kld_fail_above is not None and (summary.kld_mean or 0.0) > gate.kld_fail_above:
         kld = format_kld(summary.kld_mean)
         return Verdict.FAIL, f"mean KLD {kld} is above {gate.kld_fail_above:g}"
     if summary.log_ratio_se is None:
@@ -111,7 +113,7 @@ def downgrade_if_misleading(
     why: str,
     *,
     candidate: str,
-    kld_mean: float,
+    kld_mean: float | None,
     rows: Sequence[LayerResult],
     gate: Gate,
 ) -> tuple[Verdict, str]:
@@ -122,7 +124,7 @@ def downgrade_if_misleading(
     on text that the model writes itself, the divergence is the logarithm of the ratio.
 
     The gate's own threshold on the divergence, if any, replaces this one. `rows` are the sites of
-    all candidates; `kld_mean` is in nats.
+    all candidates; `kld_mean` is in nats, None if unknown.
     """
     if verdict not in {Verdict.PASS, Verdict.NO_DIFFERENCE}:
         return verdict, why
@@ -131,7 +133,7 @@ def downgrade_if_misleading(
         return Verdict.WARN, f"{why}, but {_describe_damage(damaged)}"
     # FP8 itself has a divergence: a stricter gate on the ratio does not lower this threshold.
     most = math.log(max(gate.fail_above, GATES["kv"].fail_above))
-    if gate.kld_fail_above is None and kld_mean > most:
+    if gate.kld_fail_above is None and kld_mean is not None and kld_mean > most:
         return (
             Verdict.WARN,
             f"{why}, but the mean KLD is {format_kld(kld_mean)}: the model answers differently",

@@ -1,0 +1,241 @@
+"""HTTP requests to a server: limited in number and in time, repeated where the server is busy.
+
+An API key is read from the environment. No message holds it, whatever the server answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import httpx
+
+from fp8calib import __version__
+from fp8calib.errors import UsageError, VerificationError, first_line, shorten
+
+_BUSY = frozenset({408, 429, 502, 503, 504})
+_FIRST_DELAY_S = 1.0
+_LONGEST_DELAY_S = 30.0
+_LARGEST_BYTES = 2**28
+_BROKEN_CONNECTIONS = 3
+"""Requests that fail without an answer before a server counts as gone."""
+_SHOWN = 300
+_HINT_BUSY = "wait until it is free, raise --server-timeout, or lower --server-concurrency"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a server is, and what it asks for."""
+
+    url: str
+    """Without the path of an API, and without a slash at the end."""
+    option: str
+    """The option that names it, for messages."""
+    variable: str
+    """The environment variable that holds its API key."""
+    key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a server answered."""
+
+    status: int
+    body: Any
+    """The JSON value; None where the answer is not JSON."""
+    text: str
+    """The beginning of the answer, on one line."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the server did what was asked."""
+        return self.status == httpx.codes.OK
+
+
+def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
+    """Check the URL of a server, and read its API key from the environment.
+
+    Raises:
+        UsageError: the URL is none of a server, or holds a password.
+    """
+    hint = f"give it like {option} http://localhost:8000"
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise UsageError(f"{option}: not a URL: {first_line(error)}", hint=hint) from error
+    if parsed.userinfo:
+        raise UsageError(
+            f"{option}: the URL holds a user name or a password",
+            hint=f"put the key into the environment variable {variable}",
+        )
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise UsageError(f"{option} {shorten(url)}: not a http or https URL", hint=hint)
+    if parsed.query or parsed.fragment:
+        raise UsageError(f"{option} {parsed.host}: the URL ends with a query", hint=hint)
+    path = parsed.path.rstrip("/").removesuffix("/v1")
+    base = str(parsed.copy_with(raw_path=path.encode() or b"/")).rstrip("/")
+    return Endpoint(url=base, option=option, variable=variable, key=os.environ.get(variable, ""))
+
+
+class ServerClient:
+    """Sends requests to one server; each ends within `timeout_s`, repetitions included."""
+
+    def __init__(self, endpoint: Endpoint, *, timeout_s: float, concurrency: int) -> None:
+        self.endpoint = endpoint
+        self._timeout_s = timeout_s
+        headers = {"User-Agent": f"fp8calib/{__version__}"}
+        if endpoint.key:
+            headers["Authorization"] = f"Bearer {endpoint.key}"
+        try:
+            self._client = httpx.AsyncClient(
+                headers=headers,
+                timeout=None,  # noqa: S113 -- `_attempt` limits the whole request
+                limits=httpx.Limits(max_connections=concurrency),
+            )
+        except (ValueError, UnicodeError) as error:
+            raise UsageError(
+                f"{endpoint.variable}: the key cannot be sent in a header",
+                hint="use printable ASCII characters",
+            ) from error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str) -> Answer:
+        """Ask for a document."""
+        return await self._request("GET", path, None)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
+        """Send a document.
+
+        Raises:
+            VerificationError: no answer within the time-out, the server is busy until then, it is
+                gone, or it refuses the key.
+        """
+        return await self._request("POST", path, body)
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+        until = time.monotonic() + self._timeout_s
+        delay, broken = _FIRST_DELAY_S, 0
+        while True:
+            wait: float | None = None
+            hint = _HINT_BUSY
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    answer, wait = await self._attempt(method, path, body)
+                why = f"answers {answer.status}: {answer.text}"
+            except TimeoutError as error:
+                raise self._fail(
+                    f"{path}: no answer within {self._timeout_s:g} s",
+                    "raise --server-timeout, or lower --server-concurrency",
+                ) from error
+            except httpx.TransportError as error:
+                broken += 1
+                why, hint = self._explain_broken(error), _hint_broken(error)
+                if broken == _BROKEN_CONNECTIONS or _find_tls(error):
+                    raise self._fail(f"{path}: {why}", hint) from error
+            else:
+                if answer.status not in _BUSY:
+                    return self._checked(path, answer)
+            pause = min(max(delay, wait or 0.0), _LONGEST_DELAY_S) * random.uniform(0.8, 1.2)  # noqa: S311
+            delay *= 2
+            if time.monotonic() + pause > until:
+                raise self._fail(f"{path}: {why}, for {self._timeout_s:g} s", hint)
+            await asyncio.sleep(pause)
+
+    async def _attempt(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> tuple[Answer, float | None]:
+        """Send a request once; give the answer, and the seconds that a busy server asks for."""
+        async with self._client.stream(method, self.endpoint.url + path, json=body) as response:
+            raw = bytearray()
+            async for chunk in response.aiter_bytes():
+                raw += chunk
+                if len(raw) > _LARGEST_BYTES:
+                    raise self._fail(
+                        f"{path}: the answer is longer than {_LARGEST_BYTES // 2**20} MiB",
+                        "use a smaller --server-logprobs or --seq-len",
+                    )
+            return self._read(response, bytes(raw)), _read_delay(response)
+
+    def _read(self, response: httpx.Response, raw: bytes) -> Answer:
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError):
+            body = None
+        text = _find_message(body) or raw[: 8 * _SHOWN].decode("utf-8", "replace")
+        if body is None:
+            text = re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL)
+        if response.has_redirect_location:
+            text = f"a redirection to {httpx.URL(response.headers['location']).host or 'a path'}"
+        return Answer(status=response.status_code, body=body, text=self._clean(text))
+
+    def _clean(self, text: str) -> str:
+        """Shorten a text of the server to one line without the key, which it may repeat."""
+        line = " ".join(text.split())
+        if self.endpoint.key:
+            line = line.replace(self.endpoint.key, "***")
+        return shorten(line[:_SHOWN]) or "nothing"
+
+    def _checked(self, path: str, answer: Answer) -> Answer:
+        if answer.status in {401, 403}:
+            given = "refuses the key of" if self.endpoint.key else "asks for a key, expected in"
+            raise self._fail(
+                f"{path}: the server {given} {self.endpoint.variable} ({answer.status})",
+                f"set the environment variable {self.endpoint.variable}",
+            )
+        if httpx.codes.is_redirect(answer.status):
+            raise self._fail(f"{path}: {answer.text}", "give the URL it is redirected to")
+        return answer
+
+    def _explain_broken(self, error: httpx.TransportError) -> str:
+        if tls := _find_tls(error):
+            return f"TLS: {self._clean(first_line(tls))}"
+        if isinstance(error, httpx.ConnectError):
+            return f"no connection: {self._clean(first_line(error))}"
+        return f"the connection broke: {self._clean(first_line(error))}"
+
+    def _fail(self, what: str, hint: str) -> VerificationError:
+        return VerificationError(f"{self.endpoint.url}{what}", hint=hint)
+
+
+def _find_message(body: Any) -> str:
+    """Find the message of an error in the forms that vLLM, SGLang and TGI use."""
+    if not isinstance(body, dict):
+        return ""
+    found = body.get("error", body.get("message", body.get("detail", "")))
+    if isinstance(found, dict):
+        found = found.get("message", "")
+    return found if isinstance(found, str) else json.dumps(found)
+
+
+def _read_delay(response: httpx.Response) -> float | None:
+    try:
+        return max(float(response.headers.get("retry-after", "")), 0.0)
+    except ValueError:
+        return None
+
+
+def _find_tls(error: BaseException) -> BaseException | None:
+    """Find the TLS error behind a broken connection."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ssl.SSLError):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def _hint_broken(error: httpx.TransportError) -> str:
+    if _find_tls(error):
+        return "set SSL_CERT_FILE to the certificate of the server's authority, or check the URL"
+    return "is the server running, and is the URL right? its log may name the cause"

@@ -1,0 +1,225 @@
+"""Which emulated candidate explains what a server changes, token by token: numbers in, verdict out.
+
+A change is the log-probability of a token minus that by the unquantized model: fp64 [N].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+
+from fp8calib.verification.compare.summary import standard_error
+
+UNQUANTIZED = "unquantized"
+"""The candidate that changes nothing."""
+_SURE = 3.0
+"""Standard errors by which one candidate's squared residual must be below another's."""
+_EXPLAINED = 0.5
+"""A candidate that explains this share of the squared changes explains the server."""
+_RELATED = 0.3
+"""So does one with this correlation whose own changes are about as large: engines compute in other
+orders and dtypes, which turns many roundings around."""
+_LARGER = 2.0
+"""The most that squared changes may exceed a candidate's there."""
+_CLOSE = 0.98
+"""Where a larger share is explained, faults of single layers are not tried."""
+_ABOVE_NOISE = 4.0
+"""Squared changes that are not this many times those of a repetition are noise."""
+_LAYERS_SHARE = 0.2
+"""Share of what a candidate leaves that faults of layers have to explain together."""
+_LAYERS_SHARE_RELATED = 0.35
+"""The same where a candidate is related to the server, but explains less than half."""
+_NOTABLE = 0.1
+"""A layer is named if it explains this share of what the most important one does."""
+
+
+class Finding(StrEnum):
+    """What a server does with the KV cache."""
+
+    CANDIDATE = "candidate"
+    """As a candidate, or as a candidate with a fault."""
+    UNQUANTIZED = "unquantized"
+    OTHER_SCALES = "other-scales"
+    """FP8, with scales of some layers that are none of the candidates'."""
+    UNKNOWN = "unknown"
+    """It differs from every candidate."""
+    UNLIKE = "unlike"
+    """It changes as much as the candidates do, but otherwise: what it is cannot be told."""
+    EQUAL = "equal"
+    """Two candidates explain it equally well."""
+    NOISE = "noise"
+    """The candidates change less than the server does from one scoring to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How well a candidate explains the server's changes."""
+
+    name: str
+    correlation: float | None
+    """None where one of the two changes nothing."""
+    residual: float
+    """Root mean square of what it leaves, in nats."""
+    energy: float
+    """Mean square of its own changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was found, and by how much."""
+
+    finding: Finding
+    name: str
+    """The candidate that explains the server, or comes closest."""
+    other: str = ""
+    """The candidate that explains it equally well."""
+    layers: tuple[str, ...] = ()
+    """The faults of single layers that explain it together, the most important first."""
+    fits: tuple[Fit, ...] = ()
+    """Best first."""
+    size: float = 0.0
+    """Root mean square of the server's changes, in nats."""
+
+    @property
+    def correlation(self) -> float:
+        """The correlation with the candidate `name`."""
+        found = next((fit.correlation for fit in self.fits if fit.name == self.name), None)
+        return found or 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """The changes of the server and of candidates on the same tokens."""
+
+    server: torch.Tensor
+    candidates: Mapping[str, torch.Tensor]
+    lengths: Sequence[int]
+    """Tokens of every sequence."""
+    noise: float = 0.0
+    """Mean square of the changes from one scoring of the server to the next."""
+
+    def find(self, name: str) -> torch.Tensor:
+        """Give the changes of a candidate."""
+        return torch.zeros_like(self.server) if name == UNQUANTIZED else self.candidates[name]
+
+    def fit(self, name: str) -> Fit:
+        """Compare a candidate with the server."""
+        changes = self.find(name)
+        return Fit(
+            name=name,
+            correlation=correlate(self.server, changes),
+            residual=math.sqrt(mean_square(self.server - changes)),
+            energy=mean_square(changes),
+        )
+
+    def is_less(self, one: str, other: str) -> bool:
+        """Tell whether the squared residual of `one` is below that of `other`, beyond doubt."""
+        left, most = (self.server - self.find(name) for name in (one, other))
+        difference = most.square() - left.square()
+        error = standard_error(difference, self.lengths)
+        return error is not None and float(difference.mean()) > _SURE * error
+
+
+def mean_square(values: torch.Tensor) -> float:
+    """Give the mean of the squares."""
+    return float(values.square().mean())
+
+
+def correlate(one: torch.Tensor, other: torch.Tensor) -> float | None:
+    """Give Pearson's correlation; None where one does not vary."""
+    a, b = one - one.mean(), other - other.mean()
+    size = float(a.norm() * b.norm())
+    return float(a @ b) / size if size else None
+
+
+def explain(changes: Changes) -> Diagnosis:
+    """Find the candidate that explains the server's changes best."""
+    names = (UNQUANTIZED, *changes.candidates)
+    fits = sorted(map(changes.fit, names), key=lambda fit: fit.residual)
+    return _judge(changes, fits, fits[0])
+
+
+def explain_with_faults(
+    found: Diagnosis, changes: Changes, base: str, faults: Mapping[str, torch.Tensor]
+) -> Diagnosis:
+    """Try faults of single layers of the candidate `base` too; all on some of the sequences.
+
+    A fault is named only if it explains the server better than every candidate, beyond doubt.
+    """
+    everything = replace(changes, candidates={**changes.candidates, **faults})
+    fits = sorted(map(changes.fit, (UNQUANTIZED, *changes.candidates)), key=lambda f: f.residual)
+    fault = min(map(everything.fit, faults), key=lambda fit: fit.residual)
+    if everything.is_less(fault.name, fits[0].name):
+        judged = _judge(everything, [fault, *fits], fault)
+        if judged.finding is Finding.CANDIDATE:
+            return replace(judged, fits=(fault, *found.fits))
+    if found.finding is Finding.CANDIDATE and _explains_most(found.fits[0], found.size**2):
+        return found
+    is_related = found.finding is Finding.CANDIDATE
+    share, layers = _sum_of_faults(everything, base, faults)
+    if share < (_LAYERS_SHARE_RELATED if is_related else _LAYERS_SHARE):
+        return found
+    return replace(found, finding=Finding.OTHER_SCALES, name=base, layers=tuple(layers))
+
+
+def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
+    squares = mean_square(changes.server)
+
+    def conclude(finding: Finding, name: str, other: str = "") -> Diagnosis:
+        return Diagnosis(
+            finding=finding, name=name, other=other, fits=tuple(fits), size=math.sqrt(squares)
+        )
+
+    emulated = [fit for fit in fits if fit.name != UNQUANTIZED]
+    closest = emulated[0].name
+    energies = [fit.energy for fit in emulated]
+    if max(energies) <= _ABOVE_NOISE * changes.noise:
+        return conclude(Finding.NOISE, closest)
+    if _is_explained(best, squares):
+        rivals = [fit.name for fit in fits if fit.name != best.name]
+        rival = next((name for name in rivals if not changes.is_less(best.name, name)), "")
+        return conclude(Finding.EQUAL if rival else Finding.CANDIDATE, best.name, rival)
+    is_related = any((fit.correlation or 0.0) >= _RELATED for fit in emulated)
+    if squares <= max(min(energies) / _LARGER, _ABOVE_NOISE * changes.noise) and not is_related:
+        return conclude(Finding.UNQUANTIZED, UNQUANTIZED)
+    is_alike = squares <= _LARGER * max(energies)
+    return conclude(Finding.UNLIKE if is_alike else Finding.UNKNOWN, closest)
+
+
+def _is_explained(best: Fit, squares: float) -> bool:
+    """Tell whether a candidate explains changes of this mean square."""
+    if best.name == UNQUANTIZED:
+        return False
+    is_alike = (best.correlation or 0.0) >= _RELATED and squares <= _LARGER * best.energy
+    return is_alike or _explains_most(best, squares)
+
+
+def _explains_most(fit: Fit, squares: float) -> bool:
+    return fit.residual**2 <= (1 - _EXPLAINED) * squares
+
+
+def needs_layers(found: Diagnosis) -> bool:
+    """Tell whether faults of single layers may explain the server better."""
+    if found.finding in {Finding.UNKNOWN, Finding.UNLIKE}:
+        return True
+    is_close = found.fits[0].residual ** 2 <= (1 - _CLOSE) * found.size**2
+    return found.finding is Finding.CANDIDATE and not is_close
+
+
+def _sum_of_faults(
+    changes: Changes, base: str, faults: Mapping[str, torch.Tensor]
+) -> tuple[float, list[str]]:
+    """Explain what `base` leaves by a sum of faults: the share explained, and the main ones."""
+    start = changes.find(base)
+    left = changes.server - start
+    effects = torch.stack([each - start for each in faults.values()], 1)
+    weights = torch.linalg.lstsq(effects, left.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    share = 1 - mean_square(left - effects @ weights) / mean_square(left)
+    sizes = (effects * weights).square().mean(0)
+    order = sizes.argsort(descending=True).tolist()
+    names = list(faults)
+    return share, [names[i] for i in order if float(sizes[i]) > _NOTABLE * float(sizes.max())]

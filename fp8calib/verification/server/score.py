@@ -1,0 +1,225 @@
+"""Let a server score sequences: several at once, each kept as soon as it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8calib.calibration import Progress
+from fp8calib.errors import Fp8CalibError, ModelError, VerificationError
+from fp8calib.verification.server.client import Answer, Endpoint, ServerClient
+from fp8calib.verification.server.kind import AnswerError, SequenceScores, ServerScores
+from fp8calib.verification.server.partial import PartialScores
+from fp8calib.verification.server.recognise import (
+    Server,
+    check_length,
+    check_tokenizer,
+    recognise,
+)
+
+_OTHER_VOCABULARY = ("vocab",)
+_TOO_LONG = (
+    "context length",
+    "max_model_len",
+    "max_total_tokens",
+    "max_input",
+    "too long",
+    "longer",
+)
+_TOO_MANY_LOGPROBS = ("logprobs",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How a server is asked."""
+
+    endpoint: Endpoint
+    model: str | None
+    kind: str | None
+    num_top: int
+    """The tokens at every position whose log-probabilities are asked for."""
+    concurrency: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerText:
+    """What is sent to a server."""
+
+    sequences: Sequence[torch.Tensor]
+    """Token ids: 1-D int64."""
+    fingerprint: str
+    """Identifies them."""
+    tokenizer: Any | None
+    """Of the model; None if it has none."""
+
+
+def connect(
+    options: ServerOptions, sequences: Sequence[torch.Tensor], tokenizer: Any | None
+) -> Server:
+    """Find out what runs behind the URL, and refuse what cannot score `sequences`.
+
+    Raises:
+        VerificationError: it is no server of a known kind, it fails, or takes only shorter text.
+        ModelError: it has another model.
+    """
+
+    async def ask() -> Server:
+        async with _open_client(options) as client:
+            server = await recognise(client, kind=options.kind, model=options.model)
+            check_length(server, client, max(map(len, sequences)))
+            note = "the tokenizers were not compared: the model has none"
+            if tokenizer is not None:
+                note = await check_tokenizer(server, client, tokenizer, sequences[0].tolist())
+            return replace(server, note=f"{options.endpoint.option}: {note}" if note else "")
+
+    return asyncio.run(ask())
+
+
+def score(
+    options: ServerOptions,
+    server: Server,
+    text: ServerText,
+    progress: Progress,
+    *,
+    folder: Path,
+    resume: bool,
+    stage: str = "asking the server",
+) -> ServerScores:
+    """Ask a server for the log-probabilities of a text.
+
+    What was answered is kept in `folder` if the server fails or the run is interrupted.
+
+    Raises:
+        VerificationError: the server fails, or answers with something else.
+        ModelError: it has another model.
+    """
+    most = server.kind.most_logprobs
+    num_top = options.num_top if most is None else min(options.num_top, most)
+    tag = "\0".join((options.endpoint.url, server.model, text.fingerprint, str(num_top)))
+    partial = PartialScores(folder, tag)
+    progress.stage(stage, sum(map(len, text.sequences)), unit="tokens")
+
+    async def ask() -> None:
+        async with _open_client(options) as client:
+            job = _Job(client, server, text, num_top, progress)
+            await job.run(partial.open(resume=resume), options.concurrency)
+
+    asyncio.run(ask())
+    return ServerScores(
+        url=options.endpoint.url,
+        kind=server.kind.name,
+        model=server.model,
+        sequences=tuple(partial.found[number] for number in range(len(text.sequences))),
+    )
+
+
+def _open_client(options: ServerOptions) -> ServerClient:
+    return ServerClient(
+        options.endpoint, timeout_s=options.timeout_s, concurrency=options.concurrency
+    )
+
+
+class _Job:
+    """Sends sequences to a server."""
+
+    def __init__(
+        self,
+        client: ServerClient,
+        server: Server,
+        text: ServerText,
+        num_top: int,
+        progress: Progress,
+    ) -> None:
+        self._client = client
+        self._server = server
+        self._text = text
+        self._num_top = num_top
+        self._progress = progress
+
+    async def run(self, partial: PartialScores, concurrency: int) -> None:
+        """Score what is not in `partial` yet, at most `concurrency` sequences at once."""
+        is_done = False
+        try:
+            for number in partial.found:
+                self._progress.advance(len(self._text.sequences[number]))
+            left = (n for n in range(len(self._text.sequences)) if n not in partial.found)
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(concurrency):
+                    tasks.create_task(self._work(left, partial))
+            is_done = True
+        except ExceptionGroup as group:
+            raise _choose_error(group, partial, len(self._text.sequences)) from None
+        finally:
+            partial.close()
+            if is_done:
+                partial.remove()
+
+    async def _work(self, left: Iterator[int], partial: PartialScores) -> None:
+        for number in left:
+            ids = self._text.sequences[number].tolist()
+            partial.add(number, await self._ask(number, ids))
+            self._progress.advance(len(ids))
+
+    async def _ask(self, number: int, ids: list[int]) -> SequenceScores:
+        kind = self._server.kind
+        tokenizer = self._text.tokenizer
+        spelled = "" if tokenizer is None else tokenizer.decode(ids)
+        request = kind.make_scoring(self._server.model, ids, spelled, self._num_top)
+        answer = await self._client.post(kind.path, request)
+        where = f"{self._client.endpoint.url}{kind.path}: "
+        if not answer.is_ok:
+            raise self._refuse(where, answer, len(ids))
+        if answer.body is None:
+            raise VerificationError(
+                f"{where}the answer is not JSON: {answer.text}",
+                hint="is there a proxy before the server? name the server itself",
+            )
+        try:
+            return kind.read_scores(answer.body, ids, self._num_top)
+        except AnswerError as error:
+            raise VerificationError(
+                f"{where}the answer to sequence {number} (counting from 0) {error.message}",
+                hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
+            ) from error
+
+    def _refuse(self, where: str, answer: Answer, length: int) -> Fp8CalibError:
+        """Explain an answer that is an error; name the server's option where one helps."""
+        kind, text = self._server.kind, answer.text.lower()
+        what = f"{where}answers {answer.status}: {answer.text}"
+        if any(word in text for word in _OTHER_VOCABULARY):
+            hint = "the server has another model: name the one that is served"
+            return ModelError(what, hint=hint)
+        if any(word in text for word in _TOO_MANY_LOGPROBS):
+            hint = (
+                f"use a smaller --server-logprobs than {self._num_top}, or start the server with "
+                f"{kind.logprobs_flag}"
+            )
+        elif any(word in text for word in _TOO_LONG):
+            hint = (
+                f"use a --seq-len below {length}, or start the server with a larger "
+                f"{kind.length_flag}"
+            )
+        elif answer.status == 404:
+            hint = f"it has no {kind.path}: name its kind with --server-kind"
+        else:
+            hint = "the server's log may name the cause"
+        return VerificationError(what, hint=hint)
+
+
+def _choose_error(
+    group: ExceptionGroup[Exception], partial: PartialScores, count: int
+) -> Exception:
+    """Give the first error, with where the scored sequences are kept."""
+    error = group.exceptions[0]
+    if isinstance(error, ExceptionGroup):
+        return _choose_error(error, partial, count)
+    if isinstance(error, Fp8CalibError) and partial.found:
+        kept = f"{len(partial.found)} of {count} sequences are kept: --resume continues with them"
+        error.hint = f"{error.hint}; {kept}" if error.hint else kept
+    return error

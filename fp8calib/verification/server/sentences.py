@@ -1,0 +1,101 @@
+"""The sentence that says what a server does with the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fp8calib.verification.report import SCALE_ONE
+from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, Finding, Fit
+from fp8calib.verification.server.hypotheses import Fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a sentence refers to."""
+
+    faults: Mapping[str, Fault]
+    """By the name in the diagnosis."""
+    has_scales: bool
+    """Whether scales were named that the server should use."""
+    ppl_ratio: float
+    kld: str
+    """The KL divergence, in words; empty if unknown."""
+
+
+def describe(found: Diagnosis, context: Context) -> str:
+    """Describe what was found in one sentence."""
+    how = f"(correlation {found.correlation:.2f})"
+    match found.finding:
+        case Finding.CANDIDATE:
+            return f"the server {_describe_candidate(found.name, how, context)}."
+        case Finding.UNQUANTIZED:
+            return f"the server behaves like the unquantized model: {_describe_plain(found)}."
+        case Finding.OTHER_SCALES:
+            layers = _list_layers(found, context)
+            return f"the server does not use the scales of {found.name}: {layers}"
+        case _:
+            return _describe_doubt(found, how, context)
+
+
+def _describe_doubt(found: Diagnosis, how: str, context: Context) -> str:
+    match found.finding:
+        case Finding.EQUAL:
+            return (
+                f"{_name(found.name)} and {_name(found.other)} explain the server equally well "
+                f"{how}: use more text."
+            )
+        case Finding.NOISE:
+            return (
+                "nothing can be told: the server's answers differ more from one scoring to the "
+                "next than FP8 changes them."
+            )
+        case Finding.UNLIKE:
+            return (
+                f"what the server does cannot be told: it changes as much as {found.name} does, "
+                f"but otherwise {how}."
+            )
+        case _:
+            kld = f", {context.kld}" if context.kld else ""
+            return (
+                f"the server differs from every candidate: perplexity ratio "
+                f"{context.ppl_ratio:.4g}{kld}; look at the backend."
+            )
+
+
+def _name(candidate: str) -> str:
+    return "the unquantized model" if candidate == UNQUANTIZED else candidate
+
+
+def _describe_candidate(name: str, how: str, context: Context) -> str:
+    fault = context.faults.get(name)
+    if fault is None and name != SCALE_ONE:
+        return f"is explained by {name} {how}"
+    if fault is None:
+        end = "your k/v scales are not in use" if context.has_scales else "FP8 without scales"
+        return f"behaves like {SCALE_ONE} {how}: {end}"
+    if fault.layer is None:
+        return f"behaves like {name} {how}: q is quantized at scale 1.0"
+    if fault.is_lost:
+        return f"behaves like {name} {how}: the k/v scales of layer {fault.layer} are not in use"
+    clip = f"values of layer {fault.layer} clip, as its scales are too small"
+    return f"behaves like {name} {how}: {clip}"
+
+
+def _describe_plain(found: Diagnosis) -> str:
+    least = min((fit for fit in found.fits if fit.name != UNQUANTIZED), key=_energy)
+    changes = f"{found.size:.2g} nats, those of {least.name} {least.energy**0.5:.2g}"
+    return f"its KV cache is not FP8 (its changes are {changes})"
+
+
+def _energy(fit: Fit) -> float:
+    return fit.energy
+
+
+def _list_layers(found: Diagnosis, context: Context) -> str:
+    numbers = (context.faults[name].layer for name in found.layers)
+    layers = sorted({number for number in numbers if number is not None})
+    shown = f"layer {layers[0]}"
+    if len(layers) > 1:
+        shown = f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"
+    return f"those of {shown}, at least, are others; does it serve another checkpoint?"

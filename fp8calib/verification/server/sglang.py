@@ -1,0 +1,110 @@
+"""SGLang: `/generate` with `input_ids` and `return_logprob`.
+
+Source: sglang 0.5.23 srt/managers/io_struct.py and tokenizer_manager.py, read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8calib.verification.server.kind import (
+    AnswerError,
+    Position,
+    SequenceScores,
+    check_count,
+    find,
+    find_list,
+    join_positions,
+    read_number,
+    read_token,
+    read_tokens,
+    sort_top,
+)
+
+
+class SglangServer:
+    """The native API of SGLang."""
+
+    name = "sglang"
+    path = "/generate"
+    takes_ids = True
+    most_logprobs: int | None = None
+    length_flag = "--context-length"
+    logprobs_flag = "a larger --context-length"
+    cache_flag = "--disable-radix-cache"
+
+    def make_scoring(
+        self,
+        model: str,  # noqa: ARG002 -- a server has one model
+        ids: Sequence[int],
+        text: str,  # noqa: ARG002 -- ids are sent
+        num_top: int,
+    ) -> Mapping[str, Any]:
+        """Ask for the log-probabilities of a prompt from its first token on."""
+        return {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": num_top,
+        }
+
+    def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
+        """Read `input_token_logprobs` and `input_top_logprobs`; the first of each is null."""
+        found = find_list(body, "meta_info", "input_token_logprobs")
+        tokens = [_read_entry(entry) for entry in found]
+        rows = [(token, logprob) for token, logprob in tokens if logprob is not None]
+        check_count(len(rows), ids, self)
+        tops = _read_tops(body, len(rows)) if num_top else [()] * len(rows)
+        positions = [
+            Position(token=token, logprob=logprob, top=top)
+            for (token, logprob), top in zip(rows, tops, strict=True)
+        ]
+        return join_positions(positions, ids, num_top, self)
+
+    def make_writing(
+        self,
+        model: str,  # noqa: ARG002 -- a server has one model
+        ids: Sequence[int],
+        count: int,
+        seed: int,
+    ) -> Mapping[str, Any]:
+        """Ask for a continuation; what the model's generation_config says is overridden."""
+        return {
+            "input_ids": list(ids),
+            "sampling_params": {
+                "max_new_tokens": count,
+                "min_new_tokens": count,
+                "ignore_eos": True,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "sampling_seed": seed,
+            },
+        }
+
+    def read_written(self, body: Any, count: int) -> list[int]:
+        """Read `output_ids`."""
+        return read_tokens(find_list(body, "output_ids"), count)
+
+
+def _read_entry(entry: Any) -> tuple[int, float | None]:
+    logprob, token = find(entry, 0), find(entry, 1)
+    return read_token(token), None if logprob is None else read_number(logprob)
+
+
+def _read_tops(body: Any, count: int) -> list[tuple[tuple[int, float], ...]]:
+    found = find_list(body, "meta_info", "input_top_logprobs")
+    rows = [row for row in found if row is not None]
+    if len(rows) != count:
+        raise AnswerError(f"has the most likely tokens of {len(rows)} positions, not of {count}")
+    return [sort_top([_read_pair(pair) for pair in find_list([row], 0)]) for row in rows]
+
+
+def _read_pair(entry: Any) -> tuple[int, float]:
+    return read_token(find(entry, 1)), read_number(find(entry, 0))

@@ -1,0 +1,118 @@
+"""vLLM: `/v1/completions` with `prompt_logprobs`.
+
+Source: vllm 0.32 entrypoints/openai/completion/protocol.py, run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fp8calib.verification.server.kind import (
+    AnswerError,
+    Position,
+    SequenceScores,
+    check_count,
+    find,
+    find_list,
+    join_positions,
+    read_number,
+    read_tokens,
+    sort_top,
+)
+
+_CLAMPED = -9999.0
+"""What vLLM writes for minus infinity."""
+
+
+class VllmServer:
+    """The completions API of vLLM."""
+
+    name = "vllm"
+    path = "/v1/completions"
+    takes_ids = True
+    most_logprobs: int | None = None
+    length_flag = "--max-model-len"
+    logprobs_flag = "--max-logprobs"
+    cache_flag = "--no-enable-prefix-caching"
+
+    def make_scoring(
+        self,
+        model: str,
+        ids: Sequence[int],
+        text: str,  # noqa: ARG002 -- ids are sent
+        num_top: int,
+    ) -> Mapping[str, Any]:
+        """Ask for the log-probabilities of a prompt."""
+        return {
+            "model": model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": num_top,
+            "add_special_tokens": False,
+        }
+
+    def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
+        """Read `prompt_logprobs`: for every position a map of tokens, the first one null."""
+        found = find(body, "choices", 0, "prompt_logprobs")
+        if not isinstance(found, list):
+            raise AnswerError(
+                "has no prompt_logprobs", hint="is it a vLLM server? name it with --server-kind"
+            )
+        rows = [_read_row(row) for row in found if row is not None]
+        check_count(len(rows), ids, self)
+        positions = [
+            _read_position(*pair, place)
+            for place, pair in enumerate(zip(rows, ids[1:], strict=True), 1)
+        ]
+        return join_positions(positions, ids, num_top, self)
+
+    def make_writing(
+        self, model: str, ids: Sequence[int], count: int, seed: int
+    ) -> Mapping[str, Any]:
+        """Ask for a continuation; what the model's generation_config says is overridden."""
+        return {
+            "model": model,
+            "prompt": list(ids),
+            "max_tokens": count,
+            "min_tokens": count,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": seed,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+        }
+
+    def read_written(self, body: Any, count: int) -> list[int]:
+        """Read `token_ids`."""
+        return read_tokens(find_list(body, "choices", 0, "token_ids"), count)
+
+
+def _read_row(row: Any) -> dict[int, float]:
+    if not isinstance(row, dict):
+        raise AnswerError(f"has {str(row)[:40]!r} where log-probabilities belong")
+    try:
+        return {int(token): _read_logprob(find(entry, "logprob")) for token, entry in row.items()}
+    except ValueError as error:
+        raise AnswerError("names a token that is no number in prompt_logprobs") from error
+
+
+def _read_logprob(value: Any) -> float:
+    number = read_number(value)
+    return float("-inf") if number <= _CLAMPED else number
+
+
+def _read_position(row: Mapping[int, float], token: int, place: int) -> Position:
+    if token not in row:
+        raise AnswerError(
+            f"is about another text: position {place} has no token {token}, which was sent",
+            hint="is there a proxy that changes prompts? name the server itself",
+        )
+    return Position(token=token, logprob=row[token], top=sort_top(list(row.items())))

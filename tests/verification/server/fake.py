@@ -1,0 +1,161 @@
+"""A small HTTP server that answers as vLLM does, from a function that gives log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+import torch
+
+Predict = Callable[[Sequence[int]], torch.Tensor]
+"""Token ids -> log-probabilities of the next token at every position: [L, V]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What goes back; `cut` closes the connection before the last bytes."""
+
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    delay_s: float = 0.0
+    cut: int = 0
+
+    @property
+    def json(self) -> Any:
+        """The document."""
+        return json.loads(self.body)
+
+    def with_json(self, document: Any) -> Reply:
+        """Replace the document."""
+        return replace(self, body=json.dumps(document).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request."""
+
+    path: str
+    body: Any
+    headers: Mapping[str, str]
+    number: int
+    """Counted from 0 for every path."""
+
+
+Break = Callable[[Asked, Reply], Reply]
+
+
+class FakeServer:
+    """Runs in a thread while the context is open."""
+
+    def __init__(
+        self,
+        predict: Predict,
+        *,
+        broken: Break = lambda _asked, reply: reply,
+        tokenize: Callable[[str], list[int]] = lambda _text: [],
+        max_model_len: int = 4096,
+    ) -> None:
+        self._predict = predict
+        self._broken = broken
+        self._tokenize = tokenize
+        self._max_model_len = max_model_len
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self.asked: list[Asked] = []
+
+    def __enter__(self) -> Self:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer._serve(self, None)
+
+            def do_POST(self) -> None:
+                size = int(self.headers["content-length"])
+                outer._serve(self, json.loads(self.rfile.read(size)))
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self._http.block_on_close = False
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def count(self, path: str) -> int:
+        """Give the number of requests for a path."""
+        return self._counts.get(path, 0)
+
+    def _serve(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        with self._lock:
+            number = self._counts.get(handler.path, 0)
+            self._counts[handler.path] = number + 1
+            asked = Asked(
+                path=handler.path, body=body, headers=dict(handler.headers), number=number
+            )
+            self.asked.append(asked)
+            reply = self._broken(asked, self._answer(asked))
+        time.sleep(reply.delay_s)
+        try:
+            handler.send_response(reply.status)
+            for name, value in reply.headers.items():
+                handler.send_header(name, value)
+            handler.send_header("content-length", str(len(reply.body)))
+            handler.end_headers()
+            handler.wfile.write(reply.body[: len(reply.body) - reply.cut])
+        except OSError:
+            return  # the client gave up
+
+    def _answer(self, asked: Asked) -> Reply:
+        match asked.path:
+            case "/v1/models":
+                card = {"id": "tiny", "owned_by": "vllm", "max_model_len": self._max_model_len}
+                return _reply({"object": "list", "data": [card]})
+            case "/tokenize":
+                return _reply({"tokens": self._tokenize(asked.body["prompt"])})
+            case "/v1/completions" if "prompt_logprobs" in asked.body:
+                rows = self._score(asked.body["prompt"], asked.body["prompt_logprobs"])
+                return _reply({"model": "tiny", "choices": [{"text": "", "prompt_logprobs": rows}]})
+            case "/v1/completions":
+                ids = self._write(asked.body)
+                return _reply({"model": "tiny", "choices": [{"text": "", "token_ids": ids}]})
+        return Reply(body=b'{"error": {"message": "Not Found"}}', status=404)
+
+    def _score(self, ids: list[int], count: int) -> list[Any]:
+        logprobs = self._predict(ids)[:-1].float()
+        top = logprobs.topk(count, -1)
+        rows: list[Any] = [None]
+        for row, token, best in zip(logprobs, ids[1:], top.indices, strict=True):
+            tokens = dict.fromkeys([token, *best.tolist()])
+            rank = int((row > row[token]).sum()) + 1
+            rows.append(
+                {
+                    str(each): {"logprob": float(row[each]), "rank": rank, "decoded_token": "x"}
+                    for each in tokens
+                }
+            )
+        return rows
+
+    def _write(self, body: Mapping[str, Any]) -> list[int]:
+        generator = torch.Generator().manual_seed(body["seed"])
+        ids = list(body["prompt"])
+        for _ in range(body["max_tokens"]):
+            weights = self._predict(ids)[-1].float().exp()
+            ids.append(int(torch.multinomial(weights, 1, generator=generator)))
+        return ids[len(body["prompt"]) :]
+
+
+def _reply(document: Any) -> Reply:
+    return Reply(body=json.dumps(document).encode(), headers={"content-type": "application/json"})

@@ -1,0 +1,379 @@
+"""Servers that break in many ways: one clear message each, in time, with exit code 4 or 8."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import zoo
+from tests.cli.conftest import save_tokenizer
+from tests.cli.program import fail, run, succeed
+from tests.verification.server.fake import Asked, Break, FakeServer, Reply
+
+KEY = "sk-secret-7f3a"
+TIMEOUT_S = 2.0
+SEQUENCES = 3
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a tiny llama with a tokenizer."""
+    folder = tmp_path_factory.mktemp("broken") / "tiny-llama"
+    zoo.save("llama", folder, num_hidden_layers=1)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write three rows of token ids."""
+    path = tmp_path_factory.mktemp("data") / "ids.jsonl"
+    rows = [{"input_ids": [(7 * i + j) % 90 for j in range(16)]} for i in range(SEQUENCES)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def predict(ids: Sequence[int]) -> torch.Tensor:
+    """Give every token the same probability, but for the one that follows."""
+    logits = torch.zeros(len(ids), 128)
+    logits[torch.arange(len(ids)), (torch.tensor(list(ids)) + 1) % 128] = 1.0
+    return torch.log_softmax(logits, -1)
+
+
+def tokenize(text: str) -> list[int]:
+    """Tokenize as the model's tokenizer does."""
+    words = ["<s>", "</s>", "<unk>", "user", "assistant", ":", *(f"w{i}" for i in range(90))]
+    return [words.index(word) if word in words else 2 for word in text.split()]
+
+
+@pytest.fixture
+def ask(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give a function that verifies against a server, in an empty folder, and needs an error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FP8CALIB_SERVER_KEY", KEY)
+
+    def asked(code: int, broken: Break, *options: object, **more: Any) -> str:
+        with FakeServer(predict, broken=broken, tokenize=tokenize, **more) as server:
+            started = time.monotonic()
+            command = ("verify", model, "--data", data, "--seq-len", 16, "--dtype", "float32")
+            timeout = ("--server-timeout", TIMEOUT_S)
+            text = fail(code, *command, "--server", server.url, *timeout, *options)
+            assert time.monotonic() - started < 3 * TIMEOUT_S
+        assert KEY not in text
+        return text
+
+    return asked
+
+
+def answer(change: Callable[[Asked, Reply], Reply], path: str = COMPLETIONS) -> Break:
+    """Change only the answers about one path."""
+    return lambda asked, reply: change(asked, reply) if asked.path == path else reply
+
+
+def edit(change: Callable[[Any], Any], path: str = COMPLETIONS) -> Break:
+    """Change only the document of the answers about one path."""
+
+    def edited(_asked: Asked, reply: Reply) -> Reply:
+        document = reply.json
+        found = change(document)
+        return reply.with_json(document if found is None else found)
+
+    return answer(edited, path)
+
+
+def say(status: int, body: str, path: str = COMPLETIONS, **headers: str) -> Break:
+    """Answer every request for a path with this."""
+    return answer(
+        lambda _asked, _reply: Reply(status=status, body=body.encode(), headers=headers), path
+    )
+
+
+def rows(document: Any) -> Any:
+    """Give the list of positions in an answer."""
+    return document["choices"][0]["prompt_logprobs"]
+
+
+def set_logprob(value: float | str | None) -> Callable[[Any], Any]:
+    """Replace the log-probabilities of one position."""
+
+    def change(document: Any) -> None:
+        for entry in rows(document)[3].values():
+            entry["logprob"] = value
+
+    return change
+
+
+def shift(document: Any) -> None:
+    """Answer about other tokens."""
+    found = rows(document)
+    found[3] = {str(int(token) + 1): entry for token, entry in found[3].items()}
+
+
+def drop_rows(document: Any) -> None:
+    """Answer about the end of the prompt only, as a server does that has cached the beginning."""
+    del rows(document)[1:6]
+
+
+def keep_sent(document: Any) -> None:
+    """Keep only the tokens that were sent, as a server does that reports no others."""
+    found = rows(document)
+    found[1:] = [dict([next(iter(row.items()))]) for row in found[1:]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A broken server, and what the message says."""
+
+    broken: Break
+    says: tuple[str, ...]
+    code: int = 8
+    options: tuple[object, ...] = ()
+    server: dict[str, Any] = field(default_factory=dict)
+
+
+def error(text: str) -> str:
+    """Write an error as vLLM does."""
+    return json.dumps({"error": {"message": text, "type": "BadRequestError", "code": 400}})
+
+
+HTML = "<html><head><title>502</title><style>b{}</style></head><body>Bad Gateway</body></html>"
+CASES: dict[str, Case] = {
+    "truncated json": Case(
+        broken=answer(lambda _a, r: replace(r, body=r.body[: len(r.body) // 2])),
+        says=("the answer is not JSON: {",),
+    ),
+    "connection cut in the middle": Case(
+        broken=answer(lambda _a, r: replace(r, cut=100)),
+        says=("the connection broke", "log may name the cause"),
+    ),
+    "an empty answer": Case(broken=say(200, ""), says=("the answer is not JSON: nothing",)),
+    "html with status 200": Case(
+        broken=say(200, HTML), says=("not JSON: 502 Bad Gateway", "proxy")
+    ),
+    "html with status 500": Case(broken=say(500, HTML), says=("answers 500: 502 Bad Gateway",)),
+    "html everywhere": Case(
+        broken=lambda _a, _r: Reply(body=HTML.encode()), says=("no vLLM, SGLang or TGI server",)
+    ),
+    "nothing is found": Case(
+        broken=lambda _a, _r: Reply(body=b"{}", status=404), says=("/v1/models answers 404",)
+    ),
+    "a storm of 429": Case(
+        broken=say(429, error("slow down"), **{"retry-after": "1"}),
+        says=("answers 429: slow down, for 2 s", "--server-concurrency"),
+    ),
+    "a storm of 503": Case(broken=say(503, "busy"), says=("answers 503: busy, for 2 s",)),
+    "never an answer": Case(
+        broken=answer(lambda _a, r: replace(r, delay_s=2 * TIMEOUT_S)),
+        says=("no answer within 2 s", "--server-timeout"),
+    ),
+    "too few positions": Case(
+        broken=edit(drop_rows),
+        says=("log-probabilities of 10 tokens, not of 15", "--no-enable-prefix-caching"),
+    ),
+    "too many positions": Case(
+        broken=edit(lambda d: rows(d).append(rows(d)[1])), says=("of 16 tokens, not of 15",)
+    ),
+    "nan": Case(broken=edit(set_logprob(math.nan)), says=("NaN or inf", "at position 3")),
+    "minus infinity": Case(broken=edit(set_logprob(-9999.0)), says=("NaN or inf", "position 3")),
+    "a probability above 1": Case(broken=edit(set_logprob(0.5)), says=("is above 0 (0.5)",)),
+    "a word for a number": Case(
+        broken=edit(set_logprob("low")), says=("'low' where a log-probability belongs",)
+    ),
+    "null for a number": Case(broken=edit(set_logprob(None)), says=("'None' where a log-prob",)),
+    "another text": Case(broken=edit(shift), says=("is about another text", "position 3")),
+    "no choices": Case(broken=edit(lambda d: d.update(choices=[])), says=("has no choices.0",)),
+    "a list": Case(broken=edit(lambda d: [d]), says=("has no choices",)),
+    "no prompt_logprobs": Case(
+        broken=edit(lambda d: d["choices"].__setitem__(0, {})),
+        says=("has no choices.0.prompt_logprobs", "--server-kind"),
+    ),
+    "null prompt_logprobs": Case(
+        broken=edit(lambda d: d["choices"][0].update(prompt_logprobs=None)),
+        says=("has no prompt_logprobs",),
+    ),
+    "a token that is no number": Case(
+        broken=edit(lambda d: rows(d)[2].update(x={"logprob": -1.0})),
+        says=("names a token that is no number",),
+    ),
+    "fewer likely tokens than asked for": Case(
+        broken=edit(keep_sent),
+        says=("has 1 tokens at position 1, and 4 were asked for",),
+        options=("--server-logprobs", 4),
+    ),
+    "capped log-probabilities": Case(
+        broken=say(
+            400, error("Requested prompt logprobs of 50, which is greater than max allowed: 20")
+        ),
+        says=("greater than max allowed: 20", "--max-logprobs", "--server-logprobs"),
+        options=("--server-logprobs", 50),
+    ),
+    "a short context, declared": Case(
+        broken=lambda _a, r: r,
+        says=("takes 16 tokens", "--seq-len 15", "--max-model-len 17"),
+        server={"max_model_len": 16},
+    ),
+    "a short context, refused": Case(
+        broken=say(400, error("This model's maximum context length is 10 tokens")),
+        says=("maximum context length is 10", "--max-model-len"),
+    ),
+    "a smaller vocabulary": Case(
+        broken=say(400, error("Token id 88 is out of vocabulary")),
+        says=("Token id 88 is out of vocabulary", "another model"),
+        code=4,
+    ),
+    "another tokenizer": Case(
+        broken=edit(lambda d: d.update(tokens=[9, *d["tokens"]]), "/tokenize"),
+        says=("another model", "its tokenizer turns", "into 9, 2"),
+        code=4,
+    ),
+    "another model by name": Case(
+        broken=lambda _a, r: r,
+        says=("does not serve llama-70b; it has tiny",),
+        options=("--server-model", "llama-70b"),
+        code=4,
+    ),
+    "several models": Case(
+        broken=edit(lambda d: d["data"].append({"id": "other", "owned_by": "vllm"}), "/v1/models"),
+        says=("serves 2 models; it has tiny, other", "--server-model"),
+        code=4,
+    ),
+    "no models": Case(
+        broken=edit(lambda d: d.update(data=[]), "/v1/models"),
+        says=("no vLLM, SGLang or TGI server",),
+    ),
+    "a wrong key": Case(
+        broken=say(401, error(f"bad key {KEY}")),
+        says=("refuses the key of FP8CALIB_SERVER_KEY (401)",),
+    ),
+    "an error that repeats the key": Case(
+        broken=say(500, error(f"no quota for {KEY}")), says=("no quota for ***",)
+    ),
+    "a redirection": Case(
+        broken=say(307, "", location="https://login.example.com/"),
+        says=("a redirection to login.example.com",),
+    ),
+    "the engine has died": Case(
+        broken=say(500, error("EngineCore encountered an issue.")),
+        says=("answers 500: EngineCore encountered an issue.",),
+    ),
+    "control sequences": Case(
+        broken=say(500, error("\x1b[2Jred\x07")), says=("answers 500: \\x1b[2Jred\\x07",)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_server_gives_one_message(name: str, ask: Any) -> None:
+    case = CASES[name]
+    text = ask(case.code, case.broken, *case.options, **case.server)
+    assert [words for words in case.says if words not in text] == [], text
+
+
+def test_a_server_that_is_gone_is_named_at_once(model: Path, data: Path) -> None:
+    started = time.monotonic()
+    with FakeServer(predict) as server:
+        url = server.url
+    text = fail(8, "verify", model, "--data", data, "--server", url, "--server-timeout", 20)
+    assert "no connection" in text
+    assert time.monotonic() - started < 10
+
+
+def test_a_server_without_encryption_is_told_from_a_wrong_certificate(
+    model: Path, data: Path
+) -> None:
+    with FakeServer(predict) as server:
+        url = server.url.replace("http:", "https:")
+        text = fail(8, "verify", model, "--data", data, "--server", url)
+    assert "/v1/models: TLS: " in text
+    assert "SSL_CERT_FILE" in text
+
+
+def test_what_was_scored_is_kept_and_not_asked_again(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def die(asked: Asked, reply: Reply) -> Reply:
+        is_late = asked.path == COMPLETIONS and asked.number >= 2
+        return Reply(status=500, body=error("EngineDeadError").encode()) if is_late else reply
+
+    command = ("verify", model, "--data", data, "--seq-len", 16, "--dtype", "float32")
+    one = ("--server-concurrency", 1)
+    state = {"broken": True}
+
+    def broken(asked: Asked, reply: Reply) -> Reply:
+        return die(asked, reply) if state["broken"] else reply
+
+    with FakeServer(predict, broken=broken, tokenize=tokenize) as server:
+        text = fail(8, *command, "--server", server.url, *one)
+        assert "2 of 3 sequences are kept: --resume continues with them" in text
+        (kept,) = tmp_path.iterdir()
+        assert kept.suffix == ".partial"
+        kept.write_bytes(kept.read_bytes() + b'{"sequence": 2, "top"')  # killed while writing
+        state["broken"] = False
+        before = server.count(COMPLETIONS)
+        resumed = succeed(*command, "--server", server.url, *one, "--resume", "--json")
+        assert server.count(COMPLETIONS) - before == 1 + SEQUENCES  # all are scored twice
+        whole = succeed(*command, "--server", server.url, *one, "--json")
+    assert list(tmp_path.iterdir()) == []
+    assert resumed.json["candidates"] == whole.json["candidates"]
+
+
+def test_a_busy_server_is_asked_again(model: Path, data: Path) -> None:
+    def busy(asked: Asked, reply: Reply) -> Reply:
+        is_busy = asked.path == COMPLETIONS and asked.number == 0
+        return Reply(status=503, body=b"") if is_busy else reply
+
+    with FakeServer(predict, broken=busy, tokenize=tokenize) as server:
+        found = succeed(
+            "verify", model, "--data", data, "--seq-len", 16, "--server", server.url, "--json"
+        )
+        assert server.count(COMPLETIONS) == 2 * SEQUENCES + 1
+    assert found.json["candidates"][0]["name"] == "server"
+
+
+def test_the_key_is_sent_and_never_written(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FP8CALIB_SERVER_KEY", KEY)
+    page, dump = tmp_path / "page.html", tmp_path / "dump.safetensors"
+    with FakeServer(predict, tokenize=tokenize) as server:
+        found = run(
+            "verify", model, "--data", data, "--seq-len", 16, "--server", f"{server.url}/v1/",
+            "--report", page, "--dump", dump,
+        )  # fmt: skip
+        sent = {asked.headers.get("Authorization") for asked in server.asked}
+    assert found.code == 0
+    assert sent == {f"Bearer {KEY}"}
+    written = found.out + found.err + page.read_text() + dump.read_bytes().decode("latin-1")
+    assert KEY not in written
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("localhost:8000", "not a http or https URL"),
+        ("http://", "not a http or https URL"),
+        ("http://me:secret@localhost", "holds a user name or a password"),
+        ("http://localhost?key=1", "ends with a query"),
+        ("http://[::1", "not a URL"),
+    ],
+)
+def test_a_url_that_is_none_is_refused(model: Path, data: Path, url: str, says: str) -> None:
+    text = fail(2, "verify", model, "--data", data, "--server", url)
+    assert says in text
+    assert "secret" not in text
+
+
+def test_options_of_a_server_need_one(model: Path, data: Path) -> None:
+    text = fail(2, "verify", model, "--data", data, "--resume")
+    assert "--resume has no effect without --server" in text

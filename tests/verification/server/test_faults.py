@@ -1,0 +1,150 @@
+"""Five faults planted in a server, each told from the others by its own sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8calib.geometry.sites import Role, Site
+from tests.cli.program import succeed
+from tests.verification.server import planted
+from tests.verification.server.fake import FakeServer
+
+SEQUENCES = 12
+LENGTH = 96
+OPTIONS = ("--seq-len", LENGTH, "--dtype", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """The model, text that it was not calibrated on, and its scales."""
+
+    model: Path
+    data: Path
+    scales: Path
+    values: dict[Site, float]
+
+
+def write_ids(path: Path, count: int, seed: int) -> Path:
+    """Write rows of random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(3, planted.VOCABULARY, (count, LENGTH), generator=generator).tolist()
+    path.write_text("".join(f"{json.dumps({'input_ids': row})}\n" for row in rows))
+    return path
+
+
+def calibrate(model: Path, folder: Path) -> tuple[Path, dict[Site, float]]:
+    """Calibrate a model; give its file of scales and what it holds."""
+    data = write_ids(folder.with_suffix(".jsonl"), 8, seed=1)
+    succeed("calibrate", model, "--data", data, *OPTIONS, "--format", "kv-scales", "--out", folder)
+    path = folder / "kv_scales.safetensors"
+    return path, {_site(name): float(value.max()) for name, value in load_file(path).items()}
+
+
+def _site(name: str) -> Site:
+    module, _, role = name.removesuffix("_scale").rpartition(".")
+    return Site(module, Role(role))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Planted:
+    """Save and calibrate the model."""
+    folder = tmp_path_factory.mktemp("planted")
+    planted.save_model(folder / "model")
+    scales, values = calibrate(folder / "model", folder / "out")
+    data = write_ids(folder / "held-out.jsonl", SEQUENCES, seed=2)
+    return Planted(model=folder / "model", data=data, scales=scales, values=values)
+
+
+@pytest.fixture(scope="module")
+def runner(served: Planted) -> planted.Runner:
+    """Compute what the server computes, in fp32."""
+    return planted.Runner(served.model, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ask(served: Planted) -> Callable[..., Any]:
+    """Give a function that verifies against a server, and returns the report."""
+
+    def asked(predict: planted.Predict, *options: object) -> Any:
+        with FakeServer(predict) as server:
+            found = succeed(
+                "verify", served.model, "--data", served.data, *OPTIONS, "--server", server.url,
+                "--json", *options,
+            )  # fmt: skip
+        return found.json
+
+    return asked
+
+
+def change(values: dict[Site, float], layer: int, factor: float | None) -> dict[Site, float]:
+    """Multiply the scales of k and v of one layer; None: 1.0."""
+    return {
+        site: (1.0 if factor is None else value * factor)
+        if f".{layer}." in site.module and site.role in {Role.K, Role.V}
+        else value
+        for site, value in values.items()
+    }
+
+
+def test_the_right_scales_are_confirmed(
+    served: Planted, runner: planted.Runner, ask: Callable[..., Any]
+) -> None:
+    report = ask(runner.predict(runner.emulate(served.values)), "--scales", served.scales)
+    assert report["advice"] == f"the server is explained by {served.scales} (correlation 1.00)."
+
+
+def test_scales_that_are_not_used(
+    served: Planted, runner: planted.Runner, ask: Callable[..., Any]
+) -> None:
+    report = ask(runner.predict(runner.emulate(None)), "--scales", served.scales)
+    assert report["advice"] == (
+        "the server behaves like scale-1.0 (correlation 1.00): your k/v scales are not in use."
+    )
+
+
+def test_one_layer_whose_scales_are_too_small(
+    served: Planted, runner: planted.Runner, ask: Callable[..., Any]
+) -> None:
+    emulation = runner.emulate(change(served.values, 2, 1 / 8))
+    report = ask(runner.predict(emulation), "--scales", served.scales)
+    assert report["advice"].startswith("the server behaves like ")
+    assert report["advice"].endswith(": values of layer 2 clip, as its scales are too small.")
+
+
+def test_one_layer_at_one(served: Planted, runner: planted.Runner, ask: Callable[..., Any]) -> None:
+    emulation = runner.emulate(change(served.values, planted.NEEDS_SCALES, None))
+    report = ask(runner.predict(emulation), "--scales", served.scales)
+    assert report["advice"].startswith("the server behaves like ")
+    assert report["advice"].endswith(": the k/v scales of layer 1 are not in use.")
+
+
+def test_the_scales_of_another_model(
+    served: Planted,
+    runner: planted.Runner,
+    ask: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("another")
+    planted.save_model(folder / "model", seed=3)
+    _, values = calibrate(folder / "model", folder / "out")
+    report = ask(runner.predict(runner.emulate(values)), "--scales", served.scales)
+    assert report["advice"].startswith(f"the server does not use the scales of {served.scales}: ")
+    assert report["advice"].endswith(", at least, are others; does it serve another checkpoint?")
+
+
+def test_a_cache_that_is_not_fp8(
+    served: Planted, runner: planted.Runner, ask: Callable[..., Any]
+) -> None:
+    nothing = runner.emulate(None).only(frozenset())
+    report = ask(runner.predict(nothing), "--scales", served.scales)
+    assert report["advice"].startswith(
+        "the server behaves like the unquantized model: its KV cache is not FP8 (its changes are "
+    )
