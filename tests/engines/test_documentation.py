@@ -119,11 +119,11 @@ SGLang's loaders, and compares. These errors are those of a CPU or of another pa
 out and counted:
 """
 CLOSE = """
-Weights count as equal where they differ by less than a tenth of their norm. In these cases `check`
-names a fault, and the comparison may find none:
+Weights count as equal where they differ by less than a tenth of their norm, and each row by less
+than half of its norm. In these cases `check` names a fault, and the comparison may find none:
 
-* a scale of zero, and one of many experts in 16 bits, which vLLM casts without a scale: the
-  difference can be less than that
+* one of many experts in 16 bits, which vLLM casts without a scale: the difference can be less than
+  that
 * an asymmetric scheme of keys and values without a zero point: the comparison sees scales alone
 * vLLM: the missing scale of the last of several projections that are joined: where all of them
   have the same scale, the largest of the others is the right one
