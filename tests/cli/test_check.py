@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8calib.dialects.kv.overlay import make_quantization_config
 from tests import zoo
 from tests.architectures import families
 from tests.cli.program import Outcome, fail, run, succeed
@@ -124,34 +125,55 @@ def test_a_record_of_no_model_is_no_reason_to_refuse(
     assert check(0, tmp_path / "bare.json", "--model", other, "--engine", "sglang")["ok"]
 
 
+def list_fixes(folder: Path, engine: str) -> set[str]:
+    report = run("check", folder, "--engine", engine, "--json").json["engines"][engine]
+    verdicts = [layer[role] for layer in report["layers"] for role in "kv"]
+    return {each["fix"] for each in verdicts if each["status"] != "used"}
+
+
+@pytest.mark.parametrize("is_overlay", [True, False])
 @pytest.mark.parametrize(
-    ("family", "engine"),
-    [("gpt2", "transformers"), ("falcon", "transformers"), ("jamba", "vllm"), ("lfm2", "vllm")],
+    ("family", "engine", "path"),
+    [
+        ("gpt2", "transformers", "transformer.h.{}.attn"),
+        ("falcon", "transformers", "transformer.h.{}.self_attention"),
+        ("gpt_neox", "transformers", "gpt_neox.layers.{}.attention"),
+        ("bloom", "transformers", "transformer.h.{}.self_attention"),
+    ],
 )
 def test_an_overlay_is_not_advised_where_it_does_not_help(
-    tmp_path: Path, family: str, engine: str
+    tmp_path: Path, family: str, engine: str, path: str, is_overlay: bool
 ) -> None:
     folder = tmp_path / family
     if family in zoo.ZOO:
         zoo.save(family, folder)
     else:
         families.save(family, families.FAMILIES[family], folder)
-    report = check(8, folder, "--engine", engine, "--require-kv")["engines"][engine]
+    add_scales(folder, path, is_overlay=is_overlay)
+    fixes = list_fixes(folder, engine)
 
-    for layer in report["layers"]:
-        assert "overlay" not in layer["k"]["fix"]
+    assert fixes
+    assert not any("overlay" in fix for fix in fixes)
+    assert is_overlay or any(f"transformers uses none of {family}" in fix for fix in fixes)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_an_overlay_is_advised_where_it_helps(model: Path, tmp_path: Path, engine: str) -> None:
-    folder = Path(shutil.copytree(model, tmp_path / "m"))
+def add_scales(folder: Path, path: str, *, is_overlay: bool) -> None:
     tensors = load_file(folder / "model.safetensors")
-    names = [f"model.layers.{index}.self_attn.{role}_scale" for index in (0, 1) for role in "kv"]
+    names = [f"{path.format(index)}.{role}_scale" for index in (0, 1) for role in "kv"]
     tensors |= {name: torch.tensor([0.5]) for name in names}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    text = run("check", folder, "--engine", engine).out
+    if is_overlay:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = make_quantization_config("tensor")
+        (folder / "config.json").write_text(json.dumps(config))
 
-    assert "overlay" in text.partition("fix: ")[2]
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+def test_an_overlay_is_advised_where_it_helps(model: Path, tmp_path: Path, engine: str) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "m"))
+    add_scales(folder, "model.layers.{}.self_attn", is_overlay=False)
+
+    assert any("overlay" in fix for fix in list_fixes(folder, engine))
 
 
 def test_the_promised_keys_are_there(calibrated: tuple[Path, Outcome]) -> None:
