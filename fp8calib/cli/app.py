@@ -165,15 +165,39 @@ def _show(
             help="Statistics or scales: a file (.safetensors .npz .json) or a folder.",
         ),
     ],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print every table instead of what stands out.")
+    ] = False,
+    kv: Annotated[bool, typer.Option("--kv", help="Print the table of K, V and q.")] = False,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option("--layer", metavar="N", min=0, help="Only this layer; repeat for more."),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            "--sort", metavar="layer|amax|scale", help="Order of the rows; amax: largest first."
+        ),
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top", metavar="N", min=1, help="Only the first N rows, by default of --sort amax."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the contents of a file of statistics or scales.
+    """Print what stands out in a file of statistics or scales, or tables of it.
 
-    Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors
+    Example: fp8calib show SmolLM2-135M-Instruct-fp8calib/stats.safetensors --kv
     """
     from fp8calib.cli.show.run import run_show  # noqa: PLC0415
+    from fp8calib.cli.show.tables import TableOptions  # noqa: PLC0415
 
-    run_show(path, as_json=as_json)
+    options = TableOptions(
+        everything=everything, kv=kv, layers=tuple(layer or ()), sort=sort, top=top
+    )
+    run_show(path, options, as_json=as_json)
 
 
 @app.command("recipes")

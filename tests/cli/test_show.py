@@ -39,7 +39,7 @@ def test_long_tables_are_plain_lines(tmp_path: Path) -> None:
     document = {"kv_cache": {"scaling_factor": {"0": layers}}}
     (tmp_path / "s.json").write_text(json.dumps(document))
 
-    title, head, *lines = succeed("show", tmp_path / "s.json").out.splitlines()
+    title, head, *lines = succeed("show", tmp_path / "s.json", "--all").out.splitlines()
 
     names = [f"kv_cache.scaling_factor.0.{index}" for index in range(3000)]
     width = len(names[-1])
@@ -63,7 +63,7 @@ def test_numbers_that_json_has_no_word_for_are_text(tmp_path: Path) -> None:
     save_file({"a.k_scale": torch.tensor([float("nan"), 0.5])}, path)
 
     assert succeed("show", path, "--json").json["scales"] == {"a.k_scale": ["nan", 0.5]}
-    assert "nan, 0.5" in succeed("show", path).out
+    assert "nan, 0.5" in succeed("show", path, "--all").out
 
 
 def test_large_tensors_are_described(tmp_path: Path) -> None:
@@ -91,11 +91,12 @@ def test_power_of_two_scales_of_mx_formats_are_read(tmp_path: Path) -> None:
     assert scales == {"w_scale": [2.0, 0.5], "x.scale": "F4 of shape [4]"}
 
 
-def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--all",)])
+def test_names_cannot_steer_the_terminal(tmp_path: Path, options: tuple[str, ...]) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"\x1b[2J\n.k_scale": torch.tensor(0.5)}, path)
 
-    out = succeed("show", path).out
+    out = succeed("show", path, *options).out
 
     assert "\x1b" not in out
     assert r"\x1b[2J\n.k_scale" in out
@@ -134,7 +135,8 @@ def test_magnitudes_are_shown_by_position(
     values = shown["amax"][site]
     assert all(value > 0 for value in values[:3])
     assert not any(values[3:])
-    lines = succeed("show", stats).out.splitlines()
+    assert "positions: below 4, 8" in succeed("show", stats).out
+    lines = succeed("show", stats, "--all").out.splitlines()
     assert any("positions: below 4, 8" in line for line in lines)
     row = next(line.split() for line in lines if line.split()[:1] == [site])
     assert row[1:] == [f"{value:.5g}" for value in values[:3]]
@@ -155,3 +157,82 @@ def test_rank_files_are_shown_alone_and_together(tmp_path: Path) -> None:
         for rank in range(2)
         for i in range(2)
     }
+
+
+def write_scales(path: Path) -> Path:
+    """Write the KV scales of ten layers, of which one is 64 times the others."""
+    scales = {f"model.layers.{n}.self_attn.k_scale": torch.tensor(0.5 + n / 100) for n in range(10)}
+    scales |= {f"model.layers.{n}.self_attn.v_scale": torch.tensor(0.25) for n in range(10)}
+    scales["model.layers.7.self_attn.v_scale"] = torch.tensor(16.0)
+    scales |= {f"model.layers.{n}.mlp.up_proj.weight_scale": torch.tensor(0.125) for n in range(10)}
+    save_file(scales, path)
+    return path
+
+
+def test_what_stands_out_among_scales_is_named(tmp_path: Path) -> None:
+    path = write_scales(tmp_path / "x.safetensors")
+    v = "model.layers.{}.self_attn.v_scale"
+    assert succeed("show", path).out.splitlines() == [
+        f"{path}: 30 scales",
+        "10 of weight_scale: 0.125 (model.layers.0.mlp.up_proj.weight_scale) to 0.125 "
+        "(model.layers.0.mlp.up_proj.weight_scale)",
+        "10 of k_scale: 0.5 (model.layers.0.self_attn.k_scale) to 0.59 "
+        "(model.layers.9.self_attn.k_scale)",
+        f"10 of v_scale: 0.25 ({v.format(0)}) to 16 ({v.format(7)}); outliers: "
+        f"{v.format(7)}: 16 (64 times the median)",
+        "tables: --all, --kv, --layer N, --sort amax, --top N",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (("--top", 2), [(7, "v"), (9, "k")]),
+        (("--kv", "--top", 2, "--sort", "layer"), [(0, "k"), (0, "v")]),
+        (("--layer", 3, "--kv"), [(3, "k"), (3, "v")]),
+        (("--layer", 9, "--layer", 8, "--sort", "scale", "--top", 2), [(9, "k"), (8, "k")]),
+    ],
+)
+def test_tables_of_scales_are_chosen_and_sorted(
+    tmp_path: Path, options: tuple[object, ...], shown: list[tuple[int, str]]
+) -> None:
+    lines = succeed("show", write_scales(tmp_path / "x.safetensors"), *options).out.splitlines()
+    names = [f"model.layers.{layer}.self_attn.{role}_scale" for layer, role in shown]
+    assert [line.split()[0] for line in lines[2:]] == names
+
+
+@pytest.fixture(scope="module")
+def stats(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("show") / "out"
+    succeed("calibrate", model, "--data", data, *QUICK, "--out", out)
+    return out / "stats.safetensors"
+
+
+def test_statistics_are_about_ten_lines(stats: Path) -> None:
+    rows = succeed("show", stats, "--json").json["layers"]
+    lines = succeed("show", stats).out.splitlines()
+    assert len(lines) <= 10
+    keys = sorted((row["k amax"], row["layer"]) for row in rows)
+    (least, low), (most, high) = keys[0], keys[-1]
+    assert f"k amax: {least:.4g} (layer {low}) to {most:.4g} (layer {high})" in lines
+    assert any(line.startswith("not observed: lm_head: ") for line in lines)
+
+
+def test_tables_of_statistics_are_chosen_and_sorted(stats: Path) -> None:
+    rows = succeed("show", stats, "--json").json
+    largest = max(rows["linears"], key=lambda row: row["input amax"])["linear"]
+    tables = succeed("show", stats, "--top", 1).out.splitlines()
+    assert [tables[3], tables[5].split()[0], len(tables)] == ["linears", largest, 6]
+    (_, _, row) = succeed("show", stats, "--kv", "--layer", 1).out.splitlines()
+    assert row.split()[0] == "1"
+    linears = succeed("show", stats, "--layer", 1).out.split("linears\n")[1].splitlines()[1:]
+    assert {line.split(".")[2] for line in linears} == {"1"}
+    assert len(linears) == len(rows["linears"]) // len(rows["layers"])
+
+
+def test_options_that_contradict_each_other_are_refused(stats: Path) -> None:
+    assert "leave out --kv" in fail(2, "show", stats, "--all", "--kv")
+    missing = run("show", stats, "--layer", 99)
+    assert (missing.code, "no such layer" in missing.err) == (2, True)
+    assert "must be one of layer, amax, scale" in fail(2, "show", stats, "--sort", "size")
+    assert "--kv has no effect" in succeed("show", stats, "--json", "--kv").err

@@ -15,6 +15,7 @@ from fp8calib.cli.console import SCHEMA_VERSION, list_top_level, print_text, say
 from fp8calib.cli.recipe_options import decide_query
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import describe_decoded
+from fp8calib.cli.show.stats import describe_magnitudes, describe_skipped
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
@@ -173,8 +174,8 @@ def show_calibration_report(
         f"{report['duration_s']:.1f} s ({report['tokens_per_s']:,.0f} tokens/s), "
         f"{report['coverage']['observed']} sites observed"
     )
-    for item in stats.header.skipped:
-        show(f"  not observed: {item.site}: {item.why}")
+    for text in (*describe_magnitudes(stats), *describe_skipped(stats)):
+        show(text)
     if (saturation := compute_saturation(stats)) is not None:
         show(saturation.describe())
     if (by_position := compute_position_saturation(stats)) is not None:
@@ -188,7 +189,7 @@ def show_calibration_report(
     show(f"written to {job.out}: {list_top_level(report['files'])}")
     if (then := describe_next(job)) is not None:
         show(then)
-    for text in describe_serving(report):
+    for text in describe_serving(report, explained=job.settings.formats or ()):
         show(text)
 
 

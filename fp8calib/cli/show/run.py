@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.checkpoint.links import refuse_external_links
+from fp8calib.cli.console import warn
 from fp8calib.cli.show.scales import show_scales
 from fp8calib.cli.show.stats import show_stats
+from fp8calib.cli.show.tables import TableOptions
 from fp8calib.errors import UsageError, shorten
 from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats
 
 
-def run_show(path: Path, *, as_json: bool) -> None:
+def run_show(path: Path, options: TableOptions, *, as_json: bool) -> None:
     """Print a file, or what a folder holds.
 
     Raises:
@@ -23,10 +25,12 @@ def run_show(path: Path, *, as_json: bool) -> None:
             raise UsageError(f"{path}: no such file or folder")
     except (OSError, ValueError) as error:
         raise UsageError(f"{shorten(str(path))}: cannot be read") from error
+    if as_json and options.given:
+        warn(f"--json prints everything: {', '.join(options.given)} has no effect")
     if path.is_dir():
         refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path
     if is_stats_file(path):
-        show_stats(load_stats(path, accepts_shard=True), as_json=as_json)
+        show_stats(load_stats(path, accepts_shard=True), options, as_json=as_json)
     else:
-        show_scales(path, as_json=as_json)
+        show_scales(path, options, as_json=as_json)

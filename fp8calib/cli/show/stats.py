@@ -1,16 +1,20 @@
-"""Tables of a stats file: amax and scale of every layer and linear."""
+"""A stats file: what stands out, or tables of every layer and linear."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from fp8calib.cli.console import print_json, print_table, print_text
+from fp8calib.cli.show.summary import TABLES_HINT, summarize_layers
+from fp8calib.cli.show.tables import TableOptions
+from fp8calib.errors import UsageError, cut_list
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.geometry.model_geometry import Layer, Linear
 from fp8calib.geometry.sites import Role, Site
+from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.scales.scale_table import scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.positions import range_starts
@@ -24,12 +28,12 @@ from fp8calib.stats.statistic import SiteStats
 _AMAX_SCALE = ("k amax", "k scale", "v amax", "v scale", "q amax", "q scale")
 _KV_COLUMNS = ("layer", "mixer", *_AMAX_SCALE, "tokens")
 _LINEAR_COLUMNS = ("linear", "input amax", "input scale", "weight amax", "weight scale", "tokens")
+_Rows = list[dict[str, Any]]
 
 
-def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
-    """Print the header, K, V and q per layer, inputs and weights per linear, and coverage."""
-    layers = [_layer_row(stats, layer) for layer in stats.geometry.layers]
-    linears = [_linear_row(stats, linear) for _, linear in stats.geometry.linears()]
+def show_stats(stats: CalibrationStats, options: TableOptions, *, as_json: bool) -> None:
+    """Print what stands out in statistics, or tables of K, V, q, inputs and weights."""
+    layers, linears = _list_layers(stats), _list_linears(stats)
     if as_json:
         print_json(
             {
@@ -49,10 +53,57 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
             }
         )
         return
+    if options.is_summary:
+        for text in describe_stats(stats):
+            print_text(text)
+        print_text(TABLES_HINT)
+    elif options.everything:
+        _print_everything(stats, layers, linears, options)
+    else:
+        _print_tables(layers, linears, options)
+
+
+def describe_stats(stats: CalibrationStats) -> Iterator[str]:
+    """Describe the run, and what stands out, in about ten lines."""
+    yield from _describe_run(stats)
+    yield from describe_magnitudes(stats)
+    if (saturation := compute_saturation(stats)) is not None:
+        yield saturation.describe()
+    if (by_position := compute_position_saturation(stats)) is not None:
+        yield by_position.describe()
+    unseen = sum(not count for counts in stats.expert_counts.values() for count in counts)
+    if stats.expert_counts:
+        yield f"{unseen} experts were never reached, in {len(stats.expert_counts)} layers"
+    yield from describe_skipped(stats)
+
+
+def describe_magnitudes(stats: CalibrationStats) -> Iterator[str]:
+    """Describe the largest and the smallest amax of each kind, and the outliers."""
+    return summarize_layers(_list_layers(stats), _list_linears(stats), list_unfit_queries(stats))
+
+
+def describe_skipped(stats: CalibrationStats) -> Iterator[str]:
+    """Describe what was not observed in one line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for item in stats.header.skipped:
+        reasons.setdefault(item.why, []).append(str(item.site))
+    for why, sites in reasons.items():
+        yield f"not observed: {cut_list(sites, 3)}: {why}"
+
+
+def _print_everything(
+    stats: CalibrationStats, layers: _Rows, linears: _Rows, options: TableOptions
+) -> None:
+    for text in _describe_run(stats):
+        print_text(text)
+    header = stats.header
+    print_text(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
+    if (saturation := compute_saturation(stats)) is not None:
+        print_text(saturation.describe())
     by_position = compute_position_saturation(stats)
-    _print_header(stats, by_position)
-    print_table("K, V and q", _KV_COLUMNS, [_format_cells(row) for row in layers])
-    print_table("linears", _LINEAR_COLUMNS, [_format_cells(row) for row in linears])
+    if by_position is not None:
+        print_text(by_position.describe())
+    _print_tables(layers, linears, options)
     if by_position is not None:
         _print_positions(stats, by_position)
     for name, counts in stats.expert_counts.items():
@@ -61,31 +112,56 @@ def show_stats(stats: CalibrationStats, *, as_json: bool) -> None:
             f"{name}: tokens per expert {min(counts)} to {max(counts)}"
             + (f"; never reached: {', '.join(unseen)}" if unseen else "")
         )
-    for item in stats.header.skipped:
+    for item in header.skipped:
         print_text(f"not observed: {item.site}: {item.why}")
 
 
-def _print_header(stats: CalibrationStats, by_position: PositionSaturation | None) -> None:
+def _print_tables(layers: _Rows, linears: _Rows, options: TableOptions) -> None:
+    layers = options.choose(layers, layer=lambda row: int(row["layer"]), size=_find_size)
+    if options.layers and not layers:
+        raise UsageError(f"--layer {options.layers[0]}: there is no such layer")
+    print_table("K, V and q", _KV_COLUMNS, [_format_cells(row) for row in layers])
+    if not options.kv:
+        linears = options.choose(linears, layer=_find_layer, size=_find_size)
+        print_table("linears", _LINEAR_COLUMNS, [_format_cells(row) for row in linears])
+
+
+def _find_size(row: Mapping[str, Any]) -> float:
+    """Give the largest amax of a row: of a linear, that of its input."""
+    values = [row[name] for name in row if name.endswith(" amax") and name != "weight amax"]
+    known = [value for value in values if value is not None]
+    return max(known, default=row.get("weight amax") or 0.0)
+
+
+def _find_layer(row: Mapping[str, Any]) -> int | None:
+    parts = str(row["linear"]).split(".")
+    return next((int(part) for part in parts if part.isdecimal()), None)
+
+
+def _list_layers(stats: CalibrationStats) -> list[dict[str, Any]]:
+    return [_layer_row(stats, layer) for layer in stats.geometry.layers]
+
+
+def _list_linears(stats: CalibrationStats) -> list[dict[str, Any]]:
+    return [_linear_row(stats, linear) for _, linear in stats.geometry.linears()]
+
+
+def _describe_run(stats: CalibrationStats) -> Iterator[str]:
     header = stats.header
     geometry = header.geometry
-    print_text(
+    yield (
         f"{geometry.architecture}, {len(geometry.layers)} layers, {geometry.checkpoint_dtype} "
         f"weights, computed in {header.compute_dtype}"
     )
-    print_text(
+    yield (
         f"{header.num_tokens:,} tokens in {header.num_sequences} sequences of "
         f"{', '.join(header.data_sources) or 'no data'}; recipe {header.recipe_name}"
     )
-    print_text(f"model {header.model_fingerprint[:16]}, data {header.data_fingerprint[:16]}")
     if (shard := stats.shard) is not None:
-        print_text(
+        yield (
             f"only {shard.describe()} ({shard.num_sequences} sequences): scales need the "
             "statistics of all shards, which `fp8calib merge` joins"
         )
-    if (saturation := compute_saturation(stats)) is not None:
-        print_text(saturation.describe())
-    if by_position is not None:
-        print_text(by_position.describe())
 
 
 def _print_positions(stats: CalibrationStats, by_position: PositionSaturation) -> None:

@@ -1,0 +1,103 @@
+"""What stands out among magnitudes or scales: the largest, the smallest, and outliers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Any
+
+from fp8calib.errors import cut_list, format_ranges, shorten
+
+FAR = 8.0
+"""A value this many times larger or smaller than the median of its kind is an outlier."""
+_SHOWN_OUTLIERS = 3
+TABLES_HINT = "tables: --all, --kv, --layer N, --sort amax, --top N"
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """One value: an amax or a scale."""
+
+    place: str
+    """Where it is, such as `layer 3`."""
+    kind: str
+    """Only values of the same kind are compared."""
+    value: float
+
+
+def summarize(title: str, rows: Sequence[Magnitude]) -> str:
+    """Give the smallest and the largest value and the outliers in one line; empty without rows."""
+    known = [row for row in rows if row.value > 0]
+    if not known:
+        return f"{title}: all zero" if rows else ""
+    least = min(known, key=lambda row: row.value)
+    most = max(known, key=lambda row: row.value)
+    ends = f"{title}: {least.value:.4g} ({least.place}) to {most.value:.4g} ({most.place})"
+    outliers = list(find_outliers(known))
+    if not outliers:
+        return ends
+    outliers.sort(key=lambda found: -max(found[1], 1 / found[1]))
+    described = [_describe_outlier(row, ratio) for row, ratio in outliers]
+    return f"{ends}; outliers: {cut_list(described, _SHOWN_OUTLIERS)}"
+
+
+def find_outliers(rows: Iterable[Magnitude]) -> Iterator[tuple[Magnitude, float]]:
+    """Find the values that are far from the median of their kind, each with its ratio to it."""
+    kinds: dict[str, list[Magnitude]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+    for members in kinds.values():
+        middle = median_low(row.value for row in members)
+        for row in members:
+            if not middle / FAR <= row.value <= middle * FAR:
+                yield row, row.value / middle
+
+
+def _describe_outlier(row: Magnitude, ratio: float) -> str:
+    times = f"{ratio:,.0f} times" if ratio > 1 else f"1/{1 / ratio:,.0f} of"
+    return f"{row.place}: {row.value:.4g} ({times} the median)"
+
+
+def summarize_layers(
+    layers: Sequence[Mapping[str, Any]],
+    linears: Sequence[Mapping[str, Any]],
+    unfit_queries: Iterable[int],
+) -> Iterator[str]:
+    """Summarize the rows of the tables of K, V and q and of linears."""
+    for role in ("k", "v", "q"):
+        rows = [
+            Magnitude(f"layer {row['layer']}", role, row[f"{role} amax"])
+            for row in layers
+            if row[f"{role} amax"] is not None
+        ]
+        line = summarize(f"{role} amax", rows)
+        needed = list(unfit_queries) if role == "q" else []
+        need = f"; layers that need a q scale: {format_ranges(needed)}" if needed else ""
+        yield from [line + need] if line else []
+    for column in ("input amax", "weight amax"):
+        rows = [
+            Magnitude(shorten(row["linear"]), _name_kind(row["linear"]), row[column])
+            for row in linears
+            if row[column] is not None
+        ]
+        line = summarize(f"{column} of {len(rows)} linears", rows)
+        yield from [line] if line else []
+
+
+def _name_kind(module: str) -> str:
+    """Leave out the numbers of a module path: `model.layers.3.mlp` and `.4.mlp` are one kind."""
+    return ".".join(part for part in module.split(".") if not part.isdecimal())
+
+
+def summarize_scales(rows: Iterable[tuple[str, list[float] | str]]) -> Iterator[str]:
+    """Summarize the scales of a file, those with the same name in different layers together."""
+    kinds: dict[str, list[Magnitude]] = {}
+    for name, values in rows:
+        kind = name.rpartition(".")[2] if not name[-1:].isdecimal() else _name_kind(name)
+        found = kinds.setdefault(kind, [])
+        if isinstance(values, list):
+            found += [Magnitude(shorten(name), _name_kind(name), value) for value in values]
+    for kind, found in kinds.items():
+        line = summarize(f"{len(found):,} of {shorten(kind)}", found)
+        yield line or f"{shorten(kind)}: too many values to read"
