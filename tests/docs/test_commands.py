@@ -102,6 +102,26 @@ def test_every_command_of_a_page_runs(page: Path, workspace: Path) -> None:
             (workspace / command.output).write_text(outcome.out)
 
 
+@pytest.mark.usefixtures("workspace")
+def test_the_output_in_the_readme_is_what_the_program_prints() -> None:
+    """Each line but the answer of `verify`, which depends on the model; numbers may differ."""
+    readme = PAGES[0].read_text()
+    (shown,) = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    answer, *lines = filter(None, shown.splitlines())
+    printed: set[str] = set()
+    for command in list(filter(is_run, list_commands(PAGES[0])))[:3]:
+        words = list(command.words[1:])
+        outcome = run(*words, *_quicken(words))
+        assert outcome.code == 0, outcome.err
+        printed |= {_hide_numbers(line) for line in outcome.out.splitlines()}
+    assert answer.startswith("scale 1.0 costs accuracy (KLD ")
+    assert [line for line in lines if _hide_numbers(line) not in printed] == []
+
+
+def _hide_numbers(line: str) -> str:
+    return re.sub(r"\d[\d,.]*\d|\d", "N", line)
+
+
 def _make_room(workspace: Path, words: list[str]) -> None:
     """Remove the stand-in for something that the page writes itself."""
     if "--out" in words:
