@@ -265,3 +265,16 @@ def test_fp8_codes_without_a_scale_are_a_fault_everywhere(
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
     assert judge(folder, engine) == {engine: "misread"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_scale_alone_does_not_replace_its_weight(
+    saved: Callable[[str], Path], tmp_path: Path, engine: str
+) -> None:
+    folder = damage(saved("llama"), tmp_path / "x")
+    tensors = load_file(folder / SINGLE)
+    weight = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.layers.1.mlp.up_proj.weight_scale"] = torch.ones(weight.shape[0], 1)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+    assert judge(folder, engine) != {engine: "ok"}

@@ -229,8 +229,8 @@ class _StoredNames:
         """Check whether a parameter is packed (INT4, FP4), or stored for each expert."""
         module, _, leaf = name.rpartition(".")
         packed = (f"{name}_blocks", f"{name}_scale", f"{name}_packed")
-        if leaf == "weight" and module in self._packed:
-            return True
+        if leaf == "weight":
+            return module in self._packed
         if any(each.startswith(packed) for each in self._names):
             return True
         owners = {expert for expert, _ in self._experts}
