@@ -1,3 +1,75 @@
-"""FP8 calibration of Hugging Face language models."""
+"""FP8 calibration of Hugging Face language models.
+
+The functions do what the commands of the same names do, on a path or on a model in memory. They are
+imported when they are first used, so that `import fp8calib` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fp8calib.errors import (
+    CalibrationError,
+    DataError,
+    ExportError,
+    Fp8CalibError,
+    Fp8CalibWarning,
+    ModelError,
+    RecipeError,
+    UsageError,
+    VerificationError,
+)
+
+if TYPE_CHECKING:
+    from fp8calib.api.calibrate import calibrate
+    from fp8calib.api.check import check
+    from fp8calib.api.export.run import Exported, export
+    from fp8calib.api.quantize.run import Quantized, quantize
+    from fp8calib.api.stats import CalibrationStats, load_stats
+    from fp8calib.api.verify.run import verify
 
 __version__ = "0.2.0"
+
+_PLACES = {
+    "calibrate": "calibrate",
+    "CalibrationStats": "stats",
+    "check": "check",
+    "export": "export.run",
+    "Exported": "export.run",
+    "load_stats": "stats",
+    "quantize": "quantize.run",
+    "Quantized": "quantize.run",
+    "verify": "verify.run",
+}
+
+__all__ = [
+    "CalibrationError",
+    "CalibrationStats",
+    "DataError",
+    "ExportError",
+    "Exported",
+    "Fp8CalibError",
+    "Fp8CalibWarning",
+    "ModelError",
+    "Quantized",
+    "RecipeError",
+    "UsageError",
+    "VerificationError",
+    "calibrate",
+    "check",
+    "export",
+    "load_stats",
+    "quantize",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.api.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

@@ -119,3 +119,7 @@ class VerificationError(Fp8CalibError):
 
     kind = "verification"
     exit_code = 8
+
+
+class Fp8CalibWarning(UserWarning):
+    """What a caller of the Python functions should know about a result."""

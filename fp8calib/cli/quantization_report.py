@@ -1,96 +1,19 @@
-"""The report of a quantization, as JSON and as text."""
+"""The report of a quantization as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
 from fp8calib.checkpoint.atomic import format_size
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
-from fp8calib.cli.serving import describe_serving, read_replayed_geometry
-from fp8calib.engines.replay.folder import open_folder
-from fp8calib.engines.serving import Serving, find_checkpoint_serving
-from fp8calib.errors import ModelError, VerificationError, cut_list, shorten
+from fp8calib.cli.serving import describe_serving
+from fp8calib.errors import cut_list, shorten
 from fp8calib.fp8.schemes import GPTQ
-from fp8calib.geometry.kv_bytes import estimate_kv_bytes, kv_bytes_per_token
 from fp8calib.quantization.gptq.core import DAMPING
-from fp8calib.quantization.plan import QuantizePlan
-from fp8calib.quantization.quantize import Written
-from fp8calib.quantization.rounded_codes import RoundedLinear
-from fp8calib.stats.calibration_stats import CalibrationStats
 
 _SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizationOutcome:
-    """The plan of a quantization and what came of it."""
-
-    plan: QuantizePlan
-    written: Written
-    folder: Path
-    """Where the checkpoint is now."""
-    out: Path
-    """Where it will be."""
-    source_bytes: int
-    duration_s: float
-    stats: CalibrationStats | None
-    notes: tuple[str, ...]
-    rounded: Sequence[RoundedLinear] = ()
-    """How each linear was rounded, if not all to nearest."""
-
-
-def build_quantization_report(outcome: QuantizationOutcome) -> dict[str, Any]:
-    """Build the report of a written checkpoint: the output of --json."""
-    plan, out = outcome.plan, outcome.out
-    serving, why_none = _find_serving(outcome)
-    stats = outcome.stats if plan.has_kv else None
-    size = kv_bytes_per_token(stats.geometry) if stats else estimate_kv_bytes(plan.config)
-    return {
-        "out": str(out),
-        "files": list(outcome.written.files),
-        "scheme": plan.settings.scheme.name,
-        "format": plan.settings.dialect.name,
-        "bytes": {
-            "before": outcome.source_bytes,
-            "after": sum(shard.data_bytes for shard in plan.shards),
-        },
-        "duration_s": outcome.duration_s,
-        "resumed": list(outcome.written.resumed),
-        "quantized": [matrix.module for matrix in plan.selection.quantized],
-        "left": [{"module": item.module, "why": item.why} for item in plan.selection.unquantized],
-        "dead": [asdict(item) for item in outcome.written.all_zero],
-        "rounded": [asdict(item) for item in outcome.rounded],
-        "has_kv_scales": plan.has_kv,
-        "notes": [
-            *outcome.notes,
-            *([f"no command can be given to serve it: {why_none}"] if why_none else []),
-            *(f"{name}: not copied: {why}" for name, why in plan.skipped.items()),
-        ],
-        "kv_bytes_per_token": None
-        if size is None or why_none
-        else {"before": size[0], "after": size[1]},
-        "serving": [asdict(item) for item in serving.commands],
-        "limitations": [asdict(item) for item in serving.limitations],
-        "other_engines": [asdict(item) for item in serving.others],
-    }
-
-
-def _find_serving(outcome: QuantizationOutcome) -> tuple[Serving, str]:
-    """Find who serves the checkpoint, or say why that is not known."""
-    try:
-        folder = open_folder(outcome.folder)
-        geometry, is_foreign = read_replayed_geometry(folder)
-    except (ModelError, VerificationError) as error:
-        return Serving(commands=(), limitations=(), others=()), error.message
-    has_kv = outcome.plan.has_kv
-    serving = find_checkpoint_serving(
-        folder, outcome.out, geometry, has_kv=has_kv, is_foreign=is_foreign
-    )
-    return serving, ""
 
 
 def show_quantization_report(report: Mapping[str, Any], *, as_json: bool) -> None:

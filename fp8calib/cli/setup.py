@@ -1,16 +1,36 @@
-"""What commands do before a model runs: silence libraries, check devices, plan the data."""
+"""What commands do before a model runs: silence libraries, and say where it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.data.plan import DataPlan, build_plan
-from fp8calib.data.sources import BuiltinPart
-from fp8calib.errors import UsageError
-from fp8calib.model.load import ModelSource, load_tokenizer
+if TYPE_CHECKING:
+    from fp8calib.api.models import Placement
 
-DEFAULT_SEQ_LEN = 2048
+
+class PlacementSettings(Protocol):
+    """The options of a command that say where the model runs."""
+
+    @property
+    def device(self) -> str: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+    @property
+    def device_map(self) -> str | None: ...  # noqa: D102
+    @property
+    def memory(self) -> float | None: ...  # noqa: D102
+
+
+def make_placement(settings: PlacementSettings) -> Placement:
+    """Say where the model of a command runs."""
+    from fp8calib.api.models import Placement  # noqa: PLC0415 -- imports transformers
+
+    return Placement(
+        device=settings.device,
+        dtype=settings.dtype,
+        device_map=settings.device_map,
+        memory=settings.memory,
+    )
 
 
 def quiet_libraries() -> None:
@@ -19,57 +39,3 @@ def quiet_libraries() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-
-
-def describe_decoded(model: str, checkpoint: Checkpoint) -> Iterator[str]:
-    """Describe a model that is quantized already, and is decoded while it is read."""
-    if checkpoint.form:
-        yield (
-            f"{model} is quantized already: its {checkpoint.form} are dequantized, and their "
-            "errors are in everything that is measured; inputs are not quantized"
-        )
-
-
-def check_device_map(device_map: str | None, device: str) -> None:
-    """Refuse an unknown --device-map, and one that contradicts --device."""
-    if device_map not in {None, "auto"}:
-        raise UsageError(f"--device-map {device_map}: must be auto")
-    if device_map and device != "auto":
-        raise UsageError("--device-map auto chooses the devices itself: leave out --device")
-
-
-def plan_data(
-    source: ModelSource,
-    *,
-    sources: Sequence[str],
-    samples: int,
-    seq_len: int | None,
-    pack: bool,
-    seed: int,
-    part: BuiltinPart,
-) -> DataPlan:
-    """Build the data plan of a run; without a length, 2048 tokens or the model's maximum.
-
-    Raises:
-        UsageError: the length is above the model's maximum, or a data spec is invalid.
-        DataError: the data cannot be read.
-    """
-    vocab_size = int(source.text_config.vocab_size)
-    longest = source.max_positions
-    length = seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
-    if longest is not None and length > longest:
-        raise UsageError(
-            f"--seq-len {length} is above the model's maximum of {longest} positions",
-            hint=f"use --seq-len {longest} or less",
-        )
-    return build_plan(
-        sources,
-        tokenizer=lambda: load_tokenizer(source, vocab_size),
-        vocab_size=vocab_size,
-        samples=samples,
-        seq_len=length,
-        pack=pack,
-        seed=seed,
-        part=part,
-        longest_padded=source.longest_padded,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp8calib.data.rows import Row
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
 from fp8calib.data.text_hashes import TextHashes
@@ -20,6 +21,8 @@ from fp8calib.errors import DataError, UsageError
 
 FEW_TOKENS = 4096
 """With fewer tokens than this, the plan carries a warning."""
+IN_MEMORY = "in memory"
+"""The source of a plan of rows that no spec names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +87,14 @@ def build_plan(
     seed: int = 0,
     part: BuiltinPart = "calibrate",
     longest_padded: int | None = None,
+    rows: Iterable[Row] | None = None,
 ) -> DataPlan:
     """Read the first `samples` sequences of at most `seq_len` tokens.
 
     `tokenizer` loads the tokenizer; it is called at most once, when the first row needs it. Without
     specs, the built-in text is used; `part` selects which part of it. `seed` affects only the
-    order of weighted specs. Sequences longer than `longest_padded` are never padded.
+    order of weighted specs. Sequences longer than `longest_padded` are never padded. `rows` are
+    read instead of specs.
 
     Raises:
         UsageError: a spec, `samples` or `seq_len` is invalid.
@@ -97,11 +102,12 @@ def build_plan(
 
     """
     _check_sizes(samples=samples, seq_len=seq_len)
-    parsed = [parse_spec(text) for text in specs or ("builtin",)]
-    rows = mix_rows([(iter_rows(spec, part=part), spec.weight) for spec in parsed], seed=seed)
+    parsed = [parse_spec(text) for text in specs or ("builtin",)] if rows is None else []
+    if rows is None:
+        rows = mix_rows([(iter_rows(spec, part=part), spec.weight) for spec in parsed], seed=seed)
     encoded = tokenize_rows(rows, tokenizer=functools.cache(tokenizer), vocab_size=vocab_size)
     found = (pack_rows if pack else keep_rows)(encoded, samples=samples, seq_len=seq_len)
-    sources = tuple(spec.label for spec in parsed)
+    sources = tuple(spec.label for spec in parsed) or (IN_MEMORY,)
     if not found.sequences:
         raise DataError(
             f"{', '.join(sources)}: no sequence of two tokens in {found.num_rows} rows",
@@ -185,14 +191,14 @@ def _compute_fingerprint(sequences: Sequence[torch.Tensor], *, packed: bool, seq
 def _list_warnings(
     specs: Sequence[str], parsed: Sequence[DataSpec], found: PackedRows, *, samples: int
 ) -> Iterator[str]:
-    if not specs:
+    if parsed and not specs:
         yield "no --data given: using the text that ships with Python (builtin)"
     for spec in parsed:
         if isinstance(spec.source, FileSource) and spec.source.ignored:
             yield f"{spec.label}: ignored, not data files: {', '.join(spec.source.ignored)}"
     if found.num_dropped:
         yield f"{found.num_dropped} of {found.num_rows} rows were too short and were skipped"
-    if len(found.sequences) < samples:
+    if parsed and len(found.sequences) < samples:
         yield f"the data gave {len(found.sequences)} of the {samples} requested sequences"
     num_tokens = sum(map(len, found.sequences))
     if num_tokens < FEW_TOKENS:

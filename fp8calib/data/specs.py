@@ -78,6 +78,11 @@ def parse_spec(text: str) -> DataSpec:
     return DataSpec(source, f"{label}@{weight}" if weight else label, value)
 
 
+def looks_like_spec(text: str) -> bool:
+    """Whether a text is more likely meant as a spec: it names data, and is no text to run."""
+    return text == "builtin" or text.startswith("hub:") or _is_data_path(text)
+
+
 def _parse_source(body: str) -> tuple[Source, str]:
     if body == "builtin":
         return BuiltinSource(), body

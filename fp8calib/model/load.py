@@ -360,7 +360,7 @@ def load_model(
         ) from error
     loaded: PreTrainedModel = model.eval()
     _check_loading(source.folder, loaded, info)
-    _attend_causally(loaded)
+    attend_causally(loaded)
     return loaded
 
 
@@ -396,11 +396,11 @@ def build_skeleton(source: ModelSource, *, dtype: torch.dtype | None = None) -> 
             f"{_explain_load_error(error)}"
         ) from error
     built: PreTrainedModel = model.eval()
-    _attend_causally(built)
+    attend_causally(built)
     return built
 
 
-def _attend_causally(model: PreTrainedModel) -> None:
+def attend_causally(model: PreTrainedModel) -> None:
     """Let tokens see only those before them, as engines do with text, whatever the config says.
 
     Where a config asks for attention in both directions (PaliGemma, EmbeddingGemma), transformers

@@ -102,9 +102,7 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
     """
     path = find_candidate(name)
     if is_stats_file(path):
-        stats = load_stats(path)
-        _check_stats_model(name, stats, target)
-        return OpenedCandidate(name=name, stats=stats)
+        return open_stats(name, load_stats(path), target)
     if path.is_dir() and is_fp8_checkpoint(path):
         checkpoint = Fp8Checkpoint.open(
             path,
@@ -123,6 +121,16 @@ def open_candidate(name: str, target: Target, numerics: Numerics) -> OpenedCandi
     if path.is_dir():
         _check_weights(path, target)
     return OpenedCandidate(name=name, found=found)
+
+
+def open_stats(name: str, stats: CalibrationStats, target: Target) -> OpenedCandidate:
+    """Make a candidate of statistics, and check that they belong to the model.
+
+    Raises:
+        ModelError: they are of another model.
+    """
+    _check_stats_model(name, stats, target)
+    return OpenedCandidate(name=name, stats=stats)
 
 
 def find_candidate(name: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fp8calib.api.quantize.report import QuantizationOutcome, build_quantization_report
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
@@ -17,7 +18,6 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
 from fp8calib.cli.calibrate.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.cli.console import Bar
-from fp8calib.cli.quantization_report import QuantizationOutcome, build_quantization_report
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.fp8.schemes import find_scheme

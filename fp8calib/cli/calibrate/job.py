@@ -5,19 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8calib.calibration import PreparedModel
-from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.api.calibrate import CalibrationJob
 from fp8calib.cli.calibrate.settings import CalibrateSettings
-from fp8calib.data.plan import DataPlan
-from fp8calib.data.shares import Share
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import GPTQ
-from fp8calib.model.load import ModelSource
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.recipe import Recipe
 from fp8calib.selection.select import Selection, select
 from fp8calib.stats.calibration_stats import STATS_NAME
 
@@ -25,22 +20,11 @@ REPORT_NAME = "report.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateJob:
+class CalibrateJob(CalibrationJob):
     """Everything decided before a weight is loaded."""
 
     settings: CalibrateSettings
-    recipe: Recipe
-    """With the command line's changes."""
-    shard: Share | None
-    source: ModelSource
-    checkpoint: Checkpoint
-    prepared: PreparedModel
-    """The model without weights."""
-    plan: DataPlan | None
     out: Path
-    device: str
-    dtype: str
-    dtype_why: str
     quantization: PlanSettings | None = None
     """How the FP8 checkpoint is written; None without one."""
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fp8calib.api.recipe_options import decide_query
 from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
 from fp8calib.cli.console import SCHEMA_VERSION, list_top_level, print_text, say, warn
-from fp8calib.cli.recipe_options import decide_query
 from fp8calib.cli.serving import describe_serving
-from fp8calib.cli.setup import describe_decoded
 from fp8calib.cli.show.stats import describe_magnitudes, describe_skipped
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
@@ -103,7 +102,7 @@ def build_calibration_report(
             {"format": name, **asdict(item)} for name, found in served for item in found.others
         ],
         "warnings": [
-            *describe_decoded(job.settings.model, job.checkpoint),
+            *job.describe_decoded(),
             *(job.plan.warnings if job.plan else ()),
             *decide_query(job.recipe, stats).notes,
             *map(str, notes),

@@ -10,6 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8calib.api.calibrate import (
+    IF_QUANTIZED,
+    fields_of,
+    load_prepared,
+    plan_recipe_text,
+)
+from fp8calib.api.models import open_run_model
+from fp8calib.api.recipe_options import decide_query
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.cli.calibrate.fp8_checkpoint import (
@@ -48,8 +56,7 @@ from fp8calib.cli.calibrate.work_folder import (
 )
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
-from fp8calib.cli.recipe_options import decide_query
-from fp8calib.cli.setup import check_device_map, plan_data, quiet_libraries
+from fp8calib.cli.setup import make_placement, quiet_libraries
 from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share, parse_share
 from fp8calib.dialects.dialect import Graft
@@ -61,23 +68,10 @@ from fp8calib.dialects.write import (
 )
 from fp8calib.errors import ExportError, Fp8CalibError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import find_process_rank
 from fp8calib.machine.memory import PeakMemory
-from fp8calib.model.dtype import DTYPES, choose_dtype
-from fp8calib.model.load import (
-    ModelSource,
-    build_skeleton,
-    load_model,
-    open_source,
-    without_quantization,
-)
-from fp8calib.model.prepared import PreparedModel, prepare
-from fp8calib.model.weight_source import WeightSource
-from fp8calib.quantization.sources.decoded import open_model
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
-from fp8calib.run.forward.decoder import check_runnable
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import Done, is_checkpoint
 from fp8calib.run.resume.work_share import WorkShare
@@ -146,42 +140,27 @@ def _open_job(
     settings: CalibrateSettings, recipe: Recipe, shard: Share | None
 ) -> Iterator[CalibrateJob]:
     check_observed(recipe)
-    device = choose_device(settings.device)
-    check_device_map(settings.device_map, settings.device)
-    source = open_source(
+    out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
+    with open_run_model(
         settings.model,
+        make_placement(settings),
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
-        if_quantized=None,
-    )
-    out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
-    with open_model(
-        source.folder,
-        if_quantized="its activations have quantization errors already: calibrate the unquantized "
-        "model it was made from",
-    ) as checkpoint:
-        if checkpoint.form:
-            source = without_quantization(source)
-        dtype, why = choose_dtype(settings.dtype, device=device, checkpoint=checkpoint)
-        prepared = prepare(build_skeleton(source), checkpoint, recipe)
-        if recipe.observe.needs_forward:
-            check_runnable(prepared.model)
+        if_quantized=IF_QUANTIZED,
+        recipe=recipe,
+    ) as model:
+        prepared, checkpoint = model.prepared, model.checkpoint
         fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
         graft = Graft(replaces_scales=settings.replace_scales)
         check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored, graft=graft)
         job = CalibrateJob(
+            **fields_of(model),
             settings=settings,
             recipe=recipe,
             shard=shard,
-            source=source,
-            checkpoint=checkpoint,
-            prepared=prepared,
             plan=None,
             out=out,
-            device=device,
-            dtype=dtype,
-            dtype_why=why,
             quantization=make_plan_settings(recipe),
         )
         if not settings.dry_run:
@@ -192,27 +171,11 @@ def _open_job(
             scheme = recipe.quantize and recipe.quantize.scheme
             hint = "use a recipe without `quantize`, such as kv, to have the statistics and scales"
             raise ExportError(f"{scheme} cannot be written: {refusal}", hint=hint)
-        job = replace(job, plan=plan_job_data(recipe, source))
+        job = replace(job, plan=plan_recipe_text(model, recipe))
         if job.rounds_by_gptq:
             check_rounding_data(job.plan)
         check_shard(job)
         yield job
-
-
-def plan_job_data(recipe: Recipe, source: ModelSource) -> DataPlan | None:
-    """Plan the data of a recipe; None if it runs none."""
-    data = recipe.data
-    if not recipe.observe.needs_forward:
-        return None
-    return plan_data(
-        source,
-        sources=data.sources,
-        samples=data.samples,
-        seq_len=data.seq_len,
-        pack=data.pack,
-        seed=data.seed,
-        part="calibrate",
-    )
 
 
 def run_job(
@@ -229,7 +192,7 @@ def run_job(
         rounding = open_rounding(job, job.quantization, work.path, group)
     with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
         stats = calibrate(
-            _load(job, mode, bar),
+            load_prepared(job, mode, bar),
             job.plan,
             job.source,
             job.checkpoint,
@@ -256,20 +219,6 @@ def _count_tokens(plan: DataPlan | None, done: Done) -> int:
     if plan is None:
         return 0
     return sum(len(each) for first, stop in done.sequences for each in plan.sequences[first:stop])
-
-
-def _load(job: CalibrateJob, mode: MemoryMode, bar: Bar) -> PreparedModel:
-    if mode.streaming is not None:
-        return replace(job.prepared, model=mode.model, weights=mode.weights)
-    bar.stage("loading the model", None)
-    model = load_model(
-        job.source,
-        dtype=DTYPES[job.dtype],
-        device=job.device,
-        device_map=job.settings.device_map,
-        decoded=job.checkpoint if job.checkpoint.form else None,
-    )
-    return replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
 
 
 def _write(

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fp8calib.checkpoint.atomic import OutputFolder
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.cli.console import list_top_level, print_json, print_text, warn
-from fp8calib.cli.extract.settings import ExtractSettings
-from fp8calib.cli.graft import (
+from fp8calib.api.export.graft import (
     GraftOptions,
     describe_graft,
     relate_to_quantized,
     require_server,
 )
+from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.cli.console import list_top_level, print_json, print_text, warn
+from fp8calib.cli.extract.settings import ExtractSettings
 from fp8calib.cli.option_types import split_names
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.setup import quiet_libraries

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.api.calibrate import plan_recipe_text
+from fp8calib.api.quantize.run import Planned
+from fp8calib.api.quantize.servable import require_servable
 from fp8calib.calibration import text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -26,15 +29,14 @@ from fp8calib.cli.calibrate.rounding import (
     make_rounding_record,
     open_codes,
 )
-from fp8calib.cli.calibrate.run import plan_job_data, run_job
+from fp8calib.cli.calibrate.run import run_job
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.calibrate.work_folder import make_job_header, work_folder
 from fp8calib.cli.console import Bar, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.quantize.output import find_finished, show_output, write_output
-from fp8calib.cli.quantize.servable import require_servable
 from fp8calib.cli.quantize.settings import QuantizeSettings
-from fp8calib.cli.setup import quiet_libraries
+from fp8calib.cli.setup import make_placement, quiet_libraries
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.fp8.schemes import GPTQ, NEAREST, list_without_calibration
 from fp8calib.machine.devices import choose_device
@@ -84,14 +86,17 @@ def run_gptq(settings: QuantizeSettings, asked: PlanSettings) -> None:
         if asked.scheme.has_static_inputs and given is None:
             _check_measured(job, selection)
         expected = _plan_checkpoint(job, asked, selection, given, None)
-        if not settings.allow_unservable:
-            require_servable(expected, job.checkpoint.folder)
+        if not settings.allow_unservable and (
+            note := require_servable(expected, job.checkpoint.folder)
+        ):
+            say(note)
         if settings.dry_run:
             _show_plan(settings, job, expected)
             return
         if (written := find_finished(settings, expected)) is not None:
+            planned = Planned(checkpoint=job.checkpoint, plan=expected)
             now = time.monotonic()
-            show_output(settings, job.checkpoint, expected, written, started=now, stats=given)
+            show_output(planned.finish(written, settings.out, started=now, stats=given), settings)
             return
         check_output(settings.out, expected.names, settings.force, inputs=[job.source.folder])
         _run(settings, asked, job, selection, given, group)
@@ -114,15 +119,13 @@ def _run(
         if group is not None and not group.is_first:
             return
         plan = _plan_checkpoint(job, asked, selection, given, stats)
+        planned = Planned(checkpoint=job.checkpoint, plan=plan)
         with open_codes(work.path) as codes:
-            written = write_output(
-                settings, job.checkpoint, plan, bar, device=torch.device("cpu"), rounded=codes
-            )
+            written = write_output(settings, planned, bar, device="cpu", rounded=codes)
             rounded = list_rounded(job, selection, codes)
     shutil.rmtree(job.out, ignore_errors=True)
-    show_output(
-        settings, job.checkpoint, plan, written, started=started, stats=given, rounded=rounded
-    )
+    outcome = planned.finish(written, settings.out, started=started, stats=given)
+    show_output(replace(outcome, rounded=rounded), settings)
 
 
 # --- before the run -------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ def _open_job(settings: CalibrateSettings, asked: PlanSettings) -> Iterator[Cali
         check_unquantized(checkpoint)
         select(checkpoint, ignore=asked.ignore)
         job = _make_job(settings, asked, checkpoint)
-        job = replace(job, plan=plan_job_data(job.recipe, job.source))
+        job = replace(job, plan=plan_recipe_text(job, job.recipe))
         check_rounding_data(job.plan)
         yield job
 
@@ -176,6 +179,8 @@ def _make_job(
             hint=f"--rounding {NEAREST} needs neither text nor a class of the model",
         ) from error
     return CalibrateJob(
+        name=settings.model,
+        placement=make_placement(settings),
         settings=settings,
         recipe=recipe,
         shard=None,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8calib.api.verify.job import VerifyJob
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.cli.console import print_table, print_text, say
-from fp8calib.cli.verify.job import VerifyJob
 from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.engines.registry import find_emulated
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
@@ -33,19 +33,19 @@ def describe_verification_plan(job: VerifyJob, mode: MemoryMode) -> dict[str, An
     """Describe the planned run: the JSON output of --dry-run."""
     return {
         "plan": {
-            "model": job.settings.model,
+            "model": job.name,
             "architecture": job.target.geometry.architecture,
             "layers": len(job.target.geometry.layers),
             "weights_size_bytes": job.checkpoint.total_size_bytes,
             "engine": job.options.numerics.name,
-            "candidates": [*job.settings.scales, SCALE_ONE],
+            "candidates": [*(opened.name for opened in job.opened), SCALE_ONE],
             "dtype": job.dtype,
             "dtype_why": job.dtype_why,
-            "device": job.options.device,
+            "device": job.device,
             "sequences": len(job.plan.sequences),
             "tokens": job.plan.num_tokens,
             "data": list(job.plan.sources),
-            "tasks": list(job.settings.tasks),
+            "tasks": list(job.options.tasks),
             **mode.as_json(),
         }
     }

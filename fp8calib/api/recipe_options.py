@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +11,22 @@ from pydantic import ValidationError
 
 from fp8calib.dialects.registry import find_dialect
 from fp8calib.errors import UsageError, cut_list
-from fp8calib.recipe import Recipe, explain_value, load_recipe
+from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import CalibrationStats
 
 
 def override_recipe(
-    name: str, *, data: Mapping[str, Any], scales: Mapping[str, Any], top: Mapping[str, Any]
+    name: str,
+    *,
+    data: Mapping[str, Any],
+    scales: Mapping[str, Any],
+    top: Mapping[str, Any],
+    observe: Collection[str] | None = None,
 ) -> Recipe:
-    """Load a recipe and apply command-line options to it; None means not given.
+    """Load a recipe and apply a caller's options to it; None means not given.
+
+    `observe` names all kinds of sites that are observed: kv, query, inputs, weights.
 
     Raises:
         RecipeError: the recipe itself is wrong.
@@ -28,8 +36,26 @@ def override_recipe(
     recipe |= _given(top)
     recipe["data"] |= _given(data)
     recipe["scales"] |= _given(scales)
-    try:
+    if observe is not None:
+        recipe["observe"] |= _choose_kinds(observe)
+    with _usage_errors():
         return Recipe.model_validate(recipe)
+
+
+def make_scale_options(**given: Any) -> ScaleOptions:
+    """Make the options of scales; None means not given.
+
+    Raises:
+        UsageError: an option has an invalid value.
+    """
+    with _usage_errors():
+        return ScaleOptions.model_validate(_given(given))
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
     except ValidationError as error:
         raise UsageError(
             "; ".join(map(_explain_option, error.errors())), hint="see --help"
@@ -59,6 +85,13 @@ def decide_query(recipe: Recipe, stats: CalibrationStats) -> QueryDecision:
     if not storing:
         return QueryDecision(False, (f"{why}, and no format that stores q_scale is written",))
     return QueryDecision(True, (f"{why}: q_scale is written to {', '.join(storing)}",))
+
+
+def _choose_kinds(names: Collection[str]) -> dict[str, bool]:
+    known = [name for name in Observe.model_fields if name != "ignore"]
+    if isinstance(names, str) or not set(names) <= set(known):
+        raise UsageError(f"observe {names!r}: must be a list of {', '.join(known)}")
+    return {name: name in names for name in known}
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from fp8calib.cli.verify.job import VerifyJob
+from fp8calib.api.verify.job import VerifyJob
 from fp8calib.dialects.read import FoundScales
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.geometry.sites import Site
@@ -56,9 +56,9 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
         diagnosis_of=first.name if (first := _first_with_kv(job)) else "",
         calibration_clipped=_find_calibration_clipped(job),
         gate=job.options.gate,
-        faults=list_faults(candidates) if job.settings.server else {},
-        sensitivity_of=candidates[0] if job.settings.sensitivity else None,
-        histograms=tuple(_list_histograms(job)) if job.settings.report else (),
+        faults=list_faults(candidates) if job.options.with_faults else {},
+        sensitivity_of=candidates[0] if job.options.sensitivity else None,
+        histograms=tuple(_list_histograms(job)) if job.options.with_histograms else (),
         warnings=(*job.plan.warnings, *job.warnings, *notes),
     )
 

@@ -7,10 +7,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from fp8calib.api.check import read_replayed_geometry
 from fp8calib.checkpoint.json_files import encode_json
 from fp8calib.checkpoint.model_config import CONFIG_NAME
-from fp8calib.cli.console import say
-from fp8calib.cli.serving import read_replayed_geometry
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
@@ -25,7 +24,7 @@ _FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
 _NOT_CHECKED = "whether an engine can load the output is not checked: {}"
 
 
-def require_servable(plan: QuantizePlan, source: Path) -> None:
+def require_servable(plan: QuantizePlan, source: Path) -> str:
     """Refuse a checkpoint that no engine of the default list can load.
 
     What `check` reads is written to a temporary folder: configs, headers and scales, of which
@@ -35,6 +34,9 @@ def require_servable(plan: QuantizePlan, source: Path) -> None:
     Args:
         plan: the checkpoint.
         source: the model's folder.
+
+    Returns:
+        The note; empty where it was checked.
 
     Raises:
         ModelError: no model can be built from the config, or tensors of it are missing or have
@@ -58,11 +60,9 @@ def require_servable(plan: QuantizePlan, source: Path) -> None:
             message = error.message.replace(str(folder), str(source))
             raise ModelError(message, hint=f"{_CONFIG_HINT}; {_FORCE_HINT}") from error
         except ModelError as error:
-            say(_NOT_CHECKED.format(error.message.replace(str(folder), str(source))))
-            return
+            return _NOT_CHECKED.format(error.message.replace(str(folder), str(source)))
         if is_foreign:
-            say(_NOT_CHECKED.format(f"{source}: its model_type needs code of its own"))
-            return
+            return _NOT_CHECKED.format(f"{source}: its model_type needs code of its own")
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
         reports = check_folder(opened, geometry, list_defaults(), 1).engines
@@ -75,6 +75,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> None:
             hint=f"choose another --scheme or --format; {_FORCE_HINT}",
         )
     _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=True))
+    return ""
 
 
 def _refuse_fault(source: Path, fault: str) -> None:

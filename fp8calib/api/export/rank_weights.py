@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.cli.setup import quiet_libraries
 from fp8calib.errors import ModelError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.geometry.model_geometry import Linear, ModelGeometry, find_difference
@@ -63,7 +62,6 @@ def prepare_weights(stats: CalibrationStats, source: Checkpoint, recipe: Recipe)
             be built; or an int4 checkpoint is damaged, or is of another model.
         ExportError: a scale cannot be computed.
     """
-    quiet_libraries()
     is_int4 = is_int4_source(source)
     skeleton = build_skeleton(
         open_source(

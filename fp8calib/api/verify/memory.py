@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from fp8calib.cli.verify.job import VerifyJob
-from fp8calib.cli.verify.request import build_request
+from fp8calib.api.verify.job import VerifyJob
+from fp8calib.api.verify.request import build_request
+from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, batches
 from fp8calib.errors import UsageError
 from fp8calib.geometry.sites import Role
 from fp8calib.model.dtype import DTYPES
-from fp8calib.model.load import LoadedModel, load_model
+from fp8calib.model.load import LoadedModel
 from fp8calib.model.weight_source import WeightSource
 from fp8calib.run.planning.footprint import Workload
 from fp8calib.run.planning.limits import find_limits, refuse_device_map
@@ -36,12 +36,12 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
     Raises:
         UsageError: it fits in neither way, or it has to be streamed and --tasks is given.
     """
-    settings, model = job.settings, job.skeleton
-    weights = WeightSource(model, job.checkpoint)
-    if settings.device_map is not None:
-        refuse_device_map(settings.memory)
+    placement, model, weights = job.placement, job.prepared.model, job.prepared.weights
+    if placement.device_map is not None:
+        refuse_device_map(placement.memory)
+    if placement.device_map is not None or job.is_live:
         return MemoryMode(plan=None, model=model, weights=weights)
-    found = list(batches(job.plan, settings.batch_size))
+    found = list(batches(job.plan, job.options.batch_size))
     request = build_request(job, model)
 
     def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe:
@@ -51,31 +51,26 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
 
     return choose_memory_mode(
         _describe_run(job, model, weights, request, found),
-        find_limits(job.options.device, settings.memory),
+        find_limits(job.device, placement.memory),
         source=job.source,
         dtype=job.dtype,
-        device=job.options.device,
-        scratch=_scratch_folder(job),
+        device=job.device,
+        scratch=job.options.scratch,
         probe=probe,
-        cannot_stream=_explain_tasks(job) if settings.tasks else None,
+        cannot_stream=_explain_tasks(job) if job.options.tasks else None,
         further_walks=tuple(_sensitivity_walks(job, request, found)),
     )
 
 
 @contextmanager
 def open_reference(
-    job: VerifyJob, mode: MemoryMode
+    job: VerifyJob, mode: MemoryMode, progress: Progress
 ) -> Iterator[tuple[ReferenceModel, Comparison | None]]:
     """Load the model whole, or open it for streaming; None is the comparison of a whole model."""
     if mode.streaming is None:
-        model = load_model(
-            job.source,
-            dtype=DTYPES[job.dtype],
-            device=job.options.device,
-            device_map=job.settings.device_map,
-            decoded=job.checkpoint if job.checkpoint.form else None,
-        )
-        yield _make_reference(job, model, WeightSource(model, job.checkpoint)), None
+        model = job.load(progress)
+        weights = job.prepared.weights if job.is_live else WeightSource(model, job.checkpoint)
+        yield _make_reference(job, model, weights), None
     else:
         with _open_comparison(job, mode.model, mode.weights, mode.streaming) as comparison:
             yield _make_reference(job, mode.model, mode.weights), comparison
@@ -83,12 +78,12 @@ def open_reference(
 
 def _make_reference(job: VerifyJob, model: LoadedModel, weights: WeightSource) -> ReferenceModel:
     return ReferenceModel(
-        name=job.settings.model,
+        name=job.name,
         model=model,
         geometry=job.target.geometry,
         originals=weights,
         dtype=job.dtype,
-        device=job.options.device,
+        device=job.device,
     )
 
 
@@ -127,7 +122,7 @@ def _describe_run(
         itemsize=itemsize,
         extra={},
         logits_bytes=scoring_bytes(
-            torch.device(job.options.device),
+            torch.device(job.device),
             int(job.source.text_config.vocab_size),
             itemsize,
             num_tokens=max(batch.input_ids.numel() for batch in found),
@@ -137,7 +132,7 @@ def _describe_run(
 
 def _explain_tasks(job: VerifyJob) -> UsageError:
     return UsageError(
-        f"--tasks {','.join(job.settings.tasks)}: the model does not fit into memory, and tasks "
+        f"--tasks {','.join(job.options.tasks)}: the model does not fit into memory, and tasks "
         "cannot be streamed: every generated token would read all weights again",
         hint="leave out --tasks, or use a machine (or a larger --memory) that holds the model",
     )
@@ -150,14 +145,8 @@ def _sensitivity_walks(
     candidate = request.sensitivity_of
     if candidate is None:
         return
-    chosen = choose_batches(job.plan, job.settings.batch_size)
+    chosen = choose_batches(job.plan, job.options.batch_size)
     tokens = sum(b.input_ids.numel() for b in chosen) / sum(b.input_ids.numel() for b in found)
     num_models = len(list_emulations(request)) + 1
     for layers in split_rounds(job.target.geometry, candidate.emulation):
         yield tokens * (len(layers) + 1) / num_models
-
-
-def _scratch_folder(job: VerifyJob) -> Path:
-    """Give the folder of the outputs, or the current one without any."""
-    outputs = [path for path in (job.settings.dump, job.settings.report) if path is not None]
-    return outputs[0].absolute().parent if outputs else Path.cwd()

@@ -1,0 +1,285 @@
+"""Calibrate a model, on a path or in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8calib import calibration
+from fp8calib.api.models import Placement, RunModel, open_run_model
+from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
+from fp8calib.api.recipe_options import override_recipe
+from fp8calib.api.saved import ModelOrPath
+from fp8calib.api.stats import CalibrationStats
+from fp8calib.api.text import TextData, plan_text, split_data
+from fp8calib.calibration import PreparedModel, Progress
+from fp8calib.data.plan import Batch, DataPlan
+from fp8calib.data.shares import Share, select_batches
+from fp8calib.errors import UsageError
+from fp8calib.machine.launch import ALONE, ProcessRank
+from fp8calib.model.dtype import DTYPES
+from fp8calib.model.load import LoadedModel
+from fp8calib.model.weight_source import WeightSource
+from fp8calib.recipe import Recipe
+from fp8calib.run.planning.footprint import Workload, stats_bytes
+from fp8calib.run.planning.limits import find_limits, refuse_device_map
+from fp8calib.run.planning.plan import PlanInputs
+from fp8calib.run.planning.whole_or_streamed import MemoryMode, choose_memory_mode
+from fp8calib.run.streaming.layer_observer import LayerObserver, LayerWork
+from fp8calib.run.streaming.model import Streaming, open_streamed
+from fp8calib.run.streaming.probe import Probe
+
+IF_QUANTIZED = (
+    "its activations have quantization errors already: calibrate the unquantized model it was made "
+    "from"
+)
+
+
+def calibrate(
+    model: ModelOrPath,
+    data: TextData | None = None,
+    *,
+    recipe: str = "kv",
+    observe: Collection[str] | None = None,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    pack: bool | None = None,
+    seed: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    memory: float | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    tokenizer: Any = None,
+    progress: ProgressCallback | None = None,
+) -> CalibrationStats:
+    """Run text through an unquantized model and return its statistics; nothing is written.
+
+    A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
+    checkpoint that `save_pretrained` writes of it.
+
+    Args:
+        model: a folder, a Hub id, or a `PreTrainedModel` that is in memory.
+        data: a spec as for `--data`, several as paths, texts, or 1-D tensors of token ids; None is
+            the built-in text.
+        recipe: what to observe and on which data; the name of a shipped recipe or a YAML file. The
+            formats and the checkpoint that it names are not written.
+        observe: the kinds of sites to observe, of `kv`, `query`, `inputs` and `weights`; None
+            leaves it to the recipe (`kv` observes all, so that any format can follow).
+        samples: how many sequences; None leaves it to the recipe, as for the following options.
+        seq_len: tokens of a sequence.
+        batch_size: sequences of a forward pass.
+        pack: whether rows are joined and cut into sequences.
+        seed: of the mixing of weighted specs.
+        device: `auto`, `cpu`, `cuda` or `cuda:i`; for a path only, like the next three.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        device_map: `auto` spreads the model over all GPUs.
+        memory: the most memory of the process, in GiB.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: run the Python code of the checkpoint.
+        tokenizer: for texts; None takes the one in the model's folder.
+        progress: called with stage, steps done and all steps.
+
+    Raises:
+        UsageError: an option is invalid.
+        RecipeError: the recipe is invalid.
+        ModelError: the model cannot be read or run, or is quantized in a form that cannot be read.
+        DataError: the data cannot be read.
+        CalibrationError: the forward pass failed, or gave NaN or infinity.
+    """
+    asked = override_recipe(
+        recipe,
+        data={
+            "samples": samples,
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "pack": pack,
+            "seed": seed,
+        },
+        scales={},
+        top={},
+        observe=observe,
+    )
+    placement = Placement(device=device, dtype=dtype, device_map=device_map, memory=memory)
+    reports = CallbackProgress(progress)
+    with open_run_model(
+        model,
+        placement,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        if_quantized=IF_QUANTIZED,
+        recipe=asked,
+    ) as found:
+        plan = plan_recipe_text(found, asked, data, tokenizer=tokenizer)
+        warn_each([*found.describe_decoded(), *(plan.warnings if plan else ())])
+        job = CalibrationJob(**fields_of(found), recipe=asked, plan=plan)
+        mode = choose_mode(job, scratch=Path.cwd())
+        stats = calibration.calibrate(
+            load_prepared(job, mode, reports),
+            plan,
+            found.source,
+            found.checkpoint,
+            recipe=asked,
+            batch_size=asked.data.batch_size,
+            progress=reports,
+            streaming=mode.streaming,
+        )
+        return CalibrationStats.of(stats)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationJob(RunModel):
+    """A model and what is to be observed of it, decided before a weight is loaded."""
+
+    recipe: Recipe
+    """With the caller's changes."""
+    plan: DataPlan | None
+    """None for a recipe that runs no data."""
+    shard: Share | None = None
+
+
+def fields_of(model: RunModel) -> dict[str, Any]:
+    """Give the fields of a model to run, to make a job of it."""
+    return {name: getattr(model, name) for name in RunModel.__dataclass_fields__}
+
+
+def plan_recipe_text(
+    model: RunModel, recipe: Recipe, data: TextData | None = None, *, tokenizer: Any = None
+) -> DataPlan | None:
+    """Plan the data of a recipe; None if it runs none. `data` replaces the recipe's sources.
+
+    Raises:
+        UsageError: the recipe runs no data, and `data` is given.
+        DataError: the data cannot be read.
+    """
+    settings = recipe.data
+    if not recipe.observe.needs_forward:
+        if data is not None:
+            raise UsageError(f"data: recipe {recipe.name} runs no data", hint="leave it out")
+        return None
+    specs, rows = split_data(data)
+    return plan_text(
+        model.source,
+        specs=specs if data is not None else settings.sources,
+        rows=rows,
+        samples=settings.samples,
+        seq_len=settings.seq_len,
+        pack=settings.pack,
+        seed=settings.seed,
+        part="calibrate",
+        tokenizer=tokenizer,
+    )
+
+
+def load_prepared(job: CalibrationJob, mode: MemoryMode, progress: Progress) -> PreparedModel:
+    """Give the model with its weights, or the one that is streamed.
+
+    Raises:
+        CalibrationError: the memory is too small.
+        ModelError: a weight is missing or has another shape.
+    """
+    if mode.streaming is not None:
+        return replace(job.prepared, model=mode.model, weights=mode.weights)
+    model = job.load(progress)
+    if job.is_live:
+        return job.prepared
+    return replace(job.prepared, model=model, weights=WeightSource(model, job.checkpoint))
+
+
+def choose_mode(
+    job: CalibrationJob,
+    *,
+    scratch: Path,
+    process_rank: ProcessRank = ALONE,
+    extra_bytes: Mapping[str, int] | None = None,
+    work: LayerWork | None = None,
+    always_streams: str = "",
+) -> MemoryMode:
+    """Choose between a model in memory whole and one that is streamed.
+
+    Args:
+        job: the job.
+        scratch: the folder of hidden states that do not fit into memory.
+        process_rank: which of several processes this is.
+        extra_bytes: further memory, by what needs it.
+        work: also gets the inputs of each layer.
+        always_streams: why the model has to be streamed; empty where it need not.
+
+    Raises:
+        UsageError: it fits in neither way.
+    """
+    prepared, placement = job.prepared, job.placement
+    if placement.device_map is not None or job.is_live:
+        if placement.device_map is not None:
+            refuse_device_map(placement.memory)
+        return MemoryMode(plan=None, model=prepared.model, weights=prepared.weights)
+    found = _take_batches(job, process_rank)
+    observe = job.recipe.observe
+    statistics = stats_bytes(prepared.geometry, inputs=observe.inputs, weights=observe.weights)
+
+    def probe(model: LoadedModel, weights: WeightSource, streaming: Streaming) -> Probe | None:
+        return _probe(job, model, weights, streaming, found, work) if found else None
+
+    return choose_memory_mode(
+        PlanInputs(
+            model=prepared.model,
+            geometry=prepared.geometry,
+            checkpoint=job.checkpoint,
+            weights=prepared.weights,
+            work=Workload.of(found, len(_distinct(found))),
+            itemsize=DTYPES[job.dtype].itemsize,
+            extra={"statistics": statistics, **(extra_bytes or {})},
+        ),
+        find_limits(job.device, placement.memory, sharers=process_rank.local_size),
+        source=job.source,
+        dtype=job.dtype,
+        device=job.device,
+        scratch=scratch,
+        probe=probe,
+        total_bytes=job.checkpoint.total_size_bytes if observe.weights else 0,
+        always_streams=always_streams,
+    )
+
+
+def _take_batches(job: CalibrationJob, process_rank: ProcessRank) -> Sequence[Batch]:
+    """Give the batches of this process; those that an interrupted run has done are among them."""
+    if job.plan is None:
+        return []
+    found = select_batches(job.plan, job.recipe.data.batch_size, job.shard)
+    return Share(index=process_rank.rank + 1, count=process_rank.size).take(found)
+
+
+def _probe(
+    job: CalibrationJob,
+    model: LoadedModel,
+    weights: WeightSource,
+    streaming: Streaming,
+    found: Sequence[Batch],
+    work: LayerWork | None,
+) -> Probe:
+    """Run the largest batch through the first layer."""
+    geometry = job.prepared.geometry
+    batch = max(found, key=lambda batch: batch.input_ids.numel())
+    tokens = torch.unique(batch.input_ids)
+    with open_streamed(model, geometry, weights, job.checkpoint, tokens, streaming) as streamed:
+        observer = LayerObserver(
+            streamed,
+            job.checkpoint,
+            job.recipe.observe,
+            ignored=job.prepared.ignored,
+            linears=[linear for _, linear in geometry.linears()],
+            work=work,
+        )
+        return observer.probe(batch, streaming)
+
+
+def _distinct(found: Sequence[Batch]) -> torch.Tensor:
+    used = [torch.zeros(1, dtype=torch.int64), *(batch.input_ids.flatten() for batch in found)]
+    distinct: torch.Tensor = torch.unique(torch.cat(used))
+    return distinct

@@ -1,0 +1,153 @@
+"""What each engine will do with scales and FP8 weights, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.dialects.metadata import read_file_origin
+from fp8calib.dialects.read import check_origin
+from fp8calib.engines.check import check_file, check_folder, withdraw_used
+from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.engines.replay.folder import ScaleFolder, open_folder
+from fp8calib.engines.replay.geometry_from_names import read_named_geometry
+from fp8calib.engines.replay.verdicts import CheckReport
+from fp8calib.errors import ModelError, UsageError, shorten
+from fp8calib.geometry.model_geometry import ModelGeometry
+from fp8calib.stats.calibration_stats import STATS_NAME
+from fp8calib.stats.fingerprint import fingerprint_model
+
+REPORT_NAME = "report.json"
+"""The report in the output folder of a calibration."""
+_FILE_SUFFIXES = (".json", ".safetensors", ".npz")
+
+
+def check(
+    path: str | Path,
+    *,
+    engine: str | Sequence[str] | None = None,
+    tp: int = 1,
+    model: str | Path | None = None,
+    require_kv: bool = False,
+) -> CheckReport:
+    """Replay the loading rules of engines on scales or a checkpoint; `ok` tells the outcome.
+
+    Args:
+        path: a checkpoint folder or hub id, or a file of scales of any tool.
+        engine: names, each with `==VERSION` if wanted; None is vllm, sglang, tgi, transformers.
+        tp: the tensor-parallel degree.
+        model: the model that the scales are for; needed for a file.
+        require_kv: whether a checkpoint that asks for no KV scales fails.
+
+    Raises:
+        UsageError: the path or an engine does not exist, or `model` is missing.
+        ModelError: the model or the file cannot be read, or the scales are of another model.
+    """
+    from fp8calib.model.load import fetch_hub_id  # noqa: PLC0415 -- imports transformers
+
+    engines = _choose_engines([engine] if isinstance(engine, str) else engine)
+    path = fetch_hub_id(Path(path))
+    is_folder = _is_folder(path)
+    if is_folder:
+        _refuse_calibrate_output(path)
+    found = _open_model(None if model is None else str(model), path, is_folder=is_folder)
+    geometry, is_foreign = read_replayed_geometry(found)
+    if is_folder:
+        folder = found if model is None else open_folder(path)
+        report = check_folder(folder, geometry, engines, tp, requires_kv=require_kv)
+    else:
+        _refuse_other_model(path, found)
+        report = check_file(path, geometry, engines, tp, model=found)
+    return withdraw_used(report, shorten(geometry.model_type)) if is_foreign else report
+
+
+def read_replayed_geometry(model: ScaleFolder) -> tuple[ModelGeometry, bool]:
+    """Find the shape of a model, and whether its type is unknown to this tool.
+
+    Raises:
+        ModelError: it is no language model that generates from left to right with a KV cache.
+    """
+    from fp8calib.model.geometry_from_config import (  # noqa: PLC0415 -- imports transformers
+        is_known,
+        read_geometry,
+    )
+
+    if "auto_map" in model.config and not is_known(model.config):
+        return read_named_geometry(model), True
+    return read_geometry(model.path, model.config), False
+
+
+def _choose_engines(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Resolve names to keys; without any, those of the default engines."""
+    asked = [part.strip() for name in names or list_defaults() for part in name.split(",")]
+    return tuple(dict.fromkeys(find_replayed(key).key for key in asked))
+
+
+def _refuse_other_model(path: Path, model: ScaleFolder) -> None:
+    """Refuse scales that record another model, as `verify` does.
+
+    Of a folder without weights the config alone is compared. A quantized model is not compared:
+    the record is of the unquantized one.
+
+    Raises:
+        ModelError: naming the difference.
+    """
+    origin = read_file_origin(path)
+    if origin is None or model.config.get("quantization_config") is not None or model.modelopt:
+        return
+    try:
+        opened = Checkpoint.open(model.path)
+    except ModelError:
+        half = len(origin.model) // 2
+        bare = Checkpoint(model.path, files={}, index=None)
+        known = fingerprint_model(model.config, bare)[:half]
+        check_origin(str(path), origin, known + origin.model[half:])
+        return
+    with opened as checkpoint:
+        check_origin(str(path), origin, fingerprint_model(model.config, checkpoint))
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        if not path.exists():
+            raise UsageError(
+                f"{path}: no such file or folder", hint="name a checkpoint folder or a JSON file"
+            )
+        if path.is_dir():
+            return True
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{str(path)[:200]!a}: cannot be read") from error
+    if path.suffix not in _FILE_SUFFIXES or not path.is_file():
+        hint = "check reads a checkpoint folder, or a JSON file of any tool with --model"
+        raise UsageError(f"{path}: neither a checkpoint folder nor a file of scales", hint=hint)
+    return False
+
+
+def _refuse_calibrate_output(path: Path) -> None:
+    """Refuse the output folder of calibrate: engines load one of the formats in it."""
+    is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
+    if not is_written or (path / CONFIG_NAME).exists():
+        return
+    checkpoints = sorted(config.parent for config in path.glob(f"*/{CONFIG_NAME}"))
+    raise UsageError(
+        f"{path}: the output folder of calibrate, not a checkpoint",
+        hint=f"name what an engine loads, such as {checkpoints[0]}"
+        if checkpoints
+        else "name what an engine loads: `fp8calib export` writes it from the statistics",
+    )
+
+
+def _open_model(model: str | None, path: Path, *, is_folder: bool) -> ScaleFolder:
+    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+
+    if model is not None:
+        folder = find_folder(model, None, files=("*.json",))
+        if not folder.is_dir():
+            raise UsageError(f"--model {model}: this is a file, not a model folder")
+        return open_folder(folder)
+    if not is_folder:
+        hint = "the file does not name the layers that have attention"
+        raise UsageError(f"{path}: --model is needed to check a file", hint=hint)
+    return open_folder(path)

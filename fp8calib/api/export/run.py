@@ -1,0 +1,328 @@
+"""Write the scales of statistics in any format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8calib.api.export.graft import (
+    GraftOptions,
+    describe_graft,
+    relate_to_quantized,
+    require_server,
+)
+from fp8calib.api.recipe_options import decide_query, override_recipe
+from fp8calib.api.saved import ModelOrPath, saved_model
+from fp8calib.checkpoint.atomic import OutputFolder
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.dialects.dialect import NO_GRAFT, Graft
+from fp8calib.dialects.graft import QuantizedModel, find_quantized
+from fp8calib.dialects.kv.rfc import RFC, name_rank_files
+from fp8calib.dialects.metadata import describe_attention, explain_other_attention
+from fp8calib.dialects.registry import find_dialect, list_format_names
+from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
+from fp8calib.engines.serving import find_scale_serving
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.fp8.formats import FP8_FORMATS
+from fp8calib.geometry.model_geometry import find_difference
+from fp8calib.quantization.calibrated_scales import check_stats_model
+from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.sources.int4 import is_int4_source
+from fp8calib.recipe import Recipe
+from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, load_stats
+
+if TYPE_CHECKING:
+    from fp8calib.api.export.rank_weights import RankWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The files that were written, and what a user should know about them."""
+
+    out: Path
+    files: tuple[str, ...]
+    """Relative to `out`, sorted."""
+    warnings: tuple[str, ...]
+    served: Mapping[str, Any]
+    """Of overlays of a quantized model: `serving`, `limitations`, `other_engines`."""
+
+
+def export(
+    stats: str | Path | CalibrationStats,
+    formats: str | Sequence[str],
+    out: str | Path,
+    *,
+    tp: int | Sequence[int] = 1,
+    model: ModelOrPath | None = None,
+    base: str | None = None,
+    other_weights: bool = False,
+    replace_scales: bool = False,
+    rule: str | None = None,
+    fallback: str | None = None,
+    fp8_dtype: str | None = None,
+    query_scale: str | None = None,
+    with_weights: bool = False,
+    force: bool = False,
+) -> Exported:
+    """Write the scales of statistics in every requested format; no model runs.
+
+    Args:
+        stats: the statistics, or the path of the file.
+        formats: names as for `--format`, such as `kv-overlay`.
+        out: the folder that gets them.
+        tp: tensor-parallel degrees of the JSON formats.
+        model: the calibrated model, or a quantized checkpoint of it; overlays and weights need it.
+            One in memory is written to a temporary folder beside `out`.
+        base: the calibrated model, where `model` is quantized and the statistics have no hashes.
+        other_weights: accept a quantized `model` whose norms differ.
+        replace_scales: replace KV scales that `model` has.
+        rule: `amax`, `percentile:P`, `mse` or `headroom:H`.
+        fallback: `layer-max`, `one` or `refuse`.
+        fp8_dtype: `e4m3fn` or `e4m3fnuz`.
+        query_scale: `auto`, `yes` or `no`.
+        with_weights: with `rfc`, also write the FP8 weights of every rank.
+        force: replace earlier output.
+
+    Raises:
+        UsageError: an option is invalid, or the folder is in use.
+        DataError: the statistics are damaged.
+        ModelError: the model cannot be read, or is another one.
+        ExportError: a scale cannot be computed, or a format not written.
+    """
+    recipe = override_recipe(
+        "kv",
+        data={},
+        scales={"rule": rule, "fallback": fallback, "fp8_dtype": fp8_dtype},
+        top={
+            "formats": (formats,) if isinstance(formats, str) else tuple(formats),
+            "tp": (tp,) if isinstance(tp, int) else tuple(tp),
+            "query_scale": query_scale,
+        },
+    )
+    if not recipe.formats:
+        raise UsageError(
+            "export: --format is missing",
+            hint=f"known formats: {', '.join(list_format_names())}",
+        )
+    for name in recipe.formats:
+        find_dialect(name)  # refuses unknown ones
+    options = GraftOptions(base=base, other_weights=other_weights, replaces_scales=replace_scales)
+    with ExitStack() as stack:
+        place = None if model is None else stack.enter_context(saved_model(model, Path(out)))
+        task = _Task(
+            stats_name=STATS_NAME if isinstance(stats, CalibrationStats) else str(stats),
+            recipe=recipe,
+            model=place,
+            out=Path(out),
+            with_weights=with_weights,
+            graft=options,
+        )
+        _check_weights(task)
+        inputs = [] if isinstance(stats, CalibrationStats) else [Path(stats)]
+        loaded = stats if isinstance(stats, CalibrationStats) else load_stats(Path(stats))
+        return _export(task, loaded, inputs=inputs, force=force)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What to export."""
+
+    stats_name: str
+    recipe: Recipe
+    model: str | None
+    out: Path
+    with_weights: bool
+    graft: GraftOptions
+
+
+def _export(
+    task: _Task, stats: CalibrationStats, *, inputs: Sequence[Path], force: bool
+) -> Exported:
+    recipe = task.recipe
+    fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
+    check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
+    query = decide_query(recipe, stats)
+    with _open_source(task, stats) as target:
+        source, stats, graft = target.source, target.stats, target.graft
+        if source is not None:
+            check_replaced(recipe.formats, task.out, source)
+        with OutputFolder(
+            task.out,
+            owned=list_outputs(recipe.formats, recipe.tp) | _list_weight_files(task),
+            force=force,
+            inputs=[*inputs, *([source.folder] if source else [])],
+        ) as folder:
+            weights = _prepare_weights(task, stats, source)
+            written = write_formats(
+                stats,
+                recipe.formats,
+                folder,
+                fmt=fmt,
+                tps=recipe.tp,
+                source=source,
+                query=query.is_written,
+                fallback=recipe.scales.fallback,
+                rule=recipe.scales.rule,
+                quantized=None if weights is None else weights.tables,
+                graft=graft,
+            )
+            served = _find_serving(task, target, folder)
+            files = sorted([*written.files, *(weights.write(folder) if weights else ())])
+        return Exported(
+            out=task.out,
+            files=tuple(files),
+            warnings=(
+                *query.notes,
+                *(weights.notes if weights else ()),
+                *target.describe(),
+                *map(str, written.notes),
+            ),
+            served=served,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The model that scales are written for."""
+
+    source: Checkpoint | None
+    """None without --model."""
+    stats: CalibrationStats
+    """For a quantized model, with its own names of tensors."""
+    graft: Graft = NO_GRAFT
+    quantized: QuantizedModel | None = None
+
+    def describe(self) -> Iterator[str]:
+        """Describe what a user should know about a quantized model."""
+        if self.source is not None and self.quantized is not None:
+            yield from describe_graft(self.graft, self.source, self.stats.geometry)
+
+
+def _find_serving(task: _Task, target: _Target, folder: Path) -> dict[str, Any]:
+    """Find who serves the overlays of a quantized model; nothing where there are none.
+
+    Raises:
+        ExportError: no server uses the scales of one.
+    """
+    dialects = [
+        dialect for dialect in map(find_dialect, task.recipe.formats) if dialect.needs_model
+    ]
+    if target.source is None or target.quantized is None or not dialects:
+        return {}
+    report: dict[str, Any] = {"serving": [], "limitations": [], "other_engines": []}
+    for dialect in dialects:
+        written, geometry = folder / dialect.path(), target.stats.geometry
+        require_server(written, geometry, target.quantized)
+        serving = find_scale_serving(
+            written,
+            task.out / dialect.path(),
+            geometry,
+            model=target.source.folder,
+            model_name=str(task.model),
+            tp=1,
+        )
+        items: tuple[tuple[Any, ...], ...] = (
+            serving.commands,
+            serving.limitations,
+            serving.others,
+        )
+        for key, found in zip(report, items, strict=True):
+            report[key] += [{"format": dialect.name, **asdict(item)} for item in found]
+    return report
+
+
+def _check_weights(task: _Task) -> None:
+    if task.with_weights and RFC.name not in task.recipe.formats:
+        raise UsageError(
+            "--with-weights needs --format rfc",
+            hint="add --format rfc, or write an FP8 checkpoint with `fp8calib quantize`",
+        )
+    if task.with_weights and task.model is None:
+        raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
+
+
+def _list_weight_files(task: _Task) -> frozenset[str]:
+    if not task.with_weights:
+        return frozenset()
+    return frozenset(name for tp in task.recipe.tp for name in name_rank_files(tp).values())
+
+
+def _prepare_weights(
+    task: _Task, stats: CalibrationStats, source: Checkpoint | None
+) -> RankWeights | None:
+    if not task.with_weights or source is None:
+        return None
+    from fp8calib.api.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
+
+    return prepare_weights(stats, source, task.recipe)
+
+
+@contextmanager
+def _open_source(task: _Task, stats: CalibrationStats) -> Iterator[_Target]:
+    options = task.graft
+    if task.model is None:
+        options.refuse()
+        yield _Target(source=None, stats=stats)
+        return
+    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
+
+    with Checkpoint.open(find_folder(task.model, None), require_config=True) as checkpoint:
+        if task.with_weights and is_int4_source(checkpoint):
+            _refuse_overlays(task.recipe.formats, checkpoint)
+            yield _Target(source=checkpoint, stats=stats)
+            return
+        quantized = None if task.with_weights else find_quantized(checkpoint)
+        if quantized is None:
+            options.refuse()
+            if task.with_weights:
+                check_unquantized(checkpoint)
+            check_stats_model(stats, checkpoint)
+            graft = Graft(replaces_scales=options.replaces_scales)
+            yield _Target(source=checkpoint, stats=stats, graft=graft)
+            return
+        stats = _adopt_names(stats, checkpoint)
+        yield _Target(
+            source=checkpoint,
+            stats=stats,
+            quantized=quantized,
+            graft=relate_to_quantized(
+                task.stats_name,
+                stats.origin,
+                checkpoint,
+                stats.geometry,
+                options,
+            ),
+        )
+
+
+def _adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> CalibrationStats:
+    """Give statistics the names that a quantized checkpoint of the same model has.
+
+    Raises:
+        ModelError: its config cannot be used, or it has another shape.
+    """
+    from fp8calib.model.geometry_from_config import read_geometry  # noqa: PLC0415 -- transformers
+
+    geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
+    recorded = describe_attention(stats.geometry)
+    difference = explain_other_attention(recorded, geometry)
+    if difference := difference or find_difference(geometry, stats.geometry):
+        raise ModelError(
+            f"{checkpoint.folder} was not made from the model these statistics were calibrated on: "
+            f"{difference}",
+            hint="name a checkpoint that was quantized from the calibrated model",
+        )
+    return replace(stats, header=stats.header.model_copy(update={"geometry": geometry}))
+
+
+def _refuse_overlays(formats: Iterable[str], checkpoint: Checkpoint) -> None:
+    names = [name for name in formats if find_dialect(name).needs_model]
+    if names:
+        raise UsageError(
+            f"--format {names[0]}: an overlay needs the unquantized model, and the weights of "
+            f"{checkpoint.folder} are int4",
+            hint="export the overlay separately, with the unquantized --model",
+        )

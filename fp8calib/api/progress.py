@@ -1,0 +1,38 @@
+"""Progress by callback."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+
+from fp8calib.errors import Fp8CalibWarning
+
+ProgressCallback = Callable[[str, int, int | None], None]
+"""Called with the name of a stage, the steps done, and all steps (None: unknown)."""
+
+
+class CallbackProgress:
+    """Reports the progress of a run to a callback; None reports nothing."""
+
+    def __init__(self, callback: ProgressCallback | None) -> None:
+        self._callback = callback
+        self._name = ""
+        self._total: int | None = None
+        self._done = 0
+
+    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:  # noqa: ARG002
+        """Begin a stage of `total` units."""
+        self._name, self._total, self._done = name, total, 0
+        self.advance(0)
+
+    def advance(self, steps: int) -> None:
+        """Advance by `steps`."""
+        self._done += steps
+        if self._callback is not None:
+            self._callback(self._name, self._done, self._total)
+
+
+def warn_each(texts: Iterable[str]) -> None:
+    """Issue Python warnings, as the caller of the public function sees them."""
+    for text in texts:
+        warnings.warn(text, Fp8CalibWarning, stacklevel=3)

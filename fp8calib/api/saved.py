@@ -1,0 +1,36 @@
+"""A model as a folder: what needs the files of a model also takes one that is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ModelOrPath: TypeAlias = "str | Path | PreTrainedModel"
+
+
+@contextmanager
+def saved_model(model: ModelOrPath, near: Path, tokenizer: Any = None) -> Iterator[str]:
+    """Give the path of a model; one in memory is written to a temporary folder beside `near`.
+
+    Raises:
+        ModelError: a model in memory is quantized, sharded or offloaded.
+    """
+    if isinstance(model, str | Path):
+        yield str(model)
+        return
+    from fp8calib.model.live_model import borrowed, check_live_model  # noqa: PLC0415 -- transformers
+
+    check_live_model(model)
+    place = next(folder for folder in near.absolute().parents if folder.is_dir())
+    with TemporaryDirectory(prefix="fp8calib-model-", dir=place) as folder:
+        with borrowed(model):
+            model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        yield folder

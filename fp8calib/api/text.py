@@ -1,0 +1,103 @@
+"""The text of a run: data specs as on the command line, or rows that are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8calib.data.plan import DataPlan, build_plan
+from fp8calib.data.rows import Row, parse_row
+from fp8calib.data.sources import BuiltinPart
+from fp8calib.data.specs import looks_like_spec
+from fp8calib.errors import DataError, UsageError
+from fp8calib.model.load import ModelSource, load_tokenizer
+
+DEFAULT_SEQ_LEN = 2048
+
+TextData = str | Path | Iterable[str | Path | torch.Tensor | Mapping[str, Any]]
+"""One spec (`--data`), several as paths, texts, 1-D tensors of token ids, or rows as in JSONL."""
+
+
+def plan_text(
+    source: ModelSource,
+    *,
+    specs: Sequence[str],
+    rows: Iterable[Row] | None = None,
+    samples: int,
+    seq_len: int | None,
+    pack: bool,
+    seed: int,
+    part: BuiltinPart,
+    tokenizer: Any = None,
+) -> DataPlan:
+    """Build the data plan of a run; without a length, 2048 tokens or the model's maximum.
+
+    `rows` are read instead of specs. `tokenizer` is used instead of that in the model's folder.
+
+    Raises:
+        UsageError: the length is above the model's maximum, or a data spec is invalid.
+        DataError: the data cannot be read.
+    """
+    vocab_size = int(source.text_config.vocab_size)
+    longest = source.max_positions
+    length = seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    if longest is not None and length > longest:
+        raise UsageError(
+            f"--seq-len {length} is above the model's maximum of {longest} positions",
+            hint=f"use --seq-len {longest} or less",
+        )
+    return build_plan(
+        specs,
+        tokenizer=lambda: tokenizer or load_tokenizer(source, vocab_size),
+        vocab_size=vocab_size,
+        samples=samples,
+        seq_len=length,
+        pack=pack,
+        seed=seed,
+        part=part,
+        longest_padded=source.longest_padded,
+        rows=rows,
+    )
+
+
+def split_data(data: TextData | None) -> tuple[tuple[str, ...], Iterator[Row] | None]:
+    """Tell specs from rows: a string or a path is a spec, and so are several paths.
+
+    Raises:
+        DataError: there are no rows.
+    """
+    if data is None:
+        return (), None
+    if isinstance(data, str | Path):
+        return (str(data),), None
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
+        raise DataError("data: it holds no rows", hint="leave it out for the built-in text")
+    everything = chain([first], items)
+    if isinstance(first, Path):
+        return tuple(map(str, everything)), None
+    return (), (_make_row(item, f"row {index}") for index, item in enumerate(everything))
+
+
+def _make_row(item: object, origin: str) -> Row:
+    if isinstance(item, torch.Tensor):
+        if item.dim() != 1 or item.dtype.is_floating_point or item.dtype == torch.bool:
+            raise DataError(
+                f"data: {origin} is {item.dtype} of shape {list(item.shape)}",
+                hint="token ids are a 1-D tensor of integers for each row",
+            )
+        return parse_row({"input_ids": item.tolist()}, origin)
+    if isinstance(item, str):
+        if looks_like_spec(item):
+            raise UsageError(
+                f"data: {origin} is {item!r}, which names data; a list of strings is a list of "
+                "texts",
+                hint="pass one spec as a string of its own, several as pathlib.Path",
+            )
+        return parse_row({"text": item}, origin)
+    return parse_row(item, origin)

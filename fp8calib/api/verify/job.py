@@ -1,0 +1,70 @@
+"""The job of a verification: everything decided before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8calib.api.models import RunModel
+from fp8calib.calibration import Progress
+from fp8calib.data.plan import DataPlan
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.numerics import Numerics
+from fp8calib.fp8.formats import Fp8Format
+from fp8calib.fp8.schemes import Scheme
+from fp8calib.scales.rules import Rule
+from fp8calib.stats.calibration_stats import CalibrationStats
+from fp8calib.verification.candidates import OpenedCandidate, Target
+from fp8calib.verification.judge.gates import Gate
+from fp8calib.verification.server.assess import ServerAnswers
+from fp8calib.verification.tasks.task_files import Tasks
+
+AskServer = Callable[[DataPlan, Progress], ServerAnswers]
+"""Lets a running server score the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What to compare, and how; the names of the caller are resolved."""
+
+    scales: tuple[str | CalibrationStats, ...]
+    """Paths as given, or statistics in memory."""
+    engine: Engine
+    numerics: Numerics
+    scheme: Scheme | None
+    rules: tuple[Rule, ...]
+    fmt: Fp8Format
+    gate: Gate | None
+    sensitivity: bool
+    batch_size: int
+    tasks: tuple[str, ...] = ()
+    limit: int | None = None
+    with_faults: bool = False
+    """Whether a server is asked, whose faults are candidates too."""
+    with_histograms: bool = False
+    """Whether the report gets the histograms of the statistics."""
+    scratch: Path
+    """The folder of hidden states that do not fit into memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskJob:
+    """Tasks to run, and the tokenizer for their texts."""
+
+    tasks: Tasks
+    tokenizer: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyJob(RunModel):
+    """A model, its candidates and the text, opened before a weight is loaded."""
+
+    options: VerifyOptions
+    target: Target
+    opened: tuple[OpenedCandidate, ...]
+    plan: DataPlan
+    server: AskServer | None = None
+    task_job: TaskJob | None
+    warnings: tuple[str, ...]

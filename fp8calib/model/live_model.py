@@ -1,0 +1,187 @@
+"""A model that is in memory already: its tensors as a checkpoint, and its state kept as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.header import TensorEntry
+from fp8calib.checkpoint.model_config import find_quantization_configs
+from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
+from fp8calib.errors import ModelError
+from fp8calib.model.load import ModelSource, attend_causally
+from fp8calib.model.topology.find import find_text_decoder
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class LiveCheckpoint(Checkpoint):
+    """The checkpoint that `save_pretrained` would write of a model, without writing it.
+
+    Tensors are views of the model's parameters, read on the CPU. After `hold` they are copies,
+    which later changes of the parameters do not reach.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(Path(model.name_or_path or type(model).__name__), files={}, index=None)
+        self._config = _make_config(model)
+        state = model.state_dict()
+        for name in set(model._keys_to_ignore_on_save or ()) & state.keys():
+            del state[name]
+        state = remove_tied_weights_from_state_dict(state, model)
+        self._live: dict[str, torch.Tensor] = {
+            name: tensor.detach() for name, tensor in revert_weight_conversion(model, state).items()
+        }
+        self.tensors = {name: _describe(tensor) for name, tensor in sorted(self._live.items())}
+
+    def hold(self) -> None:
+        """Copy every tensor to memory of its own."""
+        self._live = {name: tensor.cpu().clone() for name, tensor in self._live.items()}
+
+    def load_config(self) -> dict[str, object]:
+        """Give the config as `save_pretrained` writes it."""
+        return dict(self._config)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a whole tensor, on the CPU."""
+        return self._find(name).cpu().contiguous()
+
+    def read_as_mapped(self, name: str) -> torch.Tensor:
+        """Read a whole tensor, which is in no file."""
+        return self.read(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows of the leading dimension, on the CPU."""
+        return self._find(name)[start:stop].cpu().contiguous()
+
+    def read_block(self, name: str, index: int, rows: range, columns: range) -> torch.Tensor:
+        """Read a part of one matrix of a 3-D tensor."""
+        matrix = self._find(name)[index]
+        return matrix[rows.start : rows.stop, columns.start : columns.stop].cpu().contiguous()
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read the bytes `start` to `stop` of the data: uint8."""
+        tensor = self._find(name)
+        item = tensor.element_size()
+        first = start // item
+        part = tensor.reshape(-1)[first : -(-stop // item)].cpu().contiguous().view(torch.uint8)
+        return part[start - first * item : stop - first * item]
+
+    def sample_bytes(self, name: str, size_bytes: int) -> bytes:
+        """Read `size_bytes` from the middle of a tensor, or the whole tensor if it is smaller."""
+        total = self.tensors[name].size_bytes
+        size_bytes = min(size_bytes, total)
+        start = (total - size_bytes) // 2
+        return self.read_bytes(name, start, start + size_bytes).numpy().tobytes()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `read` gives."""
+        return self._find(name).dtype
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._live
+
+    def _find(self, name: str) -> torch.Tensor:
+        if name not in self._live:
+            raise ModelError(f"{self.folder}: there is no tensor {name!r}")
+        return self._live[name]
+
+
+def _describe(tensor: torch.Tensor) -> TensorEntry:
+    size = tensor.numel() * tensor.element_size()
+    return TensorEntry(_NAMES[tensor.dtype], tuple(tensor.shape), 0, size)
+
+
+def _make_config(model: PreTrainedModel) -> dict[str, object]:
+    config = deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    made: dict[str, object] = json.loads(config.to_json_string())
+    return made
+
+
+def make_live_source(model: PreTrainedModel, checkpoint: LiveCheckpoint) -> ModelSource:
+    """Describe a model in memory as `open_source` describes a folder."""
+    return ModelSource(
+        folder=checkpoint.folder,
+        config=model.config,
+        raw_config=checkpoint.load_config(),
+        trust_remote_code=False,
+    )
+
+
+def check_live_model(model: PreTrainedModel) -> None:
+    """Refuse a model in memory whose parameters are not all here, as they were trained.
+
+    Raises:
+        ModelError: it is quantized, sharded, offloaded or has adapters.
+    """
+    name = type(model).__name__
+    hint = "pass the unquantized model, or the path of a checkpoint"
+    sections = [section for _, section in find_quantization_configs(model.config.to_dict())]
+    if getattr(model, "hf_quantizer", None) is not None or any(sections):
+        raise ModelError(f"{name}: the model in memory is quantized", hint=hint)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelError(
+            f"{name}: the model in memory has adapters",
+            hint="merge them into the weights first (PEFT: merge_and_unload)",
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is not a decoder-only language model")
+    for parameter, value in model.named_parameters():
+        if isinstance(value, DTensor) or value.is_meta:
+            where = "offloaded" if value.is_meta else "sharded over processes"
+            raise ModelError(
+                f"{name}: {parameter} is {where}, so the model cannot be run here",
+                hint="gather the weights first, or pass the path of a checkpoint",
+            )
+        if value.dtype not in _NAMES or not value.dtype.is_floating_point:
+            raise ModelError(f"{name}: {parameter} is {value.dtype}: quantized", hint=hint)
+
+
+@contextmanager
+def borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model into evaluation mode with causal attention; at the end, restore all of it.
+
+    Restored are the attributes and the buffers of each module, and the configs.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(_restore, module, dict(module._buffers), _own_attributes(module))
+        decoder = find_text_decoder(model)[1]
+        owners = (model.config, model.config.get_text_config(decoder=True), decoder.config)
+        for config in {id(owner): owner for owner in owners}.values():
+            stack.callback(_restore_config, config, dict(vars(config)))
+        model.eval()
+        attend_causally(model)
+        yield
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Give the attributes that are no part of torch's bookkeeping: flags, cached lengths."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _restore(module: nn.Module, buffers: dict[str, Any], attributes: dict[str, Any]) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)
+    for name in _own_attributes(module).keys() - attributes.keys():
+        del vars(module)[name]
+    vars(module).update(attributes)
+
+
+def _restore_config(config: Any, attributes: dict[str, Any]) -> None:
+    vars(config).clear()
+    vars(config).update(attributes)

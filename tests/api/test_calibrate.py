@@ -1,0 +1,318 @@
+"""`fp8calib.calibrate`: the bytes of the command line, and a model in memory left as it was."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+
+import fp8calib
+from fp8calib.stats.calibration_stats import save_stats
+from tests import zoo
+from tests.cli.conftest import write_rows
+from tests.cli.program import succeed
+
+LENGTH = 16
+pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
+
+
+def token_rows(count: int = 6, length: int = 20) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 120, (length,), generator=generator) for _ in range(count)]
+
+
+def stats_bytes(stats: fp8calib.CalibrationStats, folder: Path) -> bytes:
+    save_stats(stats, folder / "made.safetensors")
+    return (folder / "made.safetensors").read_bytes()
+
+
+def describe_state(model: PreTrainedModel) -> dict[str, Any]:
+    """Copy everything that a run could change: values, addresses, flags, hooks, configs."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
+    return {
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+        "addresses": {name: value.data_ptr() for name, value in model.named_parameters()},
+        "grads": {name: (p.requires_grad, p.grad) for name, p in model.named_parameters()},
+        "buffers": {name: value.clone() for name, value in model.named_buffers()},
+        "modules": {
+            name: (
+                {key: value for key, value in vars(module).items() if not key.startswith("_")},
+                [len(getattr(module, hook)) for hook in hooks],
+            )
+            for name, module in model.named_modules()
+        },
+        "config": copy.deepcopy(model.config.to_dict()),
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, tuple | list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, int | float | str | bool | None):
+        assert found == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])
+def test_a_model_in_memory_gives_the_bytes_of_the_command_line(family: str, tmp_path: Path) -> None:
+    model = zoo.save(family, tmp_path / "model")
+    rows = token_rows()
+    spec = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row.tolist()} for row in rows])
+    out = tmp_path / "out"
+    succeed(
+        *("calibrate", tmp_path / "model", "--data", spec, "--seq-len", LENGTH),
+        *("--dtype", "float32", "--out", out, "--format", "kv-scales"),
+    )
+    written = fp8calib.load_stats(out)
+    found = fp8calib.calibrate(model, spec, seq_len=LENGTH)
+    assert stats_bytes(found, tmp_path) == (out / "stats.safetensors").read_bytes()
+    by_rows = fp8calib.calibrate(model, rows, seq_len=LENGTH)
+    assert by_rows.header.data_sources == ("in memory",)
+    assert by_rows.header.data_fingerprint == written.header.data_fingerprint
+    expected = load_file(out / "kv_scales.safetensors")
+    for scales in (found.kv_scales(), by_rows.kv_scales(), written.kv_scales()):
+        assert scales.keys() == expected.keys()
+        assert all(torch.equal(scales[name], expected[name]) for name in expected)
+
+
+def test_a_path_gives_the_bytes_of_the_command_line(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    options = {"samples": 3, "seq_len": LENGTH, "dtype": "float32"}
+    succeed(
+        *("calibrate", model, "--data", data, "--out", out, "--samples", 3),
+        *("--seq-len", LENGTH, "--dtype", "float32", "--no-pack"),
+    )
+    found = fp8calib.calibrate(str(model), data, pack=False, **options)  # type: ignore[arg-type]
+    assert stats_bytes(found, tmp_path) == (out / "stats.safetensors").read_bytes()
+
+
+@contextmanager
+def _train_mode(model: PreTrainedModel) -> Iterator[None]:
+    model.train()
+    model.model.layers[0].eval()  # the flags of modules may differ
+    yield
+
+
+@pytest.mark.parametrize("run", ["calibrate", "verify", "quantize"])
+def test_a_model_in_memory_is_left_as_it_was(run: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = zoo.build("llama", rope_parameters=rope, max_position_embeddings=24)
+    model(torch.randint(3, 100, (1, 40)))  # the rotary embedding has grown with the length
+    with _train_mode(model):
+        before = describe_state(model)
+        rows = token_rows()
+        if run == "calibrate":
+            fp8calib.calibrate(model, rows, seq_len=LENGTH)
+        elif run == "verify":
+            stats = fp8calib.calibrate(model, rows, seq_len=LENGTH)
+            fp8calib.verify(model, stats, rows, seq_len=LENGTH)
+            report = fp8calib.verify(model, data=rows, seq_len=LENGTH, scheme="fp8-dynamic")
+            assert report.candidates[0].kld_mean > 0  # weights were replaced for a while
+        else:
+            fp8calib.quantize(model, "fp8-dynamic", tmp_path / "fp8", allow_unservable=True)
+        assert_same(describe_state(model), before)
+
+
+def test_a_failing_run_leaves_the_model_as_it_was() -> None:
+    model = zoo.build("llama").train()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.inf
+    before = describe_state(model)
+    with pytest.raises(fp8calib.CalibrationError, match=r"layers\.1\.self_attn"):
+        fp8calib.calibrate(model, token_rows(), seq_len=LENGTH, observe=("kv",))
+    with pytest.raises(fp8calib.ModelError, match=r"v_proj.weight holds inf at \[0, 0\]"):
+        fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+    assert_same(describe_state(model), before)
+
+
+def test_every_one_of_100_refits_gives_the_scales_of_its_step() -> None:
+    model = zoo.build("llama")
+    rows = token_rows(2, LENGTH)
+    seen: dict[int, float] = {}
+
+    def keep(index: int) -> Callable[..., None]:
+        return lambda _module, _inputs, output: seen.__setitem__(index, float(output.abs().max()))
+
+    layers = model.model.layers
+    names = {f"model.layers.{i}.self_attn.{r}_scale" for i in range(len(layers)) for r in "kv"}
+    previous: set[float] = set()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for _ in range(100):
+        tokens = torch.stack(rows)
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scales = fp8calib.calibrate(
+            model, rows, seq_len=LENGTH, batch_size=2, observe=("kv",)
+        ).kv_scales()
+        handles = [
+            layer.self_attn.v_proj.register_forward_hook(keep(index))
+            for index, layer in enumerate(layers)
+        ]
+        with torch.no_grad():
+            model(tokens)
+        for handle in handles:
+            handle.remove()
+        assert scales.keys() == names
+        for index, amax in seen.items():
+            found = scales[f"model.layers.{index}.self_attn.v_scale"]
+            assert torch.equal(found, torch.tensor(amax) / 448)
+        now = {float(scale) for scale in scales.values()}
+        assert previous.isdisjoint(now)
+        previous = now
+
+
+def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> None:
+    model = zoo.build("llama", num_key_value_heads=4)
+    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+    heads = stats.kv_scales(granularity="head")
+    ranks = stats.kv_scales(tp=2)
+    whole = stats.kv_scales()
+    assert heads.keys() == ranks.keys() == whole.keys()
+    for name, by_head in heads.items():
+        assert by_head.shape == (4, 1, 1)
+        assert torch.equal(ranks[name], by_head.reshape(2, 2).amax(1))
+        assert torch.equal(whole[name], by_head.max())
+    doubled = stats.kv_scales(rule="headroom:2", fp8_dtype="e4m3fnuz")
+    name = next(iter(whole))
+    assert float(doubled[name]) == pytest.approx(float(whole[name]) * 2 * 448 / 240)
+    assert any(each.endswith("q_scale") for each in stats.kv_scales(query=True))
+    model.save_pretrained(tmp_path / "model")
+    fp8calib.export(stats, "kv-overlay-head", tmp_path / "out", model=tmp_path / "model")
+    shards = (tmp_path / "out" / "kv-overlay-head").glob("*.safetensors")
+    stored = {n: t for shard in shards for n, t in load_file(shard).items() if n in heads}
+    assert stored.keys() == heads.keys()
+    assert all(torch.equal(stored[each], heads[each]) for each in heads)
+
+
+def test_scales_are_complete_or_an_error(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: partly\nobserve: {ignore: ['*.layers.1.self_attn*']}\n")
+    stats = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH, recipe=str(recipe))
+    with pytest.raises(fp8calib.ExportError, match=r"layers\.1\.self_attn"):
+        stats.kv_scales()
+    whole = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH)
+    for options, message in [
+        ({"granularity": "channel"}, "granularity 'channel'"),
+        ({"granularity": "head", "tp": 2}, "the same for every rank"),
+        ({"tp": 3}, "3"),
+        ({"rule": "median"}, "median"),
+        ({"fp8_dtype": "e5m2"}, "fp8-dtype"),
+    ]:
+        with pytest.raises(fp8calib.UsageError, match=message):
+            whole.kv_scales(**options)  # type: ignore[arg-type]
+
+
+def test_texts_are_rows_of_text(model: Path, tmp_path: Path) -> None:
+    texts = [f"w{i} w{i + 1} w{2 * i}" for i in range(20)]
+    spec = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    options: dict[str, Any] = {"seq_len": LENGTH, "dtype": "float32"}
+    expected = fp8calib.calibrate(model, spec, **options)
+    found = fp8calib.calibrate(model, iter(texts), **options)
+    assert found.header.data_fingerprint == expected.header.data_fingerprint
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    live = fp8calib.calibrate(
+        loaded, texts, seq_len=LENGTH, tokenizer=AutoTokenizer.from_pretrained(model)
+    )
+    assert live.header.data_fingerprint == expected.header.data_fingerprint
+    several = fp8calib.calibrate(model, [spec, spec], **options)
+    assert several.header.data_sources == ("rows.jsonl", "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (["builtin"], fp8calib.UsageError, "a list of strings is a list of texts"),
+        ([torch.ones(2, 3, dtype=torch.int64)], fp8calib.DataError, r"shape \[2, 3\]"),
+        ([torch.ones(4)], fp8calib.DataError, "float32"),
+        ([torch.tensor([5, 500])], fp8calib.DataError, "vocabulary is 0 to 127"),
+        ([], fp8calib.DataError, "no rows"),
+        ([{"words": 1}], fp8calib.DataError, "no usable field"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(
+    rows: list[Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        fp8calib.calibrate(zoo.build("llama"), rows, seq_len=LENGTH)
+
+
+def test_a_model_in_memory_runs_in_its_own_dtype() -> None:
+    model = zoo.build("llama").to(torch.bfloat16)
+    stats = fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+    assert stats.header.compute_dtype == "bfloat16"
+    assert stats.geometry.checkpoint_dtype == "bfloat16"
+    for name in ("device", "dtype", "device_map", "memory"):
+        value: Any = 3.0 if name == "memory" else "cpu"
+        with pytest.raises(fp8calib.UsageError, match=f"{name}: the model is in memory"):
+            fp8calib.calibrate(model, token_rows(), **{name: value})
+
+
+def test_models_whose_weights_are_not_here_are_refused() -> None:
+    def refuse(model: PreTrainedModel, message: str) -> None:
+        with pytest.raises(fp8calib.ModelError, match=message):
+            fp8calib.calibrate(model, token_rows(), seq_len=LENGTH)
+
+    model = zoo.build("llama")
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True).to_dict()
+    refuse(model, "quantized")
+    model = zoo.build("llama")
+    model.model.layers[1].mlp.to("meta")
+    refuse(model, r"layers\.1\.mlp.*offloaded")
+    model = zoo.build("llama")
+    model._hf_peft_config_loaded = True
+    refuse(model, "adapters")
+    model = zoo.build("llama")
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
+        torch.zeros(48, 32, dtype=torch.int8), requires_grad=False
+    )
+    refuse(model, "int8")
+
+
+def test_progress_reaches_the_total() -> None:
+    calls: list[tuple[str, int, int | None]] = []
+    fp8calib.calibrate(
+        zoo.build("llama"),
+        token_rows(),
+        seq_len=LENGTH,
+        progress=lambda name, done, total: calls.append((name, done, total)),
+    )
+    assert {name for name, *_ in calls} == {"reading weights", "calibrating"}
+    assert calls[-1] == ("calibrating", 6 * 20, 6 * 20)
+
+
+def test_warnings_are_python_warnings() -> None:
+    with pytest.warns(fp8calib.Fp8CalibWarning, match="scales may miss large values"):
+        fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH)
+
+
+def test_the_package_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, fp8calib\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'typer'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+        "assert set(fp8calib.__all__) <= set(dir(fp8calib))\n"
+        "assert all(hasattr(fp8calib, name) for name in fp8calib.__all__)\n"
+        "assert 'torch' in sys.modules and 'typer' not in sys.modules\n"
+        "assert not hasattr(fp8calib, 'calibration_of_nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

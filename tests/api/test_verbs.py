@@ -1,0 +1,137 @@
+"""`verify`, `quantize`, `export` and `check` beside the commands of the same names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fp8calib
+from fp8calib.verification.report import SCALE_ONE
+from tests import zoo
+from tests.cli.program import run, snapshot, succeed
+
+pytestmark = pytest.mark.filterwarnings("ignore::fp8calib.Fp8CalibWarning")
+QUICK: dict[str, Any] = {"samples": 4, "seq_len": 16}
+QUICK_OPTIONS = ("--samples", 4, "--seq-len", 16, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def calibrated(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("calibrated") / "out"
+    succeed("calibrate", model, "--data", data, "--out", out, *QUICK_OPTIONS)
+    return out
+
+
+def figures(candidates: Any) -> list[tuple[float, float, str]]:
+    return [(each["ppl_ratio"], each["kld_mean"], each["verdict"]) for each in candidates]
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8-dynamic"])
+def test_verify_gives_the_figures_of_the_command(
+    scheme: str | None, model: Path, data: Path, calibrated: Path
+) -> None:
+    options = [] if scheme is None else ["--scheme", scheme]
+    command = ("verify", model, "--scales", calibrated, "--data", data, "--json")
+    expected = succeed(*command, *QUICK_OPTIONS, *options).json
+    report = fp8calib.verify(
+        model, calibrated, data, dtype="float32", scheme=scheme, progress=lambda *_: None, **QUICK
+    )
+    found = report.model_dump(mode="json")
+    assert figures(found["candidates"]) == figures(expected["candidates"])
+    assert report.advice == expected["advice"]
+    assert report.passed is expected["passed"]
+    live = fp8calib.verify(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        fp8calib.calibrate(
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            [torch.arange(3, 60)],
+        ),
+        [{"input_ids": list(range(3, 60))}],
+        scheme=scheme,
+        **QUICK,
+    )
+    assert [each.name for each in live.candidates] == ["statistics", SCALE_ONE]
+
+
+def test_verify_refuses_the_statistics_of_another_model(model: Path, data: Path) -> None:
+    other = fp8calib.calibrate(zoo.build("llama", seed=7), [torch.arange(3, 60)])
+    with pytest.raises(fp8calib.ModelError, match="of another model"):
+        fp8calib.verify(model, other, data, **QUICK)
+
+
+def test_quantize_writes_the_files_of_the_command(
+    model: Path, calibrated: Path, tmp_path: Path
+) -> None:
+    stats = calibrated / "stats.safetensors"
+    options = ("--scheme", "fp8-static", "--stats", stats, "--ignore", "*.o_proj")
+    succeed("quantize", model, *options, "--out", tmp_path / "expected")
+    calls: list[tuple[str, int, int | None]] = []
+    found = fp8calib.quantize(
+        model,
+        "fp8-static",
+        tmp_path / "found",
+        stats=fp8calib.load_stats(stats),
+        ignore=["*.o_proj"],
+        progress=lambda *call: calls.append(call),
+    )
+    assert snapshot(tmp_path / "found") == snapshot(tmp_path / "expected")
+    assert calls[-1][0] == "quantizing"
+    assert calls[-1][2] is not None
+    assert 0 < calls[-1][1] <= calls[-1][2]
+    assert found.report["scheme"] == "fp8-static"
+    assert set(found.files) == {path.name for path in (tmp_path / "found").iterdir()}
+    again = fp8calib.quantize(
+        model, "fp8-static", tmp_path / "found", stats=stats, ignore=["*.o_proj"], resume=True
+    )
+    assert set(again.files) == set(found.files)
+    with pytest.raises(fp8calib.UsageError, match="input scales come from calibration"):
+        fp8calib.quantize(model, "fp8-static", tmp_path / "none")
+
+
+def test_quantize_and_export_take_a_model_in_memory(tmp_path: Path) -> None:
+    model = zoo.save("llama", tmp_path / "saved")
+    stats = fp8calib.calibrate(model, [torch.arange(3, 100)])
+    fp8calib.quantize(model, "fp8-static", tmp_path / "live", stats=stats)
+    fp8calib.quantize(tmp_path / "saved", "fp8-static", tmp_path / "path", stats=stats)
+    assert snapshot(tmp_path / "live") == snapshot(tmp_path / "path")
+    fp8calib.export(stats, "kv-overlay", tmp_path / "out-live", model=model)
+    fp8calib.export(stats, "kv-overlay", tmp_path / "out-path", model=tmp_path / "saved")
+    assert snapshot(tmp_path / "out-live") == snapshot(tmp_path / "out-path")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("saved", "live", "path", "out-live", "out-path")
+    }
+
+
+def test_export_writes_the_files_of_the_command(
+    model: Path, calibrated: Path, tmp_path: Path
+) -> None:
+    command = ("export", calibrated / "stats.safetensors", "--tp", 1, "--tp", 2, "--model", model)
+    formats = ("--format", "rfc", "vllm-json", "kv-overlay-head", "--rule", "headroom:2")
+    succeed(*command, *formats, "--out", tmp_path / "expected")
+    written = fp8calib.export(
+        calibrated / "stats.safetensors",
+        ["rfc", "vllm-json", "kv-overlay-head"],
+        tmp_path / "found",
+        tp=[1, 2],
+        model=model,
+        rule="headroom:2",
+    )
+    assert snapshot(tmp_path / "found") == snapshot(tmp_path / "expected")
+    assert written.out == tmp_path / "found"
+    with pytest.raises(fp8calib.UsageError, match="holds files that this command"):
+        fp8calib.export(calibrated / "stats.safetensors", "rfc", tmp_path / "found")
+
+
+def test_check_gives_the_verdicts_of_the_command(calibrated: Path, model: Path) -> None:
+    path = calibrated / "kv-overlay"
+    outcome = run("check", path, "--engine", "vllm", "--engine", "tgi", "--json")
+    report = fp8calib.check(path, engine=["vllm", "tgi"])
+    assert outcome.json | report.to_json() == outcome.json
+    assert report.ok is (outcome.code == 0)
+    assert not fp8calib.check(model, engine="vllm", require_kv=True).ok
+    with pytest.raises(fp8calib.UsageError, match="no such file or folder"):
+        fp8calib.check("nowhere.json")
