@@ -94,6 +94,8 @@ def _make_source(folder: Path, config: Mapping[str, object]) -> ModelSource:
         )
     for section in _sections(plain):
         _check_sizes(folder, section)
+    if (key := next((key for key in LAYER_COUNTS if plain.get(key) == 0), None)) is not None:
+        raise _unusable(folder, ValueError(f"{key} is 0"))
     try:
         parsed = CONFIG_MAPPING[str(plain["model_type"])].from_dict(plain)
     except Exception as error:

@@ -136,6 +136,8 @@ def test_a_model_that_lacks_a_tensor_is_refused_by_its_name(
         {"num_attention_heads": "four"},
         {"hidden_size": -32},
         {"num_hidden_layers": 1 << 40},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 3},
         {"hidden_act": "no such function"},
         {"rope_parameters": {"rope_type": "no such type"}},
         {"num_key_value_heads": 1},
