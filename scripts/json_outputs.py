@@ -195,6 +195,10 @@ class CalibrateOutput(Output):
     """`calibrate --json`, and report.json."""
 
     model: str
+    command: str
+    recipe: str
+    data: list[str]
+    seq_len: int | None
     measured_quantized: str
     architecture: str
     out: str
@@ -228,7 +232,7 @@ class CalibrateOutput(Output):
 
 
 class ExportOutput(Output):
-    """`export --json`; who serves an overlay is known for a quantized model."""
+    """`export --json`; who serves the files is known with --model."""
 
     out: str
     files: list[str]
@@ -257,7 +261,7 @@ class ExtractOutput(Output):
     source_dtype: str
     format: str
     fp8_dtype: str
-    tp: int
+    tp: int | list[int]
     taken_from: list[str]
     layers: list[ExtractedLayer]
     notes: list[str]

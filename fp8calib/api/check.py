@@ -16,11 +16,9 @@ from fp8calib.engines.replay.geometry_from_names import read_named_geometry
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import ModelError, UsageError, shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.stats.calibration_stats import STATS_NAME
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 from fp8calib.stats.fingerprint import fingerprint_model
 
-REPORT_NAME = "report.json"
-"""The report in the output folder of a calibration."""
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 

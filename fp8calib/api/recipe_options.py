@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fp8calib.dialects.registry import find_dialect
+from fp8calib.dialects.registry import find_dialect, list_query_format_names
 from fp8calib.errors import UsageError, cut_list
 from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.scales.compute import list_unfit_queries
@@ -72,19 +72,38 @@ class QueryDecision:
 
 def decide_query(recipe: Recipe, stats: CalibrationStats) -> QueryDecision:
     """Decide for `auto` whether q scales are written: where q needs them in some layer."""
+    storing = [name for name in recipe.formats if find_dialect(name).has_query]
     if recipe.query_scale is True:
+        if not storing and recipe.formats:
+            raise UsageError(
+                f"--query-scale yes: {', '.join(recipe.formats)} cannot hold q_scale",
+                hint=f"add --format {' or '.join(list_query_format_names())}, or leave it out",
+            )
         return QueryDecision(is_written=True)
     unfit = list_unfit_queries(stats)
     if not unfit or not recipe.formats:
         return QueryDecision(is_written=False)
     layers = cut_list([f"{layer} ({amax:.4g})" for layer, amax in unfit.items()], 6)
     why = f"q clips or underflows with scale 1.0 (layer and amax: {layers})"
-    storing = [name for name in recipe.formats if find_dialect(name).has_query]
     if recipe.query_scale is False:
         return QueryDecision(False, (f"{why}: use --query-scale yes",))
     if not storing:
         return QueryDecision(False, (f"{why}, and no format that stores q_scale is written",))
     return QueryDecision(True, (f"{why}: q_scale is written to {', '.join(storing)}",))
+
+
+def list_ignored(recipe: Recipe, *, given: Mapping[str, Any]) -> Iterator[str]:
+    """Warn of options on the command line that have no effect with this recipe.
+
+    `given` are the values of --tp, and of the options that choose text.
+    """
+    named = [name for name, value in given.items() if value]
+    if "--tp" in named and not any(find_dialect(name).per_tp for name in recipe.formats):
+        names = ", ".join(recipe.formats) or "nothing"
+        yield f"--tp has no effect: {names} does not depend on the number of ranks"
+    texts = [name for name in named if name != "--tp"]
+    if texts and not recipe.observe.needs_forward:
+        yield f"{', '.join(texts)}: no effect, as recipe {recipe.name} runs no text"
 
 
 def _choose_kinds(names: Collection[str]) -> dict[str, bool]:

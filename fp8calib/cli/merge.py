@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fp8calib.checkpoint.atomic import check_output_file
+from fp8calib.checkpoint.json_files import load_json_object
 from fp8calib.cli.console import print_json, print_text
-from fp8calib.errors import UsageError
-from fp8calib.stats.calibration_stats import STATS_NAME, is_stats_file, load_stats, save_stats
+from fp8calib.dialects.registry import find_dialect
+from fp8calib.engines.registry import find_replayed, list_defaults
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    is_stats_file,
+    load_stats,
+    save_stats,
+)
 from fp8calib.stats.merge import merge_shards
 
 
@@ -38,8 +48,37 @@ def run_merge(paths: Sequence[Path], out: Path, *, force: bool, as_json: bool) -
     else:
         print_text(
             f"{len(files)} shards, {header.num_tokens:,} tokens in {header.num_sequences} sequences"
-            f", written to {out}\nwrite scales: fp8calib export {out} --format NAME --out DIR"
+            f", written to {out}"
         )
+        for text in _suggest_commands(files, out):
+            print_text(text)
+
+
+def _suggest_commands(files: Sequence[Path], out: Path) -> Iterator[str]:
+    """Spell the commands that write an overlay and serve it, for the model of the shards."""
+    folder = out.parent / "scales"
+    model = shlex.quote(_find_model(files))
+    target = shlex.quote(str(folder))
+    stats = shlex.quote(str(out))
+    export = f"fp8calib export {stats} --format kv-overlay --model {model} --out {target}"
+    yield f"write scales:\n    {export}"
+    overlay = str(folder / find_dialect("kv-overlay").path())
+    for engine in map(find_replayed, list_defaults()):
+        if engine.launch is not None:
+            yield f"then serve with {engine.title}:\n    {engine.launch.spell(overlay)}"
+
+
+def _find_model(files: Sequence[Path]) -> str:
+    """Find the model in the reports beside the shards; MODEL where they have none."""
+    for file in files:
+        try:
+            report = load_json_object(file.parent / REPORT_NAME)
+        except ModelError:
+            continue
+        model = report.get("model")
+        if isinstance(model, str):
+            return model
+    return "MODEL"
 
 
 def _check_output(out: Path, files: Sequence[Path], *, force: bool) -> None:

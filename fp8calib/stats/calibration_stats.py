@@ -30,6 +30,8 @@ from fp8calib.stats.statistic import STATISTICS, SiteStats
 
 STATS_NAME = "stats.safetensors"
 """The name of the stats file in the output folder of a run."""
+REPORT_NAME = "report.json"
+"""The name of the report beside it."""
 METADATA_KEY = "fp8calib"
 SHARD_KEY = "fp8calib.part"
 """The metadata key of a shard; the file of a whole run does not have it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -522,3 +523,12 @@ def test_a_relative_model_folder_with_a_slash_is_found(
     for spelling in ("tiny-llama", "./tiny-llama/", os.path.relpath(model)):
         out = succeed("calibrate", spelling, *command).json["plan"]["out"]
         assert out == "tiny-llama-fp8calib"
+
+
+def test_the_report_names_data_recipe_and_command(model: Path, data: Path, tmp_path: Path) -> None:
+    command = ("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+    succeed(*command)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["command"] == shlex.join(["fp8calib", *map(str, command)])
+    assert (report["recipe"], report["data"]) == ("kv", [data.name])
+    assert report["seq_len"] == QUICK[QUICK.index("--seq-len") + 1]

@@ -74,7 +74,10 @@ def test_loose_formats_need_nothing_but_the_stats(stats: Path, tmp_path: Path) -
 def test_people_read_what_was_written_on_stdout(stats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shown = succeed("export", stats, "--format", "kv-scales", "--out", out).out
-    assert shown == f"written to {out}: kv_scales.safetensors\n"
+    assert shown == (
+        f"written to {out}: kv_scales.safetensors\n"
+        f"who reads it: fp8calib check {out}/kv_scales.safetensors --model MODEL\n"
+    )
 
 
 def test_an_export_for_fnuz_divides_by_240(stats: Path, tmp_path: Path) -> None:
@@ -200,7 +203,7 @@ def test_show_prints_statistics_as_json(stats: Path) -> None:
 def test_show_prints_files_of_scales(stats: Path, name: str, expected: int) -> None:
     path = stats.parent / name
     assert len(succeed("show", path, "--json").json["scales"]) == expected
-    assert succeed("show", path).out.startswith(f"{path}\n")
+    assert succeed("show", path, "--all").out.startswith(f"{path}\n")
 
 
 def test_show_gives_the_numbers_of_the_file(stats: Path) -> None:
@@ -226,3 +229,29 @@ def test_the_folder_of_the_statistics_will_do(
     for name, source in (("a", calibrated[0]), ("b", calibrated[0] / "stats.safetensors")):
         succeed("export", source, "--format", "kv-scales", "--out", tmp_path / name)
     assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+
+
+def test_export_ends_with_how_each_format_is_served(
+    model: Path, stats: Path, tmp_path: Path
+) -> None:
+    formats = ("--format", "kv-overlay", "vllm-json", "--tp", 1, "--tp", 2)
+    text = succeed("export", stats, *formats, "--model", model, "--out", tmp_path / "out").out
+    overlay = tmp_path / "out" / "kv-overlay"
+    assert f"serve with vLLM (kv-overlay):\n    vllm serve {overlay} --kv-cache-dtype fp8\n" in text
+    for tp in (1, 2):
+        assert str(tmp_path / "out" / f"kv_cache_scales.tp{tp}.json") in text
+    bare = succeed("export", stats, "--format", "vllm-json", "--out", tmp_path / "bare").out
+    file = tmp_path / "bare" / "kv_cache_scales.tp1.json"
+    assert bare.splitlines()[-1] == f"who reads it: fp8calib check {file} --model MODEL"
+
+
+def test_options_without_effect_are_named(model: Path, stats: Path, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "out")
+    message = fail(2, "export", stats, "--format", "vllm-json", "--query-scale", "yes", *out)
+    assert "--query-scale yes: vllm-json cannot hold q_scale" in message
+    done = succeed("export", stats, "--format", "kv-scales", "--tp", 2, *out)
+    assert "--tp has no effect: kv-scales does not depend" in done.err
+    data = tmp_path / "x.jsonl"
+    ignored = ("--recipe", "w8a16", "--data", data, "--samples", 3)
+    done = succeed("calibrate", model, *ignored, "--out", tmp_path / "w8a16")
+    assert "--data, --samples: no effect, as recipe w8a16 runs no text" in done.err

@@ -305,6 +305,18 @@ def test_the_ranks_of_a_json_are_those_found_or_those_asked_for(
     assert any("2 ranks" in note for note in report["notes"]) is bool(options)
 
 
+def test_several_numbers_of_ranks_are_written_at_once(extract: Extract, tmp_path: Path) -> None:
+    source = sources.save_ranks(tmp_path / "ranks")
+    report = extract(source, "--format", "vllm-json", "--tp", 1, "--tp", 4, "--tp", 1)
+    assert report["tp"] == [1, 4]
+    assert report["files"] == ["kv_cache_scales.tp1.json", "kv_cache_scales.tp4.json"]
+    for tp, shown in ((1, {"0": [0.75, 2.0]}), (4, {"2": [0.25, 2.0]})):
+        document = json.loads((tmp_path / "out" / f"kv_cache_scales.tp{tp}.json").read_text())
+        factors = document["kv_cache"]["scaling_factor"]
+        assert len(factors) == tp
+        assert shown.items() <= {rank: list(row.values()) for rank, row in factors.items()}.items()
+
+
 @pytest.mark.parametrize(
     ("name", "k", "v"),
     [

@@ -130,3 +130,17 @@ def test_more_shards_than_batches_are_refused_before_anything_runs(
     command = ("calibrate", model, "--data", data, *SIZE, "--out", tmp_path / "out")
     text = fail(2, *command, "--shard", "1/7")
     assert "--shard 1/7: the data gives only 6 batches" in text
+
+
+def test_merge_ends_with_the_commands_that_write_and_serve_scales(
+    model: Path, shards: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "stats.safetensors"
+    done = succeed("merge", shards / "1", shards / "2", "--out", out)
+    lines = done.out.splitlines()
+    export = lines[lines.index("write scales:") + 1].split()
+    assert export[:3] == ["fp8calib", "export", str(out)]
+    assert export[export.index("--model") + 1] == str(model)
+    served = lines[lines.index("then serve with vLLM:") + 1]
+    written = succeed(*export[1:])
+    assert f"serve with vLLM (kv-overlay):\n{served}\n" in written.out

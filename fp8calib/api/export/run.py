@@ -14,7 +14,7 @@ from fp8calib.api.export.graft import (
     relate_to_quantized,
     require_server,
 )
-from fp8calib.api.recipe_options import decide_query, override_recipe
+from fp8calib.api.recipe_options import decide_query, list_ignored, override_recipe
 from fp8calib.api.saved import ModelOrPath, saved_model
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ class Exported:
     """Relative to `out`, sorted."""
     warnings: tuple[str, ...]
     served: Mapping[str, Any]
-    """Of overlays of a quantized model: `serving`, `limitations`, `other_engines`."""
+    """`serving`, `limitations` and `other_engines`; empty without a model."""
 
 
 def export(
@@ -116,6 +116,7 @@ def export(
             stats_name=STATS_NAME if isinstance(stats, CalibrationStats) else str(stats),
             recipe=recipe,
             model=place,
+            model_name=str(model) if isinstance(model, str | Path) else "MODEL",
             out=Path(out),
             with_weights=with_weights,
             graft=options,
@@ -133,6 +134,8 @@ class _Task:
     stats_name: str
     recipe: Recipe
     model: str | None
+    model_name: str
+    """The model as the user named it."""
     out: Path
     with_weights: bool
     graft: GraftOptions
@@ -175,6 +178,7 @@ def _export(
             out=task.out,
             files=tuple(files),
             warnings=(
+                *list_ignored(recipe, given={"--tp": [tp for tp in recipe.tp if tp > 1]}),
                 *query.notes,
                 *(weights.notes if weights else ()),
                 *target.describe(),
@@ -202,35 +206,34 @@ class _Target:
 
 
 def _find_serving(task: _Task, target: _Target, folder: Path) -> dict[str, Any]:
-    """Find who serves the overlays of a quantized model; nothing where there are none.
+    """Find who serves what was written; nothing without a model.
 
     Raises:
-        ExportError: no server uses the scales of one.
+        ExportError: no server uses the overlay of a quantized model.
     """
-    dialects = [
-        dialect for dialect in map(find_dialect, task.recipe.formats) if dialect.needs_model
-    ]
-    if target.source is None or target.quantized is None or not dialects:
+    if target.source is None or task.with_weights:
         return {}
     report: dict[str, Any] = {"serving": [], "limitations": [], "other_engines": []}
-    for dialect in dialects:
-        written, geometry = folder / dialect.path(), target.stats.geometry
-        require_server(written, geometry, target.quantized)
-        serving = find_scale_serving(
-            written,
-            task.out / dialect.path(),
-            geometry,
-            model=target.source.folder,
-            model_name=str(task.model),
-            tp=1,
-        )
-        items: tuple[tuple[Any, ...], ...] = (
-            serving.commands,
-            serving.limitations,
-            serving.others,
-        )
-        for key, found in zip(report, items, strict=True):
-            report[key] += [{"format": dialect.name, **asdict(item)} for item in found]
+    for dialect in map(find_dialect, task.recipe.formats):
+        if target.quantized is not None and dialect.needs_model:
+            require_server(folder / dialect.path(), target.stats.geometry, target.quantized)
+        for tp in dialect.degrees(task.recipe.tp):
+            serving = find_scale_serving(
+                folder / dialect.path(tp),
+                task.out / dialect.path(tp),
+                target.stats.geometry,
+                model=target.source.folder,
+                model_name=task.model_name,
+                tp=tp,
+            )
+            items: tuple[tuple[Any, ...], ...] = (
+                serving.commands,
+                serving.limitations,
+                serving.others,
+            )
+            for key, found in zip(report, items, strict=True):
+                described = ({"format": dialect.name, **asdict(item)} for item in found)
+                report[key] += [item for item in described if item not in report[key]]
     return report
 
 

@@ -14,9 +14,7 @@ from fp8calib.fp8.schemes import GPTQ
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.sources.already_quantized import check_unquantized
 from fp8calib.selection.select import Selection, select
-from fp8calib.stats.calibration_stats import STATS_NAME
-
-REPORT_NAME = "report.json"
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 from fp8calib.api.recipe_options import decide_query
 from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
+from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import SCHEMA_VERSION, list_top_level, print_text, say, warn
 from fp8calib.cli.serving import describe_serving
 from fp8calib.cli.show.stats import describe_magnitudes, describe_skipped
@@ -64,6 +65,10 @@ def build_calibration_report(
     return {
         "schema_version": SCHEMA_VERSION,
         "model": job.settings.model,
+        "command": spell_command(),
+        "recipe": job.recipe.name,
+        "data": list(job.plan.sources) if job.plan else [],
+        "seq_len": job.plan.seq_len if job.plan else None,
         "measured_quantized": job.checkpoint.form,
         "architecture": geometry.architecture,
         "out": str(job.out),

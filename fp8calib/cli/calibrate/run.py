@@ -17,7 +17,7 @@ from fp8calib.api.calibrate import (
     plan_recipe_text,
 )
 from fp8calib.api.models import open_run_model
-from fp8calib.api.recipe_options import decide_query
+from fp8calib.api.recipe_options import decide_query, list_ignored
 from fp8calib.calibration import calibrate
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.cli.calibrate.fp8_checkpoint import (
@@ -27,7 +27,7 @@ from fp8calib.cli.calibrate.fp8_checkpoint import (
     make_plan_settings,
     write_checkpoint,
 )
-from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob
+from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.memory import choose_calibration_mode
 from fp8calib.cli.calibrate.processes import (
     check_shard,
@@ -75,7 +75,13 @@ from fp8calib.run.distributed.group import ProcessGroup, open_process_group
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.run.resume.journal import Done, is_checkpoint
 from fp8calib.run.resume.work_share import WorkShare
-from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, save_stats
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    StatsHeader,
+    save_stats,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,6 +90,8 @@ if TYPE_CHECKING:
 def run_calibrate(settings: CalibrateSettings) -> int:
     """Calibrate a model, print the outcome, and return the exit code."""
     recipe = resolve_recipe(settings)
+    for text in list_ignored(recipe, given=settings.ignorable):
+        warn(text)
     shard = None if settings.shard is None else parse_share(settings.shard)
     quiet_libraries()
     process_rank = find_process_rank(os.environ)

@@ -88,3 +88,16 @@ class CalibrateSettings:
     trust_remote_code: TrustOption = False
     force: ForceOption = False
     as_json: JsonOption = False
+
+    @property
+    def ignorable(self) -> dict[str, object]:
+        """The options that have no effect with some recipes."""
+        return {
+            "--tp": self.tp,
+            "--data": self.data,
+            "--samples": self.samples,
+            "--seq-len": self.seq_len,
+            "--batch-size": self.batch_size,
+            "--no-pack": self.no_pack,
+            "--seed": self.seed,
+        }

@@ -18,13 +18,19 @@ from fp8calib.checkpoint.resumable_folder import (
     ResumableFolder,
     remove_progress_file,
 )
-from fp8calib.cli.calibrate.job import REPORT_NAME, CalibrateJob
+from fp8calib.cli.calibrate.job import CalibrateJob
 from fp8calib.cli.calibrate.rounding import check_same_rounding
 from fp8calib.cli.console import say, warn
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.run.distributed.group import ProcessGroup, RankLostError
 from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
-from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, StatsHeader, load_stats
+from fp8calib.stats.calibration_stats import (
+    REPORT_NAME,
+    STATS_NAME,
+    CalibrationStats,
+    StatsHeader,
+    load_stats,
+)
 from fp8calib.stats.merge import explain_other_run
 
 _TAG = "fp8calib calibrate"

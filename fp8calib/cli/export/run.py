@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from fp8calib.api.export.run import export
 from fp8calib.cli.console import list_top_level, print_json, print_text, warn
 from fp8calib.cli.export.settings import ExportSettings
@@ -38,5 +40,12 @@ def run_export(settings: ExportSettings) -> None:
         print_json({**report, **written.served})
         return
     print_text(f"written to {settings.out}: {list_top_level(files)}")
-    for text in describe_serving(written.served) if written.served else ():
+    if not written.served:
+        file, model = (
+            shlex.quote(str(settings.out / files[0])),
+            shlex.quote(settings.model or "MODEL"),
+        )
+        print_text(f"who reads it: fp8calib check {file} --model {model}")
+        return
+    for text in describe_serving(written.served):
         print_text(text)

@@ -50,12 +50,14 @@ class Extracted:
 
     found: FoundScales
     dialect: Dialect
-    table: ScaleTable
+    tables: tuple[ScaleTable, ...]
+    """One for each number of ranks."""
     taken_from: tuple[str, ...]
     """The source's files, each as folder and file name."""
     files: tuple[str, ...]
     notes: tuple[str, ...]
-    serving: Serving
+    servings: tuple[Serving, ...]
+    """One for each number of ranks."""
 
 
 def run_extract(settings: ExtractSettings) -> None:
@@ -143,10 +145,10 @@ def _check_options(settings: ExtractSettings) -> Dialect:
     for option, name in named.items():
         if name is not None and name not in KV_FORMATS:
             raise UsageError(f"{option} {name}: unknown", hint=f"use {' or '.join(KV_FORMATS)}")
-    if settings.tp is not None and not dialect.per_tp:
+    if settings.tp and not dialect.per_tp:
         others = " or ".join(each.name for each in list_written() if each.per_tp)
         raise UsageError(
-            f"--tp {settings.tp}: {dialect.name} does not depend on the number of ranks",
+            f"--tp {settings.tp[0]}: {dialect.name} does not depend on the number of ranks",
             hint=f"leave out --tp, or choose --format {others}",
         )
     return dialect
@@ -163,61 +165,85 @@ def _extract(settings: ExtractSettings, dialect: Dialect, target: _Target) -> Ex
     )
     graft = target.relate(str(settings.quantized_model), found.table.origin)
     known = found.table.origin or CalibrationOrigin.of_model(target.fingerprint)
-    table = convert_table(
-        replace(found.table, origin=known),
-        fmt=KV_FORMATS[settings.fp8_dtype or E4M3FN.name],
-        tp=_choose_tp(settings, dialect, found.table),
-        per_head=dialect.per_head,
+    tables = tuple(
+        convert_table(
+            replace(found.table, origin=known),
+            fmt=KV_FORMATS[settings.fp8_dtype or E4M3FN.name],
+            tp=tp,
+            per_head=dialect.per_head,
+        )
+        for tp in _choose_degrees(settings, dialect, found.table)
     )
     taken_from = _name_files(found)
     provenance = _describe_source(found, taken_from)
     with OutputFolder(
         settings.save_path,
-        owned=list_owned(dialect.name, table.tp, geometry, checkpoint),
+        owned=frozenset[str]().union(
+            *(list_owned(dialect.name, table.tp, geometry, checkpoint) for table in tables)
+        ),
         force=settings.force,
         inputs=[checkpoint.folder, settings.quantized_model],
     ) as folder:
-        place = folder if dialect.needs_model else folder / dialect.path(table.tp)
-        notes = write_table(
-            table, dialect.name, place, source=checkpoint, provenance=provenance, graft=graft
-        )
+        places = [
+            folder if dialect.needs_model else folder / dialect.path(table.tp) for table in tables
+        ]
+        notes = [
+            note
+            for table, place in zip(tables, places, strict=True)
+            for note in write_table(
+                table, dialect.name, place, source=checkpoint, provenance=provenance, graft=graft
+            )
+        ]
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         files = tuple(path.relative_to(folder).as_posix() for path in written)
         if target.quantized is not None and dialect.needs_model:
-            require_server(place, geometry, target.quantized)
-        serving = find_scale_serving(
-            place,
-            settings.save_path / place.relative_to(folder),
-            geometry,
-            model=checkpoint.folder,
-            model_name=settings.model,
-            tp=table.tp,
+            require_server(folder, geometry, target.quantized)
+        servings = tuple(
+            find_scale_serving(
+                place,
+                settings.save_path / place.relative_to(folder),
+                geometry,
+                model=checkpoint.folder,
+                model_name=settings.model,
+                tp=table.tp,
+            )
+            for table, place in zip(tables, places, strict=True)
         )
     return Extracted(
         found=found,
         dialect=dialect,
-        table=table,
+        tables=tables,
         taken_from=taken_from,
         files=files,
-        serving=serving,
-        notes=(
-            *([provenance.describe()] if provenance else []),
-            *describe_graft(graft, checkpoint, geometry),
-            *found.notes,
-            *explain_fit(found.table, table),
-            *(explain_joint(table) if dialect.joins_kv else ()),
-            *_advise_heads(found.table, table),
-            *map(str, notes),
+        servings=servings,
+        notes=tuple(
+            dict.fromkeys(
+                [
+                    *([provenance.describe()] if provenance else []),
+                    *describe_graft(graft, checkpoint, geometry),
+                    *found.notes,
+                    *(text for table in tables for text in _explain_table(found, table, dialect)),
+                    *map(str, notes),
+                ]
+            )
         ),
     )
 
 
-def _choose_tp(settings: ExtractSettings, dialect: Dialect, table: ScaleTable) -> int:
+def _explain_table(found: FoundScales, table: ScaleTable, dialect: Dialect) -> Iterable[str]:
+    yield from explain_fit(found.table, table)
+    yield from explain_joint(table) if dialect.joins_kv else ()
+    yield from _advise_heads(found.table, table)
+
+
+def _choose_degrees(
+    settings: ExtractSettings, dialect: Dialect, table: ScaleTable
+) -> tuple[int, ...]:
     """Choose the ranks: those of --tp, or those found if the format and the model allow them."""
-    if settings.tp is not None:
-        return settings.tp
+    if settings.tp:
+        return tuple(dict.fromkeys(settings.tp))
     is_kept = dialect.per_tp and fits_heads(table.geometry, table.tp)
-    return table.tp if is_kept else 1
+    return (table.tp if is_kept else 1,)
 
 
 def _name_files(found: FoundScales) -> tuple[str, ...]:
@@ -242,7 +268,8 @@ def _advise_heads(source: ScaleTable, table: ScaleTable) -> Iterable[str]:
 
 
 def _build_report(settings: ExtractSettings, extracted: Extracted) -> dict[str, Any]:
-    table, dialect = extracted.table, extracted.dialect
+    table, dialect = extracted.tables[0], extracted.dialect
+    degrees = [each.tp for each in extracted.tables]
     before, after = kv_bytes_per_token(table.geometry)
     return {
         "save_path": str(settings.save_path),
@@ -251,7 +278,7 @@ def _build_report(settings: ExtractSettings, extracted: Extracted) -> dict[str, 
         "source_dtype": extracted.found.table.fmt.name,
         "format": dialect.name,
         "fp8_dtype": table.fmt.name,
-        "tp": table.tp,
+        "tp": degrees[0] if len(degrees) == 1 else degrees,
         "taken_from": list(extracted.taken_from),
         "layers": [
             _describe_layer(table, index, attention, joins_kv=dialect.joins_kv)
@@ -259,10 +286,14 @@ def _build_report(settings: ExtractSettings, extracted: Extracted) -> dict[str, 
         ],
         "notes": list(extracted.notes),
         "kv_bytes_per_token": {"before": before, "after": after},
-        "serving": [asdict(item) for item in extracted.serving.commands],
-        "limitations": [asdict(item) for item in extracted.serving.limitations],
-        "other_engines": [asdict(item) for item in extracted.serving.others],
+        "serving": _list_once(each.commands for each in extracted.servings),
+        "limitations": _list_once(each.limitations for each in extracted.servings),
+        "other_engines": _list_once(each.others for each in extracted.servings),
     }
+
+
+def _list_once(found: Iterable[Iterable[Any]]) -> list[dict[str, Any]]:
+    return [asdict(item) for item in dict.fromkeys(item for items in found for item in items)]
 
 
 def _describe_layer(

@@ -67,11 +67,12 @@ class ExtractSettings:
     ] = None
     fp8_dtype: Fp8DtypeOption = None
     tp: Annotated[
-        int | None,
+        list[int] | None,
         typer.Option(
             "--tp",
             metavar="N",
-            help="Tensor-parallel degree of the JSON formats; default: that of the source.",
+            help="Tensor-parallel degree of the JSON formats; repeat for more. Default: that of "
+            "the source.",
         ),
     ] = None
     revision: RevisionOption = None
