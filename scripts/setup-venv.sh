@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv and install the package from the clone with one extra: scripts/setup-venv.sh demo|test
+# Make .venv and install the package from the clone with one extra: scripts/setup-venv.sh demo|test|docs
 # Does nothing if .venv already has what pyproject.toml and constraints.txt require.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
