@@ -165,7 +165,12 @@ def test_every_option_that_the_text_names_exists() -> None:
     """In inline code; the options of engines are those that the engines' records or rules name."""
     group: Any = get_command(app)
     known = {option for name in group.commands for option in _list_options(group, name)}
-    folders = {"scripts": "**/*", "fp8calib/engines": "**/*.py", "tests/real_engines": "**/*.py"}
+    folders = {
+        "scripts": "**/*",
+        "fp8calib/engines": "**/*.py",
+        "fp8calib/verification/server": "**/*.py",
+        "tests/real_engines": "**/*.py",
+    }
     files = [path for folder, names in folders.items() for path in (ROOT / folder).glob(names)]
     texts = [path.read_text() for path in files if path.is_file() and path.suffix != ".pyc"]
     for page in PAGES:
