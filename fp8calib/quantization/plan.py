@@ -91,6 +91,8 @@ class RoundingRecord:
     order: str
     tokens: str
     """How tokens are weighted."""
+    scales: str
+    """How the scales of weights are chosen."""
     measures_inputs: bool = False
     """The scales of inputs were measured on the same text, from which they follow."""
 

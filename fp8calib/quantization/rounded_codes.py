@@ -1,4 +1,4 @@
-"""The codes of rounded weights, in a work folder: a file and a report for each layer.
+"""The codes of rounded weights and their scales, in a work folder: a file and a report per layer.
 
 The report is written last: a layer that has one is complete, and a resumed run leaves it as it is.
 """
@@ -16,12 +16,15 @@ import torch
 
 from fp8calib.checkpoint.atomic import write_file_atomic
 from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.fp8.schemes import Granularity, Scheme, count_blocks
 from fp8calib.quantization.shard_layout import OutputTensor, lay_out
 from fp8calib.selection.matrices import Matrix
 
 _CODES = "layer-{:05}.safetensors"
 _REPORT = "layer-{:05}.json"
 _OPTIONS = "options.json"
+_SCALES = "{}/scales"
+"""The scales of a tensor: one, or one per row or block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +68,30 @@ class RoundedCodes:
 
     @contextmanager
     def written_layer(
-        self, index: int, matrices: Sequence[Matrix]
-    ) -> Iterator[Callable[[Matrix, torch.Tensor, RoundedLinear], None]]:
-        """Write a layer: yields a function that writes the codes and the report of one matrix."""
+        self, index: int, matrices: Sequence[Matrix], scheme: Scheme
+    ) -> Iterator[Callable[[Matrix, torch.Tensor, torch.Tensor, RoundedLinear], None]]:
+        """Write a layer: yields a function that writes codes, scales and report of one matrix."""
         path = self._folder / _CODES.format(index)
         path.parent.mkdir(exist_ok=True)
         tensors = [OutputTensor(name=m.tensor, dtype="F8_E4M3", shape=m.shape) for m in matrices]
+        tensors += [
+            OutputTensor(name=_SCALES.format(m.tensor), dtype="F32", shape=_shape_parts(m, scheme))
+            for m in matrices
+        ]
         layout = lay_out(path.name, tensors, metadata={})
         report: list[RoundedLinear] = []
         with path.open("wb") as file:
             file.write(layout.head)
 
-            def put(matrix: Matrix, codes: torch.Tensor, rounded: RoundedLinear) -> None:
-                file.seek(layout.starts[matrix.tensor])
-                file.write(codes.contiguous().view(torch.uint8).cpu().numpy().data)
+            def put(
+                matrix: Matrix, codes: torch.Tensor, scales: torch.Tensor, rounded: RoundedLinear
+            ) -> None:
+                for name, values in (
+                    (matrix.tensor, codes),
+                    (_SCALES.format(matrix.tensor), scales),
+                ):
+                    file.seek(layout.starts[name])
+                    file.write(values.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
                 report.append(rounded)
 
             yield put
@@ -101,6 +114,11 @@ class RoundedCodes:
         """Read the codes of consecutive rows: float8_e4m3fn."""
         return self._open()[matrix.tensor].read_rows(matrix.tensor, rows.start, rows.stop)
 
+    def read_scales(self, matrix: Matrix) -> torch.Tensor:
+        """Read the scales of a weight: fp32 [], or one per row or block."""
+        name = _SCALES.format(matrix.tensor)
+        return self._open()[name].read(name)
+
     def _open(self) -> Mapping[str, TensorFile]:
         """Find the file of each tensor."""
         if self._files is None:
@@ -113,3 +131,10 @@ class RoundedCodes:
         for file in (self._files or {}).values():
             file.close()
         self._files = None
+
+
+def _shape_parts(matrix: Matrix, scheme: Scheme) -> tuple[int, ...]:
+    """Give the shape of the scales of a weight: none, rows or blocks."""
+    if scheme.weights is Granularity.BLOCK:
+        return count_blocks(matrix.shape, scheme.block)
+    return matrix.shape[:1] if scheme.weights is Granularity.CHANNEL else ()

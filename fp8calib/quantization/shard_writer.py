@@ -61,7 +61,7 @@ class ShardWriter:
         scheme: Scheme,
         rounded: RoundedCodes | None = None,
     ) -> None:
-        """Write a shard; weights with `rounded` codes get these, others the nearest."""
+        """Write a shard; weights with `rounded` codes get these, and others the nearest."""
         self._shard = shard
         self._reader = reader
         self._scales = scales
@@ -169,6 +169,8 @@ class ShardWriter:
 
         def finish(parts: list[torch.Tensor]) -> None:
             scale, all_zero = self._scales.of_parts(matrix, torch.cat(parts))
+            if self._rounded is not None and matrix in self._rounded:
+                scale = self._rounded.read_scales(matrix)
             self._note(all_zero)
             self._put_scale(self._places[matrix.module], scale)
 

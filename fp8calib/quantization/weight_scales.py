@@ -71,20 +71,12 @@ class WeightScales:
         return torch.where(amax > 0, scales, substitute), all_zero
 
     def of_weight(self, matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
-        """Compute the scales of a whole weight [R, C], to multiply codes by: fp32 [R or 1, C or 1].
-
-        They are on the device of `values`.
-        """
+        """Compute the scales of a whole weight: fp32 [], or one per row or block, on its device."""
         scheme = self._settings.scheme
         if scheme.weights is Granularity.TENSOR:
-            return self.of_group(matrix)[0].to(values.device).reshape(1, 1)
+            return self.of_group(matrix)[0].to(values.device)
         amax = part_amax(values, scheme).cpu()
-        scales = self.of_parts(matrix, amax)[0].to(values.device)
-        if scheme.weights is Granularity.BLOCK:
-            rows, columns = scheme.block
-            spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            return spread[: values.shape[0], : values.shape[1]]
-        return scales.unsqueeze(1)
+        return self.of_parts(matrix, amax)[0].to(values.device)
 
     def _substitute(self, matrix: Matrix) -> torch.Tensor:
         """Find a scale for a weight of zeros."""
@@ -102,6 +94,15 @@ def scale_parts(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         return scales
     mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
     return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+
+
+def spread_scales(scales: torch.Tensor, shape: tuple[int, ...], scheme: Scheme) -> torch.Tensor:
+    """Repeat the scales of a weight [R, C] so that they multiply codes: fp32 [R or 1, C or 1]."""
+    if scheme.weights is not Granularity.BLOCK:
+        return scales.reshape(-1, 1)
+    rows, columns = scheme.block
+    spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return spread[: shape[0], : shape[1]]
 
 
 def part_amax(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:

@@ -115,7 +115,7 @@ def _quantize(
     scales = find_scales(stats, job.checkpoint, settings, selection, job.recipe.scales)
     rounding = None
     if job.rounds_by_gptq and job.plan is not None:
-        rounding = make_rounding_record(job.plan, measures_inputs=True)
+        rounding = make_rounding_record(job.plan, asked.scheme, measures_inputs=True)
     if rounding is not None:
         scales = replace(scales, origin=stats.origin)
     plan = make_plan(job.checkpoint, settings, selection, scales=scales, rounding=rounding)

@@ -12,15 +12,16 @@ from fp8calib.checkpoint.atomic import require_free_space
 from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ
+from fp8calib.fp8.schemes import GPTQ, Scheme
 from fp8calib.quantization.gptq.core import DAMPING
-from fp8calib.quantization.gptq.hessians import HELD_EVERY
+from fp8calib.quantization.gptq.hessians import HELD_EVERY, LENGTH_POWER
 from fp8calib.quantization.gptq.input_map import map_inputs
 from fp8calib.quantization.gptq.layer_rounding import (
     LayerRounding,
     estimate_rounding_bytes,
     estimate_rounding_s,
 )
+from fp8calib.quantization.gptq.scale_search import STEPS, searches_scales
 from fp8calib.quantization.plan import PlanSettings, RoundingRecord
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.run.distributed.group import ProcessGroup
@@ -30,6 +31,8 @@ from fp8calib.selection.select import Selection
 
 _CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
+_SMALLEST = "the smallest that saturate nothing"
+_SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {STEPS} for each row or block"
 
 
 def check_rounding_data(plan: DataPlan | None) -> None:
@@ -87,6 +90,8 @@ def _list_options(settings: PlanSettings) -> dict[str, object]:
         "shares_scales": settings.shares_scales,
         "ignore": sorted(settings.ignore),
         "damping": DAMPING,
+        "length_power": LENGTH_POWER,
+        "scale_steps": STEPS,
     }
 
 
@@ -132,7 +137,9 @@ def open_codes(folder: Path) -> Iterator[RoundedCodes]:
         codes.close()
 
 
-def make_rounding_record(plan: DataPlan, *, measures_inputs: bool) -> RoundingRecord:
+def make_rounding_record(
+    plan: DataPlan, scheme: Scheme, *, measures_inputs: bool
+) -> RoundingRecord:
     """Make the record of the rounding for the checkpoint's metadata."""
     return RoundingRecord(
         rounding=GPTQ,
@@ -141,7 +148,8 @@ def make_rounding_record(plan: DataPlan, *, measures_inputs: bool) -> RoundingRe
         held_back=HELD_EVERY,
         damping=DAMPING,
         order="by falling diagonal of the Hessian",
-        tokens="scaled to unit length",
+        tokens=f"scaled to the power {LENGTH_POWER} of their length",
+        scales=_SEARCHED if searches_scales(scheme) else _SMALLEST,
         measures_inputs=measures_inputs,
     )
 

@@ -252,7 +252,7 @@ def _plan_checkpoint(
     if scales.origin is None or measures_inputs:
         scales = replace(scales, origin=_find_origin(job))
     assert job.plan is not None  # noqa: S101 -- gptq runs data
-    rounding = make_rounding_record(job.plan, measures_inputs=measures_inputs)
+    rounding = make_rounding_record(job.plan, asked.scheme, measures_inputs=measures_inputs)
     return make_plan(job.checkpoint, asked, selection, scales=scales, rounding=rounding)
 
 

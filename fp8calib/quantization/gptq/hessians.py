@@ -13,6 +13,8 @@ from fp8calib.observe.hooks import ExpertsCall
 
 HELD_EVERY = 8
 """Every such sequence is held back: the error of a rounding is measured on it."""
+LENGTH_POWER = 0.25
+"""Tokens enter a Hessian with this power of their length: 0 makes them units, 1 leaves them."""
 _BLOCK = 256
 """Rows of a Hessian that are added at once, from the diagonal on."""
 _REMEMBERED = 4
@@ -21,13 +23,13 @@ _PADDING, _USED, _HELD = range(3)
 
 
 def weigh_tokens(rows: torch.Tensor) -> torch.Tensor:
-    """Weigh tokens [N, C] before they enter a Hessian: the factors [N, 1] that make them units.
+    """Weigh tokens [N, C] before they enter a Hessian: the factors [N, 1] that shrink lengths.
 
-    The first token of a sequence can be a thousand times as long as the others, and would be all
-    that the Hessian is made of.
+    A length becomes its fourth root. The first token of a sequence can be a thousand times as long
+    as the others, and would be all that the Hessian is made of.
     """
     lengths: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return lengths.clamp_min(torch.finfo(rows.dtype).tiny).reciprocal()
+    return lengths.clamp_min(torch.finfo(rows.dtype).tiny).pow(LENGTH_POWER - 1)
 
 
 def is_held_back(sequence: int) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.encode import encode_rows
+from fp8calib.fp8.schemes import SCHEMES, Scheme
 from fp8calib.geometry.model_geometry import Layer
 from fp8calib.quantization.gptq.core import (
     DAMPING,
@@ -23,10 +24,11 @@ from fp8calib.quantization.gptq.core import (
 )
 from fp8calib.quantization.gptq.hessians import HessianCollector, HessianSums, LayerHessians
 from fp8calib.quantization.gptq.input_map import InputMap
+from fp8calib.quantization.gptq.scale_search import search_scales, searches_scales
 from fp8calib.quantization.plan import PlanSettings
 from fp8calib.quantization.rounded_codes import RoundedCodes, RoundedLinear
 from fp8calib.quantization.weight_reader import WeightReader
-from fp8calib.quantization.weight_scales import WeightScales
+from fp8calib.quantization.weight_scales import WeightScales, spread_scales
 from fp8calib.run.distributed.group import ProcessGroup
 from fp8calib.selection.matrices import Matrix
 
@@ -103,9 +105,9 @@ class LayerRounding(HessianCollector):
         device = next((each.used.device for each in hessians.sums.values()), torch.device("cpu"))
         reader = WeightReader(self._checkpoint, pool, device=device)
         scales = WeightScales(self._matrices, self._settings, reader)
-        with self._codes.written_layer(index, matrices) as put:
+        with self._codes.written_layer(index, matrices, self._settings.scheme) as put:
             for sums, group in self._group_by_input(matrices, hessians):
-                rounding = _InputRounding(sums, hessians.changing)
+                rounding = _InputRounding(sums, hessians.changing, self._settings.scheme)
                 for matrix in group:
                     weight = reader.read(matrix, range(matrix.shape[0]))
                     scale = scales.of_weight(matrix, weight)
@@ -127,16 +129,23 @@ class LayerRounding(HessianCollector):
 class _InputRounding:
     """Rounds the weights that multiply one input."""
 
-    def __init__(self, sums: HessianSums | None, changing: Collection[str]) -> None:
+    def __init__(self, sums: HessianSums | None, changing: Collection[str], scheme: Scheme) -> None:
         self._sums = sums
         self._changing = changing
+        self._scheme = scheme
         self._factor: HessianFactor | None = None
 
     def round(
         self, matrix: Matrix, key: str, weight: torch.Tensor, scale: torch.Tensor
-    ) -> tuple[torch.Tensor, RoundedLinear]:
-        """Round a weight [out, in] with the better of both roundings on the held-back tokens."""
-        nearest = encode_rows(weight, scale)
+    ) -> tuple[torch.Tensor, torch.Tensor, RoundedLinear]:
+        """Round a weight [out, in] with the better of both roundings on the held-back tokens.
+
+        Returns:
+            Codes, their scales (as `scale`, which rounding to nearest uses), and the report.
+        """
+        shape = tuple(weight.shape)
+        spread = spread_scales(scale, shape, self._scheme)
+        nearest = encode_rows(weight, spread)
         sums = self._sums
         why = self._explain_nearest(key)
         rounded = RoundedLinear(
@@ -147,18 +156,22 @@ class _InputRounding:
             held_tokens=0 if sums is None else sums.num_held,
         )
         if sums is None or why:
-            return nearest, rounded
+            return nearest, scale, rounded
         if self._factor is None:
             self._factor = factorise(sums.used, damping=DAMPING)
-        codes = round_compensated(weight, scale, self._factor)
+        chosen = scale
+        if searches_scales(self._scheme):
+            chosen = search_scales(weight, scale, sums.used.diagonal(), self._scheme)
+        wider = spread_scales(chosen, shape, self._scheme)
+        codes = round_compensated(weight, wider, self._factor)
         wide = weight.to(torch.float32)
         signal = output_error(wide, sums.held)
         errors = [
-            output_error(each.to(torch.float32) * scale - wide, sums.held)
-            for each in (codes, nearest)
+            output_error(each.to(torch.float32) * by - wide, sums.held)
+            for each, by in ((codes, wider), (nearest, spread))
         ]
         is_better = errors[0] < errors[1]
-        return codes if is_better else nearest, replace(
+        report = replace(
             rounded,
             rounding="gptq" if is_better else "nearest",
             why="" if is_better else "its error on held-back tokens is no larger",
@@ -166,6 +179,7 @@ class _InputRounding:
             nearest_db=_to_db(signal, errors[1]),
             damping=self._factor.damping,
         )
+        return (codes, chosen, report) if is_better else (nearest, scale, report)
 
     def _explain_nearest(self, key: str) -> str:
         if self._sums is None:
@@ -204,7 +218,9 @@ def estimate_rounding_s(
     started = time.monotonic()
     factor = factorise(rows.T @ rows)
     factor_s = time.monotonic() - started
-    round_compensated(rows[:size], torch.ones(1, 1, device=device), factor)
+    scales = torch.ones(size, device=device)
+    scales = search_scales(rows[:size], scales, scales, SCHEMES["w8a16"])
+    round_compensated(rows[:size], scales.unsqueeze(1), factor)
     output_error(rows[:size], rows.T @ rows)
     round_s = time.monotonic() - started - factor_s
     factors: dict[str, float] = {}
