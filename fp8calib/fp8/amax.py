@@ -1,10 +1,10 @@
 """Largest magnitudes of tensors: tensors in, small fp32 tensors out.
 
 Shapes: B batch, S sequence, H heads, D head size, N rows (tokens), C channels, E experts, K experts
-a token goes to. NaN passes through every reduction here. The largest and the smallest value are
-reduced separately: torch's reductions of those are vectorised, and its absolute value would write a
-copy of the tensor. On a CPU torch reduces rows and columns of half floats slowly; their bit
-patterns are reduced instead.
+a token goes to. NaN passes through every reduction here. On a GPU the maximum norm is one kernel,
+which reads the tensor once. On a CPU the largest and the smallest value are reduced separately:
+torch's reductions of those are vectorised, and its absolute value would write a copy of the tensor.
+There torch reduces rows and columns of half floats slowly; their bit patterns are reduced instead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ _FOLD_UNTIL = 32
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of all elements: fp32 []."""
+    if x.device.type != "cpu":
+        return _max_norm(x, None)
     smallest, largest = torch.aminmax(x)
     return torch.maximum(largest, smallest.neg()).float()
 
@@ -37,6 +39,8 @@ def channel_amax(x_NC: torch.Tensor) -> torch.Tensor:  # noqa: N803 -- shape suf
 
 def head_amax(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
     """Largest magnitude per head: fp32 [H]."""
+    if x_BHSD.device.type != "cpu":
+        return _max_norm(x_BHSD, (0, 2, 3))
     if _has_fast_codes(x_BHSD):
         codes_SBHD = _fold_codes(x_BHSD.movedim(2, 0))  # noqa: N806
         return codes_SBHD.amax((0, 1, 3)).view(x_BHSD.dtype).float()
@@ -89,9 +93,17 @@ def tokens_first(x_BHSD: torch.Tensor) -> torch.Tensor:  # noqa: N803
 
 def _reduce(x: torch.Tensor, axes: int | tuple[int, ...]) -> torch.Tensor:
     """Largest magnitude over some axes: fp32."""
+    if x.device.type != "cpu":
+        return _max_norm(x, axes)
     if _has_fast_codes(x):
         return _codes(x).amax(axes).view(x.dtype).float()
     return torch.maximum(x.amax(axes), x.amin(axes).neg_()).float()
+
+
+def _max_norm(x: torch.Tensor, axes: int | tuple[int, ...] | None) -> torch.Tensor:
+    narrow = None if x.dtype is torch.float64 else torch.float32
+    found: torch.Tensor = torch.linalg.vector_norm(x, torch.inf, axes, dtype=narrow)
+    return found.float()
 
 
 def _has_fast_codes(x: torch.Tensor) -> bool:

@@ -5,7 +5,8 @@ They stay on the device of the observed tensors. Only `check_finite` and `stats`
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +14,16 @@ import torch
 from fp8calib.geometry.sites import Site
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.reductions import Reductions, observe_input
+from fp8calib.stats.histogram import count_bins_of_each
 from fp8calib.stats.statistic import NUM_QUARTERS, STATISTICS, SiteStats
 
 _REMEMBERED_INPUTS = 4
+_MOST_SAMPLED = 2**23
+"""How many values of histograms wait to be counted together on a GPU."""
+
+
+_Update = tuple[bool, torch.Tensor, torch.Tensor]
+"""Whether it is a count, the running tensor, and the tensor that is added or joined to it."""
 
 
 @dataclass(slots=True)
@@ -27,36 +35,45 @@ class SiteAccumulator:
 
     count: int = 0
     quarter: torch.Tensor | None = None
-    """The amax of the open quarter; the next quarter reuses the tensor."""
+    """The amax of the open quarter, zeros while none is open."""
     is_open: bool = False
     """Whether `quarter` is not yet part of `tensors`."""
     progress: list[torch.Tensor | None] = field(default_factory=lambda: [None] * NUM_QUARTERS)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """By the name of their statistic; `amax` is that of the closed quarters."""
 
-    def observe(self, seen: Reductions) -> None:
-        """Add a tensor of a batch to the open quarter."""
-        self.count += seen.num_tokens
-        for name, new in seen.tensors.items():
-            if name == "amax":
-                self._observe_amax(new)
-            else:
-                self.tensors[name] = STATISTICS[name].update(self.tensors.get(name), new)
+    def observe(self, seen: Reductions, ranges: Sequence[torch.Tensor]) -> Iterator[_Update]:
+        """Count the tokens of a batch, and give the updates that add it to the open quarter.
 
-    def _observe_amax(self, amax: torch.Tensor) -> None:
-        if self.is_open or self.quarter is None:
-            self.quarter = STATISTICS["amax"].update(self.quarter, amax)
-        else:
-            self.quarter.copy_(amax)
+        `ranges` are the largest magnitudes in each range of positions, where they are known.
+        """
+        self.count += seen.num_tokens
         self.is_open = True
+        for part in seen.amax:
+            if self.quarter is None:
+                self.quarter = STATISTICS["amax"].start(part)
+            yield False, self.quarter, part
+        for name, new in seen.tensors.items():
+            running = self._running(name, new)
+            reached = running if STATISTICS[name].length is None else running[: len(new)]
+            yield STATISTICS[name].is_count, reached, new
+        for place, largest in enumerate(ranges):
+            yield False, self._running("positions", largest)[place], largest
+
+    def _running(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        if name not in self.tensors:
+            self.tensors[name] = STATISTICS[name].start(new)
+        return self.tensors[name]
 
     def close_quarter(self, quarter: int) -> None:
         """Add the amax of the open quarter to the running one; the quarter may be opened again."""
         if self.quarter is None or not self.is_open:
             return
-        amax, progress = STATISTICS["amax"], STATISTICS["progress"]
-        self.tensors["amax"] = amax.update(self.tensors.get("amax"), self.quarter)
-        self.progress[quarter] = progress.update(self.progress[quarter], self.quarter.max())
+        largest = self.quarter.max()
+        before = self.progress[quarter]
+        self.progress[quarter] = largest if before is None else torch.maximum(before, largest)
+        torch.maximum(amax := self._running("amax", self.quarter), self.quarter, out=amax)
+        self.quarter.zero_()
         self.is_open = False
 
     def freeze(self) -> SiteStats:
@@ -75,6 +92,9 @@ class Recorder:
     def __init__(self) -> None:
         self._running: defaultdict[Site, SiteAccumulator] = defaultdict(SiteAccumulator)
         self._pending: list[tuple[Site, Reductions]] = []
+        self._sampled: dict[int, Reductions] = {}
+        """Those whose histogram is not counted yet, by identity."""
+        self._num_sampled = 0
         self._sequences: list[tuple[int, int]] = []
         self._is_settled = True
         self._quarter = 0
@@ -100,9 +120,14 @@ class Recorder:
 
     def end_batch(self) -> None:
         """Close the batch and add its observations to the running statistics."""
+        self._count_sampled()
+        ranges = _largest_by_range([seen for _, seen in self._pending])
         self._is_settled = False
-        for site, seen in self._pending:
-            self._running[site].observe(seen)
+        _apply(
+            update
+            for site, seen in self._pending
+            for update in self._running[site].observe(seen, ranges.get(id(seen), ()))
+        )
         first = self.batch.first
         self._sequences.append((first, first + self.batch.shape[0]))
         self._is_settled = True
@@ -111,6 +136,7 @@ class Recorder:
     def _drop_batch(self) -> None:
         self._batch = None
         self._pending.clear()
+        self._drop_sampled()
         self._inputs.clear()
 
     @property
@@ -126,6 +152,27 @@ class Recorder:
     def record(self, site: Site, seen: Reductions) -> None:
         """Add what was observed at a site to the open batch."""
         self._pending.append((site, seen))
+        if seen.sampled is not None and id(seen) not in self._sampled:
+            self._sampled[id(seen)] = seen
+            self._num_sampled += seen.sampled.numel()
+            if seen.sampled.device.type == "cpu" or self._num_sampled >= _MOST_SAMPLED:
+                self._count_sampled()
+
+    def _count_sampled(self) -> None:
+        groups = defaultdict[tuple[torch.device, torch.dtype], list[Reductions]](list)
+        for seen in self._sampled.values():
+            if seen.sampled is not None:
+                groups[seen.sampled.device, seen.sampled.dtype].append(seen)
+        for group in groups.values():
+            sampled = [seen.sampled for seen in group if seen.sampled is not None]
+            for seen, histogram in zip(group, count_bins_of_each(sampled), strict=True):
+                seen.tensors["histogram"] = histogram
+                seen.sampled = None
+        self._drop_sampled()
+
+    def _drop_sampled(self) -> None:
+        self._sampled.clear()
+        self._num_sampled = 0
 
     def record_input(self, site: Site, x: torch.Tensor) -> None:
         """Observe the input of a linear, once for all linears that read the same tensor."""
@@ -164,6 +211,35 @@ class Recorder:
     def _close_quarter(self) -> None:
         for running in self._running.values():
             running.close_quarter(self._quarter)
+
+
+def _largest_by_range(batch: Sequence[Reductions]) -> dict[int, Sequence[torch.Tensor]]:
+    """Find the largest magnitude in each range of positions, by the identity of the reductions."""
+    groups = defaultdict[torch.device, dict[int, Reductions]](dict)
+    for seen in batch:
+        if seen.has_ranges:
+            groups[seen.amax[0].device][id(seen)] = seen
+    found: dict[int, Sequence[torch.Tensor]] = {}
+    for group in groups.values():
+        largest = iter(torch._foreach_max([part for seen in group.values() for part in seen.amax]))
+        found.update((key, [next(largest) for _ in seen.amax]) for key, seen in group.items())
+    return found
+
+
+def _apply(updates: Iterable[_Update]) -> None:
+    """Add or join tensors to running ones, many in one kernel; no two of a kernel to the same."""
+    groups = defaultdict[tuple[int, bool, torch.device], tuple[list[torch.Tensor], ...]](
+        lambda: ([], [])
+    )
+    earlier = Counter[int]()
+    for is_count, running, new in updates:
+        place = running.data_ptr()
+        runnings, news = groups[earlier[place], is_count, running.device]
+        runnings.append(running)
+        news.append(new.to(running.device))
+        earlier[place] += 1
+    for (_, is_count, _), (runnings, news) in groups.items():
+        (torch._foreach_add_ if is_count else torch._foreach_maximum_)(runnings, news)
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> bool:

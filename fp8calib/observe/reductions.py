@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,29 +20,42 @@ from fp8calib.fp8.amax import (
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.observe.batch_view import BatchView
 from fp8calib.observe.hooks import ExpertsCall
-from fp8calib.stats.histogram import count_bins
 from fp8calib.stats.statistic import STATISTICS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reductions:
     """The statistics of one tensor in one batch."""
 
     num_tokens: int
-    tensors: Mapping[str, torch.Tensor]
-    """By the name of their statistic, in the shapes of `SiteStats`. `positions` may be shorter:
-    its last range is then the last that the batch reaches."""
+    amax: tuple[torch.Tensor, ...]
+    """In the shape of `SiteStats.amax`: of the tokens in each range of positions, or of all."""
+    has_ranges: bool
+    """Whether `amax` has one tensor for every range of positions that the batch reaches."""
+    tensors: dict[str, torch.Tensor]
+    """The others by name, in the shapes of `SiteStats`. `positions` may be shorter: its last range
+    is then the last that the batch reaches."""
+    sampled: torch.Tensor | None = None
+    """The values that enter the histogram, until it is counted."""
 
 
 def _complete(
-    num_tokens: int, rows: Callable[[], torch.Tensor], **built_in: torch.Tensor | None
+    num_tokens: int,
+    rows: Callable[[], torch.Tensor],
+    *,
+    amax: tuple[torch.Tensor, ...],
+    has_ranges: bool = False,
+    sampled: torch.Tensor | None = None,
+    **built_in: torch.Tensor | None,
 ) -> Reductions:
     """Add the statistics that are not built in; they reduce `rows()`, [N, channels]."""
     tensors = {name: found for name, found in built_in.items() if found is not None}
     for statistic in STATISTICS.values():
         if statistic.observe is not None:
             tensors[statistic.name] = statistic.observe(rows())
-    return Reductions(num_tokens=num_tokens, tensors=tensors)
+    return Reductions(
+        num_tokens=num_tokens, amax=amax, has_ranges=has_ranges, tensors=tensors, sampled=sampled
+    )
 
 
 def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int) -> Reductions:
@@ -58,16 +71,18 @@ def observe_heads(batch: BatchView, role: Role, x: torch.Tensor, num_heads: int)
     spans: tuple[tuple[int, int | None], ...] = batch.spans
     if counted.shape[2] != spans[-1][1]:  # the model adds tokens of its own
         spans = ((0, None),)
-    amax, positions = _join([head_amax(counted[:, :, first:stop]) for first, stop in spans])
-    histogram = None
+    amax = tuple(head_amax(counted[:, :, first:stop]) for first, stop in spans)
+    if x.shape[1] != num_heads:
+        amax = tuple(part.reshape(num_heads, -1).amax(1) for part in amax)
+    sampled = None
     if role is not Role.Q and len(batch.kv_sample):
-        histogram = count_bins(tokens_first(x)[batch.rows("kv_sample", x.device)])
+        sampled = x.transpose(1, 2).flatten(0, 1)[batch.rows("kv_sample", x.device)]
     return _complete(
         batch.num_tokens,
         lambda: tokens_first(counted),
-        amax=amax.reshape(num_heads, -1).amax(1),
-        positions=positions if spans is batch.spans else None,
-        histogram=histogram,
+        amax=amax,
+        has_ranges=spans is batch.spans,
+        sampled=sampled,
     )
 
 
@@ -83,20 +98,18 @@ def observe_input(batch: BatchView, site: Site, x: torch.Tensor) -> Reductions:
     """
     counted = _counted_rows(batch, site, x)
     flat = (x if counted is None else counted).reshape(-1, x.shape[-1])
-    if counted is None:
-        amax = channel_amax(flat) if len(flat) else flat.new_zeros(flat.shape[1]).float()
-        positions = None
-    else:
+    if counted is not None:
         parts = [counted[:, first:stop].transpose(0, 1) for first, stop in batch.spans]
-        amax, positions = _join([channel_amax(part) for part in parts])
+    else:
+        parts = [flat] if len(flat) else []
     num_rows = x.shape[:-1].numel()
     is_whole = num_rows > 0 and num_rows % batch.num_rows == 0
     return _complete(
         batch.num_tokens if is_whole else num_rows,
         lambda: flat,
-        amax=amax,
-        positions=positions,
-        histogram=_input_histogram(batch, x, flat),
+        amax=tuple(map(channel_amax, parts)) or (flat.new_zeros(x.shape[-1]).float(),),
+        has_ranges=counted is not None,
+        sampled=_sample_input(batch, x, flat),
     )
 
 
@@ -115,22 +128,12 @@ def _counted_rows(batch: BatchView, site: Site, x: torch.Tensor) -> torch.Tensor
     )
 
 
-def _input_histogram(
-    batch: BatchView, x: torch.Tensor, counted: torch.Tensor
-) -> torch.Tensor | None:
+def _sample_input(batch: BatchView, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor | None:
     if not len(batch.input_sample):
         return None
     if x.shape[:-1].numel() != batch.num_rows:
-        return count_bins(counted[:: batch.sampling_stride])
-    return count_bins(x.reshape(batch.num_rows, -1)[batch.rows("input_sample", x.device)])
-
-
-def _join(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the element-wise maximum of all parts, and the largest value of each part."""
-    if len(parts) == 1:
-        return parts[0], parts[0].amax().unsqueeze(0)
-    stacked = torch.stack(list(parts))
-    return stacked.amax(0), stacked.flatten(1).amax(1)
+        return counted[:: batch.sampling_stride]
+    return x.reshape(batch.num_rows, -1)[batch.rows("input_sample", x.device)]
 
 
 # --- inputs of experts -------------------------------------------------------------------------
@@ -144,15 +147,12 @@ def observe_expert_input(batch: BatchView, call: ExpertsCall, hidden: torch.Tens
         rows, index = hidden[kept], index[kept]
     experts = index.flatten()
     per_row = row_amax(rows).unsqueeze(1)
-    histogram = None
-    if len(batch.input_sample):
-        histogram = count_bins(hidden[batch.rows("input_sample", hidden.device)])
     return _complete(
         batch.num_tokens,
         lambda: rows,
-        amax=channel_amax(rows),
+        amax=(channel_amax(rows),),
         positions=_position_amax(batch, per_row, batch.rows("ranges", rows.device)),
-        histogram=histogram,
+        sampled=_sample_input(batch, hidden, rows),
         experts=segment_amax(
             per_row.repeat_interleave(index.shape[1], 0), experts, call.num_experts
         ),
@@ -162,48 +162,35 @@ def observe_expert_input(batch: BatchView, call: ExpertsCall, hidden: torch.Tens
 
 def observe_expert_down(batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> Reductions:
     """Reduce the input of down, [N * K, C] sorted by expert, per channel and per expert."""
+    num_routed = call.index.shape[1]
     experts, order = torch.sort(call.index.flatten())
-    tokens = order // call.index.shape[1]
-    counted, is_counted = rows, torch.ones_like(experts)
-    if batch.kept is not None:
-        # Padding is zeroed, not removed: its number of rows depends on the routing, and reading
-        # that number would wait for the GPU.
-        is_counted = _flags(batch, "kept", call, rows.device)[tokens]
-        counted = rows.masked_fill(is_counted.unsqueeze(1) == 0, 0.0)
+
+    def pick(which: str) -> torch.Tensor:
+        """Give the rows of the tokens in an index list: their number does not depend on routing."""
+        places = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        chosen = places.view(-1, num_routed)[batch.rows(which, rows.device)]
+        return rows[chosen.flatten()]
+
+    counted = rows
+    if batch.kept is None:
+        ranges = batch.rows("all_ranges", rows.device)[order // num_routed]
+    else:
+        counted = pick("kept")
+        experts = call.index[batch.rows("kept", rows.device)].flatten()
+        ranges = batch.rows("ranges", rows.device).repeat_interleave(num_routed)
     per_block = group_amax(counted, call.block)
-    ranges = batch.rows("all_ranges", rows.device)[tokens]
-    num_routed = torch.zeros(call.num_experts, dtype=torch.int64, device=rows.device)
     return _complete(
         batch.num_tokens,
         lambda: counted,
-        amax=channel_amax(counted),
+        amax=(channel_amax(counted),),
         positions=_position_amax(batch, per_block.amax(1, keepdim=True), ranges),
-        histogram=_down_histogram(batch, call, counted, tokens),
+        sampled=pick("input_sample") if len(batch.input_sample) else None,
         experts=segment_amax(per_block, experts, call.num_experts),
-        expert_counts=num_routed.scatter_add_(0, experts, is_counted),
+        expert_counts=expert_counts(experts, call.num_experts),
     )
-
-
-def _flags(batch: BatchView, which: str, call: ExpertsCall, device: torch.device) -> torch.Tensor:
-    """Give 1 for every token in an index list of the batch, 0 for the others: int64 [N]."""
-    flags = torch.zeros(len(call.index), dtype=torch.int64, device=device)
-    flags[batch.rows(which, device)] = 1
-    return flags
 
 
 def _position_amax(batch: BatchView, per_row: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
     return segment_amax(per_row, ranges, len(batch.spans)).squeeze(1)
-
-
-def _down_histogram(
-    batch: BatchView, call: ExpertsCall, rows: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor | None:
-    if not len(batch.input_sample):
-        return None
-    is_sampled = _flags(batch, "input_sample", call, rows.device)[tokens]
-    if rows.device.type == "cpu":
-        return count_bins(rows[is_sampled.bool()])
-    # On a GPU the other rows are zeroed, as above, and their zeros subtracted from the counts.
-    histogram = count_bins(rows.masked_fill(is_sampled.unsqueeze(1) == 0, 0.0))
-    histogram[0] -= (1 - is_sampled).sum() * rows.shape[1]
-    return histogram

@@ -6,6 +6,7 @@ are therefore bfloat16 values, and every device counts the same with integer ope
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import floor, log2
 
@@ -31,17 +32,34 @@ def lower_edge(bin_index: int) -> float:
 
 def count_bins(x: torch.Tensor) -> torch.Tensor:
     """Count the magnitudes of `x` by bin: int64 [NUM_BINS], on the device of `x`."""
-    codes = _codes(x).clamp_(_LOWEST_CODE - 1, _LOWEST_CODE + _NUM_CODES - 2)
-    codes = codes.sub_(_LOWEST_CODE - 1).flatten()
-    if x.device.type == "cpu":
-        counts = torch.bincount(codes, minlength=_NUM_CODES)
+    return count_bins_of_each([x])[0]
+
+
+def count_bins_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Count the magnitudes of every tensor by bin, on their device: int64 [len(tensors), NUM_BINS].
+
+    The tensors have one dtype. On a GPU they are counted together, in the kernels that one takes.
+    """
+    device = tensors[0].device
+    if device.type == "cpu":
+        rows = [torch.bincount(_offsets(x), minlength=_NUM_CODES) for x in tensors]
+        counts = torch.stack(rows)
     else:
         # On a GPU bincount waits for the largest code on the host; adding ones does not.
-        index = codes.to(torch.int64)
-        counts = torch.zeros(_NUM_CODES, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, index, torch.ones_like(index))
-    bins = torch.zeros(NUM_BINS, dtype=torch.int64, device=x.device)
-    return bins.index_add_(0, _bin_of_code(x.device), counts)
+        index = _offsets(torch.cat([x.flatten() for x in tensors])).to(torch.int64)
+        sizes = torch.tensor([x.numel() for x in tensors]).to(device, non_blocking=True)
+        owners = torch.repeat_interleave(sizes, output_size=len(index))
+        index.add_(owners, alpha=_NUM_CODES)
+        counts = torch.zeros(len(tensors) * _NUM_CODES, dtype=torch.int64, device=device)
+        counts.scatter_add_(0, index, torch.ones_like(owners[:1]).expand_as(index))
+    bins = torch.zeros(len(tensors), NUM_BINS, dtype=torch.int64, device=device)
+    return bins.index_add_(1, _bin_of_code(device), counts.view(len(tensors), _NUM_CODES))
+
+
+def _offsets(x: torch.Tensor) -> torch.Tensor:
+    """Give the place of each magnitude's code among those that are counted: int16 [N]."""
+    codes = _codes(x).clamp_(_LOWEST_CODE - 1, _LOWEST_CODE + _NUM_CODES - 2)
+    return codes.sub_(_LOWEST_CODE - 1).flatten()
 
 
 def _codes(x: torch.Tensor) -> torch.Tensor:

@@ -40,19 +40,9 @@ class Statistic:
         """The dtype of the stored tensor."""
         return torch.int64 if self.is_count else torch.float32
 
-    def update(self, running: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        """Join the tensor of a batch to the running one in place, and return the running one."""
-        if running is None:
-            if self.length is None:
-                return new.clone()
-            running = new.new_zeros(self.length)
-        reached = running if self.length is None else running[: len(new)]
-        new = new.to(running.device)
-        if self.is_count:
-            reached.add_(new)
-        else:
-            torch.maximum(reached, new, out=reached)
-        return running
+    def start(self, new: torch.Tensor) -> torch.Tensor:
+        """Make the running tensor for tensors like `new`, on its device: zeros."""
+        return torch.zeros_like(new) if self.length is None else new.new_zeros(self.length)
 
     def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Join the stored tensors of two parts of the data."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from fp8calib.calibration import WorkShare, make_header
 from fp8calib.data.shares import Share
 from fp8calib.errors import ExportError, ModelError, UsageError
+from fp8calib.observe import recorder
 from fp8calib.recipe import Observe, Recipe
 from fp8calib.run.resume import journal as journal_module
 from fp8calib.run.resume.journal import Journal
@@ -158,20 +160,18 @@ def test_an_interruption_inside_an_update_keeps_the_last_checkpoint(
     zoo.save("llama", tmp_path / "model")
     with opened(tmp_path / "model") as subject:
         whole = as_bytes(subject.calibrate(), tmp_path)
-        calls = 0
-        from fp8calib.observe.recorder import SiteAccumulator  # noqa: PLC0415
+        num_batches = 0
+        apply = recorder._apply
 
-        observe = SiteAccumulator.observe
-
-        def observe_and_stop(self: SiteAccumulator, seen: object) -> None:
-            nonlocal calls
-            calls += 1
-            observe(self, seen)  # type: ignore[arg-type]
-            if calls == 20 * 3 + 5:  # 20 sites a batch
+        def apply_some_and_stop(updates: Iterable[Any]) -> None:
+            nonlocal num_batches
+            num_batches += 1
+            apply(list(updates)[:50] if num_batches == 4 else updates)
+            if num_batches == 4:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(SiteAccumulator, "observe", observe_and_stop)
+            patch.setattr(recorder, "_apply", apply_some_and_stop)
             with pytest.raises(KeyboardInterrupt):
                 subject.calibrate(keep_in(tmp_path / "kept", subject))
         share = keep_in(tmp_path / "kept", subject)
