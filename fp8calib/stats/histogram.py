@@ -46,12 +46,14 @@ def count_bins_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         counts = torch.stack(rows)
     else:
         # On a GPU bincount waits for the largest code on the host; adding ones does not.
-        index = _offsets(torch.cat([x.flatten() for x in tensors])).to(torch.int64)
-        sizes = torch.tensor([x.numel() for x in tensors]).to(device, non_blocking=True)
-        owners = torch.repeat_interleave(sizes, output_size=len(index))
+        index = _offsets(torch.cat([x.flatten() for x in tensors])).to(torch.int32)
+        sizes = torch.tensor([x.numel() for x in tensors], dtype=torch.int32)
+        owners = torch.repeat_interleave(
+            sizes.to(device, non_blocking=True), output_size=len(index)
+        )
         index.add_(owners, alpha=_NUM_CODES)
         counts = torch.zeros(len(tensors) * _NUM_CODES, dtype=torch.int64, device=device)
-        counts.scatter_add_(0, index, torch.ones_like(owners[:1]).expand_as(index))
+        counts.index_add_(0, index, torch.ones_like(counts[:1]).expand(len(index)))
     bins = torch.zeros(len(tensors), NUM_BINS, dtype=torch.int64, device=device)
     return bins.index_add_(1, _bin_of_code(device), counts.view(len(tensors), _NUM_CODES))
 

@@ -1,0 +1,235 @@
+"""Count the operations that observation and emulation add to a forward pass on a GPU.
+
+Started by `scripts/bench --launches`, which needs no GPU: without one, simulated GPUs take the same
+path. An operation that returns a view, or memory without values, launches no kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from fp8calib.data.plan import Batch
+from fp8calib.geometry.model_geometry import Linear, ModelGeometry
+from fp8calib.model.topology.find import find_geometry
+from fp8calib.observe.batch_view import HISTOGRAM_SEQUENCES, BatchView
+from fp8calib.observe.calibration_hooks import CalibrationHooks, open_calibration_hooks
+from fp8calib.observe.hooks import ExpertsCall, HookedCache, own_attentions
+from fp8calib.observe.recorder import Recorder
+from fp8calib.recipe import Observe
+from fp8calib.run.forward.decoder import Decoder
+from fp8calib.run.forward.observed_batches import BatchObserver
+from scripts.benchmarks.options import make_parser
+from tests import zoo
+from tests.simulated_gpus import simulated_gpus
+
+_WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"}
+_TENSORS_OF_A_KERNEL = 64
+"""Pairs of tensors in one kernel of a `_foreach` operation (ATen's MultiTensorApply.cuh)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Kernels that were launched, and the bytes that they read."""
+
+    launches: int
+    bytes_read: int
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(
+            launches=self.launches - other.launches, bytes_read=self.bytes_read - other.bytes_read
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservationWork:
+    """The work of one batch: of the decoder alone, and what observation adds to it."""
+
+    decoder: Work
+    observation: Work
+    with_histograms: Work
+    """What observation adds in a batch whose values enter the histograms."""
+    activation_bytes: int
+    """The size of the observed tensors, each counted once."""
+
+    @property
+    def reads_per_byte(self) -> float:
+        """Bytes read per byte of activation, if one batch in eight has histograms."""
+        read = 7 * self.observation.bytes_read + self.with_histograms.bytes_read
+        return read / 8 / self.activation_bytes
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts the operations on one kind of device while it is entered."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._launches = 0
+        self._bytes_read = 0
+
+    @property
+    def work(self) -> Work:
+        """What was counted so far."""
+        return Work(launches=self._launches, bytes_read=self._bytes_read)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count it."""
+        found = func(*args, **(kwargs or {}))
+        given = self._tensors((args, kwargs))
+        if self._launches_kernel(func) and (given or self._tensors(found)):
+            name = func.overloadpacket.__name__
+            is_many = name.startswith("_foreach")
+            self._launches += -(-len(args[0]) // _TENSORS_OF_A_KERNEL) if is_many else 1
+            read = self._tensors(found) if name == "index" else given
+            self._bytes_read += sum(map(_num_bytes, read))
+        return found
+
+    def _tensors(self, tree: Any) -> list[torch.Tensor]:
+        leaves = torch.utils._pytree.tree_leaves(tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [tensor for tensor in tensors if tensor.device.type == self._device.type]
+
+    @staticmethod
+    def _launches_kernel(func: Any) -> bool:
+        returned = [value.alias_info for value in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in returned)
+        return not is_view and func.overloadpacket.__name__ not in _WITHOUT_KERNEL
+
+
+def _num_bytes(x: torch.Tensor) -> int:
+    """Compute the bytes of a tensor's elements; elements that an expanded axis repeats count once."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride) * x.itemsize
+
+
+def count_observation(
+    model: PreTrainedModel, geometry: ModelGeometry, *, seq_len: int, query: bool = False
+) -> ObservationWork:
+    """Count the work of calibration for one sequence at a time, from its second batch on.
+
+    The decoder alone runs with a cache that stores nothing, as the observed one does.
+    """
+    recorder, activations = Recorder(), _Activations()
+
+    def count(first: int) -> Work:
+        with (
+            WorkCounter(observer.decoder.device) as counter,
+            observer.observed(batch := _make_batch(model, first, seq_len)) as cache,
+        ):
+            observer.decoder.run(batch, cache)
+        return counter.work
+
+    observe = Observe(kv=True, query=query, inputs=True)
+    with open_calibration_hooks(
+        model, geometry, recorder, observe, ignored=(), listener=activations
+    ) as new_cache:
+        observer = BatchObserver(model, recorder, new_cache)
+        _, *counted = [count(first) for first in (0, 1, HISTOGRAM_SEQUENCES)]
+    plain = _count_decoder(model, geometry, seq_len)
+    return ObservationWork(
+        decoder=plain,
+        observation=counted[0] - plain,
+        with_histograms=counted[1] - plain,
+        activation_bytes=activations.num_bytes // 3
+        + _cached_values(geometry, query=query) * seq_len * observer.decoder.dtype.itemsize,
+    )
+
+
+def _count_decoder(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int) -> Work:
+    decoder, attentions = Decoder(model), own_attentions(geometry)
+    unhooked = {attention.module for attention in attentions.values()}
+    cache = HookedCache(decoder.config, attentions, unhooked, CalibrationHooks(Recorder()))
+    with WorkCounter(decoder.device) as counter:
+        decoder.run(_make_batch(model, 0, seq_len), cache)
+    return counter.work
+
+
+def _make_batch(model: PreTrainedModel, first: int, seq_len: int) -> Batch:
+    ids = torch.arange(seq_len).remainder(model.config.get_text_config().vocab_size)[None]
+    return Batch(first=first, input_ids=ids, lengths=(seq_len,), quarter=0)
+
+
+def _cached_values(geometry: ModelGeometry, *, query: bool) -> int:
+    """Count the values of K and V of a token, and those of q."""
+    cached = own_attentions(geometry).values()
+    values = sum(each.num_kv_heads * (each.k_head_dim + each.v_head_dim) for each in cached)
+    if query:
+        values += sum(each.num_heads * each.k_head_dim for _, each in geometry.attentions())
+    return values
+
+
+class _Activations:
+    """Sums the sizes of the inputs of linears, those that several read counted once."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._last: list[torch.Tensor] = []
+
+    def on_input(self, batch: BatchView, linear: Linear, x: torch.Tensor) -> None:  # noqa: ARG002
+        """Add the input of a linear."""
+        self._add(x)
+
+    def on_expert_input(self, batch: BatchView, call: ExpertsCall, hidden: torch.Tensor) -> None:  # noqa: ARG002
+        """Add the input of gate and up."""
+        self._add(hidden)
+
+    def on_expert_down(self, batch: BatchView, call: ExpertsCall, rows: torch.Tensor) -> None:  # noqa: ARG002
+        """Add the input of down."""
+        self._add(rows)
+
+    def _add(self, x: torch.Tensor) -> None:
+        if not any(x is seen for seen in self._last):
+            self.num_bytes += x.numel() * x.itemsize
+            self._last = [*self._last[-3:], x]
+
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"num_hidden_layers": 4},
+    "mixtral": {},
+    "qwen3_next": {},
+    "deepseek_v3": {},
+}
+"""A dense model, a mixture of experts, a hybrid and one with latent attention: the tests' small
+configurations. What is added to a layer does not depend on its sizes."""
+SEQ_LEN = 512
+
+
+def count_all() -> Iterator[tuple[str, ObservationWork]]:
+    """Count the work for every model, in bfloat16 on a GPU, or on a simulated one."""
+    for family, changes in MODELS.items():
+        model = zoo.build(family, max_position_embeddings=SEQ_LEN, **changes).to(torch.bfloat16)
+        names = {name: name for name, _ in model.named_parameters()}
+        geometry = find_geometry(model, names, checkpoint_dtype="bfloat16")[0]
+        with nullcontext() if torch.cuda.is_available() else simulated_gpus(1):
+            model.to("cuda:0")
+            yield family, count_observation(model, geometry, seq_len=SEQ_LEN)
+
+
+def main() -> None:
+    """Count, and print a line for every model."""
+    parser = make_parser("--launches", __doc__)
+    parser.parse_args()
+    print(f"{'model':14}{'decoder':>9}{'observed':>10}{'with histograms':>17}{'reads a byte':>14}")
+    for family, work in count_all():
+        shares = [
+            f"+{added.launches / work.decoder.launches:.0%}"
+            for added in (work.observation, work.with_histograms)
+        ]
+        print(
+            f"{family:14}{work.decoder.launches:9}{shares[0]:>10}{shares[1]:>17}"
+            f"{work.reads_per_byte:14.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
