@@ -107,7 +107,7 @@ class WorkCounter(TorchDispatchMode):
 
 
 def _num_bytes(x: torch.Tensor) -> int:
-    """Compute the bytes of a tensor's elements; elements that an expanded axis repeats count once."""
+    """Compute the bytes of a tensor; what an expanded axis repeats counts once."""
     sizes = zip(x.shape, x.stride(), strict=True)
     return math.prod(size for size, stride in sizes if stride) * x.itemsize
 
