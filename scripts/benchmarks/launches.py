@@ -66,11 +66,11 @@ class ObservationWork:
         return read / 8 / self.activation_bytes
 
 
-class WorkCounter(TorchDispatchMode):
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
     """Counts the operations on one kind of device while it is entered."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._launches = 0
         self._bytes_read = 0
@@ -122,10 +122,8 @@ def count_observation(
     recorder, activations = Recorder(), _Activations()
 
     def count(first: int) -> Work:
-        with (
-            WorkCounter(observer.decoder.device) as counter,
-            observer.observed(batch := _make_batch(model, first, seq_len)) as cache,
-        ):
+        batch, counter = _make_batch(model, first, seq_len), WorkCounter(observer.decoder.device)
+        with counter, observer.observed(batch) as cache:
             observer.decoder.run(batch, cache)
         return counter.work
 
@@ -149,7 +147,8 @@ def _count_decoder(model: PreTrainedModel, geometry: ModelGeometry, seq_len: int
     decoder, attentions = Decoder(model), own_attentions(geometry)
     unhooked = {attention.module for attention in attentions.values()}
     cache = HookedCache(decoder.config, attentions, unhooked, CalibrationHooks(Recorder()))
-    with WorkCounter(decoder.device) as counter:
+    counter = WorkCounter(decoder.device)
+    with counter:
         decoder.run(_make_batch(model, 0, seq_len), cache)
     return counter.work
 
