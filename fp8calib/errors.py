@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import ClassVar
+from unicodedata import category
 
 _MAX_MESSAGE = 4000
 _MAX_NAME = 200
+_CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode's categories of control characters, marks of direction, surrogates and separators."""
 
 
 class Fp8CalibError(Exception):
@@ -56,6 +59,16 @@ def format_ranges(indices: Collection[int], most: int = 6) -> str:
 def first_line(error: BaseException) -> str:
     """Give the first line of another library's error, or its type where it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def escape_controls(text: str) -> str:
+    """Escape what a terminal or a reader would take for a command; lines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        ascii(char)[1:-1] if char not in "\n\t" and category(char) in _CONTROLS else char
+        for char in text
+    )
 
 
 def fit_line(text: str) -> str:

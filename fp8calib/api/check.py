@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.dialects.metadata import read_file_origin
 from fp8calib.dialects.read import check_origin
 from fp8calib.engines.check import check_file, check_folder, withdraw_used
@@ -49,7 +49,7 @@ def check(
     path = fetch_hub_id(Path(path))
     is_folder = _is_folder(path)
     if is_folder:
-        _refuse_calibrate_output(path)
+        _refuse_outer_folder(path)
     found = _open_model(None if model is None else str(model), path, is_folder=is_folder)
     geometry, is_foreign = read_replayed_geometry(found)
     if is_folder:
@@ -123,18 +123,20 @@ def _is_folder(path: Path) -> bool:
     return False
 
 
-def _refuse_calibrate_output(path: Path) -> None:
-    """Refuse the output folder of calibrate: engines load one of the formats in it."""
+def _refuse_outer_folder(path: Path) -> None:
+    """Refuse the output folder of calibrate or export: engines load one of the formats in it."""
+    inner = list_inner_checkpoints(path)
+    if inner:
+        raise UsageError(
+            f"{path}: a folder with checkpoints in it, not a checkpoint",
+            hint=f"name what an engine loads, such as {inner[0]}",
+        )
     is_written = all((path / name).exists() for name in (STATS_NAME, REPORT_NAME))
-    if not is_written or (path / CONFIG_NAME).exists():
-        return
-    checkpoints = sorted(config.parent for config in path.glob(f"*/{CONFIG_NAME}"))
-    raise UsageError(
-        f"{path}: the output folder of calibrate, not a checkpoint",
-        hint=f"name what an engine loads, such as {checkpoints[0]}"
-        if checkpoints
-        else "name what an engine loads: `fp8calib export` writes it from the statistics",
-    )
+    if is_written and not (path / CONFIG_NAME).exists():
+        raise UsageError(
+            f"{path}: the output folder of calibrate, not a checkpoint",
+            hint="name what an engine loads: `fp8calib export` writes it from the statistics",
+        )
 
 
 def _open_model(model: str | None, path: Path, *, is_folder: bool) -> ScaleFolder:

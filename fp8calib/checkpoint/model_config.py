@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 CONFIG_NAME = "config.json"
 MODELOPT_CONFIG_NAME = "hf_quant_config.json"
@@ -12,6 +13,13 @@ MAX_LAYERS = 1000
 """The largest number of layers that is believed."""
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
+
+
+def list_inner_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in the subfolders of one that is none; empty for a checkpoint."""
+    if not folder.is_dir() or (folder / CONFIG_NAME).exists():
+        return []
+    return sorted(config.parent for config in folder.glob(f"*/{CONFIG_NAME}"))
 
 
 def find_quantization_configs(

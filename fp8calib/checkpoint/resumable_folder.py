@@ -66,7 +66,7 @@ class ResumableFolder(OutputFolder):
                 if not self.resume:
                     self.discarded = any(path.name != PROGRESS_NAME for path in staging.iterdir())
                     shutil.rmtree(staging)
-            staging.mkdir(exist_ok=True)
+            _make_folder(staging)
             self._lock_folder(staging)
             progress = staging / PROGRESS_NAME
             if not progress.exists() or _read_tag(progress) is None:
@@ -139,6 +139,15 @@ class ResumableFolder(OutputFolder):
     def _clean_up(self) -> None:
         if not self._is_complete:
             super()._clean_up()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError as error:  # of a parent that holds no folders, such as /proc
+        raise UsageError(
+            f"{folder}: cannot be created: {error.strerror}", hint="name another output folder"
+        ) from error
 
 
 def remove_progress_file(folder: Path) -> None:

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8calib.cli.signals import reraise_signal
-from fp8calib.errors import ExportError
+from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine.launch import report_to_torchrun
 from fp8calib.machine.memory import anonymous_bytes
 
@@ -53,20 +53,25 @@ def be_silent(is_silent: bool = True) -> None:
     _out.quiet = _err.quiet = is_silent
 
 
+def _clean(text: str, style: str = "") -> Text:
+    """Make text for a terminal, to which no name from a file or a path can give commands."""
+    return Text(escape_controls(text), style=style)
+
+
 def say(text: str) -> None:
     """Print a message on stderr."""
-    _err.print(Text(text))
+    _err.print(_clean(text))
 
 
 def warn(text: str) -> None:
     """Print a warning on stderr."""
-    _err.print(Text(f"warning: {text}", style="yellow"))
+    _err.print(_clean(f"warning: {text}", "yellow"))
 
 
 def print_text(text: str) -> None:
     """Print a result on stdout."""
     with _to_stdout():
-        _out.print(Text(text))
+        _out.print(_clean(text))
 
 
 def list_top_level(files: Sequence[str]) -> str:
@@ -118,9 +123,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         numeric = all(_is_number(row[index]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(_clean, row))
     with _to_stdout():
-        console.print(Text(title, style="bold"))
+        console.print(_clean(title, "bold"))
         console.print(table)
 
 
@@ -129,9 +134,11 @@ def _print_long_table(title: str, columns: Sequence[str], rows: Sequence[Sequenc
         return
     widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
     with _to_stdout():
-        sys.stdout.write(f"{title}\n")
+        sys.stdout.write(f"{escape_controls(title)}\n")
         for row in (columns, *rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            cells = (
+                escape_controls(cell).ljust(width) for cell, width in zip(row, widths, strict=True)
+            )
             sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
@@ -151,9 +158,9 @@ def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: 
         The exit code.
     """
     report_to_torchrun(os.environ, f"error: {message}")
-    _err.print(Text(f"error: {message}", style="bold red"))
+    _err.print(_clean(f"error: {message}", "bold red"))
     if hint:
-        _err.print(Text(f"hint: {hint}"))
+        _err.print(_clean(f"hint: {hint}"))
     if as_json:
         print_json({"error": {"kind": kind, "message": message, "hint": hint}})
     return exit_code

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8calib.checkpoint.links import refuse_external_links
-from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.dialects.dialect import Dialect, ScaleFiles
 from fp8calib.dialects.kv.config import load_object, read_quant_method
@@ -193,6 +193,9 @@ def _load_documents(json_files: list[Path]) -> Iterator[tuple[Path, dict[str, ob
 
 
 def _no_scales(files: ScaleFiles) -> ModelError:
+    if inner := list_inner_checkpoints(files.place):
+        hint = f"name one of the checkpoints in it, such as {inner[0]}"
+        return refusal(files.place, "there are no KV scales in the folder itself", hint=hint)
     opened = [TensorFile(path) for path in files.tensor_names if path.suffix == ".safetensors"]
     if any(METADATA_KEY in file.header.metadata for file in opened):
         hint = "these are statistics: `fp8calib export` makes scales from them"

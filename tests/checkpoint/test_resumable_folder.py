@@ -192,3 +192,10 @@ def test_a_run_killed_before_its_mark_was_renamed_stops_nobody(
         (staging / "file").touch()
 
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"file"}
+
+
+def test_a_place_that_holds_no_folders_is_named() -> None:
+    place = Path("/proc/fp8calib")
+    folder = ResumableFolder(place, owned=frozenset({"a"}), tag="t", resume=False)
+    with pytest.raises(UsageError, match=r"/proc/fp8calib\.partial: cannot be created"), folder:
+        pass

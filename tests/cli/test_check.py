@@ -543,7 +543,7 @@ def test_the_folder_that_calibrate_writes_is_told_from_a_checkpoint(
     out = calibrated[0]
     for more in ((), ("--model", model)):
         text = fail(2, "check", out, *more)
-        assert "the output folder of calibrate, not a checkpoint" in text
+        assert "a folder with checkpoints in it, not a checkpoint" in text
         assert f"such as {out / 'kv-overlay'}" in text
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import zoo
-from tests.cli.conftest import ALL_FORMATS
+from tests.cli.conftest import ALL_FORMATS, QUICK
 from tests.cli.program import Outcome, fail, snapshot, succeed
 
 LOOSE = ("kv-scales", "vllm-json", "rfc")
@@ -255,3 +255,17 @@ def test_options_without_effect_are_named(model: Path, stats: Path, tmp_path: Pa
     ignored = ("--recipe", "w8a16", "--data", data, "--samples", 3)
     done = succeed("calibrate", model, *ignored, "--out", tmp_path / "w8a16")
     assert "--data, --samples: no effect, as recipe w8a16 runs no text" in done.err
+
+
+def test_a_folder_with_an_overlay_in_it_is_refused_alike(
+    model: Path, data: Path, stats: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    succeed("export", stats, "--format", "kv-overlay", "--model", model, "--out", out)
+    extract = ("--quantized-model", out, "--model", model, "--save-path", tmp_path / "new")
+    for code, command in (
+        (2, ("check", out)),
+        (4, ("verify", model, "--data", data, *QUICK, "--scales", out)),
+        (4, ("extract-kv-scales", *extract)),
+    ):
+        assert f"such as {out / 'kv-overlay'}" in fail(code, *command)

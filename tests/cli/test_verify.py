@@ -263,9 +263,8 @@ def test_text_that_was_calibrated_on_is_told(
     scales = files / name
     outcome = succeed("verify", model, "--data", data, *QUICK, "--scales", scales, "--json")
     said = f"{scales}: about 100% of this text was used for calibration, "
-    assert [text.startswith(said) for text in outcome.json["warnings"] if str(scales) in text] == [
-        True
-    ]
+    told = [text for text in outcome.json["warnings"] if "for calibration" in text]
+    assert [text.startswith(said) for text in told] == [True]
     assert said in outcome.err
 
 
@@ -418,8 +417,9 @@ def test_scale_one_decides_where_there_are_no_other_scales(
 
 
 def test_the_answer_is_the_first_line_and_the_last(model: Path, held_out: Path) -> None:
-    text = succeed("verify", model, "--data", held_out, *QUICK).out
-    assert text.splitlines()[0] == text.splitlines()[-1] != ""
+    lines = succeed("verify", model, "--data", held_out, *QUICK).out.splitlines()
+    assert lines[0] == lines[-2] != ""
+    assert lines[-1] == f"next: vllm serve {model} --kv-cache-dtype fp8"
 
 
 def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(
@@ -819,3 +819,27 @@ def test_the_page_ends_with_the_command_and_the_hashes(
     text = page.read_text(encoding="utf-8")
     assert html.escape(origin["command"], quote=False) in text
     assert origin["data_hash"] in text
+
+
+def test_a_scheme_that_the_engine_cannot_load_is_a_warning(verify: Any) -> None:
+    told = [text for text in verify("--scheme", "fp8-block").json["warnings"] if "load it" in text]
+    assert len(told) == 1
+    assert re.match(r"fp8-block: vLLM [\d.]+ cannot load it \(.*no multiple of", told[0])
+    fine = verify("--scheme", "fp8-dynamic").json["warnings"]
+    assert not [text for text in fine if "load it" in text]
+
+
+@pytest.mark.parametrize(("engine", "is_loaded"), [("tgi", False), ("vllm", True)])
+def test_a_checkpoint_that_the_engine_cannot_load_is_a_warning(
+    tmp_path: Path, held_out: Path, engine: str, is_loaded: bool
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    zoo.save("llama", tmp_path / "m", **sizes, num_key_value_heads=2, head_dim=64)
+    save_tokenizer(tmp_path / "m")
+    out = tmp_path / "q"
+    succeed("quantize", tmp_path / "m", "--scheme", "fp8-block", "--out", out)
+    command = ("verify", tmp_path / "m", "--data", held_out, *QUICK, "--scales", out)
+    warnings = succeed(*command, "--engine", engine, "--json").json["warnings"]
+    told = [text for text in warnings if "cannot load it" in text]
+    assert bool(told) is not is_loaded
+    assert all(text.startswith(f"{out}: TGI ") for text in told)

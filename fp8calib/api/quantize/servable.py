@@ -49,10 +49,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
 
     with TemporaryDirectory(prefix="fp8calib-") as name:
         folder = Path(name)
-        for document, content in {CONFIG_NAME: plan.config, **plan.json_files}.items():
-            (folder / document).write_bytes(encode_json(content))
-        for shard in plan.shards:
-            _write_outline(shard, folder)
+        write_outline(plan, folder)
         opened = open_folder(folder)
         try:
             geometry, is_foreign = read_replayed_geometry(opened)
@@ -66,7 +63,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
         reports = check_folder(opened, geometry, list_defaults(), 1).engines
-    faults = {engine: _find_fault(report) for engine, report in reports.items()}
+    faults = {engine: find_load_fault(report) for engine, report in reports.items()}
     if all(faults.values()):
         listed = "; ".join(f"{engine}: {why}" for engine, why in faults.items())
         raise ExportError(
@@ -84,7 +81,15 @@ def _refuse_fault(source: Path, fault: str) -> None:
         raise ModelError(f"{source}: {fault}", hint=hint)
 
 
-def _write_outline(shard: ShardLayout, folder: Path) -> None:
+def write_outline(plan: QuantizePlan, folder: Path) -> None:
+    """Write what `check` reads of a checkpoint: configs, headers, and scales of 1.0."""
+    for document, content in {CONFIG_NAME: plan.config, **plan.json_files}.items():
+        (folder / document).write_bytes(encode_json(content))
+    for shard in plan.shards:
+        _write_shard(shard, folder)
+
+
+def _write_shard(shard: ShardLayout, folder: Path) -> None:
     """Write the header and the scales of a file, and leave holes for the rest."""
     with (folder / shard.name).open("wb") as file:
         file.write(shard.head)
@@ -100,7 +105,7 @@ def _write_outline(shard: ShardLayout, folder: Path) -> None:
         file.truncate(shard.size_bytes)
 
 
-def _find_fault(report: EngineReport) -> str:
+def find_load_fault(report: EngineReport) -> str:
     """Say why an engine cannot load the weights; empty where it can."""
     if report.weights is not None:
         return shorten(report.weights.why)

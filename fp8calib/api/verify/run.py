@@ -15,6 +15,7 @@ from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
 from fp8calib.api.saved import ModelOrPath
 from fp8calib.api.text import TextData, plan_text, split_data
 from fp8calib.api.verify.job import AskServer, TaskJob, VerifyJob, VerifyOptions
+from fp8calib.api.verify.loadable import warn_of_refusals
 from fp8calib.api.verify.memory import choose_verification_mode, open_reference
 from fp8calib.api.verify.request import build_request
 from fp8calib.calibration import Progress
@@ -278,6 +279,7 @@ def open_verify_job(
             *_warn_of_leftovers(model.name, model.prepared),
             *_warn_of_overlap(plan, opened),
             *_warn_of_ignored_kv(options.scheme, opened),
+            *warn_of_refusals(options, model, opened),
         ),
     )
     build_request(job, model.prepared.model)

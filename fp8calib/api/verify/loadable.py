@@ -1,0 +1,70 @@
+"""Whether the emulated engine loads a candidate at all, found by replaying its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fp8calib.api.check import read_replayed_geometry
+from fp8calib.api.models import RunModel
+from fp8calib.api.quantize.servable import find_load_fault, write_outline
+from fp8calib.api.verify.job import VerifyOptions
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.dialects.fp8.registry import find_written
+from fp8calib.engines.check import check_folder
+from fp8calib.engines.engine import Engine
+from fp8calib.engines.replay.folder import open_folder
+from fp8calib.errors import Fp8CalibError, ModelError
+from fp8calib.fp8.schemes import Scheme
+from fp8calib.quantization.plan import PlanSettings, make_plan
+from fp8calib.selection.select import find_selection
+from fp8calib.verification.candidates import OpenedCandidate, find_candidate
+
+
+def warn_of_refusals(
+    options: VerifyOptions, model: RunModel, opened: Sequence[OpenedCandidate]
+) -> Iterator[str]:
+    """Warn of checkpoints that the emulated engine cannot load, and of a scheme that it cannot."""
+    engine = options.engine
+    if engine.replay_folder is None:
+        return
+    folders = {
+        each.name: find_candidate(each.name)
+        for each in opened
+        if each.stats is None and Path(each.name).is_dir()
+    }
+    faults = {name: _find_fault(path, engine) for name, path in folders.items()}
+    if options.scheme is not None and not model.is_live and not model.checkpoint.form:
+        faults[options.scheme.name] = _find_scheme_fault(model, options.scheme, engine)
+    for name, why in faults.items():
+        if why:
+            yield (
+                f"{name}: {engine.release} cannot load it ({why}); the figures are those of its "
+                "arithmetic alone"
+            )
+
+
+def _find_fault(folder: Path, engine: Engine) -> str:
+    if not (folder / CONFIG_NAME).is_file():
+        return ""
+    found = open_folder(folder)
+    try:
+        geometry, _ = read_replayed_geometry(found)
+    except ModelError:
+        return ""
+    return find_load_fault(check_folder(found, geometry, [engine.key], 1).engines[engine.key])
+
+
+def _find_scheme_fault(model: RunModel, scheme: Scheme, engine: Engine) -> str:
+    """Replay the checkpoint that `quantize` would write; empty where it would need statistics."""
+    if scheme.has_static_inputs:
+        return ""
+    settings = PlanSettings(scheme=scheme, dialect=find_written("compressed-tensors", scheme))
+    try:
+        plan = make_plan(model.checkpoint, settings, find_selection(model.checkpoint))
+    except Fp8CalibError:  # verify names what it cannot emulate itself
+        return ""
+    with TemporaryDirectory(prefix="fp8calib-") as name:
+        write_outline(plan, Path(name))
+        return _find_fault(Path(name), engine)
