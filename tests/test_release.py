@@ -138,7 +138,6 @@ def test_the_installed_program_runs(python: Path, tmp_path: Path) -> None:
     assert run(program, "--version", cwd=tmp_path) == f"fp8calib {fp8calib.__version__}\n"
     recipes = json.loads(run(program, "recipes", "--json", cwd=tmp_path))["recipes"]
     assert recipes.keys() == {path.stem for path in (ROOT / "recipes").glob("*.yaml")} | {"mine"}
-    assert "--gate" in run(program, "verify", "--help", cwd=tmp_path)
 
 
 def test_the_changelog_begins_with_this_version() -> None:
