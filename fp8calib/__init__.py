@@ -22,6 +22,8 @@ from fp8calib.errors import (
 )
 
 if TYPE_CHECKING:
+    from fp8calib.api.auto.report import AutoReport
+    from fp8calib.api.auto.run import auto
     from fp8calib.api.calibrate import calibrate
     from fp8calib.api.check import check
     from fp8calib.api.export.run import Exported, export
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _PLACES = {
+    "auto": "auto.run",
+    "AutoReport": "auto.report",
     "calibrate": "calibrate",
     "CalibrationStats": "stats",
     "check": "check",
@@ -44,6 +48,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "AutoReport",
     "CalibrationError",
     "CalibrationStats",
     "DataError",
@@ -56,6 +61,7 @@ __all__ = [
     "RecipeError",
     "UsageError",
     "VerificationError",
+    "auto",
     "calibrate",
     "check",
     "export",

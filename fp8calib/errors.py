@@ -134,5 +134,9 @@ class VerificationError(Fp8CalibError):
     exit_code = 8
 
 
+CANNOT_TELL = 9
+"""The exit code of a gate that there is too little text for."""
+
+
 class Fp8CalibWarning(UserWarning):
     """What a caller of the Python functions should know about a result."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from fp8calib.api.auto.report import AutoReport
 from fp8calib.cli.console import SCHEMA_VERSION
 from fp8calib.engines.replay.verdicts import EngineReport
 from fp8calib.recipe import Recipe
@@ -36,6 +37,8 @@ def make_schemas() -> dict[str, dict[str, Any]]:
     """Make every schema, by the name of its file."""
     schemas = {name: _describe(name, kind) for name, kind in OUTPUTS.items()}
     schemas["verify"] = _describe_verify()
+    passed = {"passed": {"type": "boolean"}}
+    schemas["auto"] = _add(_describe("auto", AutoReport), passed)
     schemas["check"] = _describe_check()
     schemas["recipe"] = _describe_recipe()
     return schemas

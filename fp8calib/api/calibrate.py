@@ -118,19 +118,31 @@ def calibrate(
     ) as found:
         plan = plan_recipe_text(found, asked, data, tokenizer=tokenizer)
         warn_each([*found.describe_decoded(), *(plan.warnings if plan else ())])
-        job = CalibrationJob(**fields_of(found), recipe=asked, plan=plan)
-        mode = choose_mode(job, scratch=Path.cwd())
-        stats = calibration.calibrate(
-            load_prepared(job, mode, reports),
-            plan,
-            found.source,
-            found.checkpoint,
-            recipe=asked,
-            batch_size=asked.data.batch_size,
-            progress=reports,
-            streaming=mode.streaming,
-        )
-        return CalibrationStats.of(stats)
+        return run_calibration(found, asked, plan, reports)
+
+
+def run_calibration(
+    model: RunModel, recipe: Recipe, plan: DataPlan | None, progress: Progress
+) -> CalibrationStats:
+    """Run the text through an opened model in this process, without checkpoints of the run.
+
+    Raises:
+        UsageError: the model fits into memory in no way.
+        CalibrationError: the forward pass failed, or gave NaN or infinity.
+    """
+    job = CalibrationJob(**fields_of(model), recipe=recipe, plan=plan)
+    mode = choose_mode(job, scratch=Path.cwd())
+    stats = calibration.calibrate(
+        load_prepared(job, mode, progress),
+        plan,
+        model.source,
+        model.checkpoint,
+        recipe=recipe,
+        batch_size=recipe.data.batch_size,
+        progress=progress,
+        streaming=mode.streaming,
+    )
+    return CalibrationStats.of(stats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

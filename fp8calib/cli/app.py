@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fp8calib import __version__
+from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.check.settings import CheckSettings
 from fp8calib.cli.export.settings import ExportSettings
@@ -132,6 +133,20 @@ def _quantize(settings: QuantizeSettings) -> None:
     with _heavy_imports():
         from fp8calib.cli.quantize.run import run_quantize  # noqa: PLC0415
     run_quantize(settings)
+
+
+@_command("auto", AutoSettings)
+def _auto(settings: AutoSettings) -> int:
+    """Choose how a model becomes FP8 from its own figures, write it, verify and check it.
+
+    Exit code 0 only if what was written passes the gate when it is read back; else 8, or 9 where
+    there is too little text to tell.
+
+    Example: fp8calib auto HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl --engine vllm
+    """
+    with _heavy_imports():
+        from fp8calib.cli.auto.run import run_auto_command  # noqa: PLC0415
+    return run_auto_command(settings)
 
 
 @app.command("merge")

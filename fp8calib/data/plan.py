@@ -15,7 +15,7 @@ import torch
 from fp8calib.data.rows import Row
 from fp8calib.data.sources import BuiltinPart, iter_rows, mix_rows
 from fp8calib.data.specs import DataSpec, FileSource, parse_spec
-from fp8calib.data.text_hashes import TextHashes
+from fp8calib.data.text_hashes import TextHashes, hash_text
 from fp8calib.data.tokenize import MIN_TOKENS, PackedRows, keep_rows, pack_rows, tokenize_rows
 from fp8calib.errors import DataError, UsageError
 
@@ -122,6 +122,32 @@ def build_plan(
         sources=sources,
         warnings=tuple(_list_warnings(specs, parsed, found, samples=samples)),
         longest_padded=longest_padded,
+    )
+
+
+def split_plan(plan: DataPlan, held_out: float) -> tuple[DataPlan, DataPlan]:
+    """Split a plan into two texts; the second has the share `held_out` of the last sequences.
+
+    Raises:
+        DataError: there are fewer than two sequences.
+    """
+    total = len(plan.sequences)
+    if total < 2:
+        raise DataError(
+            f"{', '.join(plan.sources)}: one sequence cannot be split",
+            hint="use more text, or a shorter --seq-len",
+        )
+    count = total - max(1, round(total * held_out))
+    return _cut_plan(plan, 0, count), _cut_plan(plan, count, total)
+
+
+def _cut_plan(plan: DataPlan, start: int, stop: int) -> DataPlan:
+    sequences = plan.sequences[start:stop]
+    return replace(
+        plan,
+        sequences=sequences,
+        fingerprint=_compute_fingerprint(sequences, packed=plan.packed, seq_len=plan.seq_len),
+        text=hash_text(sequence.tolist() for sequence in sequences),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -243,10 +244,12 @@ def build_scheme(
     *,
     fmt: Fp8Format,
     stats: CalibrationStats | None,
+    ignore: Sequence[str] = (),
 ) -> Candidate:
-    """Build a candidate: the checkpoint that `quantize` would write with `scheme`."""
+    """Build a candidate: the checkpoint that `quantize` would write with `scheme` and `ignore`."""
     source = WeightSource(model, target.checkpoint)
-    selected = select_weights(model, target.geometry, source, find_selection(target.checkpoint))
+    selection = find_selection(target.checkpoint, ignore=ignore)
+    selected = select_weights(model, target.geometry, source, selection)
     quantizers, weights = emulate_scheme(
         scheme, target.geometry, selected, numerics, fmt=fmt, stats=stats
     )

@@ -160,6 +160,13 @@ def test_verify(place: Path, calibrated: Path) -> None:
     check("verify", outcome.json)
 
 
+def test_auto(place: Path) -> None:
+    data = ("--data", place / "calib.jsonl", *QUICK)
+    outcome = run("auto", place / "llama", *data, "--out", place / "auto", "--json")
+    assert outcome.code in {0, 8, 9}
+    check("auto", outcome.json)
+
+
 def test_recipes_and_errors() -> None:
     check("recipes", succeed("recipes", "--json").json)
     check("recipes", succeed("recipes", "kv", "--json").json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,7 +25,7 @@ _FORCE_HINT = "--allow-unservable writes the checkpoint as it is"
 _NOT_CHECKED = "whether an engine can load the output is not checked: {}"
 
 
-def require_servable(plan: QuantizePlan, source: Path) -> str:
+def require_servable(plan: QuantizePlan, source: Path, engines: Sequence[str] | None = None) -> str:
     """Refuse a checkpoint that no engine of the default list can load.
 
     What `check` reads is written to a temporary folder: configs, headers and scales, of which
@@ -34,6 +35,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
     Args:
         plan: the checkpoint.
         source: the model's folder.
+        engines: one of them has to load it; None is the default list.
 
     Returns:
         The note; empty where it was checked.
@@ -62,7 +64,7 @@ def require_servable(plan: QuantizePlan, source: Path) -> str:
             return _NOT_CHECKED.format(f"{source}: its model_type needs code of its own")
         tensors = {name: entry for held in opened.tensors.values() for name, entry in held.items()}
         _refuse_fault(source, find_first_fault(geometry, tensors, has_linears=False))
-        reports = check_folder(opened, geometry, list_defaults(), 1).engines
+        reports = check_folder(opened, geometry, engines or list_defaults(), 1).engines
     faults = {engine: find_load_fault(report) for engine, report in reports.items()}
     if all(faults.values()):
         listed = "; ".join(f"{engine}: {why}" for engine, why in faults.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import Numerics
 from fp8calib.fp8.formats import Fp8Format
 from fp8calib.fp8.schemes import Scheme
+from fp8calib.model.load import LoadedModel
 from fp8calib.scales.rules import Rule
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.candidates import OpenedCandidate, Target
+from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.server.assess import ServerAnswers
 from fp8calib.verification.tasks.task_files import Tasks
@@ -66,5 +67,7 @@ class VerifyJob(RunModel):
     opened: tuple[OpenedCandidate, ...]
     plan: DataPlan
     server: AskServer | None = None
+    make_candidates: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None
+    """Makes the candidates, instead of those of the options."""
     task_job: TaskJob | None
     warnings: tuple[str, ...]

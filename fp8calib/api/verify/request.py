@@ -65,9 +65,11 @@ def build_request(job: VerifyJob, model: LoadedModel) -> VerificationRequest:
 
 def _list_candidates(job: VerifyJob, model: LoadedModel) -> Iterator[Candidate]:
     options, geometry = job.options, job.target.geometry
+    if job.make_candidates is not None:
+        yield from job.make_candidates(model, job.target)
     for opened in job.opened:
         yield _build_candidate(job, opened, model)
-    if options.scheme is not None and not job.opened:
+    if options.scheme is not None and not job.opened and job.make_candidates is None:
         yield build_scheme(
             options.scheme.name,
             options.scheme,

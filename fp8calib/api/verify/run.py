@@ -216,6 +216,8 @@ class VerificationText:
     pack: bool
     tokenizer: Any = None
     """None: that in the model's folder."""
+    planned: DataPlan | None = None
+    """Used as it is, instead of all others."""
 
     def plan(self, source: ModelSource) -> DataPlan:
         """Read the text; the warnings are about figures, not about scales.
@@ -224,6 +226,8 @@ class VerificationText:
             UsageError: the length is above the model's maximum, or a data spec is invalid.
             DataError: the data cannot be read.
         """
+        if self.planned is not None:
+            return self.planned
         plan = plan_text(
             source,
             specs=self.specs,

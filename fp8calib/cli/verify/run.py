@@ -29,14 +29,11 @@ from fp8calib.cli.verify.show import (
     suggest_command,
 )
 from fp8calib.data.plan import DataPlan
-from fp8calib.errors import VerificationError
+from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.model.load import ModelSource
 from fp8calib.verification.html.page import write_page
 from fp8calib.verification.report import Verdict, VerifyReport
 from fp8calib.verification.verify import VerificationResult
-
-_CANNOT_TELL = 9
-"""The exit code of a gate that there is too little text for."""
 
 
 def run_verify(settings: VerifySettings) -> int:
@@ -120,4 +117,4 @@ def _exit_code(settings: VerifySettings, report: VerifyReport) -> int:
     if settings.gate is None or report.passed:
         return 0
     is_failed = Verdict.FAIL in report.judged
-    return VerificationError.exit_code if is_failed else _CANNOT_TELL
+    return VerificationError.exit_code if is_failed else CANNOT_TELL

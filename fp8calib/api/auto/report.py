@@ -1,0 +1,84 @@
+"""The report of `auto`: its figures, each decision, and what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from fp8calib.verification.report import CandidateResult, ReferenceResult, RunProvenance
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Decision(_Record):
+    """One question, its answer, and the figures that decided it."""
+
+    question: str
+    answer: str
+    why: str
+
+
+class WrittenResult(_Record):
+    """The checkpoint that was written."""
+
+    name: str
+    """Its folder, relative to `out`."""
+    scheme: str | None
+    """None for an overlay: only the KV cache is FP8."""
+    has_kv_scales: bool
+    has_query_scales: bool
+    unquantized_layers: tuple[int, ...]
+
+
+class Checked(_Record):
+    """Whether an engine uses what was written, as `check` replays it."""
+
+    version: str
+    ok: bool
+    why: str
+    """Why it cannot load it; empty where it can."""
+
+
+class AutoReport(_Record):
+    """All results; nothing passed if `written` is null."""
+
+    kind: Literal["auto"] = "auto"
+    model: str
+    out: str
+    gate: str
+    engine: str
+    engine_version: str
+    dtype: str
+    device: str
+    data: tuple[str, ...] = ()
+    seq_len: int
+    calibration_tokens: int = 0
+    tokens: int
+    """Scored tokens of the text that was held out."""
+    sequences: int
+    reference: ReferenceResult
+    candidates: tuple[CandidateResult, ...]
+    """Emulated before anything was written."""
+    decisions: tuple[Decision, ...]
+    written: WrittenResult | None = None
+    verified: CandidateResult | None = None
+    """The figures of what was written, read back from its files."""
+    checked: Mapping[str, Checked] = {}
+    serve: str = ""
+    """The command that serves it."""
+    closest: str = ""
+    """Where nothing passes: what came closest."""
+    is_unknown: bool = False
+    """Nothing passes because there is too little text to tell."""
+    command: str = ""
+    provenance: RunProvenance | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether something passed, and was written."""
+        return self.written is not None

@@ -1,0 +1,71 @@
+"""Run `fp8calib auto`: measure, decide, write, verify, check, print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8calib.api.auto.report import AutoReport
+from fp8calib.api.auto.run import AutoTask, run_auto
+from fp8calib.cli.auto.settings import AutoSettings
+from fp8calib.cli.command_line import spell_command
+from fp8calib.cli.console import Bar, print_json, print_text, say, warn
+from fp8calib.cli.setup import make_placement, quiet_libraries
+from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.verification.report import format_kld
+
+
+def run_auto_command(settings: AutoSettings) -> int:
+    """Choose and write the FP8 form of a model, print why, and return the exit code."""
+    quiet_libraries()
+    out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8")
+    task = AutoTask(
+        model=settings.model,
+        out=out,
+        gate=settings.gate,
+        engine=settings.engine,
+        data=tuple(settings.data or ()),
+        samples=settings.samples,
+        seq_len=settings.seq_len,
+        batch_size=settings.batch_size,
+        pack=not settings.no_pack,
+        placement=make_placement(settings),
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        force=settings.force,
+    )
+    with Bar() as bar:
+        report = run_auto(task, bar, say, command=spell_command())
+    for text in report.warnings:
+        warn(text)
+    if settings.as_json:
+        print_json({"passed": report.passed, **report.model_dump(mode="json")})
+    else:
+        for text in _describe(report):
+            print_text(text)
+    if report.passed:
+        return 0
+    return CANNOT_TELL if report.is_unknown else VerificationError.exit_code
+
+
+def _describe(report: AutoReport) -> Iterator[str]:
+    yield from (f"{each.question} {each.answer}: {each.why}" for each in report.decisions)
+    if report.written is None or report.verified is None:
+        unknown = "too little text to tell what passes" if report.is_unknown else "nothing passes"
+        yield f"{unknown} the {report.gate} gate for {report.engine}, and no checkpoint is written"
+        yield f"closest: {report.closest}"
+        return
+    found, place = report.verified, Path(report.out) / report.written.name
+    yield (
+        f"{place}, read back: {found.verdict}, {found.verdict_why}, "
+        f"KLD {format_kld(found.kld_mean)}, top-1 agreement {found.top1_agreement:.2%}"
+    )
+    for engine, checked in report.checked.items():
+        what = "uses it" if checked.ok else f"does not use all of it{_because(checked.why)}"
+        yield f"{engine} {checked.version}: {what}"
+    if report.serve:
+        yield f"serve with {report.engine}:\n    {report.serve}"
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""

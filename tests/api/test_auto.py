@@ -1,0 +1,223 @@
+"""`auto`: its decisions on models whose needs were planted, and on figures by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from fp8calib.api.auto import decide
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    CandidateResult,
+    ReferenceResult,
+    Remedy,
+    Verdict,
+    VerifyReport,
+)
+from tests import zoo
+from tests.cli.conftest import save_tokenizer, write_rows
+from tests.cli.program import fail, run, succeed
+
+LENGTH = 32
+QUICK = ("--seq-len", LENGTH, "--dtype", "float32", "--batch-size", 12)
+
+
+def plant(folder: Path, change: Callable[[Any], None]) -> tuple[Path, Path]:
+    """Write a changed llama of four layers, and text that it wrote itself."""
+    model: Any = zoo.build("llama", num_hidden_layers=4)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        change(model)
+        tokens = torch.randint(3, 95, (60, 1), generator=generator)
+        for _ in range(LENGTH - 1):
+            shares = torch.softmax(model(tokens).logits[:, -1, :95], -1)
+            tokens = torch.cat([tokens, torch.multinomial(shares, 1, generator=generator)], 1)
+    model.save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
+    rows = [{"input_ids": row.tolist()} for row in tokens]
+    return folder / "model", write_rows(folder / "text.jsonl", rows)
+
+
+def need_query_scales(model: PreTrainedModel) -> None:
+    for layer in model.model.layers[1:]:
+        layer.self_attn.q_proj.weight.div_(2048)
+        layer.self_attn.k_proj.weight.mul_(2048)
+
+
+def spoil(layer: Any) -> None:
+    """Give the input of down_proj one channel that leaves FP8 no room for the others."""
+    layer.mlp.up_proj.weight[0] *= 2e7
+    layer.mlp.down_proj.weight[:, 0] /= 2e7
+    layer.mlp.down_proj.weight.mul_(20)
+
+
+def spoil_layer_1(model: PreTrainedModel) -> None:
+    model.lm_head.weight.mul_(4)
+    spoil(model.model.layers[1])
+
+
+def spoil_all(model: PreTrainedModel) -> None:
+    model.lm_head.weight.mul_(4)
+    for layer in model.model.layers:
+        spoil(layer)
+
+
+def test_scales_of_q_are_written_where_q_needs_them(tmp_path: Path) -> None:
+    model, text = plant(tmp_path, need_query_scales)
+    out = tmp_path / "out"
+    found = succeed("auto", model, "--data", text, *QUICK, "--out", out, "--json").json
+    assert found["passed"] is True
+    assert json.loads((out / "report.json").read_text()) == {
+        key: value for key, value in found.items() if key not in ("passed", "schema_version")
+    }
+    answers = {each["question"]: each["answer"] for each in found["decisions"]}
+    assert answers["does q need scales?"] == "yes"
+    assert answers["does the model need KV scales?"] == "yes"
+    written = out / found["written"]["name"]
+    assert found["serve"] == f"vllm serve {written} --kv-cache-dtype fp8"
+    tensors = {n: t for file in written.glob("*.safetensors") for n, t in load_file(file).items()}
+    for layer in range(4):
+        for role in "kvq":
+            assert f"model.layers.{layer}.self_attn.{role}_scale" in tensors
+        assert tensors[f"model.layers.{layer}.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert run("check", written, "--engine", "vllm", "--require-kv").code == 0
+    # the last fifth of the sequences was held out: verify gives the same figures on it
+    rows = text.read_text().splitlines()[48:]
+    (tmp_path / "held-out.jsonl").write_text("\n".join(rows))
+    again = succeed(
+        *("verify", model, "--scales", written, "--data", tmp_path / "held-out.jsonl", "--json"),
+        *QUICK,
+    ).json
+    for key in ("ppl_ratio", "kld_mean", "top1_agreement", "verdict"):
+        assert again["candidates"][0][key] == found["verified"][key]
+    assert not any("was used for calibration" in text for text in again["warnings"])
+
+
+def test_the_one_layer_that_fp8_breaks_stays_unquantized(tmp_path: Path) -> None:
+    model, text = plant(tmp_path, spoil_layer_1)
+    out = tmp_path / "out"
+    printed = succeed("auto", model, "--data", text, *QUICK, "--out", out).out
+    report = json.loads((out / "report.json").read_text())
+    assert report["written"]["scheme"] == "fp8-dynamic"
+    assert report["written"]["unquantized_layers"] == [1]
+    (shard,) = (out / "fp8-dynamic").glob("*.safetensors")
+    dtypes = {name: tensor.dtype for name, tensor in load_file(shard).items()}
+    for layer in range(4):
+        is_fp8 = dtypes[f"model.layers.{layer}.mlp.up_proj.weight"] == torch.float8_e4m3fn
+        assert is_fp8 is (layer != 1)
+    assert printed.splitlines()[-1].strip() == report["serve"]
+
+
+def test_nothing_is_claimed_where_nothing_passes(tmp_path: Path) -> None:
+    model, text = plant(tmp_path, spoil_all)
+    out = tmp_path / "out"
+    outcome = run("auto", model, "--data", text, *QUICK, "--out", out)
+    assert outcome.code == 8
+    assert "no checkpoint is written" in outcome.out
+    report = json.loads((out / "report.json").read_text())
+    assert report["written"] is None
+    assert report["closest"].startswith("w8a16: ")
+    assert outcome.out.splitlines()[-1] == f"closest: {report['closest']}"
+    assert {path.name for path in out.iterdir()} == {"report.json", "stats.safetensors"}
+
+
+def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    assert "--gate w4a4" in fail(2, "auto", tmp_path / "none", "--gate", "w4a4")
+    assert "reference" in fail(2, "auto", tmp_path / "none", "--engine", "reference")
+
+
+# --- decisions on figures by hand -----------------------------------------------------------------
+
+
+def candidate(name: str, kld: float, verdict: Verdict = Verdict.PASS) -> CandidateResult:
+    return CandidateResult(
+        name=name,
+        description="",
+        ppl=10.0,
+        ppl_ratio=1.0,
+        ppl_ratio_se=0.001,
+        kld_mean=kld,
+        kld_median=kld,
+        kld_p99=kld,
+        kld_max=kld,
+        top1_agreement=0.99,
+        verdict=verdict,
+        verdict_why="by hand",
+        gate="kv",
+        by_position=(),
+    )
+
+
+def make_report(*candidates: CandidateResult, remedy: Remedy = Remedy.USE) -> VerifyReport:
+    return VerifyReport(
+        model="model",
+        engine="vllm",
+        engine_version="1",
+        dtype="float32",
+        device="cpu",
+        data=(),
+        tokens=1,
+        sequences=1,
+        seq_len=2,
+        duration_s=1.0,
+        reference=ReferenceResult(ppl=10.0),
+        candidates=candidates,
+        layers=(),
+        advice="",
+        conclusion="by hand.",
+        remedy=remedy,
+    )
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        ({"fp8-static": 0.03, "fp8-dynamic": 0.02, "w8a16": 0.01}, "fp8-dynamic"),
+        ({"fp8-static": 0.01, "fp8-dynamic": None, "w8a16": 0.005}, "fp8-static"),
+        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": 0.01}, "w8a16"),
+        ({"fp8-static": None, "fp8-dynamic": None, "w8a16": None}, None),
+        ({"fp8-block": 0.001, "fp8-dynamic": 0.02}, "fp8-dynamic"),
+    ],
+)
+def test_the_scheme_with_the_smallest_loss_is_chosen(
+    verdicts: dict[str, float | None], expected: str | None
+) -> None:
+    """None is a failure; the engine cannot load fp8-block."""
+    found = make_report(
+        *(
+            candidate(name, 9.0, Verdict.FAIL) if kld is None else candidate(name, kld)
+            for name, kld in verdicts.items()
+        )
+    )
+    choice = decide.choose_scheme(found, {"fp8-block": "sizes"}, "vllm")
+    assert choice.name == expected
+    assert not choice.is_unknown
+    assert bool(choice.closest) is (expected is None)
+
+
+def test_kv_scales_that_fail_leave_the_cache_in_16_bits() -> None:
+    found = make_report(
+        candidate("kv-scales", 0.5, Verdict.FAIL), candidate(SCALE_ONE, 0.9, Verdict.FAIL)
+    )
+    choice = decide.choose_kv(found, {})
+    assert choice.name is None
+    assert choice.closest.startswith("kv-scales: fail (by hand)")
+    unknown = make_report(candidate("kv-scales", 0.5, Verdict.CANNOT_TELL), remedy=Remedy.NONE)
+    assert decide.choose_kv(unknown, {}).is_unknown
+
+
+def test_q_gets_scales_only_where_they_lower_the_loss() -> None:
+    with_q, without = candidate("kv-and-q-scales", 0.1), candidate("kv-scales", 0.2)
+    one = candidate(SCALE_ONE, 0.9)
+    assert decide.choose_kv(make_report(without, with_q, one), {3: 900.0}).name == "kv-and-q-scales"
+    worse = candidate("kv-and-q-scales", 0.3)
+    assert decide.choose_kv(make_report(without, worse, one), {3: 900.0}).name == "kv-scales"
+    served = make_report(without, one, remedy=Remedy.SERVE)
+    assert decide.choose_kv(served, {}).decisions[0].answer == "no"
