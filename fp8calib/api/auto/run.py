@@ -12,7 +12,7 @@ from fp8calib.api.auto import decide
 from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES, Choice
 from fp8calib.api.auto.report import AutoReport, Checked, Decision, WrittenResult
 from fp8calib.api.calibrate import IF_QUANTIZED, run_calibration
-from fp8calib.api.check import REPORT_NAME, check
+from fp8calib.api.check import check
 from fp8calib.api.export.run import export
 from fp8calib.api.models import Placement, RunModel, open_run_model
 from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
@@ -41,7 +41,7 @@ from fp8calib.fp8.schemes import SCHEMES, find_scheme
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
-from fp8calib.stats.calibration_stats import STATS_NAME, save_stats
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, save_stats
 from fp8calib.verification.candidates import (
     Candidate,
     Target,
