@@ -3,6 +3,7 @@
 python -m scripts.benchmarks.workers.changed_models MODEL HOW OUT
 
 off-grid: weights moved off the 4-bit grid they are on, by noise of one step.
+rescaled: keys 64 times as large and values a 1024th; the function is the same.
 widened: hidden size and heads filled up with zeros to multiples of 128; the function is the same.
 """
 
@@ -20,6 +21,8 @@ _GROUP = 32
 """Weights of the demo's file format that share a 4-bit grid."""
 _STEPS = 15
 _WIDTH = 128
+_FACTORS = {"k_proj": 64.0, "q_proj": 1 / 64, "v_proj": 1 / 1024, "o_proj": 1024.0}
+"""RoPE turns keys and queries alike, and powers of two change no bit of the outputs."""
 
 
 def main(model: Path, how: str, out: Path) -> None:
@@ -29,6 +32,10 @@ def main(model: Path, how: str, out: Path) -> None:
     if how == "off-grid":
         torch.manual_seed(0)
         tensors = {name: move(value) for name, value in tensors.items()}
+    elif how == "rescaled":
+        tensors = {
+            name: value * _FACTORS.get(name.split(".")[-2], 1.0) for name, value in tensors.items()
+        }
     else:
         config = json.loads((out / "config.json").read_text())
         tensors, changes = widen(tensors, config)
