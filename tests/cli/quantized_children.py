@@ -165,9 +165,9 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def save_fp4(folder: Path, form: str) -> Path:
+def save_fp4(folder: Path, form: str, *, base: Path = BASE) -> Path:
     """Write a checkpoint in `nvfp4` or `mxfp4` of compressed-tensors, or ModelOpt's `modelopt`."""
-    shutil.copytree(BASE, folder)
+    shutil.copytree(base, folder)
     group = 32 if form == "mxfp4" else 16
 
     def quantize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,8 +4,9 @@ Runs in vLLM's own environment, which takes long to import: a fork of this proce
 A job names `model`, `dtype` and `result`, a safetensors file of all parameters: `loaded.X` as the
 loader left them, `ready.X` as vLLM has prepared them for its kernels, and `held.LAYER.k`, `.v` and
 `.is_fp8` of attention layers. No kernel is looked for: the CPU build has none for FP8 matrices
-without AMX, and experts keep the form in which they were loaded. Where a model is refused, a text
-file beside `result` has the error and the engine's line. A line on stdout says that a job is done.
+without AMX and none for FP4, and experts keep the form in which they were loaded. Where a model is
+refused, a text file beside `result` has the error and the engine's line. A line on stdout says that
+a job is done.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from vllm.logger import configure_logging_if_needed
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    compressed_tensors_w4a4_mxfp4,
+    compressed_tensors_w4a4_nvfp4,
     compressed_tensors_w8a8_fp8,
     compressed_tensors_w8a16_fp8,
 )
@@ -46,8 +49,14 @@ from vllm_worker import TINY_SERVER
 
 REFUSED = ".refused"
 """Suffix of what is written in place of the result where vLLM does not load a model."""
-KERNELS = ("init_fp8_linear_kernel", "init_wfp8_a16_linear_kernel")
-MODULES = (fp8, modelopt, compressed_tensors_w8a8_fp8, compressed_tensors_w8a16_fp8)
+KERNELS = (
+    *("init_fp8_linear_kernel", "init_wfp8_a16_linear_kernel"),
+    *("init_nvfp4_linear_kernel", "init_mxfp4_linear_kernel"),
+)
+MODULES = (
+    *(fp8, modelopt, compressed_tensors_w8a8_fp8, compressed_tensors_w8a16_fp8),
+    *(compressed_tensors_w4a4_nvfp4, compressed_tensors_w4a4_mxfp4),
+)
 TIMEOUT_S = 120
 PACKAGE = str(Path(vllm.__file__).parent)
 

@@ -1,0 +1,163 @@
+"""KV scales that were added to SmolLM2 in every form: in `check`, in transformers and in vLLM.
+
+The forms of other tools need `scripts/setup-peers.sh peers` and `quark`. vLLM's CPU build has
+kernels for INT4 and INT8 weights of compressed-tensors; all other forms go through its weight
+loader alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from scripts.benchmarks.peers.children import FORMS as PEERS
+from scripts.benchmarks.workers import changed_models
+from tests.cli.conftest import write_rows
+from tests.cli.graft.grafting import graft, statuses
+from tests.cli.program import succeed
+from tests.cli.quantized_children import change_config, save_fp4, save_int
+from tests.real_engines.exports import read_scales
+from tests.real_engines.vllm_job import ROOT, VllmServer, load_in_vllm
+
+WIDENED = "widened, "
+"""Forms of a model whose sizes are multiples of 128, which vLLM wants of blocks."""
+OWN: Mapping[str, Callable[[Path, Path], object]] = {
+    "fp8-dynamic": lambda base, out: quantize(base, out, "fp8-dynamic"),
+    "w8a16": lambda base, out: quantize(base, out, "w8a16"),
+    "modelopt": lambda base, out: quantize(base, out, "fp8-dynamic", "--format", "modelopt"),
+    f"{WIDENED}blocks": lambda base, out: quantize(base, out, "fp8-block"),
+    f"{WIDENED}autofp8": lambda base, out: quantize(base, out, "fp8-block", "--format", "autofp8"),
+    "int8": lambda base, out: save_int(out, 8, base=base),
+    "int4": lambda base, out: save_int(out, 4, group=32, base=base),
+    "nvfp4": lambda base, out: save_fp4(out, "nvfp4", base=base),
+    "mxfp4": lambda base, out: save_fp4(out, "mxfp4", base=base),
+    "modelopt, nvfp4": lambda base, out: save_fp4(out, "modelopt", base=base),
+}
+FORMS = (*OWN, *(f"{form}, by its tool" for form in PEERS))
+RUNNING = ("int8", "int4", "int8, by its tool", "w4a16, by its tool", "w4a16-asym, by its tool")
+"""Those for which vLLM's CPU build has kernels."""
+NOT_IN_TRANSFORMERS = ("modelopt", "quark")
+"""transformers has no loader for these, and would take codes for weights."""
+Written = Callable[[str], tuple[Path, Path]]
+
+
+def quantize(base: Path, out: Path, scheme: str, *options: object) -> None:
+    succeed("quantize", base, "--scheme", scheme, *options, "--out", out)
+
+
+@pytest.fixture(scope="module")
+def written(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Give a function that writes a quantized child, and one with KV scales of its base."""
+    folder = tmp_path_factory.mktemp("forms")
+    rows = [{"input_ids": list(range(first, first + 64))} for first in (100, 900, 5000)]
+    data = write_rows(folder / "rows.jsonl", rows)
+
+    @cache
+    def find_base(name: str) -> tuple[Path, Path]:
+        base, out = demo_model, folder / f"{name}-out"
+        if name == "widened":
+            base = folder / name
+            changed_models.main(demo_model, name, base)
+        options = ("--data", data, "--seq-len", 64, "--dtype", "float32", "--format", "kv-scales")
+        succeed("calibrate", base, *options, "--out", out)
+        return base, out
+
+    @cache
+    def write(form: str) -> tuple[Path, Path]:
+        base, measured = find_base("widened" if form.startswith(WIDENED) else "demo")
+        place = folder / form.replace(", ", "-").replace(" ", "-")
+        if form in OWN:
+            OWN[form](base, place / "child")
+        else:
+            write_by_tool(form.partition(",")[0], base, data, place / "child")
+        graft(measured, place / "child", place / "out")
+        return place / "child", place / "out" / "kv-overlay"
+
+    return write
+
+
+def write_by_tool(form: str, base: Path, data: Path, out: Path) -> None:
+    environment = ".venv-quark" if form.startswith("quark") else ".venv-peers"
+    if not (ROOT / environment / "installed").exists():
+        pytest.skip(f"{form} needs {environment} (scripts/setup-peers.sh)")
+    python = ROOT / environment / "bin" / "python"
+    job = ("scripts.benchmarks.peers.children", form, base, data, out)
+    subprocess.run(
+        [str(part) for part in (python, "-m", *job)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_check_says_used_and_transformers_gives_the_same_logits(
+    written: Written, tmp_path: Path, form: str
+) -> None:
+    """Transformers rounds K and V where compressed-tensors' config says so: this is removed."""
+    child, overlay = written(form)
+    for engine in ("vllm", "sglang", "tgi"):
+        assert statuses(overlay, engine) == {"used"}, engine
+    if form.startswith(NOT_IN_TRANSFORMERS):
+        return
+    plain = tmp_path / "plain"
+    shutil.copytree(overlay, plain, copy_function=os.link)
+    (plain / "config.json").unlink()
+    shutil.copy(overlay / "config.json", plain)
+    change_config(plain, lambda config: config["quantization_config"].pop("kv_cache_scheme", None))
+    ids = torch.arange(100, 116).reshape(1, 16)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        before, after = (load(folder)(ids).logits for folder in (child, plain))
+    assert bool(before.isfinite().all())
+    assert torch.equal(before, after)
+
+
+def test_vllms_weight_loader_holds_every_scale(written: Written) -> None:
+    overlays = {form: written(form)[1] for form in OWN}
+    check_held({form: written(form)[1] for form in OWN}, load_in_vllm(overlays))
+
+
+@pytest.mark.parametrize("form", FORMS[len(OWN) :])
+def test_vllms_weight_loader_holds_the_scales_beside_a_tools_weights(
+    written: Written, form: str
+) -> None:
+    overlays = {form: written(form)[1]}
+    check_held(overlays, load_in_vllm(overlays))
+
+
+def check_held(
+    overlays: Mapping[str, Path], answers: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """Compare with the files; beside ModelOpt and Quark vLLM keeps scales in bfloat16."""
+    for form, held in answers.items():
+        expected = read_scales(overlays[form])
+        rounding = 2**-8 if form.startswith(("modelopt", "quark")) else 1e-6
+        assert len(expected) == 30
+        for layer, pair in expected.items():
+            for role, values in zip("kv", pair, strict=True):
+                found = held[f"held.model.layers.{layer}.self_attn.attn.{role}"]
+                assert float(found.max()) == pytest.approx(values[0], rel=rounding), form
+
+
+@pytest.mark.parametrize("form", RUNNING)
+def test_vllm_generates_with_the_scales(written: Written, vllm: VllmServer, form: str) -> None:
+    overlay = written(form)[1]
+    prompt = "The capital of France is"
+    answer = vllm(overlay, kv_cache_dtype="auto", dtype="bfloat16", prompt=prompt)
+    assert answer.error == ""
+    assert answer.scales() == {
+        layer: (pytest.approx(k, rel=1e-6), pytest.approx(v, rel=1e-6))
+        for layer, (k, v) in read_scales(overlay).items()
+    }
+    assert answer.cache_bytes() == {1}
+    assert "Paris" in answer.text
