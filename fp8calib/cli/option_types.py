@@ -71,8 +71,8 @@ RunModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The unquantized model: folder or Hub id. One in FP8, NVFP4, or INT4 or INT8 of "
-        "compressed-tensors is dequantized while it is read.",
+        help="The unquantized model: folder or Hub id. One in FP8, NVFP4, MXFP4, or INT4 or INT8 "
+        "of compressed-tensors is dequantized while it is read.",
     ),
 ]
 JsonOption = Annotated[
