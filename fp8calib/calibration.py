@@ -38,7 +38,7 @@ __all__ = ["PreparedModel", "Progress", "WorkShare", "calibrate", "prepare"]
 class Progress(Protocol):
     """Shows the progress of a run."""
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
+    def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
         """Begin a stage of `total` units."""
 
     def advance(self, steps: int) -> None:
@@ -198,7 +198,7 @@ def _layer_by_layer(
             progress.stage("reading weights", num_layers, unit="layers")
             return observer.observe_weights(progress.advance)
         num_tokens = sum(batch.num_tokens for batch in todo)
-        progress.stage("layer by layer", num_tokens * num_layers, unit="layer tokens")
+        progress.stage("layer by layer", num_tokens * num_layers, unit="tokens", layers=num_layers)
         return observer.observe(
             todo,
             streaming,

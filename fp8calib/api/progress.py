@@ -20,7 +20,14 @@ class CallbackProgress:
         self._total: int | None = None
         self._done = 0
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:  # noqa: ARG002
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",  # noqa: ARG002
+        layers: int = 0,  # noqa: ARG002
+    ) -> None:
         """Begin a stage of `total` units."""
         self._name, self._total, self._done = name, total, 0
         self.advance(0)

@@ -16,6 +16,7 @@ from fp8calib import __version__
 from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.check.settings import CheckSettings
+from fp8calib.cli.console import sign_of_life
 from fp8calib.cli.export.settings import ExportSettings
 from fp8calib.cli.extract.settings import ExtractSettings
 from fp8calib.cli.option_types import JsonOption
@@ -39,7 +40,8 @@ def _command(
 
     def register(run: Callable[[_Settings], int | None]) -> None:
         def command(**options: Any) -> int | None:
-            return run(settings(**options))
+            with sign_of_life():
+                return run(settings(**options))
 
         command.__signature__ = inspect.signature(settings, eval_str=True)  # type: ignore[attr-defined]
         app.command(name, help=run.__doc__)(command)

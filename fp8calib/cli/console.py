@@ -15,14 +15,12 @@ from typing import IO, Any, Self
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
     Task,
-    TextColumn,
-    TimeRemainingColumn,
 )
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -95,6 +93,7 @@ def _to_stdout() -> Iterator[None]:
 
     A pipe that its reader closes (`| head -1`) is none: the command goes on, for its exit code.
     """
+    _starting.stop()
     try:
         yield
         sys.stdout.flush()
@@ -166,36 +165,66 @@ def show_error(kind: str, message: str, hint: str, *, as_json: bool, exit_code: 
     return exit_code
 
 
-class _TokensPerSecond(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f} {task.fields['unit']}/s")
-
-
-_LINE_EVERY_S = 60.0
-
-
 @dataclass(slots=True)
 class _Stage:
-    """What the lines of a log say about a stage."""
+    """What is printed about a stage: on a terminal in the bar, else a line a minute."""
 
     name: str
     total: int | None
     unit: str
+    layers: int
+    """The layers that all steps go through one after the other; 0 where they do not."""
     started: float
     printed: float
     done: int = 0
 
-    def describe(self, now: float) -> str:
+    def list_parts(self, now: float) -> list[str]:
         """Give the progress, the rate, the time left and the memory in use."""
         rate = self.done / max(now - self.started, 1e-9)
-        parts = [f"{self.name}: {self.done:,} {self.unit}", f"{rate:,.0f} {self.unit}/s"]
-        if self.total:
-            parts[0] = f"{self.name}: {self.done:,} of {self.total:,} {self.unit}"
+        if not self.total:
+            counted = f"{self.name}: {self.done:,} {self.unit}" if self.done else self.name
+            parts = [counted, *([f"{rate:,.0f} {self.unit}/s"] if self.done else [])]
+        else:
             left = timedelta(seconds=round((self.total - self.done) / rate)) if rate else "?"
-            parts += [f"{self.done / self.total:.0%}", f"{left} left"]
+            parts = [
+                self._count(),
+                f"{self.done / self.total:.0%}",
+                f"{left} left",
+                f"{rate / max(self.layers, 1):,.0f} {self.unit}/s",
+            ]
         used = anonymous_bytes()
-        return ", ".join([*parts, *([f"{used / 2**30:.2f} GiB in use"] if used else [])])
+        return [*parts, *([f"{used / 2**30:.2f} GiB in use"] if used else [])]
+
+    def _count(self) -> str:
+        """Count the steps; of several layers, those of the layer that runs now."""
+        done, total, name = self.done, self.total or 0, self.name
+        if self.layers:
+            total //= self.layers
+            layer = min(done // max(total, 1), self.layers - 1)
+            done -= layer * total
+            name = f"layer {layer + 1} of {self.layers}"
+        return f"{name}: {done:,} of {total:,} {self.unit}"
+
+    def describe(self, now: float, width: int | None = None) -> str:
+        """Join the parts; of those that do not fit into `width`, the last are left out."""
+        parts = self.list_parts(now)
+        while width is not None and len(parts) > 1 and len(", ".join(parts)) > width:
+            parts.pop()
+        return escape_controls(", ".join(parts))[:width]
+
+
+class _StageColumn(ProgressColumn):
+    """The parts of a stage that fit beside the bar."""
+
+    def render(self, task: Task) -> Text:
+        width = max(_err.width - _BAR_WIDTH - _BAR_MARGIN, 20)
+        return Text(task.fields["stage"].describe(time.monotonic(), width), no_wrap=True)
+
+
+_BAR_WIDTH = 10
+_BAR_MARGIN = 4
+"""The spinner and the spaces between the columns."""
+_LINE_EVERY_S = 60.0
 
 
 class Bar:
@@ -204,11 +233,8 @@ class Bar:
     def __init__(self) -> None:
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            _TokensPerSecond(),
-            TimeRemainingColumn(),
+            BarColumn(bar_width=_BAR_WIDTH),
+            _StageColumn(),
             console=_err,
             disable=_err.quiet or not _err.is_terminal,
         )
@@ -216,19 +242,20 @@ class Bar:
         self._stage: _Stage | None = None
 
     def __enter__(self) -> Self:
+        _starting.stop()
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
-        """Begin a stage of `total` steps."""
+    def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
+        """Begin a stage of `total` steps, through `layers` layers one after the other."""
         if self._task is not None:
             self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(name, total=total, unit=unit)
         now = time.monotonic()
-        self._stage = _Stage(name, total, unit, started=now, printed=now)
+        self._stage = _Stage(name, total, unit, layers, started=now, printed=now)
+        self._task = self._progress.add_task(name, total=total, stage=self._stage)
 
     def advance(self, steps: int) -> None:
         """Advance by `steps`.
@@ -245,3 +272,33 @@ class Bar:
         if self._progress.disable and now - self._stage.printed >= _LINE_EVERY_S:
             self._stage.printed = now
             say(self._stage.describe(now))
+
+
+class _Starting:
+    """A spinner on a terminal's stderr until a command prints its result or its bar."""
+
+    def __init__(self) -> None:
+        self._status: Status | None = None
+
+    def start(self) -> None:
+        if self._status is None and _err.is_terminal and not _err.quiet:
+            self._status = _err.status("starting")
+            self._status.start()
+
+    def stop(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+        self._status = None
+
+
+_starting = _Starting()
+
+
+@contextmanager
+def sign_of_life() -> Iterator[None]:
+    """Show a spinner while a command starts: before its bar, or its result, where it has none."""
+    _starting.start()
+    try:
+        yield
+    finally:
+        _starting.stop()

@@ -25,8 +25,8 @@ def test_a_pipe_gets_a_line_a_minute(
         now += 60
         bar.advance(120)
     assert capsys.readouterr().err.splitlines() == [
-        "calibrating: 24,000 of 100,000 tokens, 400 tokens/s, 24%, 0:03:10 left, 1.50 GiB in use",
-        "calibrating: 48,000 of 100,000 tokens, 400 tokens/s, 48%, 0:02:10 left, 1.50 GiB in use",
+        "calibrating: 24,000 of 100,000 tokens, 24%, 0:03:10 left, 400 tokens/s, 1.50 GiB in use",
+        "calibrating: 48,000 of 100,000 tokens, 48%, 0:02:10 left, 400 tokens/s, 1.50 GiB in use",
         "quantizing: 120 bytes, 2 bytes/s, 1.50 GiB in use",
     ]
 
@@ -48,3 +48,33 @@ def test_no_cell_commands_the_terminal(rows: int, capsys: pytest.CaptureFixture[
     assert "\x1b[1m" not in shown
     assert "\x1b[31m" not in shown
     assert shown.count(r"b\x1b[1m") == rows
+
+
+def test_a_pipe_is_told_which_layer_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    monkeypatch.setattr(console, "anonymous_bytes", lambda: None)
+    with console.Bar() as bar:
+        bar.stage("layer by layer", 80 * 3000, unit="tokens", layers=80)
+        now += 60
+        bar.advance(12 * 3000 + 1000)
+    assert capsys.readouterr().err.splitlines() == [
+        "layer 13 of 80: 1,000 of 3,000 tokens, 15%, 0:05:29 left, 8 tokens/s"
+    ]
+
+
+def test_the_bar_shows_as_much_of_the_line_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    monkeypatch.setattr(console, "anonymous_bytes", lambda: 3 * 2**29)
+    bar = console.Bar()
+    bar.stage("calibrating", 100_000, unit="tokens")
+    bar.advance(50_000)
+    assert bar._stage is not None
+    line = "calibrating: 50,000 of 100,000 tokens, 50%, 0:01:40 left, 500 tokens/s, 1.50 GiB in use"
+    assert bar._stage.describe(now + 100) == line
+    assert bar._stage.describe(now + 100, len(line)) == line
+    assert bar._stage.describe(now + 100, len(line) - 1) == line.rpartition(", ")[0]
+    assert bar._stage.describe(now + 100, 20) == "calibrating: 50,000 "

@@ -134,7 +134,14 @@ class Bar(Silent):
     total: int | None = 0
     steps = 0
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:  # noqa: ARG002
+    def stage(
+        self,
+        name: str,  # noqa: ARG002
+        total: int | None,
+        *,
+        unit: str = "steps",  # noqa: ARG002
+        layers: int = 0,  # noqa: ARG002
+    ) -> None:
         """Start to count."""
         self.total, self.steps = total, 0
 

@@ -62,7 +62,14 @@ class Steps:
         self.stages: list[str] = []
         self.steps = 0
 
-    def stage(self, name: str, total: int | None, *, unit: str = "steps") -> None:
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        unit: str = "steps",
+        layers: int = 0,  # noqa: ARG002
+    ) -> None:
         """Write down a stage."""
         self.stages.append(f"{name}, {total} {unit}")
 

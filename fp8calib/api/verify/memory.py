@@ -30,8 +30,10 @@ from fp8calib.verification.sensitivity import choose_batches, split_rounds
 from fp8calib.verification.verify import ReferenceModel, VerificationRequest, list_emulations
 
 
-def choose_verification_mode(job: VerifyJob) -> MemoryMode:
+def choose_verification_mode(job: VerifyJob, *, expects_duration: bool = False) -> MemoryMode:
     """Choose between a model in memory whole and one that is streamed.
+
+    `expects_duration` predicts the time of a run with the whole model too.
 
     Raises:
         UsageError: it fits in neither way, or it has to be streamed and --tasks is given.
@@ -59,6 +61,7 @@ def choose_verification_mode(job: VerifyJob) -> MemoryMode:
         probe=probe,
         cannot_stream=_explain_tasks(job) if job.options.tasks else None,
         further_walks=tuple(_sensitivity_walks(job, request, found)),
+        expects_duration=expects_duration,
     )
 
 

@@ -33,6 +33,7 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
         extra_bytes=rounding,
         work=make_rounding_probe(job),
         always_streams=_WHY_STREAMED if rounding else "",
+        expects_duration=job.settings.dry_run,
     )
     if rounding and mode.plan is not None and mode.plan.expected_s is not None:
         expected_s = mode.plan.expected_s + expect_rounding_s(job)

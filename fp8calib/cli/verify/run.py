@@ -58,7 +58,7 @@ def run_verify(settings: VerifySettings) -> int:
         job = open_verify_job(model, options, text, connect=_find_connect(settings))
         for note in (*job.plan.warnings, *job.warnings):
             warn(note)
-        mode = choose_verification_mode(job)
+        mode = choose_verification_mode(job, expects_duration=settings.dry_run)
         if settings.dry_run:
             described = describe_verification_plan(job, mode)
             show_plan(described, "plan (nothing was run)", as_json=settings.as_json)

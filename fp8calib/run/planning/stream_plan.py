@@ -102,10 +102,12 @@ class StreamPlanner:
             hidden_ram_bytes=in_ram,
             scratch=self._scratch,
             scratch_bytes=scratch,
-            expected_s=None
-            if probe is None
-            else sum(self._expect_s(probe, share) for share in (1.0, *further_walks)),
+            expected_s=None if probe is None else self.expect(probe, further_walks),
         )
+
+    def expect(self, probe: Probe, further_walks: Sequence[float]) -> float:
+        """Expect the seconds of a run, of all walks through the layers."""
+        return sum(self._expect_s(probe, share) for share in (1.0, *further_walks))
 
     def _host_peak(self, probe: Probe | None) -> dict[str, int]:
         own = {"process": self._limits.process_bytes + SLACK_BYTES}

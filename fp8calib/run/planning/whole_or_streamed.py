@@ -56,10 +56,12 @@ def choose_memory_mode(
     total_bytes: int = 0,
     further_walks: Sequence[float] = (),
     always_streams: str = "",
+    expects_duration: bool = False,
 ) -> MemoryMode:
     """Hold the model whole where it fits, else plan to stream it.
 
-    `probe` is called only for a model that is streamed. Hidden states that do not fit into memory
+    `probe` is called only for a model that is streamed, and with `expects_duration`, to predict the
+    time of the run. Hidden states that do not fit into memory
     are written to `scratch`. At least `total_bytes` are read. `further_walks` is the work of each
     further pass over the layers, as a share of the first. `always_streams` is the reason why the
     model is streamed even where it fits whole.
@@ -69,9 +71,9 @@ def choose_memory_mode(
             `cannot_stream` is given.
     """
     whole = None if always_streams else plan_whole(subject, limits, scratch)
-    if whole is not None:
+    if whole is not None and not expects_duration:
         return MemoryMode(plan=whole, model=subject.model, weights=subject.weights)
-    if cannot_stream is not None:
+    if whole is None and cannot_stream is not None:
         raise cannot_stream
     model = build_skeleton(source, dtype=DTYPES[dtype])
     weights = WeightSource(model, subject.checkpoint)
@@ -92,6 +94,10 @@ def choose_memory_mode(
         )
 
     measured = probe(model, weights, stream(planner.plan()))
+    if whole is not None:
+        expected_s = None if measured is None else planner.expect(measured, further_walks)
+        whole = replace(whole, expected_s=expected_s)
+        return MemoryMode(plan=whole, model=subject.model, weights=subject.weights)
     plan = planner.plan(measured, total_bytes=total_bytes, further_walks=further_walks)
     if always_streams:
         plan = replace(plan, why=always_streams)
