@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fp8calib.api.auto.report import AutoReport
     from fp8calib.api.auto.run import auto
     from fp8calib.api.calibrate import calibrate
+    from fp8calib.api.card.page import Card, card
     from fp8calib.api.check import check
     from fp8calib.api.export.run import Exported, export
     from fp8calib.api.quantize.run import Quantized, quantize
@@ -37,6 +38,8 @@ _PLACES = {
     "auto": "auto.run",
     "AutoReport": "auto.report",
     "calibrate": "calibrate",
+    "Card": "card.page",
+    "card": "card.page",
     "CalibrationStats": "stats",
     "check": "check",
     "export": "export.run",
@@ -51,6 +54,7 @@ __all__ = [
     "AutoReport",
     "CalibrationError",
     "CalibrationStats",
+    "Card",
     "DataError",
     "ExportError",
     "Exported",
@@ -63,6 +67,7 @@ __all__ = [
     "VerificationError",
     "auto",
     "calibrate",
+    "card",
     "check",
     "export",
     "load_stats",

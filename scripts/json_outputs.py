@@ -231,6 +231,14 @@ class CalibrateOutput(Output):
     quantize: NotRequired[QuantizeReport | NotQuantized]
 
 
+class CardOutput(Output):
+    """What `card` wrote."""
+
+    path: str
+    upload: str
+    """The command that uploads the folder."""
+
+
 class ExportOutput(Output):
     """`export --json`; who serves the files is known with --model."""
 

@@ -21,6 +21,7 @@ from scripts import json_outputs as outputs
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 OUTPUTS: Mapping[str, Any] = {
     "calibrate": outputs.CalibrateOutput,
+    "card": outputs.CardOutput,
     "error": outputs.ErrorOutput,
     "export": outputs.ExportOutput,
     "extract-kv-scales": outputs.ExtractOutput,

@@ -15,6 +15,7 @@ import typer
 from fp8calib import __version__
 from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.calibrate.settings import CalibrateSettings
+from fp8calib.cli.card.settings import CardSettings
 from fp8calib.cli.check.settings import CheckSettings
 from fp8calib.cli.console import sign_of_life
 from fp8calib.cli.export.settings import ExportSettings
@@ -149,6 +150,17 @@ def _auto(settings: AutoSettings) -> int:
     with _heavy_imports():
         from fp8calib.cli.auto.run import run_auto_command  # noqa: PLC0415
     return run_auto_command(settings)
+
+
+@_command("card", CardSettings)
+def _card(settings: CardSettings) -> None:
+    """Write a model card into a folder: figures of loss, engines, commands and hashes.
+
+    Example: fp8calib card llama-fp8/fp8-dynamic --base-model meta-llama/Llama-3.1-8B-Instruct
+    """
+    with _heavy_imports():
+        from fp8calib.cli.card.run import run_card  # noqa: PLC0415
+    run_card(settings)
 
 
 @app.command("merge")

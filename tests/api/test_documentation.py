@@ -36,7 +36,9 @@ def test_the_page_names_every_public_function() -> None:
             assert re.search(rf"`{name}\(", text), name
 
 
-@pytest.mark.parametrize("name", ["auto", "calibrate", "verify", "quantize", "export", "check"])
+@pytest.mark.parametrize(
+    "name", ["auto", "card", "calibrate", "verify", "quantize", "export", "check"]
+)
 def test_every_argument_is_documented(name: str) -> None:
     function = getattr(fp8calib, name)
     documented = re.findall(r"^    (\w+): ", inspect.getdoc(function) or "", re.MULTILINE)

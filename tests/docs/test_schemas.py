@@ -167,6 +167,11 @@ def test_auto(place: Path) -> None:
     check("auto", outcome.json)
 
 
+def test_card(calibrated: Path) -> None:
+    base = ("--base-model", "org/name", "--force", "--json")
+    check("card", succeed("card", calibrated / "fp8-dynamic", *base).json)
+
+
 def test_recipes_and_errors() -> None:
     check("recipes", succeed("recipes", "--json").json)
     check("recipes", succeed("recipes", "kv", "--json").json)

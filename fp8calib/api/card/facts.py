@@ -1,0 +1,238 @@
+"""What is recorded about a folder that is to be published: its kind, origin, loss and files."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fp8calib.api.auto.report import AutoReport
+from fp8calib.checkpoint.json_files import load_json_object
+from fp8calib.checkpoint.model_config import CONFIG_NAME
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.dialects.fp8.pairing import is_fp8_checkpoint
+from fp8calib.dialects.metadata import find_origin, read_file_origin
+from fp8calib.dialects.read import has_kv_scales
+from fp8calib.errors import ModelError, UsageError
+from fp8calib.stats.calibration_origin import CalibrationOrigin
+from fp8calib.stats.calibration_stats import REPORT_NAME, is_stats_file
+from fp8calib.verification.report import CandidateResult, RunProvenance, VerifyReport
+
+CARD_NAME = "README.md"
+_HEX_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The figures of one verification of the folder."""
+
+    model: str
+    """The unquantized model, as it was named."""
+    engine: str
+    dtype: str
+    data: tuple[str, ...]
+    tokens: int
+    seq_len: int
+    ppl: float
+    """Of the unquantized model."""
+    own: CandidateResult
+    others: tuple[CandidateResult, ...]
+    """Compared on the same text, such as scale 1.0."""
+    command: str
+    provenance: RunProvenance | None
+    decisions: tuple[tuple[str, str, str], ...] = ()
+    """Question, answer and reason of each decision of `auto`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedFile:
+    """A file of the folder."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """Everything that a card says."""
+
+    folder: Path
+    has_fp8_weights: bool
+    has_kv_scales: bool
+    is_checkpoint: bool
+    """Whether a config is beside the tensors; otherwise the folder holds files of scales alone."""
+    quant_method: str
+    origin: CalibrationOrigin | None
+    losses: tuple[Loss, ...]
+    files: tuple[PublishedFile, ...]
+
+
+def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
+    """Read what is recorded in a folder, beside it, and in reports of `verify --json`.
+
+    Raises:
+        UsageError: the folder holds nothing to publish, or a report is of something else.
+        ModelError: a file is damaged, or a report is of another model.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder", hint="name the folder to publish")
+    tensors = sorted(folder.glob("*.safetensors"))
+    if any(map(is_stats_file, tensors)):
+        raise UsageError(
+            f"{folder}: holds statistics, which nobody can serve",
+            hint="name the checkpoint or the overlay in it",
+        )
+    has_weights = is_fp8_checkpoint(folder)
+    has_scales = has_kv_scales(folder)
+    if not has_weights and not has_scales:
+        raise UsageError(
+            f"{folder}: holds neither FP8 weights nor KV scales", hint="name the folder to publish"
+        )
+    is_checkpoint = (folder / CONFIG_NAME).is_file()
+    origin = _find_origin(folder, tensors)
+    losses = tuple(_read_losses(folder, reports, origin))
+    return CardFacts(
+        folder=folder,
+        has_fp8_weights=has_weights,
+        has_kv_scales=has_scales,
+        is_checkpoint=is_checkpoint,
+        quant_method=_find_method(folder) if is_checkpoint else "",
+        origin=origin,
+        losses=losses,
+        files=tuple(_list_files(folder)),
+    )
+
+
+def _find_method(folder: Path) -> str:
+    section = load_json_object(folder / CONFIG_NAME).get("quantization_config")
+    return str(section.get("quant_method", "")) if isinstance(section, dict) else ""
+
+
+def _find_origin(folder: Path, tensors: Sequence[Path]) -> CalibrationOrigin | None:
+    found = find_origin(folder, [TensorFile(path) for path in tensors])
+    documents = (read_file_origin(path) for path in sorted(folder.glob("*.json")))
+    return found or next((each for each in documents if each is not None), None)
+
+
+def _read_losses(
+    folder: Path, reports: Sequence[Path], origin: CalibrationOrigin | None
+) -> Iterator[Loss]:
+    """Read the reports that were named, and that of `auto` in the folder or above it."""
+    for path in reports:
+        yield _read_loss(path, folder, origin)
+    for path in (folder / REPORT_NAME, folder.resolve().parent / REPORT_NAME):
+        if not path.is_file():
+            continue
+        document = load_json_object(path)
+        written = document.get("written")
+        is_own = isinstance(written, dict) and written.get("name") == folder.resolve().name
+        if document.get("kind") == "auto" and is_own:
+            yield _read_loss(path, folder, origin)
+
+
+def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Loss:
+    document = load_json_object(path)
+    try:
+        if document.get("kind") == "auto":
+            fields = {k: v for k, v in document.items() if k not in _ADDED}
+            loss = _from_auto(AutoReport.model_validate(fields))
+        else:
+            fields = {k: v for k, v in document.items() if k not in _ADDED}
+            loss = _from_verify(VerifyReport.model_validate(fields), path, folder)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{path}: no report of this version's verify or auto: {where}: {first['msg']}",
+            hint="write it again: fp8calib verify MODEL --scales DIR --json",
+        ) from error
+    measured = loss.provenance.model_hash if loss.provenance is not None else ""
+    if origin is not None and measured and origin.model != measured:
+        raise ModelError(
+            f"{path}: measured on another model than the one that {folder} was made from",
+            hint="verify this folder with the model that was calibrated",
+        )
+    return loss
+
+
+_ADDED = ("schema_version", "passed", "next")
+"""What the command line adds to a report."""
+
+
+def _from_auto(report: AutoReport) -> Loss:
+    assert report.verified is not None  # noqa: S101 -- the caller looked for what was written
+    return Loss(
+        model=report.model,
+        engine=report.engine_version,
+        dtype=report.dtype,
+        data=report.data,
+        tokens=report.tokens,
+        seq_len=report.seq_len,
+        ppl=report.reference.ppl,
+        own=report.verified,
+        others=report.candidates,
+        command=_publish(report.command),
+        provenance=report.provenance,
+        decisions=tuple((each.question, each.answer, each.why) for each in report.decisions),
+    )
+
+
+def _from_verify(report: VerifyReport, path: Path, folder: Path) -> Loss:
+    place = folder.resolve()
+    own = [each for each in report.candidates if _is_at(Path(each.name), place)]
+    if not own:
+        raise UsageError(
+            f"{path}: none of its candidates is {folder}",
+            hint=f"write it with: fp8calib verify MODEL --scales {folder} --json",
+        )
+    return Loss(
+        model=report.model,
+        engine=report.engine_version or report.engine,
+        dtype=report.dtype,
+        data=report.data,
+        tokens=report.tokens,
+        seq_len=report.seq_len,
+        ppl=report.reference.ppl,
+        own=own[0],
+        others=tuple(each for each in report.candidates if each not in own),
+        command=_publish("" if report.provenance is None else report.provenance.command),
+        provenance=report.provenance,
+    )
+
+
+def _is_at(candidate: Path, place: Path) -> bool:
+    """Whether a candidate is the folder, or a file in it."""
+    return place in (candidate.resolve(), candidate.resolve().parent)
+
+
+def _publish(command: str) -> str:
+    """Keep only the last component of absolute paths, as files of scales do."""
+    words = (Path(word).name if word.startswith("/") else word for word in shlex.split(command))
+    return shlex.join(words)
+
+
+def _list_files(folder: Path) -> Iterator[PublishedFile]:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != CARD_NAME and not name.startswith("."):
+            yield PublishedFile(name=name, size_bytes=path.stat().st_size, sha256=_hash(path))
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HEX_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def find_version(facts: CardFacts) -> str:
+    """Find the version of fp8calib that measured the folder; empty if it is not recorded."""
+    found: Any = next((each.provenance for each in facts.losses if each.provenance), None)
+    return "" if found is None else str(found.versions.get("fp8calib", ""))

@@ -1,0 +1,26 @@
+"""Run `fp8calib card`: write the model card, print the command that uploads it."""
+
+from __future__ import annotations
+
+from fp8calib.api.card.page import card
+from fp8calib.cli.card.settings import CardSettings
+from fp8calib.cli.console import print_json, print_text
+from fp8calib.cli.setup import quiet_libraries
+
+
+def run_card(settings: CardSettings) -> None:
+    """Write the card of a folder."""
+    quiet_libraries()
+    written = card(
+        settings.folder,
+        verify_reports=settings.verify_reports or (),
+        base_model=settings.base_model,
+        repo=settings.repo,
+        model=settings.model,
+        force=settings.force,
+    )
+    if settings.as_json:
+        print_json({"path": str(written.path), "upload": written.upload})
+        return
+    print_text(f"written to {written.path}")
+    print_text(f"publish it with:\n    {written.upload}")

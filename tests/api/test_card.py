@@ -1,0 +1,119 @@
+"""`card`: what it says is what is recorded, and the same inputs give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.program import fail, run, succeed
+
+BASE = "org/tiny-llama"
+QUICK = ("--samples", 8, "--seq-len", 16, "--dtype", "float32", "--batch-size", 8)
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run auto, and calibrate files of scales; both of the same model."""
+    folder = tmp_path_factory.mktemp("made")
+    outcome = run(
+        "auto", model, "--data", data, "--seq-len", 32, *QUICK[4:], "--out", folder / "auto"
+    )
+    assert outcome.code == 0, outcome.out
+    formats = ("--format", "kv-scales", "kv-overlay", "--out", folder / "scales")
+    succeed("calibrate", model, "--data", data, *QUICK, *formats)
+    pack = folder / "pack"
+    pack.mkdir()
+    shutil.move(folder / "scales" / "kv_scales.safetensors", pack)
+    return folder
+
+
+def read_front_matter(text: str) -> Any:
+    _, matter, _ = text.split("---\n", 2)
+    return yaml.safe_load(matter)
+
+
+def test_the_card_of_auto_has_its_figures_and_hashes(made: Path) -> None:
+    report = json.loads((made / "auto" / "report.json").read_text())
+    folder = made / "auto" / report["written"]["name"]
+    outcome = succeed("card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8")
+    assert outcome.out.splitlines()[-1].strip() == f"hf upload me/tiny-llama-FP8 {folder}"
+    text = (folder / "README.md").read_text()
+    assert read_front_matter(text) == {
+        "base_model": BASE,
+        "base_model_relation": "quantized",
+        "library_name": "transformers",
+        "tags": ["fp8", "fp8calib", "compressed-tensors"],
+    }
+    own = report["verified"]
+    (row,) = re.findall(r"^\| \*\*this\*\* \|.*$", text, re.M)
+    assert f"{own['ppl_ratio']:.4f} ± {own['ppl_ratio_se']:.4f}" in row
+    share, tokens = own["top1_agreement"], report["tokens"]
+    error = (share * (1 - share) / tokens) ** 0.5
+    assert f"{share:.2%} ± {error:.2%}" in row
+    for decision in report["decisions"]:
+        assert decision["why"] in text
+    assert "vllm serve me/tiny-llama-FP8 --kv-cache-dtype fp8" in text
+    files = [path for path in folder.iterdir() if path.name != "README.md"]
+    for path in files:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert re.search(rf"^\| `{re.escape(path.name)}` \| .* \| `{digest}` \|$", text, re.M)
+    assert str(made.parent) not in text
+    before = text.encode()
+    fail(2, "card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8")
+    command = ("card", folder, "--base-model", BASE, "--repo", "me/tiny-llama-FP8", "--force")
+    succeed(*command)
+    assert (folder / "README.md").read_bytes() == before
+
+
+def test_a_report_of_verify_is_the_loss_of_an_overlay(
+    made: Path, model: Path, data: Path, tmp_path: Path
+) -> None:
+    overlay = made / "scales" / "kv-overlay"
+    command = ("verify", model, "--scales", overlay, "--data", data, *QUICK, "--json")
+    printed = succeed(*command)
+    (tmp_path / "loss.json").write_text(printed.out)
+    succeed("card", overlay, "--base-model", BASE, "--verify-report", tmp_path / "loss.json")
+    text = (overlay / "README.md").read_text()
+    for candidate in printed.json["candidates"]:
+        assert f"{candidate['ppl_ratio']:.4f} ± {candidate['ppl_ratio_se']:.4f}" in text
+    assert "KV cache at scale 1.0" in text
+    assert printed.json["provenance"]["data_hash"] in text
+    # a report of something else is refused
+    message = fail(2, "card", made / "pack", *_base(), "--verify-report", tmp_path / "loss.json")
+    assert "none of its candidates is" in message
+    other = {**printed.json, "provenance": {**printed.json["provenance"], "model_hash": "0" * 64}}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    report = ("--verify-report", tmp_path / "other.json", "--force")
+    assert "another model" in fail(4, "card", overlay, *_base(), *report)
+
+
+def test_files_of_scales_have_a_card_too(made: Path, model: Path) -> None:
+    pack = made / "pack"
+    succeed("card", pack, *_base())
+    text = (pack / "README.md").read_text()
+    assert "library_name" not in read_front_matter(text)
+    assert "Not measured." in text
+    assert "`fp8calib check FILE --model MODEL` tells" in text
+    succeed("card", pack, *_base(), "--model", model, "--force")
+    assert "| vllm |" in (pack / "README.md").read_text()
+
+
+def test_what_cannot_be_published_is_refused(made: Path, model: Path, tmp_path: Path) -> None:
+    assert "holds statistics" in fail(2, "card", made / "scales", *_base())
+    assert "neither FP8 weights nor KV scales" in fail(2, "card", model, *_base())
+    assert "no such folder" in fail(2, "card", tmp_path / "none", *_base())
+    pack = ("card", made / "pack", "--force")
+    assert "no Hub id of the unquantized model" in fail(2, *pack)
+    assert "--base-model tiny" in fail(2, *pack, "--base-model", "tiny")
+    assert "--repo a/b/c" in fail(2, *pack, *_base(), "--repo", "a/b/c")
+
+
+def _base() -> tuple[str, str]:
+    return ("--base-model", BASE)
