@@ -151,6 +151,12 @@ def _cut_plan(plan: DataPlan, start: int, stop: int) -> DataPlan:
     )
 
 
+def replace_sequences(plan: DataPlan, sequences: Sequence[torch.Tensor]) -> DataPlan:
+    """Give a plan with other sequences, from some or all of the same rows."""
+    fingerprint = _compute_fingerprint(sequences, packed=plan.packed, seq_len=plan.seq_len)
+    return replace(plan, sequences=tuple(sequences), fingerprint=fingerprint)
+
+
 def batches(plan: DataPlan, batch_size: int, *, groups: int = 4) -> Iterator[Batch]:
     """Cut a plan into batches of at most `batch_size` neighbouring sequences.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from fp8calib.fp8.schemes import Granularity
+from fp8calib.verification.server_result import ServerResult
 
 SCALE_ONE = "scale-1.0"
 """The candidate of every report: the KV cache in FP8 without scales."""
@@ -209,40 +210,6 @@ class RunProvenance(_Model):
     model_hash: str
     data_hash: str
     versions: Mapping[str, str]
-
-
-class ExplanationResult(_Model):
-    """How well one emulated candidate explains what a server changes, token by token."""
-
-    candidate: str
-    correlation: float | None
-    """None where one of the two changes nothing."""
-    residual_rms: float
-    """Root mean square of what is left, in nats."""
-
-
-class ServerResult(_Model):
-    """A running server, beside the emulated candidates."""
-
-    url: str
-    kind: str
-    model: str
-    """The name of the model there."""
-    finding: str
-    explained_by: str
-    """The candidate that explains it, or comes closest."""
-    sentence: str
-    change_rms: float
-    """Root mean square of its changes to log-probabilities, in nats."""
-    noise_rms: float
-    """The same from one scoring of the server to the next."""
-    kld_at_least: float | None
-    """Lower bound of the mean KL divergence, from the most likely tokens it names."""
-    kld_at_least_se: float | None
-    top_covered: float | None
-    """The unquantized model's probability of these tokens, on average."""
-    explanations: tuple[ExplanationResult, ...]
-    """The best first."""
 
 
 class VerifyReport(_Model):

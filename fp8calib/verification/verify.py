@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,10 +17,9 @@ from fp8calib.model.load import LoadedModel
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
 from fp8calib.verification.compare.summary import (
-    Summary,
     compute_ppl,
     divergence_errors,
-    split_positions,
+    list_figures,
     summarize,
     summarize_positions,
 )
@@ -39,15 +37,16 @@ from fp8calib.verification.report import (
     HistogramResult,
     LayerResult,
     ReferenceResult,
-    Remedy,
     RuleResult,
     Sensitivity,
     Verdict,
     VerifyReport,
 )
 from fp8calib.verification.sensitivity import measure_sensitivity
-from fp8calib.verification.server.assess import Assessment, Emulated, ServerAnswers, assess
-from fp8calib.verification.server.hypotheses import Fault
+from fp8calib.verification.server.assess import Evidence, ServerAnswers, assess
+from fp8calib.verification.server.faults import FaultRunner, changes_of
+from fp8calib.verification.server.hypotheses import Fault, has_kv_scales
+from fp8calib.verification.server.row import add_server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +96,8 @@ class VerificationResult:
     report: VerifyReport
     logprobs: Mapping[str, torch.Tensor]
     """`reference` and the candidates by name: fp32 [N], sequences in order."""
+    data: str
+    """The fingerprint of the text."""
 
 
 def verify(
@@ -133,16 +134,14 @@ def verify(
     )
     assessment = None
     if server is not None:
-        emulated = Emulated(
+        runner = FaultRunner(
             comparison=comparison,
-            compared=compared,
             geometry=reference.geometry,
             candidates=request.candidates,
-            faults=request.faults,
             plan=plan,
             batch_size=batch_size,
         )
-        assessment = assess(server, emulated, progress)
+        assessment = assess(server, _gather(request, compared, runner), progress)
     sensitivity = None
     if request.sensitivity_of is not None:
         sensitivity = measure_sensitivity(
@@ -162,9 +161,26 @@ def verify(
         **{c.name: compared.candidates[c.name].logprobs for c in request.candidates},
     }
     if assessment is not None:
-        report = _add_server(report, request, assessment, plan)
+        gate = request.gate or GATES[request.candidates[0].default_gate]
+        report = add_server(report, assessment, gate, plan)
         logprobs[SERVER] = assessment.logprobs
-    return VerificationResult(report=report, logprobs=logprobs)
+    return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
+
+
+def _gather(
+    request: VerificationRequest, compared: ComparisonResult, runner: FaultRunner
+) -> Evidence:
+    """Gather what a server is compared with."""
+    names = [*(candidate.name for candidate in request.candidates), *request.faults]
+    return Evidence(
+        sequences=runner.plan.sequences,
+        reference=compared.reference.logprobs,
+        watched=compared.reference.watched,
+        candidates={name: changes_of(compared, name) for name in names},
+        has_scales=any(has_kv_scales(candidate.emulation) for candidate in request.candidates),
+        faults=request.faults,
+        runner=runner,
+    )
 
 
 def list_emulations(request: VerificationRequest) -> dict[str, Emulation]:
@@ -244,55 +260,11 @@ def _make_result(
     return CandidateResult(
         name=candidate.name,
         description=candidate.description,
-        **_list_figures(summary),
+        **list_figures(summary),
         verdict=verdict,
         verdict_why=why,
         gate=gate.name,
         by_position=summarize_positions(scores, reference, lengths),
-    )
-
-
-def _list_figures(summary: Summary) -> dict[str, Any]:
-    return {
-        "ppl": summary.ppl,
-        "ppl_ratio": summary.ppl_ratio,
-        "ppl_ratio_se": summary.ppl_ratio_se,
-        "kld_mean": summary.kld_mean,
-        "kld_median": summary.kld_median,
-        "kld_p99": summary.kld_p99,
-        "kld_max": summary.kld_max,
-        "top1_agreement": summary.top1_agreement,
-        "top1_ties": summary.top1_ties,
-    }
-
-
-def _add_server(
-    report: VerifyReport, request: VerificationRequest, assessment: Assessment, plan: DataPlan
-) -> VerifyReport:
-    """Add the server to a report, before scale 1.0; its diagnosis is the advice."""
-    result, summary = assessment.result, assessment.summary
-    first = next(iter(request.candidates))
-    gate = request.gate or GATES[first.default_gate]
-    verdict, why = downgrade_if_misleading(
-        *judge(summary, gate), candidate=SERVER, kld_mean=summary.kld_mean, rows=(), gate=gate
-    )
-    row = CandidateResult(
-        name=SERVER,
-        description=f"{result.kind} at {result.url}, model {result.model}",
-        **_list_figures(summary),
-        verdict=verdict,
-        verdict_why=why,
-        gate=gate.name,
-        by_position=split_positions(-assessment.changes, None, list(map(len, plan.sequences))),
-    )
-    return report.model_copy(
-        update={
-            "candidates": (*report.candidates[:-1], row, report.candidates[-1]),
-            "server": result,
-            "advice": result.sentence,
-            "remedy": Remedy.NONE,
-            "remedy_for": "",
-        }
     )
 
 

@@ -22,8 +22,9 @@ from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.server.assess import ServerAnswers
 from fp8calib.verification.tasks.task_files import Tasks
 
-AskServer = Callable[[DataPlan, Progress], ServerAnswers]
-"""Lets a running server score the text."""
+AskServer = Callable[[DataPlan, LoadedModel | None, Progress], tuple[DataPlan, ServerAnswers]]
+"""Lets a running server score the text, or one that the model writes; gives the text with it. The
+model is None where it is not in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class VerifyOptions:
     limit: int | None = None
     with_faults: bool = False
     """Whether a server is asked, whose faults are candidates too."""
+    writes_text: bool = False
+    """Whether the model writes the text."""
     with_histograms: bool = False
     """Whether the report gets the histograms of the statistics."""
     scratch: Path

@@ -59,7 +59,7 @@ def choose_verification_mode(job: VerifyJob, *, expects_duration: bool = False) 
         device=job.device,
         scratch=job.options.scratch,
         probe=probe,
-        cannot_stream=_explain_tasks(job) if job.options.tasks else None,
+        cannot_stream=_explain_unstreamable(job),
         further_walks=tuple(_sensitivity_walks(job, request, found)),
         expects_duration=expects_duration,
     )
@@ -133,12 +133,23 @@ def _describe_run(
     )
 
 
-def _explain_tasks(job: VerifyJob) -> UsageError:
-    return UsageError(
-        f"--tasks {','.join(job.options.tasks)}: the model does not fit into memory, and tasks "
-        "cannot be streamed: every generated token would read all weights again",
-        hint="leave out --tasks, or use a machine (or a larger --memory) that holds the model",
-    )
+def _explain_unstreamable(job: VerifyJob) -> UsageError | None:
+    """Give the error for a model that has to be streamed and cannot; None if it can."""
+    every = "every generated token would read all weights again"
+    if job.options.tasks:
+        return UsageError(
+            f"--tasks {','.join(job.options.tasks)}: the model does not fit into memory, and tasks "
+            f"cannot be streamed: {every}",
+            hint="leave out --tasks, or use a machine (or a larger --memory) that holds the model",
+        )
+    if job.options.writes_text:
+        return UsageError(
+            "--sampled: the model does not fit into memory, and a streamed one cannot write: "
+            f"{every}",
+            hint="name an unquantized server that writes (--reference-server), or use a machine "
+            "(or a larger --memory) that holds the model",
+        )
+    return None
 
 
 def _sensitivity_walks(

@@ -32,7 +32,7 @@ from fp8calib.verification.damage_rows import (
 from fp8calib.verification.emulation.fake_quantize import Quantizer
 from fp8calib.verification.emulation.kv import emulate_kv, make_unscaled_table
 from fp8calib.verification.report import SCALE_ONE, HistogramResult
-from fp8calib.verification.server.assess import list_faults
+from fp8calib.verification.server.faults import list_faults
 from fp8calib.verification.verify import VerificationRequest
 
 

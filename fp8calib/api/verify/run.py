@@ -168,6 +168,7 @@ def resolve_options(
     tasks: Sequence[str],
     limit: int | None,
     with_faults: bool = False,
+    writes_text: bool = False,
     with_histograms: bool = False,
     scratch: Path | None = None,
 ) -> VerifyOptions:
@@ -194,6 +195,7 @@ def resolve_options(
         tasks=tuple(tasks),
         limit=limit,
         with_faults=with_faults,
+        writes_text=writes_text,
         with_histograms=with_histograms,
         scratch=scratch or Path.cwd(),
     )
@@ -301,14 +303,18 @@ def run_verify_job(
     """
     with PeakMemory() as peak, _open_held(job, mode, progress) as (reference, comparison):
         request = build_request(job, reference.model)
+        plan, answers = job.plan, None
+        if job.server is not None:
+            model = None if mode.streaming else reference.model
+            plan, answers = job.server(plan, model, progress)
         verified = compare(
             reference,
             request,
-            job.plan,
+            plan,
             batch_size=job.options.batch_size,
             progress=progress,
             comparison=comparison,
-            server=None if job.server is None else job.server(job.plan, progress),
+            server=answers,
         )
         if job.task_job is not None:
             verified = _add_tasks(job, job.task_job, reference, request, verified, progress)
@@ -317,7 +323,7 @@ def run_verify_job(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         model_hash=job.target.fingerprint,
-        data_hash=job.plan.fingerprint,
+        data_hash=verified.data,
         versions=versions(),
     )
     return _change_report(verified, memory=memory, provenance=provenance)

@@ -34,16 +34,39 @@ def resolve_settings(settings: VerifySettings) -> VerifyOptions:
         tasks=settings.tasks,
         limit=settings.limit,
         with_faults=settings.server is not None,
+        writes_text=settings.sampled and settings.reference_server is None,
         with_histograms=settings.report is not None,
         scratch=outputs[0].absolute().parent if outputs else None,
     )
 
 
 def _check_server_options(settings: VerifySettings) -> None:
-    named = (("--server-model", settings.server_model), ("--server-kind", settings.server_kind))
-    useless = [option for option, value in (*named, ("--resume", settings.resume)) if value]
+    named = {
+        "--server-model": settings.server_model,
+        "--server-kind": settings.server_kind,
+        "--sampled": settings.sampled,
+        "--reference-server": settings.reference_server,
+        "--reference-dump": settings.reference_dump,
+        "--resume": settings.resume,
+    }
+    useless = [option for option, value in named.items() if value]
     if settings.server is None and useless:
         raise UsageError(f"{useless[0]} has no effect without --server", hint="add --server URL")
+    if settings.reference_dump is None:
+        return
+    ignored = {
+        "--scales": settings.scales,
+        "--tasks": settings.tasks,
+        "--sensitivity": settings.sensitivity,
+        "--rules": settings.rules,
+        "--dry-run": settings.dry_run,
+        "--sampled": settings.sampled,
+    }
+    if found := [option for option, value in ignored.items() if value]:
+        raise UsageError(
+            f"{found[0]} has no effect with --reference-dump: nothing is computed here",
+            hint=f"give {found[0]} to the run that wrote the dump",
+        )
 
 
 def _check_outputs(settings: VerifySettings) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
 from fp8calib.api.models import open_run_model
-from fp8calib.api.verify.job import AskServer
+from fp8calib.api.verify.job import AskServer, VerifyJob
 from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.api.verify.run import (
     VerificationText,
@@ -29,10 +30,14 @@ from fp8calib.cli.verify.show import (
     suggest_command,
 )
 from fp8calib.data.plan import DataPlan
-from fp8calib.errors import CANNOT_TELL, VerificationError
+from fp8calib.errors import CANNOT_TELL, UsageError, VerificationError
 from fp8calib.model.load import ModelSource
+from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.verification.html.page import write_page
+from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.report import Verdict, VerifyReport
+from fp8calib.verification.server.alone import report_alone
+from fp8calib.verification.server.assess import assess
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -58,7 +63,9 @@ def run_verify(settings: VerifySettings) -> int:
         job = open_verify_job(model, options, text, connect=_find_connect(settings))
         for note in (*job.plan.warnings, *job.warnings):
             warn(note)
-        mode = choose_verification_mode(job, expects_duration=settings.dry_run)
+        mode = _choose_mode(job, settings)
+        if mode is None:
+            return _finish(settings, _run_alone(job, settings))
         if settings.dry_run:
             described = describe_verification_plan(job, mode)
             show_plan(described, "plan (nothing was run)", as_json=settings.as_json)
@@ -71,6 +78,11 @@ def run_verify(settings: VerifySettings) -> int:
         for note in verified.report.warnings:
             if note not in (*job.plan.warnings, *job.warnings):
                 warn(note)
+    return _finish(settings, verified)
+
+
+def _finish(settings: VerifySettings, verified: VerificationResult) -> int:
+    """Write the outputs, print the report and return the exit code."""
     try:
         _write(settings, verified)
     except Exception:
@@ -88,13 +100,46 @@ def _find_connect(
     """Give what connects to the server of --server; None where none is asked."""
     if settings.server is None or settings.dry_run:
         return None
-    from fp8calib.cli.verify.server import ask_server, open_server  # noqa: PLC0415 -- imports httpx
+    from fp8calib.cli.verify import server as servers  # noqa: PLC0415 -- imports httpx
 
     def connect(source: ModelSource, plan: DataPlan) -> tuple[AskServer, DataPlan]:
-        server, kept = open_server(settings, source, plan)
-        return partial(ask_server, server), kept
+        server, kept = servers.open_servers(settings, source, plan)
+        return partial(servers.ask_servers, server), kept
 
     return connect
+
+
+def _choose_mode(job: VerifyJob, settings: VerifySettings) -> MemoryMode | None:
+    """Choose how the model runs; None where a dump or a server replaces it."""
+    if settings.reference_dump is not None:
+        return None
+    try:
+        return choose_verification_mode(job, expects_duration=settings.dry_run)
+    except UsageError as error:
+        if settings.reference_server is None or settings.dry_run:
+            raise
+        warn(f"nothing is emulated here: {error.message}")
+        return None
+
+
+def _run_alone(job: VerifyJob, settings: VerifySettings) -> VerificationResult:
+    """Compare the server with a dump or an unquantized server, without running the model."""
+    from fp8calib.cli.verify.server import gather_alone  # noqa: PLC0415 -- imports httpx
+
+    assert job.server is not None  # noqa: S101 -- checked with the options
+    started = time.monotonic()
+    with Bar() as bar:
+        plan, answers = job.server(job.plan, None, bar)
+        assessment = assess(answers, gather_alone(plan, settings.reference_dump), bar)
+    report, logprobs = report_alone(
+        settings.model,
+        job.options.numerics.name,
+        assessment,
+        job.options.gate or GATES["kv"],
+        plan,
+        time.monotonic() - started,
+    )
+    return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
 
 
 def _write(settings: VerifySettings, verified: VerificationResult) -> None:
@@ -103,7 +148,8 @@ def _write(settings: VerifySettings, verified: VerificationResult) -> None:
     with output_files(paths) as places:
         if settings.dump is not None:
             logprobs = dict(verified.logprobs)
-            save_tensors(places[settings.dump], logprobs, metadata={"format": "pt"})
+            metadata = {"format": "pt", "data": verified.data}
+            save_tensors(places[settings.dump], logprobs, metadata=metadata)
         if settings.report is not None:
             command = suggest_command(verified.report, settings)
             write_page(verified.report, places[settings.report], command=command)

@@ -1,8 +1,7 @@
-"""The server of `fp8calib verify --server`: connect before the run, score during the run."""
+"""The servers of `fp8calib verify`: connect before the run, score during the run."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,84 +9,203 @@ from typing import Any
 import torch
 
 from fp8calib.calibration import Progress
-from fp8calib.cli.verify.settings import SERVER_KEY, VerifySettings
-from fp8calib.data.plan import DataPlan
-from fp8calib.errors import ModelError, UsageError
-from fp8calib.model.load import ModelSource, load_tokenizer
+from fp8calib.checkpoint.tensor_file import TensorFile
+from fp8calib.cli.verify.settings import REFERENCE_KEY, SERVER_KEY, VerifySettings
+from fp8calib.data.plan import DataPlan, replace_sequences
+from fp8calib.errors import DataError, ModelError, UsageError
+from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
+from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.sensitivity import SEQUENCES
-from fp8calib.verification.server.assess import ServerAnswers
+from fp8calib.verification.server.assess import Evidence, ServerAnswers
 from fp8calib.verification.server.client import find_endpoint
 from fp8calib.verification.server.kind import ServerScores
 from fp8calib.verification.server.recognise import Server, require_kind
-from fp8calib.verification.server.score import ServerOptions, ServerText, connect, score
+from fp8calib.verification.server.score import (
+    ServerOptions,
+    ServerText,
+    connect,
+    score,
+    spell_out,
+    write,
+)
+from fp8calib.verification.server.written import count_given, write_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Connected:
+    options: ServerOptions
+    server: Server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerJob:
-    """A server that is ready to score the text."""
+    """Servers that are ready to score the text."""
 
-    options: ServerOptions
-    server: Server
+    server: _Connected
+    reference: _Connected | None
     tokenizer: Any | None
     resume: bool
+    is_sampled: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be checked."""
+        both = (self.server, self.reference)
+        return tuple(one.server.note for one in both if one is not None and one.server.note)
 
 
-def open_server(
+def open_servers(
     settings: VerifySettings, source: ModelSource, plan: DataPlan
 ) -> tuple[ServerJob, DataPlan]:
-    """Connect to the server of --server; give the part of the plan that it can score.
+    """Connect to --server and --reference-server; give the part of the plan that they can score.
 
     Raises:
-        UsageError: the URL or the kind is invalid, or a server that takes text can score nothing.
-        VerificationError: the server fails.
+        UsageError: a URL or the kind is invalid, or a server that takes text can score nothing.
+        VerificationError: a server fails.
         ModelError: it has another model.
     """
     assert settings.server is not None  # noqa: S101 -- the caller asked
     require_kind(settings.server_kind)
-    options = ServerOptions(
-        endpoint=find_endpoint("--server", settings.server, SERVER_KEY),
-        model=settings.server_model,
-        kind=settings.server_kind,
-        num_top=settings.server_logprobs,
-        concurrency=settings.server_concurrency,
-        timeout_s=settings.server_timeout,
-    )
     tokenizer = _load_tokenizer(source)
-    server = connect(options, plan.sequences, tokenizer)
-    if not server.kind.takes_ids:
-        plan = _keep_spelled(plan, tokenizer, server)
-    job = ServerJob(options=options, server=server, tokenizer=tokenizer, resume=settings.resume)
-    return job, replace(plan, warnings=(*plan.warnings, *((server.note,) if server.note else ())))
+
+    def open_one(option: str, url: str, key: str, model: str | None) -> _Connected:
+        options = ServerOptions(
+            endpoint=find_endpoint(option, url, key),
+            model=model,
+            kind=settings.server_kind,
+            num_top=settings.server_logprobs,
+            concurrency=settings.server_concurrency,
+            timeout_s=settings.server_timeout,
+        )
+        return _Connected(options=options, server=connect(options, plan.sequences, tokenizer))
+
+    reference = settings.reference_server
+    job = ServerJob(
+        server=open_one("--server", settings.server, SERVER_KEY, settings.server_model),
+        reference=None
+        if reference is None
+        else open_one("--reference-server", reference, REFERENCE_KEY, None),
+        tokenizer=tokenizer,
+        resume=settings.resume,
+        is_sampled=settings.sampled,
+    )
+    kept, lost = _keep_spelled(job, plan)
+    return job, replace(kept, warnings=(*plan.warnings, *job.notes, *lost))
 
 
-def ask_server(job: ServerJob, plan: DataPlan, progress: Progress) -> ServerAnswers:
-    """Let the server score the text, and its first sequences again.
+def _keep_spelled(job: ServerJob, plan: DataPlan) -> tuple[DataPlan, tuple[str, ...]]:
+    """Keep the sequences that servers can score; give the plan, and warnings."""
+    both = [one.server.kind for one in (job.server, job.reference) if one is not None]
+    name = next((kind.name for kind in both if not kind.takes_ids), None)
+    if name is None:
+        return plan, ()
+    kept = [
+        sequence
+        for sequence in plan.sequences
+        if spell_out(sequence.tolist(), job.tokenizer) is not None
+    ]
+    lost = len(plan.sequences) - len(kept)
+    if not kept:
+        raise UsageError(
+            f"--server: {name} takes text, and the tokenizer reads none of the {lost} sequences "
+            "back from their text",
+            hint="use --no-pack, so that every sequence is a text of its own",
+        )
+    if not lost:
+        return plan, ()
+    note = f"{lost} of {lost + len(kept)} sequences are not used: {name} takes text"
+    return replace_sequences(plan, kept), (f"{note}, and they are not read back from theirs",)
+
+
+def _write_sampled(
+    job: ServerJob, plan: DataPlan, model: LoadedModel | None, progress: Progress
+) -> DataPlan:
+    if not job.is_sampled:
+        return plan
+    if job.reference is not None:
+        one = job.reference
+        return replace_sequences(plan, write(one.options, one.server, plan.sequences, progress))
+    assert model is not None  # noqa: S101 -- the plan holds it whole
+    return replace_sequences(plan, write_text(model, plan.sequences, progress))
+
+
+def ask_servers(
+    job: ServerJob, plan: DataPlan, model: LoadedModel | None, progress: Progress
+) -> tuple[DataPlan, ServerAnswers]:
+    """Let the servers score the text, and --server its first sequences again.
+
+    With --sampled, the unquantized model, here (`model`) or in a server, writes the text first.
 
     Raises:
-        VerificationError: the server fails.
+        VerificationError: a server fails, or the model gives NaN or inf.
     """
-    return ServerAnswers(
-        scores=_score(job, plan.sequences, progress, "asking the server"),
-        again=_score(job, plan.sequences[:SEQUENCES], progress, "asking the server again"),
+    plan = _write_sampled(job, plan, model, progress)
+
+    def ask(one: _Connected, sequences: tuple[torch.Tensor, ...], stage: str) -> ServerScores:
+        text = ServerText(
+            sequences=sequences,
+            fingerprint=f"{plan.fingerprint} {stage} {len(sequences)}",
+            tokenizer=job.tokenizer,
+        )
+        return score(
+            one.options,
+            one.server,
+            text,
+            progress,
+            folder=Path.cwd(),
+            resume=job.resume,
+            stage=stage,
+        )
+
+    every = plan.sequences
+    return plan, ServerAnswers(
+        scores=ask(job.server, every, "asking the server"),
+        again=ask(job.server, every[:SEQUENCES], "asking the server again"),
+        reference=None
+        if job.reference is None
+        else ask(job.reference, every, "asking the unquantized server"),
+        num_given=count_given(every) if job.is_sampled else None,
     )
 
 
-def _score(
-    job: ServerJob, sequences: tuple[torch.Tensor, ...], progress: Progress, stage: str
-) -> ServerScores:
-    digest = hashlib.sha256(stage.encode())
-    for sequence in sequences:
-        digest.update(len(sequence).to_bytes(8, "little") + sequence.numpy().tobytes())
-    text = ServerText(sequences=sequences, fingerprint=digest.hexdigest(), tokenizer=job.tokenizer)
-    return score(
-        job.options,
-        job.server,
-        text,
-        progress,
-        folder=Path.cwd(),
-        resume=job.resume,
-        stage=stage,
+def gather_alone(plan: DataPlan, dump: Path | None) -> Evidence:
+    """Gather what a server is compared with where nothing runs here: a dump, or nothing.
+
+    Raises:
+        ModelError: the dump cannot be read.
+        DataError: it is of another text.
+    """
+    logprobs = {} if dump is None else _read_dump(dump, plan)
+    reference = logprobs.pop("reference", None)
+    logprobs.pop(SERVER, None)
+    changes = (
+        {} if reference is None else {n: (x - reference).double() for n, x in logprobs.items()}
     )
+    return Evidence(
+        sequences=plan.sequences,
+        reference=reference,
+        watched=None,
+        candidates=changes,
+        has_scales=any(name != SCALE_ONE for name in changes),
+        faults={},
+    )
+
+
+def _read_dump(path: Path, plan: DataPlan) -> dict[str, torch.Tensor]:
+    num_tokens = plan.num_tokens - len(plan.sequences)
+    with TensorFile(path) as file:
+        found = {name: file.read(name) for name in file.tensors}
+        text = file.header.metadata.get("data")
+    if "reference" not in found:
+        raise DataError(f"{path}: holds no reference", hint="name a file that verify --dump wrote")
+    other = [name for name, values in found.items() if values.shape != (num_tokens,)]
+    if other or text != plan.fingerprint:
+        raise DataError(
+            f"{path}: of another text: it has {len(found['reference'])} tokens, this one "
+            f"{num_tokens}",
+            hint="use the same --data, --samples, --seq-len and tokenizer as that run",
+        )
+    return found
 
 
 def _load_tokenizer(source: ModelSource) -> Any | None:
@@ -96,28 +214,3 @@ def _load_tokenizer(source: ModelSource) -> Any | None:
         return load_tokenizer(source, int(source.text_config.vocab_size))
     except ModelError:
         return None
-
-
-def _keep_spelled(plan: DataPlan, tokenizer: Any | None, server: Server) -> DataPlan:
-    """Keep the sequences that a server reads back from their text."""
-    kept = tuple(
-        sequence
-        for sequence in plan.sequences
-        if tokenizer is not None
-        and list(tokenizer(tokenizer.decode(sequence.tolist()))["input_ids"]) == sequence.tolist()
-    )
-    lost = len(plan.sequences) - len(kept)
-    if not kept:
-        raise UsageError(
-            f"--server: {server.kind.name} takes text, and the tokenizer reads none of the "
-            f"{lost} sequences back from their text",
-            hint="use --no-pack, so that every sequence is a text of its own",
-        )
-    if not lost:
-        return plan
-    note = f"{lost} of {lost + len(kept)} sequences are not used: {server.kind.name} takes text"
-    return replace(
-        plan,
-        sequences=kept,
-        warnings=(*plan.warnings, f"{note}, and the tokenizer does not read them back from it"),
-    )

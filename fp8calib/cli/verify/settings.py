@@ -29,6 +29,8 @@ from fp8calib.fp8.schemes import SCHEMES
 
 SERVER_KEY = "FP8CALIB_SERVER_KEY"
 """The environment variable with the API key of --server."""
+REFERENCE_KEY = "FP8CALIB_REFERENCE_SERVER_KEY"
+"""The same for --reference-server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,31 @@ class VerifySettings:
             help="The longest wait for one sequence, repetitions included.",
         ),
     ] = 300.0
+    sampled: Annotated[
+        bool,
+        typer.Option(
+            "--sampled",
+            help="Let the unquantized model continue the beginning of every sequence, and score "
+            "that text: it gives estimates of the server's KL divergence.",
+        ),
+    ] = False
+    reference_server: Annotated[
+        str | None,
+        typer.Option(
+            "--reference-server",
+            metavar="URL",
+            help="A server of the unquantized model, which --server is compared with. Its API key: "
+            f"the variable {REFERENCE_KEY}.",
+        ),
+    ] = None
+    reference_dump: Annotated[
+        Path | None,
+        typer.Option(
+            "--reference-dump",
+            metavar="FILE",
+            help="What --dump wrote of the same text on another machine; nothing is computed here.",
+        ),
+    ] = None
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue an interrupted scoring of the server."),

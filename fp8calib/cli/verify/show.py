@@ -157,12 +157,20 @@ def _show_server(report: VerifyReport) -> None:
         ]
         for each in found.explanations
     ]
-    print_table(title, ["candidate", "correlation", "left, nats"], rows)
-    if found.kld_at_least is not None:
+    if rows:
+        print_table(title, ["candidate", "correlation", "left, nats"], rows)
+    for name, estimate in (
+        ("KLD of the server, low variance (q/p - 1 - log q/p)", found.kld_low_variance),
+        ("KLD of the server, log p/q", found.kld_log_ratio),
+        ("KLD of the server, from its most likely tokens", found.kld_top),
+        ("KLD of the server, at least", found.kld_at_least),
+    ):
+        if estimate is not None:
+            print_text(f"  {name}: {format_kld(estimate.value)} ± {format_kld(estimate.se)}")
+    if found.engine is not None and found.engine.change_rms is not None:
         print_text(
-            f"  KLD of the server: at least {format_kld(found.kld_at_least)} "
-            f"± {format_error(found.kld_at_least_se)}, from its most likely tokens "
-            f"({_format_share(found.top_covered)} of the probability)"
+            f"  the unquantized {found.engine.kind} server differs from the model here by "
+            f"{found.engine.change_rms:.4f} nats, perplexity ratio {found.engine.ppl_ratio:.4f}"
         )
 
 

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -86,6 +87,21 @@ def summarize_logprobs(
         top1_agreement=None if agrees is None else float(agrees.double().mean()),
         top1_ties=None,
     )
+
+
+def list_figures(summary: Summary) -> dict[str, Any]:
+    """List the figures of a summary under their names in a report."""
+    return {
+        "ppl": summary.ppl,
+        "ppl_ratio": summary.ppl_ratio,
+        "ppl_ratio_se": summary.ppl_ratio_se,
+        "kld_mean": summary.kld_mean,
+        "kld_median": summary.kld_median,
+        "kld_p99": summary.kld_p99,
+        "kld_max": summary.kld_max,
+        "top1_agreement": summary.top1_agreement,
+        "top1_ties": summary.top1_ties,
+    }
 
 
 def compute_ppl(scores: TokenScores) -> float:

@@ -8,18 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.calibration import Progress
-from fp8calib.data.plan import DataPlan
-from fp8calib.geometry.model_geometry import ModelGeometry
-from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
-from fp8calib.verification.compare.summary import Summary, summarize_logprobs
-from fp8calib.verification.emulation.emulate import Emulation
-from fp8calib.verification.report import (
-    ExplanationResult,
-    ServerResult,
-    format_kld,
-)
-from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches
+from fp8calib.verification.compare.summary import Summary, standard_error, summarize_logprobs
+from fp8calib.verification.report import format_kld
 from fp8calib.verification.server.diagnose import (
     Changes,
     Diagnosis,
@@ -28,15 +18,17 @@ from fp8calib.verification.server.diagnose import (
     mean_square,
     needs_layers,
 )
-from fp8calib.verification.server.estimates import estimate_from_top
-from fp8calib.verification.server.hypotheses import (
-    Fault,
-    has_kv_scales,
-    list_layer_faults,
-    lose_query_scales,
-)
+from fp8calib.verification.server.estimates import Estimate, TopTokens, WrittenText, low_variance
+from fp8calib.verification.server.faults import FaultRunner
+from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.kind import ServerScores
 from fp8calib.verification.server.sentences import Context, describe
+from fp8calib.verification.server_result import (
+    EngineResult,
+    EstimateResult,
+    ExplanationResult,
+    ServerResult,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +38,10 @@ class ServerAnswers:
     scores: ServerScores
     again: ServerScores
     """The same server, about the first sequences once more."""
+    reference: ServerScores | None = None
+    """An unquantized server."""
+    num_given: int | None = None
+    """The tokens that begin every sequence, if the unquantized model wrote the others."""
 
     @property
     def watched(self) -> list[torch.Tensor] | None:
@@ -62,6 +58,26 @@ class ServerAnswers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a server is compared with. N tokens, of all sequences in order."""
+
+    sequences: Sequence[torch.Tensor]
+    """Their token ids."""
+    reference: torch.Tensor | None
+    """Log-probabilities by the unquantized model: fp32 [N]; None if it did not run."""
+    watched: torch.Tensor | None
+    """As `TokenScores.watched`, for the tokens that the server names; None if unknown."""
+    candidates: Mapping[str, torch.Tensor]
+    """Changes by every emulated candidate: fp64 [N]."""
+    has_scales: bool
+    """Whether one of them has scales that the server should use."""
+    faults: Mapping[str, Fault]
+    """What those of `candidates` are that are no candidates of the report."""
+    runner: FaultRunner | None = None
+    """Emulates faults of single layers; None where nothing can be run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
     """The figures of a server, and its diagnosis."""
 
@@ -70,63 +86,50 @@ class Assessment:
     logprobs: torch.Tensor
     changes: torch.Tensor
     """By token: fp64 [N]."""
+    reference: torch.Tensor
+    """The log-probabilities that it is compared with: fp32 [N]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emulated:
-    """The emulations that ran, and what is needed to run others."""
-
-    comparison: Comparison
-    compared: ComparisonResult
-    geometry: ModelGeometry
-    candidates: Sequence[Candidate]
-    faults: Mapping[str, Fault]
-    """Of `list_faults`: they ran beside the candidates."""
-    plan: DataPlan
-    batch_size: int
-
-
-def list_faults(candidates: Sequence[Candidate]) -> dict[str, Fault]:
-    """List the faults that run beside the candidates: those that concern all layers."""
-    return {
-        name: fault
-        for candidate in candidates
-        for name, fault in lose_query_scales(candidate.name, candidate.emulation).items()
-    }
-
-
-def assess(answers: ServerAnswers, emulated: Emulated, progress: Progress) -> Assessment:
-    """Compare a server with the unquantized model and with every candidate."""
-    compared = emulated.compared
-    lengths = [len(sequence) for sequence in emulated.plan.sequences]
-    logprobs = answers.scores.logprobs
-    changes = (logprobs - compared.reference.logprobs).double()
-    watched, top = compared.reference.watched, None
-    if answers.scores.num_top:
-        top = torch.cat([each.top_logprobs for each in answers.scores.sequences])
-    bound = None if top is None else estimate_from_top(watched, top, lengths)
+def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> Assessment:
+    """Compare a server with the unquantized model, here or in a server, and with candidates."""
+    lengths = list(map(len, evidence.sequences))
+    scores = answers.scores
+    reference = evidence.reference if answers.reference is None else answers.reference.logprobs
+    assert reference is not None  # noqa: S101 -- there is a model or a server
+    changes = (scores.logprobs - reference).double()
+    top = _find_top(answers, evidence)
+    estimates = _estimate(answers, reference, top, lengths)
     summary = summarize_logprobs(
-        logprobs,
-        compared.reference.logprobs,
+        scores.logprobs,
+        reference,
         lengths,
-        agrees=None if top is None else watched[:, 0] == watched[:, -1],
+        agrees=_find_agreement(answers, evidence),
+        kld_mean=None if estimates.low is None else estimates.low.value,
     )
-    found, faults = _diagnose(answers, emulated, changes, lengths, progress)
-    kld = "" if bound is None else f"KLD at least {format_kld(bound.value)}"
-    has_scales = any(has_kv_scales(candidate.emulation) for candidate in emulated.candidates)
-    context = Context(faults=faults, has_scales=has_scales, ppl_ratio=summary.ppl_ratio, kld=kld)
+    found, faults = _diagnose(answers, evidence, changes, lengths, progress)
+    context = Context(
+        faults=faults,
+        has_scales=evidence.has_scales,
+        has_reference=answers.reference is not None,
+        ppl_ratio=summary.ppl_ratio,
+        correlation=found.correlation,
+        kld=estimates.describe(),
+    )
     result = ServerResult(
-        url=answers.scores.url,
-        kind=answers.scores.kind,
-        model=answers.scores.model,
+        url=scores.url,
+        kind=scores.kind,
+        model=scores.model,
         finding=found.finding.value,
         explained_by=found.name,
         sentence=describe(found, context),
         change_rms=found.size,
         noise_rms=answers.noise**0.5,
-        kld_at_least=None if bound is None else bound.value,
-        kld_at_least_se=None if bound is None else bound.error,
-        top_covered=None if bound is None else bound.covered,
+        engine=_compare_engines(answers.reference, evidence.reference),
+        kld_low_variance=_to_result(estimates.low),
+        kld_log_ratio=_to_result(estimates.ratio),
+        kld_top=_to_result(estimates.top),
+        kld_at_least=_to_result(estimates.bound),
+        top_covered=None if top is None else top.covered,
         explanations=tuple(
             ExplanationResult(
                 candidate=fit.name, correlation=fit.correlation, residual_rms=fit.residual
@@ -134,71 +137,137 @@ def assess(answers: ServerAnswers, emulated: Emulated, progress: Progress) -> As
             for fit in found.fits
         ),
     )
-    return Assessment(summary=summary, result=result, logprobs=logprobs, changes=changes)
+    return Assessment(
+        summary=summary,
+        result=result,
+        logprobs=scores.logprobs,
+        changes=changes,
+        reference=reference,
+    )
+
+
+# --- estimates of the KL divergence -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Estimates:
+    low: Estimate | None = None
+    ratio: Estimate | None = None
+    top: Estimate | None = None
+    bound: Estimate | None = None
+
+    def describe(self) -> str:
+        """Describe the best of them; empty without any."""
+        if self.low is not None:
+            return f"KLD {format_kld(self.low.value)}"
+        return "" if self.bound is None else f"KLD at least {format_kld(self.bound.value)}"
+
+
+def _estimate(
+    answers: ServerAnswers,
+    reference: torch.Tensor,
+    top: TopTokens | None,
+    lengths: Sequence[int],
+) -> _Estimates:
+    server = answers.scores.logprobs
+    if answers.num_given is None:
+        if top is None:
+            return _Estimates()
+        values = top.merged()
+        mean = Estimate(value=float(values.mean()), error=standard_error(values, lengths))
+        return _Estimates(bound=mean)
+    written = WrittenText(lengths=lengths, num_given=answers.num_given)
+    return _Estimates(
+        low=written.mean(low_variance(reference, server)),
+        ratio=written.mean((reference - server).double()),
+        top=None if top is None else written.mean(top.corrected(reference, server)),
+        bound=None if top is None else written.mean(top.merged()),
+    )
+
+
+def _find_top(answers: ServerAnswers, evidence: Evidence) -> TopTokens | None:
+    """Find what both know about the tokens that the server names; None if nothing."""
+    if not answers.scores.num_top:
+        return None
+    ids, q = _join_top(answers.scores)
+    if answers.reference is not None and answers.reference.num_top:
+        others, known = _join_top(answers.reference)
+        same = ids.unsqueeze(2) == others.unsqueeze(1)
+        p = torch.where(same, known.unsqueeze(1), -torch.inf).amax(2)
+    elif answers.reference is None and evidence.watched is not None:
+        p = evidence.watched[:, :-1]
+    else:
+        return None
+    sent = torch.cat([sequence[1:] for sequence in evidence.sequences]).unsqueeze(1)
+    has_sent = ((ids == sent) & p.isfinite()).any(1)
+    return TopTokens(p=p.double(), q=q.double(), has_sent=has_sent)
+
+
+def _find_agreement(answers: ServerAnswers, evidence: Evidence) -> torch.Tensor | None:
+    """Tell for every token whether both name the same most likely one: bool [N]."""
+    if not answers.scores.num_top:
+        return None
+    if answers.reference is not None:
+        if not answers.reference.num_top:
+            return None
+        return _join_top(answers.scores)[0][:, 0] == _join_top(answers.reference)[0][:, 0]
+    watched = evidence.watched
+    return None if watched is None else watched[:, 0] == watched[:, -1]
+
+
+def _join_top(scores: ServerScores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the tokens [N, K] that a server names, and their log-probabilities."""
+    return (
+        torch.cat([each.top_ids for each in scores.sequences]),
+        torch.cat([each.top_logprobs for each in scores.sequences]),
+    )
+
+
+def _compare_engines(
+    scores: ServerScores | None, reference: torch.Tensor | None
+) -> EngineResult | None:
+    if scores is None:
+        return None
+    if reference is None:
+        return EngineResult(url=scores.url, kind=scores.kind, change_rms=None, ppl_ratio=None)
+    changes = (scores.logprobs - reference).double()
+    return EngineResult(
+        url=scores.url,
+        kind=scores.kind,
+        change_rms=mean_square(changes) ** 0.5,
+        ppl_ratio=float((-changes.mean()).exp()),
+    )
+
+
+def _to_result(estimate: Estimate | None) -> EstimateResult | None:
+    return None if estimate is None else EstimateResult(value=estimate.value, se=estimate.error)
+
+
+# --- diagnosis ----------------------------------------------------------------------------------
 
 
 def _diagnose(
     answers: ServerAnswers,
-    emulated: Emulated,
+    evidence: Evidence,
     changes: torch.Tensor,
     lengths: Sequence[int],
     progress: Progress,
 ) -> tuple[Diagnosis, dict[str, Fault]]:
     """Find what explains the server; give the faults that were tried, by name."""
-    compared, faults = emulated.compared, dict(emulated.faults)
-    names = [*(candidate.name for candidate in emulated.candidates), *faults]
+    faults = dict(evidence.faults)
     given = Changes(
-        server=changes,
-        candidates={name: _changes_of(compared, name) for name in names},
-        lengths=lengths,
-        noise=answers.noise,
+        server=changes, candidates=evidence.candidates, lengths=lengths, noise=answers.noise
     )
     found = explain(given)
-    base = _choose_base(emulated.candidates, given)
-    if base is None or not needs_layers(found):
+    runner = evidence.runner
+    base = None if runner is None else runner.choose_base(given)
+    if runner is None or base is None or not needs_layers(found):
         return found, faults
-    tried = dict(list_layer_faults(base.name, base.emulation, emulated.geometry))
-    ran = _run_faults(emulated, tried, progress)
+    tried, ran = runner.run(base, progress)
     few = Changes(
-        server=changes[: ran.num_tokens],
-        candidates={name: each[: ran.num_tokens] for name, each in given.candidates.items()},
-        lengths=lengths[: ran.num_sequences],
+        server=changes[: runner.num_tokens],
+        candidates={name: each[: runner.num_tokens] for name, each in given.candidates.items()},
+        lengths=lengths[: runner.num_sequences],
         noise=answers.noise,
     )
-    return explain_with_faults(found, few, base.name, ran.changes), {**faults, **tried}
-
-
-def _changes_of(compared: ComparisonResult, name: str) -> torch.Tensor:
-    return (compared.candidates[name].logprobs - compared.reference.logprobs).double()
-
-
-def _choose_base(candidates: Sequence[Candidate], given: Changes) -> Candidate | None:
-    """Choose the candidate with KV scales that comes closest to the server."""
-    scaled = [candidate for candidate in candidates if has_kv_scales(candidate.emulation)]
-    return max(scaled, key=lambda each: given.fit(each.name).correlation or 0.0, default=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RanFaults:
-    changes: dict[str, torch.Tensor]
-    num_tokens: int
-    num_sequences: int
-
-
-def _run_faults(emulated: Emulated, faults: Mapping[str, Fault], progress: Progress) -> _RanFaults:
-    """Emulate faults of single layers on the first sequences."""
-    chosen = choose_batches(emulated.plan, emulated.batch_size)
-    lengths = [length for batch in chosen for length in batch.lengths]
-    names = list(faults)
-    rounds = [names[i : i + LAYERS_AT_ONCE] for i in range(0, len(names), LAYERS_AT_ONCE)]
-    progress.stage(
-        "faults of single layers", sum(lengths) * (len(names) + len(rounds)), unit="tokens"
-    )
-    changes: dict[str, torch.Tensor] = {}
-    for some in rounds:
-        emulations: dict[str, Emulation] = {name: faults[name].emulation for name in some}
-        compared = emulated.comparison.run(chosen, emulations, advance=progress.advance)
-        changes |= {name: _changes_of(compared, name) for name in some}
-    return _RanFaults(
-        changes=changes, num_tokens=sum(lengths) - len(lengths), num_sequences=len(lengths)
-    )
+    return explain_with_faults(found, few, base.name, ran), {**faults, **tried}

@@ -24,7 +24,8 @@ _RELATED = 0.3
 """So does one with this correlation whose own changes are about as large: engines compute in other
 orders and dtypes, which turns many roundings around."""
 _LARGER = 2.0
-"""The most that squared changes may exceed a candidate's there."""
+"""The most that squared changes may exceed a candidate's there, and that what a fault leaves may
+exceed the squared changes of all roundings."""
 _CLOSE = 0.98
 """Where a larger share is explained, faults of single layers are not tried."""
 _ABOVE_NOISE = 4.0
@@ -33,6 +34,10 @@ _LAYERS_SHARE = 0.2
 """Share of what a candidate leaves that faults of layers have to explain together."""
 _LAYERS_SHARE_RELATED = 0.35
 """The same where a candidate is related to the server, but explains less than half."""
+_OTHER_WEIGHT = 0.35
+"""Half of the difference to 1.0 is left where a layer has another scale (`_list_other_layers`)."""
+_SURE_OTHER = 5.0
+"""Standard errors of it; there are many layers."""
 _NOTABLE = 0.1
 """A layer is named if it explains this share of what the most important one does."""
 
@@ -51,6 +56,8 @@ class Finding(StrEnum):
     """It changes as much as the candidates do, but otherwise: what it is cannot be told."""
     EQUAL = "equal"
     """Two candidates explain it equally well."""
+    NOTHING_EMULATED = "nothing-emulated"
+    """There is no candidate to compare with."""
     NOISE = "noise"
     """The candidates change less than the server does from one scoring to the next."""
 
@@ -77,8 +84,8 @@ class Diagnosis:
     """The candidate that explains the server, or comes closest."""
     other: str = ""
     """The candidate that explains it equally well."""
-    layers: tuple[str, ...] = ()
-    """The faults of single layers that explain it together, the most important first."""
+    layers: tuple[int, ...] = ()
+    """Those whose scales are others."""
     fits: tuple[Fit, ...] = ()
     """Best first."""
     size: float = 0.0
@@ -138,32 +145,89 @@ def correlate(one: torch.Tensor, other: torch.Tensor) -> float | None:
 
 def explain(changes: Changes) -> Diagnosis:
     """Find the candidate that explains the server's changes best."""
+    if not changes.candidates:
+        size = math.sqrt(mean_square(changes.server))
+        return Diagnosis(finding=Finding.NOTHING_EMULATED, name="", size=size)
     names = (UNQUANTIZED, *changes.candidates)
     fits = sorted(map(changes.fit, names), key=lambda fit: fit.residual)
     return _judge(changes, fits, fits[0])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEffect:
+    """What a candidate changes with a fault in one layer."""
+
+    layer: int
+    is_lost: bool
+    """Its scales are 1.0; if not, too small."""
+    changes: torch.Tensor
+
+
 def explain_with_faults(
-    found: Diagnosis, changes: Changes, base: str, faults: Mapping[str, torch.Tensor]
+    found: Diagnosis, changes: Changes, base: str, faults: Mapping[str, LayerEffect]
 ) -> Diagnosis:
     """Try faults of single layers of the candidate `base` too; all on some of the sequences.
 
     A fault is named only if it explains the server better than every candidate, beyond doubt.
     """
-    everything = replace(changes, candidates={**changes.candidates, **faults})
+    effects = {name: fault.changes for name, fault in faults.items()}
+    everything = replace(changes, candidates={**changes.candidates, **effects})
     fits = sorted(map(changes.fit, (UNQUANTIZED, *changes.candidates)), key=lambda f: f.residual)
     fault = min(map(everything.fit, faults), key=lambda fit: fit.residual)
     if everything.is_less(fault.name, fits[0].name):
         judged = _judge(everything, [fault, *fits], fault)
         if judged.finding is Finding.CANDIDATE:
-            return replace(judged, fits=(fault, *found.fits))
-    if found.finding is Finding.CANDIDATE and _explains_most(found.fits[0], found.size**2):
-        return found
+            found = replace(judged, fits=(fault, *found.fits))
+    if found.finding is Finding.CANDIDATE and found.name in {base, *faults}:
+        others = _list_other_layers(everything, base, found.name, faults)
+        return _conclude_others(found, base, others) if others else found
     is_related = found.finding is Finding.CANDIDATE
-    share, layers = _sum_of_faults(everything, base, faults)
+    if is_related and _explains_most(found.fits[0], found.size**2):
+        return found
+    share, names = _sum_of_faults(everything, base, effects)
     if share < (_LAYERS_SHARE_RELATED if is_related else _LAYERS_SHARE):
         return found
-    return replace(found, finding=Finding.OTHER_SCALES, name=base, layers=tuple(layers))
+    return _conclude_others(found, base, [faults[name].layer for name in names])
+
+
+def _conclude_others(found: Diagnosis, base: str, layers: Sequence[int]) -> Diagnosis:
+    layers = tuple(sorted(set(layers)))
+    return replace(found, finding=Finding.OTHER_SCALES, name=base, layers=layers)
+
+
+def _list_other_layers(
+    changes: Changes, base: str, found: str, faults: Mapping[str, LayerEffect]
+) -> list[int]:
+    """List the layers whose scales are neither those of `base` nor 1.0, beyond one with a fault.
+
+    Another scale rounds other values. Where a layer has the scales of `base`, nothing of the
+    difference that 1.0 makes there is in what is left; with 1.0, all of it; with any other scale,
+    half: its roundings of `base` are missing, and those of 1.0 are not there either.
+    """
+    own = faults[found].layer if found in faults else None
+    start = changes.find(base)
+    if own is not None and changes.fit(found).residual ** 2 > _LARGER * mean_square(start):
+        return [own]  # more is left than roundings: it clips otherwise
+    lost = [fault for fault in faults.values() if fault.is_lost and fault.layer != own]
+    if not lost:
+        return []
+    effects = torch.stack([fault.changes - start for fault in lost], 1)
+    left = changes.server - changes.find(found)
+    weights, errors = _regress(effects, left)
+    others = [
+        fault.layer
+        for fault, weight, error in zip(lost, weights.tolist(), errors.tolist(), strict=True)
+        if weight > _OTHER_WEIGHT and weight > _SURE_OTHER * error
+    ]
+    return [*others, *([own] if own is not None and others else [])]
+
+
+def _regress(effects: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fit `left` [N] by `effects` [N, F]; give the weights, and their standard errors."""
+    weights = torch.linalg.lstsq(effects, left.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    variance = mean_square(left - effects @ weights)
+    inverse = torch.linalg.pinv(effects.T @ effects, hermitian=True)
+    return weights, (variance * inverse.diagonal().clamp(min=0)).sqrt()
 
 
 def _judge(changes: Changes, fits: Sequence[Fit], best: Fit) -> Diagnosis:
@@ -211,15 +275,14 @@ def needs_layers(found: Diagnosis) -> bool:
 
 
 def _sum_of_faults(
-    changes: Changes, base: str, faults: Mapping[str, torch.Tensor]
+    changes: Changes, base: str, effects: Mapping[str, torch.Tensor]
 ) -> tuple[float, list[str]]:
     """Explain what `base` leaves by a sum of faults: the share explained, and the main ones."""
     start = changes.find(base)
     left = changes.server - start
-    effects = torch.stack([each - start for each in faults.values()], 1)
-    weights = torch.linalg.lstsq(effects, left.unsqueeze(1), driver="gelsd").solution.squeeze(1)
-    share = 1 - mean_square(left - effects @ weights) / mean_square(left)
-    sizes = (effects * weights).square().mean(0)
-    order = sizes.argsort(descending=True).tolist()
-    names = list(faults)
-    return share, [names[i] for i in order if float(sizes[i]) > _NOTABLE * float(sizes.max())]
+    table = torch.stack([each - start for each in effects.values()], 1)
+    weights, _ = _regress(table, left)
+    share = 1 - mean_square(left - table @ weights) / mean_square(left)
+    sizes = (table * weights).square().mean(0)
+    names = list(effects)
+    return share, [names[i] for i in range(len(names)) if sizes[i] > _NOTABLE * sizes.max()]

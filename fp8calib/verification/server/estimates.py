@@ -1,4 +1,9 @@
-"""Estimates of the KL divergence from what a server says about a few tokens at each position."""
+"""Estimates of the KL divergence from log-probabilities of a few tokens at each position.
+
+p is the unquantized model, q the server. On text that p wrote itself (x drawn from p), the mean of
+log p(x) - log q(x) is KL(p || q), and so is that of q(x)/p(x) - 1 - log(q(x)/p(x)): the first two
+terms have mean 0, and take most of the variance away. On other text neither is.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8calib.verification.compare.summary import standard_error
+from fp8calib.verification.compare.token_scores import predicted_positions, split_sequences
 
 _LEAST = 1e-12
 """Probability of the tokens that a server does not name; rounding may leave less."""
@@ -20,32 +26,73 @@ class Estimate:
     value: float
     error: float | None
     """Its standard error; None if unknown."""
-    covered: float | None = None
-    """The unquantized model's probability of the tokens that the server names, on average."""
 
 
-def estimate_from_top(watched: torch.Tensor, top: torch.Tensor, lengths: Sequence[int]) -> Estimate:
-    """Give a lower bound of KL(reference || server) from the K most likely tokens of the server.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenText:
+    """The tokens of every sequence, and how many of its first ones were given."""
 
-    All other tokens count as one. Merging outcomes never raises a KL divergence (the data
-    processing inequality), so this is a bound at every position, whatever the text.
+    lengths: Sequence[int]
+    num_given: int
 
-    `watched` [N, K + 1] holds the reference's log-probabilities of these tokens, and in its last
-    column the largest one; `top` [N, K] those of the server.
-    """
-    values, covered = _merge_rest(watched[:, :-1].double(), top.double())
-    return Estimate(
-        value=float(values.mean()),
-        error=standard_error(values, lengths),
-        covered=float(covered.mean()),
-    )
+    def mean(self, values: torch.Tensor) -> Estimate:
+        """Average values [N] over the tokens that were written."""
+        parts = list(split_sequences(self._is_own, self.lengths))
+        own = [int(part.sum()) + 1 for part in parts]
+        kept = values[self._is_own]
+        return Estimate(value=float(kept.mean()), error=standard_error(kept, own))
+
+    @property
+    def _is_own(self) -> torch.Tensor:
+        return predicted_positions(self.lengths) >= self.num_given
 
 
-def _merge_rest(reference: torch.Tensor, server: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the divergence over K tokens and the rest, and the reference's share of the K."""
-    p, q = reference.exp(), server.exp()
-    covered = p.sum(1)
-    rest_p, rest_q = (1 - covered).clamp(min=0), (1 - q.sum(1)).clamp(min=_LEAST)
-    named = (p * (reference - server)).sum(1)
-    rest = rest_p * (rest_p.clamp(min=_LEAST) / rest_q).log()
-    return named + rest, covered
+def low_variance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Give q/p - 1 - log(q/p) of every token, from log-probabilities."""
+    difference = (q - p).double()
+    return torch.expm1(difference) - difference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """Log-probabilities of the tokens that a server names at every position."""
+
+    p: torch.Tensor
+    """By the unquantized model, minus infinity where unknown: fp64 [N, K]."""
+    q: torch.Tensor
+    """By the server: fp64 [N, K]."""
+    has_sent: torch.Tensor
+    """Whether the token of the text is one of them, and known: bool [N]."""
+
+    def merged(self) -> torch.Tensor:
+        """Give the divergence at every position if all other tokens count as one: fp64 [N].
+
+        Merging outcomes never raises a KL divergence (the data processing inequality), so this is
+        a lower bound, whatever the text.
+        """
+        p_rest, q_rest = self._rests()
+        known = self.p.isfinite()
+        p = self.p.exp()
+        named = torch.where(known, p * (self.p - self.q), 0.0).sum(1)
+        return named + p_rest * (p_rest / q_rest).log()
+
+    def corrected(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """Add what merging hides, estimated on text that p wrote: fp64 [N].
+
+        `p` and `q` are the log-probabilities of the text's tokens. Where the token is one of the
+        others, its share of them is compared (`low_variance`).
+        """
+        p_rest, q_rest = self._rests()
+        hidden = low_variance(p.double() - p_rest.log(), q.double() - q_rest.log())
+        return self.merged() + torch.where(self.has_sent, 0.0, hidden)
+
+    @property
+    def covered(self) -> float:
+        """The unquantized model's probability of the named tokens, on average."""
+        return float(self.p.exp().sum(1).mean())
+
+    def _rests(self) -> tuple[torch.Tensor, torch.Tensor]:
+        known = self.p.isfinite()
+        p_rest = 1 - self.p.exp().sum(1)
+        q_rest = 1 - torch.where(known, self.q.exp(), 0.0).sum(1)
+        return p_rest.clamp(min=_LEAST), q_rest.clamp(min=_LEAST)

@@ -21,6 +21,7 @@ from fp8calib.verification.server.recognise import (
     check_tokenizer,
     recognise,
 )
+from fp8calib.verification.server.written import SEED, count_given
 
 _OTHER_VOCABULARY = ("vocab",)
 _TOO_LONG = (
@@ -119,6 +120,65 @@ def score(
     )
 
 
+def spell_out(ids: Sequence[int], tokenizer: Any | None) -> str | None:
+    """Find the text that the tokenizer, with its special tokens, reads as `ids`; None if none is.
+
+    A text does not begin with the BOS that the tokenizer adds to it.
+    """
+    if tokenizer is None:
+        return None
+    for start in (0, 1):
+        text = str(tokenizer.decode(list(ids[start:])))
+        if list(tokenizer(text)["input_ids"]) == list(ids):
+            return text
+    return None
+
+
+def write(
+    options: ServerOptions, server: Server, sequences: Sequence[torch.Tensor], progress: Progress
+) -> tuple[torch.Tensor, ...]:
+    """Replace every sequence, but for its first tokens, by what a server writes at temperature 1.
+
+    Raises:
+        VerificationError: the server fails, or cannot continue token ids.
+    """
+    given = count_given(sequences)
+    progress.stage("writing text", sum(map(len, sequences)), unit="tokens")
+    written: dict[int, torch.Tensor] = {}
+
+    async def work(client: ServerClient, left: Iterator[int]) -> None:
+        for number in left:
+            start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
+            written[number] = torch.tensor([*start, *await ask(client, start, count, number)])
+            progress.advance(len(sequences[number]))
+
+    async def ask(client: ServerClient, start: list[int], count: int, number: int) -> list[int]:
+        kind, where = server.kind, f"{options.endpoint.url}{server.kind.path}: "
+        try:
+            request = kind.make_writing(server.model, start, count, SEED + number)
+            answer = await client.post(kind.path, request)
+            if not answer.is_ok:
+                raise AnswerError(f"is {answer.status}: {answer.text}")
+            return kind.read_written(answer.body, count)
+        except AnswerError as error:
+            raise VerificationError(
+                f"{where}the continuation of sequence {number} {error.message}",
+                hint=error.hint or "the server's log may name the cause",
+            ) from error
+
+    async def run() -> None:
+        left = iter(range(len(sequences)))
+        async with _open_client(options) as client, asyncio.TaskGroup() as tasks:
+            for _ in range(options.concurrency):
+                tasks.create_task(work(client, left))
+
+    try:
+        asyncio.run(run())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return tuple(written[number] for number in range(len(sequences)))
+
+
 def _open_client(options: ServerOptions) -> ServerClient:
     return ServerClient(
         options.endpoint, timeout_s=options.timeout_s, concurrency=options.concurrency
@@ -168,9 +228,8 @@ class _Job:
 
     async def _ask(self, number: int, ids: list[int]) -> SequenceScores:
         kind = self._server.kind
-        tokenizer = self._text.tokenizer
-        spelled = "" if tokenizer is None else tokenizer.decode(ids)
-        request = kind.make_scoring(self._server.model, ids, spelled, self._num_top)
+        text = None if kind.takes_ids else spell_out(ids, self._text.tokenizer)
+        request = kind.make_scoring(self._server.model, ids, text or "", self._num_top)
         answer = await self._client.post(kind.path, request)
         where = f"{self._client.endpoint.url}{kind.path}: "
         if not answer.is_ok:

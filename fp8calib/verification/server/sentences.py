@@ -9,6 +9,9 @@ from fp8calib.verification.report import SCALE_ONE
 from fp8calib.verification.server.diagnose import UNQUANTIZED, Diagnosis, Finding, Fit
 from fp8calib.verification.server.hypotheses import Fault
 
+_CLOSE = 0.9
+"""Below this correlation, the sentence says what else there may be."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
@@ -18,7 +21,11 @@ class Context:
     """By the name in the diagnosis."""
     has_scales: bool
     """Whether scales were named that the server should use."""
+    has_reference: bool
+    """Whether an unquantized server was asked too."""
     ppl_ratio: float
+    correlation: float
+    """With the candidate that explains the server."""
     kld: str
     """The KL divergence, in words; empty if unknown."""
 
@@ -32,7 +39,7 @@ def describe(found: Diagnosis, context: Context) -> str:
         case Finding.UNQUANTIZED:
             return f"the server behaves like the unquantized model: {_describe_plain(found)}."
         case Finding.OTHER_SCALES:
-            layers = _list_layers(found, context)
+            layers = _list_layers(found)
             return f"the server does not use the scales of {found.name}: {layers}"
         case _:
             return _describe_doubt(found, how, context)
@@ -51,9 +58,16 @@ def _describe_doubt(found: Diagnosis, how: str, context: Context) -> str:
                 "next than FP8 changes them."
             )
         case Finding.UNLIKE:
+            more = "" if context.has_reference else "; is it the engine? use --reference-server"
             return (
                 f"what the server does cannot be told: it changes as much as {found.name} does, "
-                f"but otherwise {how}."
+                f"but otherwise {how}{more}."
+            )
+        case Finding.NOTHING_EMULATED:
+            kld = f", {context.kld}" if context.kld else ""
+            return (
+                f"nothing was emulated: perplexity ratio {context.ppl_ratio:.4f} to the "
+                f"unquantized server{kld}."
             )
         case _:
             kld = f", {context.kld}" if context.kld else ""
@@ -70,7 +84,9 @@ def _name(candidate: str) -> str:
 def _describe_candidate(name: str, how: str, context: Context) -> str:
     fault = context.faults.get(name)
     if fault is None and name != SCALE_ONE:
-        return f"is explained by {name} {how}"
+        close = context.correlation >= _CLOSE
+        rest = "" if close else "; the rest is the engine's arithmetic, or scales close to these"
+        return f"is explained by {name} {how}{rest}"
     if fault is None:
         end = "your k/v scales are not in use" if context.has_scales else "FP8 without scales"
         return f"behaves like {SCALE_ONE} {how}: {end}"
@@ -92,9 +108,8 @@ def _energy(fit: Fit) -> float:
     return fit.energy
 
 
-def _list_layers(found: Diagnosis, context: Context) -> str:
-    numbers = (context.faults[name].layer for name in found.layers)
-    layers = sorted({number for number in numbers if number is not None})
+def _list_layers(found: Diagnosis) -> str:
+    layers = found.layers
     shown = f"layer {layers[0]}"
     if len(layers) > 1:
         shown = f"layers {', '.join(map(str, layers[:-1]))} and {layers[-1]}"

@@ -1,4 +1,4 @@
-"""A small HTTP server that answers as vLLM does, from a function that gives log-probabilities."""
+"""A small HTTP server that answers as vLLM, SGLang or TGI do, from given log-probabilities."""
 
 from __future__ import annotations
 
@@ -57,11 +57,13 @@ class FakeServer:
         self,
         predict: Predict,
         *,
+        kind: str = "vllm",
         broken: Break = lambda _asked, reply: reply,
         tokenize: Callable[[str], list[int]] = lambda _text: [],
         max_model_len: int = 4096,
     ) -> None:
         self._predict = predict
+        self._kind = kind
         self._broken = broken
         self._tokenize = tokenize
         self._max_model_len = max_model_len
@@ -118,13 +120,23 @@ class FakeServer:
         except OSError:
             return  # the client gave up
 
-    def _answer(self, asked: Asked) -> Reply:
+    def _answer(self, asked: Asked) -> Reply:  # noqa: PLR0911 -- one for every path
         match asked.path:
             case "/v1/models":
-                card = {"id": "tiny", "owned_by": "vllm", "max_model_len": self._max_model_len}
+                owner = "tiny" if self._kind == "tgi" else self._kind
+                card = {"id": "tiny", "owned_by": owner, "max_model_len": self._max_model_len}
                 return _reply({"object": "list", "data": [card]})
+            case "/info" if self._kind == "tgi":
+                return _reply({"model_id": "tiny", "max_total_tokens": self._max_model_len})
+            case "/tokenize" if self._kind == "tgi":
+                found = self._tokenize(asked.body["inputs"])
+                return _reply([{"id": token, "text": "x"} for token in found])
             case "/tokenize":
                 return _reply({"tokens": self._tokenize(asked.body["prompt"])})
+            case "/generate" if self._kind == "tgi":
+                return _reply(self._score_text(asked.body["inputs"]))
+            case "/generate" if self._kind == "sglang":
+                return _reply(self._score_ids(asked.body))
             case "/v1/completions" if "prompt_logprobs" in asked.body:
                 rows = self._score(asked.body["prompt"], asked.body["prompt_logprobs"])
                 return _reply({"model": "tiny", "choices": [{"text": "", "prompt_logprobs": rows}]})
@@ -147,6 +159,31 @@ class FakeServer:
                 }
             )
         return rows
+
+    def _score_text(self, text: str) -> Any:
+        ids = self._tokenize(text)
+        logprobs = self._predict(ids).float()
+        sent = [None, *(float(logprobs[at, token]) for at, token in enumerate(ids[1:]))]
+        prefill = [{"id": i, "text": "x", "logprob": x} for i, x in zip(ids, sent, strict=True)]
+        return {"generated_text": "", "details": {"prefill": prefill, "tokens": []}}
+
+    def _score_ids(self, body: Mapping[str, Any]) -> Any:
+        ids, count = body["input_ids"], body["top_logprobs_num"]
+        logprobs = self._predict(ids).float()
+        sent = [[float(logprobs[at, token]), token, None] for at, token in enumerate(ids[1:])]
+        best = logprobs[:-1].topk(count, -1)
+        tops = [
+            [[value, token, None] for value, token in zip(*row, strict=True)]
+            for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+        return {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {
+                "input_token_logprobs": [[None, ids[0], None], *sent],
+                "input_top_logprobs": [None, *tops],
+            },
+        }
 
     def _write(self, body: Mapping[str, Any]) -> list[int]:
         generator = torch.Generator().manual_seed(body["seed"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,12 @@ from fp8calib.geometry.sites import Role, Site
 from tests.cli.program import succeed
 from tests.verification.server import planted
 from tests.verification.server.fake import FakeServer
+from tests.verification.server.planted import write_ids
 
 SEQUENCES = 12
 LENGTH = 96
 OPTIONS = ("--seq-len", LENGTH, "--dtype", "float32")
+ENGINE = ("--engine", planted.ENGINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +33,9 @@ class Planted:
     values: dict[Site, float]
 
 
-def write_ids(path: Path, count: int, seed: int) -> Path:
-    """Write rows of random token ids."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(3, planted.VOCABULARY, (count, LENGTH), generator=generator).tolist()
-    path.write_text("".join(f"{json.dumps({'input_ids': row})}\n" for row in rows))
-    return path
-
-
 def calibrate(model: Path, folder: Path) -> tuple[Path, dict[Site, float]]:
     """Calibrate a model; give its file of scales and what it holds."""
-    data = write_ids(folder.with_suffix(".jsonl"), 8, seed=1)
+    data = write_ids(folder.with_suffix(".jsonl"), 8, LENGTH, seed=1)
     succeed("calibrate", model, "--data", data, *OPTIONS, "--format", "kv-scales", "--out", folder)
     path = folder / "kv_scales.safetensors"
     return path, {_site(name): float(value.max()) for name, value in load_file(path).items()}
@@ -59,7 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     folder = tmp_path_factory.mktemp("planted")
     planted.save_model(folder / "model")
     scales, values = calibrate(folder / "model", folder / "out")
-    data = write_ids(folder / "held-out.jsonl", SEQUENCES, seed=2)
+    data = write_ids(folder / "held-out.jsonl", SEQUENCES, LENGTH, seed=2)
     return Planted(model=folder / "model", data=data, scales=scales, values=values)
 
 
@@ -76,8 +69,8 @@ def ask(served: Planted) -> Callable[..., Any]:
     def asked(predict: planted.Predict, *options: object) -> Any:
         with FakeServer(predict) as server:
             found = succeed(
-                "verify", served.model, "--data", served.data, *OPTIONS, "--server", server.url,
-                "--json", *options,
+                "verify", served.model, "--data", served.data, *OPTIONS, *ENGINE,
+                "--server", server.url, "--json", *options,
             )  # fmt: skip
         return found.json
 
@@ -133,7 +126,7 @@ def test_the_scales_of_another_model(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("another")
-    planted.save_model(folder / "model", seed=3)
+    planted.save_model(folder / "model", seed=3, large=2)
     _, values = calibrate(folder / "model", folder / "out")
     report = ask(runner.predict(runner.emulate(values)), "--scales", served.scales)
     assert report["advice"].startswith(f"the server does not use the scales of {served.scales}: ")

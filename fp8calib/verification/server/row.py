@@ -1,0 +1,45 @@
+"""The server in a report: a candidate like the emulated ones, and the conclusion."""
+
+from __future__ import annotations
+
+from fp8calib.data.plan import DataPlan
+from fp8calib.verification.compare.summary import list_figures, split_positions
+from fp8calib.verification.judge.gates import Gate, downgrade_if_misleading, judge
+from fp8calib.verification.report import (
+    SCALE_ONE,
+    SERVER,
+    CandidateResult,
+    Remedy,
+    VerifyReport,
+)
+from fp8calib.verification.server.assess import Assessment
+
+
+def add_server(
+    report: VerifyReport, assessment: Assessment, gate: Gate, plan: DataPlan
+) -> VerifyReport:
+    """Add the server to a report, before scale 1.0; its diagnosis is the advice."""
+    result, summary = assessment.result, assessment.summary
+    verdict, why = downgrade_if_misleading(
+        *judge(summary, gate), candidate=SERVER, kld_mean=summary.kld_mean, rows=(), gate=gate
+    )
+    row = CandidateResult(
+        name=SERVER,
+        description=f"{result.kind} at {result.url}, model {result.model}",
+        **list_figures(summary),
+        verdict=verdict,
+        verdict_why=why,
+        gate=gate.name,
+        by_position=split_positions(-assessment.changes, None, list(map(len, plan.sequences))),
+    )
+    last = [one for one in report.candidates if one.name == SCALE_ONE]
+    others = [one for one in report.candidates if one.name != SCALE_ONE]
+    return report.model_copy(
+        update={
+            "candidates": (*others, row, *last),
+            "server": result,
+            "advice": result.sentence,
+            "remedy": Remedy.NONE,
+            "remedy_for": "",
+        }
+    )

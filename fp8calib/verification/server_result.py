@@ -1,0 +1,67 @@
+"""What a report says of a running server. KL divergences and changes are in nats."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ExplanationResult(_Model):
+    """How well one emulated candidate explains what a server changes, token by token."""
+
+    candidate: str
+    correlation: float | None
+    """None where one of the two changes nothing."""
+    residual_rms: float
+    """Root mean square of what is left."""
+
+
+class EstimateResult(_Model):
+    """An estimate of the mean KL divergence."""
+
+    value: float
+    se: float | None
+
+
+class EngineResult(_Model):
+    """The unquantized server beside the unquantized model here: differences that are not FP8."""
+
+    url: str
+    kind: str
+    change_rms: float | None
+    """Root mean square of its changes; None where nothing ran here."""
+    ppl_ratio: float | None
+
+
+class ServerResult(_Model):
+    """A running server, beside the emulated candidates."""
+
+    url: str
+    kind: str
+    model: str
+    """The name of the model there."""
+    finding: str
+    explained_by: str
+    """The candidate that explains it, or comes closest; empty without any."""
+    sentence: str
+    change_rms: float
+    """Root mean square of its changes to log-probabilities."""
+    noise_rms: float
+    """The same from one scoring of the server to the next."""
+    engine: EngineResult | None
+    """`--reference-server`."""
+    kld_low_variance: EstimateResult | None
+    """On text that the unquantized model wrote: the mean of q/p - 1 - log(q/p)."""
+    kld_log_ratio: EstimateResult | None
+    """There: the mean of log(p/q)."""
+    kld_top: EstimateResult | None
+    """There: the lower bound, and an estimate of what it leaves out."""
+    kld_at_least: EstimateResult | None
+    """Lower bound from the most likely tokens that the server names; on any text."""
+    top_covered: float | None
+    """The unquantized model's probability of these tokens, on average."""
+    explanations: tuple[ExplanationResult, ...]
+    """The best first."""

@@ -1,0 +1,182 @@
+"""The diagnosis by numbers: planted changes and noise, and 20 servers without a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8calib.verification.emulation.emulate import Emulation
+from fp8calib.verification.server.diagnose import (
+    UNQUANTIZED,
+    Changes,
+    Finding,
+    LayerEffect,
+    explain,
+    explain_with_faults,
+    needs_layers,
+)
+from fp8calib.verification.server.hypotheses import list_layer_faults, lose_query_scales
+from tests.verification.server import planted
+
+SEQUENCES = 12
+LENGTH = 65
+TOKENS = SEQUENCES * (LENGTH - 1)
+
+
+def draw(seed: int, size: float = 1.0) -> torch.Tensor:
+    """Draw changes of this root mean square, on average."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(TOKENS, generator=generator).double() * size
+
+
+def changes(server: torch.Tensor, noise: float = 0.0, **candidates: torch.Tensor) -> Changes:
+    """Compare a server with candidates."""
+    lengths = [LENGTH] * SEQUENCES
+    return Changes(server=server, candidates=candidates, lengths=lengths, noise=noise)
+
+
+def effect(layer: int, found: torch.Tensor, *, is_lost: bool = False) -> LayerEffect:
+    """Give what a fault of a layer changes."""
+    return LayerEffect(layer=layer, is_lost=is_lost, changes=found)
+
+
+def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:
+    found = explain(changes(draw(1) + draw(3, 0.5), a=draw(1), b=draw(2)))
+    assert (found.finding, found.name) == (Finding.CANDIDATE, "a")
+    assert found.correlation == pytest.approx(1 / 1.25**0.5, abs=0.03)
+    assert found.fits[0].residual == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_server_that_changes_little_is_unquantized() -> None:
+    found = explain(changes(draw(3, 0.2), a=draw(1), b=draw(2, 2.0)))
+    assert (found.finding, found.name) == (Finding.UNQUANTIZED, UNQUANTIZED)
+
+
+def test_other_changes_of_the_same_size_cannot_be_told() -> None:
+    assert explain(changes(draw(3), a=draw(1))).finding is Finding.UNLIKE
+
+
+def test_much_larger_changes_are_unknown() -> None:
+    assert explain(changes(draw(3, 4.0), a=draw(1))).finding is Finding.UNKNOWN
+
+
+def test_equal_candidates_are_not_told_apart() -> None:
+    found = explain(changes(draw(1), a=draw(1), b=draw(1)))
+    assert (found.finding, {found.name, found.other}) == (Finding.EQUAL, {"a", "b"})
+
+
+def test_candidates_within_the_noise_of_a_server_are_not_told_apart() -> None:
+    assert explain(changes(draw(1), noise=0.5, a=draw(1))).finding is Finding.NOISE
+
+
+def test_nothing_is_found_where_nothing_was_emulated() -> None:
+    assert explain(changes(draw(1))).finding is Finding.NOTHING_EMULATED
+
+
+def test_a_sum_of_faults_means_other_scales() -> None:
+    """Neither fault alone explains the server beyond the base; both together do."""
+    base, one, two = draw(1), draw(2, 3.0), draw(4, 3.0)
+    given = changes(base + one + two + draw(5), x=base)
+    effects = (one * 0.5, two * 0.5, draw(6, 0.5))
+    faults = {str(i): effect(i, base + each) for i, each in enumerate(effects)}
+    found = explain_with_faults(explain(given), given, "x", faults)
+    assert found.finding is Finding.OTHER_SCALES
+    assert found.layers == (0, 1)
+
+
+def test_other_scales_that_do_no_harm_are_found_by_their_roundings() -> None:
+    """The server rounds layers 0 and 1 with scales of its own, and layer 2 as x does."""
+    roundings = [[draw(10 * layer + kind, 0.5) for kind in range(3)] for layer in range(3)]
+    x, at_one, own = (sum(layer[kind] for layer in roundings) for kind in range(3))
+    faults = {
+        str(i): effect(i, x - layer[0] + layer[1], is_lost=True)
+        for i, layer in enumerate(roundings)
+    }
+    for is_own in (False, True):
+        server = own - roundings[2][2] + roundings[2][0] if is_own else x
+        given = changes(server + draw(99, 0.1), x=x, one=at_one)
+        found = explain_with_faults(explain(given), given, "x", faults)
+        assert found.finding is (Finding.OTHER_SCALES if is_own else Finding.CANDIDATE)
+        assert found.layers == ((0, 1) if is_own else ())
+
+
+def test_a_fault_is_named_only_beyond_doubt() -> None:
+    base, more = draw(1), draw(2, 0.05)
+    given = changes(base + more + draw(3, 0.7), x=base)
+    found = explain(given)
+    assert needs_layers(found)
+    assert explain_with_faults(found, given, "x", {"fault": effect(0, base + more)}).name == "x"
+    clear = replace(given, server=base + more * 20)
+    assert (
+        explain_with_faults(found, clear, "x", {"fault": effect(0, base + more * 20)}).name
+        == "fault"
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save the model that needs scales in one layer."""
+    folder = tmp_path_factory.mktemp("diagnose") / "model"
+    planted.save_model(folder)
+    return folder
+
+
+def emulate(
+    runner: planted.Runner,
+    emulations: Mapping[str, Emulation],
+    text: Sequence[Sequence[int]],
+    reference: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Give what every emulation changes."""
+    return {
+        name: (runner.score(each, text) - reference).double() for name, each in emulations.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_false_alarm_in_10_runs(folder: Path, dtype: torch.dtype) -> None:
+    """Five servers with the right scales and five unquantized ones, each with its own text."""
+    here = planted.Runner(folder, torch.float32)
+    scales = here.emulate(dict.fromkeys(here.emulate(None).quantizers, 3.0))
+    emulations = {"scale-1.0": here.emulate(None), "scales": scales}
+    faults = dict(list_layer_faults("scales", scales, here.geometry))
+    there = planted.Runner(folder, dtype)
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        text = [
+            torch.randint(3, planted.VOCABULARY, (64,), generator=generator).tolist()
+            for _ in range(6)
+        ]
+        served = Emulation() if seed % 2 else scales
+        reference = here.score(Emulation(), text)
+        given = Changes(
+            server=(there.score(served, text) - reference).double(),
+            candidates=emulate(here, emulations, text, reference),
+            lengths=[64] * 6,
+        )
+        found = explain(given)
+        if needs_layers(found):
+            ran = emulate(here, {n: f.emulation for n, f in faults.items()}, text, reference)
+            tried = {n: effect(f.layer or 0, ran[n], is_lost=f.is_lost) for n, f in faults.items()}
+            found = explain_with_faults(found, given, "scales", tried)
+        expected = UNQUANTIZED if seed % 2 else "scales"
+        assert (seed, found.name) == (seed, expected), found
+
+
+def test_lost_q_scales_are_a_fault_of_their_own(folder: Path) -> None:
+    """Only a q that has another scale than 1.0 can lose it."""
+    runner = planted.Runner(folder, torch.float32, "vllm")
+    unscaled = runner.emulate(None)
+    assert lose_query_scales("x", unscaled) == {}
+    q_sites = [site for site in unscaled.quantizers if site.role == "q"]
+    scaled = runner.emulate(dict.fromkeys(unscaled.quantizers, 0.5))
+    (fault,) = lose_query_scales("x", scaled).values()
+    assert fault.layer is None
+    for site in unscaled.quantizers:
+        scale = fault.emulation.quantizers[site].scale
+        expected = scaled.quantizers[site].scale
+        assert scale == (1.0 if site in q_sites else expected)

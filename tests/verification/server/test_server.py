@@ -1,0 +1,245 @@
+"""A server beside the emulated candidates: its figures, text that is written, other references."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.conftest import save_tokenizer
+from tests.cli.program import fail, run, succeed
+from tests.verification.server import planted
+from tests.verification.server.fake import FakeServer, Predict
+from tests.verification.server.test_broken_servers import tokenize
+
+LENGTH = 40
+ROWS = 6
+QUICK = ("--seq-len", LENGTH, "--dtype", "float32")
+ENGINE = ("--engine", planted.ENGINE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save the model that needs scales in one layer, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("server") / "model"
+    planted.save_model(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write rows of text, one of which the tokenizer does not read back."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [
+        {"text": " ".join(f"w{(i * j + 7 * j) % 90}" for j in range(1, LENGTH))}
+        for i in range(ROWS)
+    ]
+    ids = {"input_ids": [5, *range(6, 40)]}
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, ids]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runner(model: Path) -> planted.Runner:
+    """Compute what the server computes, in fp32."""
+    return planted.Runner(model, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def unscaled(runner: planted.Runner) -> Predict:
+    """Give what a server without scales predicts."""
+    return runner.predict(runner.emulate(None))
+
+
+@pytest.fixture(scope="module")
+def plain(runner: planted.Runner) -> Predict:
+    """Give what an unquantized server predicts."""
+    return runner.predict(runner.emulate(None).only(frozenset()))
+
+
+def spell(text: str) -> list[int]:
+    """Tokenize as the tokenizer does with special tokens."""
+    return [0, *tokenize(text)]
+
+
+def verify(model: Path, data: Path, *options: object) -> Any:
+    """Verify with --json."""
+    return succeed(
+        "verify", model, "--data", data, *QUICK, *ENGINE, "--no-pack", "--json", *options
+    ).json
+
+
+def test_every_kind_gives_the_same_figures(
+    model: Path, data: Path, unscaled: Predict, tmp_path: Path
+) -> None:
+    found = {}
+    for kind in ("vllm", "sglang", "tgi"):
+        read = spell if kind == "tgi" else tokenize
+        dump = tmp_path / f"{kind}.safetensors"
+        with FakeServer(unscaled, kind=kind, tokenize=read) as server:
+            report = verify(model, data, "--server", server.url, "--dump", dump)
+        assert report["server"]["kind"] == kind
+        found[kind] = (report["candidates"][0], load_file(dump))
+    assert {name for name, _ in found["vllm"][1].items()} == {"reference", "server", "scale-1.0"}
+    vllm, tgi = found["vllm"], found["tgi"]
+    assert vllm[0] | {"description": ""} == found["sglang"][0] | {"description": ""}
+    torch.testing.assert_close(vllm[1]["server"], vllm[1]["scale-1.0"], rtol=0, atol=2e-4)
+    emulated = report["candidates"][1]
+    assert vllm[0]["top1_agreement"] == pytest.approx(emulated["top1_agreement"], abs=0.01)
+    assert tgi[0]["top1_agreement"] is None
+    assert len(tgi[1]["server"]) == ROWS * (LENGTH - 1)  # the row of ids is no text with a BOS
+    torch.testing.assert_close(tgi[1]["server"], vllm[1]["server"][: ROWS * (LENGTH - 1)])
+
+
+def test_the_agreement_is_that_of_the_most_likely_tokens(
+    model: Path, data: Path, unscaled: Predict, plain: Predict
+) -> None:
+    with FakeServer(unscaled, tokenize=tokenize) as server:
+        report = verify(model, data, "--server", server.url)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    agreed = []
+    for row in rows:
+        ids = row["input_ids"] if "input_ids" in row else spell(row["text"])
+        agreed.append((plain(ids).argmax(-1) == unscaled(ids).argmax(-1))[:-1])
+    expected = torch.cat(agreed).double().mean().item()
+    assert report["candidates"][0]["name"] == "server"
+    assert report["candidates"][0]["top1_agreement"] == pytest.approx(expected, abs=0.01)
+
+
+def test_the_diagnosis_is_the_first_line_and_the_last(
+    model: Path, data: Path, unscaled: Predict
+) -> None:
+    with FakeServer(unscaled, tokenize=tokenize) as server:
+        found = run("verify", model, "--data", data, *QUICK, *ENGINE, "--server", server.url)
+    lines = found.out.splitlines()
+    assert lines[0] == lines[-1]
+    assert lines[0] == "the server behaves like scale-1.0 (correlation 1.00): FP8 without scales."
+
+
+def test_a_server_decides_the_exit_code_of_a_gate(
+    model: Path, data: Path, plain: Predict, tmp_path: Path
+) -> None:
+    """Its perplexity ratio is 1."""
+    strict = tmp_path / "strict.yaml"
+    strict.write_text("pass_at: 0.8\nfail_above: 0.9\n")
+    found = []
+    with FakeServer(plain, tokenize=tokenize) as server:
+        for gate in ("kv", strict):
+            options = ("--server", server.url, "--gate", gate)
+            one = run("verify", model, "--data", data, *QUICK, *ENGINE, "--json", *options)
+            found.append((one.code, one.json["candidates"][0]["verdict"]))
+    assert found == [(0, "no-difference"), (8, "fail")]
+
+
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_the_divergence_on_text_that_the_model_wrote(
+    model: Path,
+    data: Path,
+    unscaled: Predict,
+    plain: Predict,
+    tmp_path: Path,
+    *,
+    is_reference: bool,
+) -> None:
+    dump = tmp_path / "dump.safetensors"
+    with (
+        FakeServer(unscaled, tokenize=tokenize) as server,
+        FakeServer(plain, tokenize=tokenize) as writer,
+    ):
+        reference = ("--reference-server", writer.url) if is_reference else ()
+        report = verify(
+            model, data, "--server", server.url, "--sampled", "--server-logprobs", 8, *reference,
+            "--dump", dump,
+        )  # fmt: skip
+        assert writer.count("/v1/completions") == (2 * (ROWS + 1) if is_reference else 0)
+    logprobs = load_file(dump)
+    lengths = [LENGTH] * ROWS + [35]
+    own = torch.cat([torch.arange(1, length) >= 16 for length in lengths])
+    difference = (logprobs["server"] - logprobs["reference"])[own].double()
+    found = report["server"]
+    low = (difference.exp() - 1 - difference).mean().item()
+    assert found["kld_low_variance"]["value"] == pytest.approx(low, rel=1e-3)
+    assert found["kld_log_ratio"]["value"] == pytest.approx(-difference.mean().item(), abs=1e-3)
+    assert report["candidates"][0]["kld_mean"] == found["kld_low_variance"]["value"]
+    full = report["candidates"][1]["kld_mean"]  # the server is scale-1.0
+    assert found["kld_at_least"]["value"] < full
+    assert found["kld_top"]["value"] == pytest.approx(full, rel=0.3)
+    assert low == pytest.approx(full, rel=0.3)
+
+
+def test_a_model_that_is_streamed_cannot_write(
+    model: Path, data: Path, unscaled: Predict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8calib.run.planning.whole_or_streamed.plan_whole", lambda *_: None)
+    with FakeServer(unscaled, tokenize=tokenize) as server:
+        command = ("verify", model, "--data", data, *QUICK, *ENGINE, "--server", server.url)
+        text = fail(2, *command, "--sampled")
+        assert "--sampled: the model does not fit into memory" in text
+        assert "--reference-server" in text
+        assert succeed(*command, "--json").json["memory"]["streamed"] is True
+
+
+def test_engine_differences_are_subtracted(
+    model: Path, data: Path, unscaled: Predict, plain: Predict
+) -> None:
+    """Both servers err alike: what is left is what FP8 changes."""
+
+    def disturb(predict: Predict) -> Predict:
+        def disturbed(ids: Any) -> torch.Tensor:
+            logits = predict(ids)
+            seed = torch.Generator().manual_seed(sum(ids))
+            noise = torch.randn(logits.shape, generator=seed)
+            return torch.log_softmax(logits + noise, -1)
+
+        return disturbed
+
+    with (
+        FakeServer(disturb(unscaled), tokenize=tokenize) as server,
+        FakeServer(disturb(plain), tokenize=tokenize) as other,
+    ):
+        report = verify(model, data, "--server", server.url, "--reference-server", other.url)
+    assert report["advice"].startswith("the server behaves like scale-1.0 (correlation 0.")
+    engine = report["server"]["engine"]
+    assert engine["change_rms"] == pytest.approx(1.0, abs=0.2)
+    assert engine["url"] == other.url
+
+
+def test_a_model_that_does_not_fit_is_compared_with_a_server(
+    model: Path, data: Path, unscaled: Predict, plain: Predict
+) -> None:
+    with (
+        FakeServer(unscaled, tokenize=tokenize) as server,
+        FakeServer(plain, tokenize=tokenize) as other,
+    ):
+        small = ("--memory", "1M", "--server", server.url)
+        command = ("verify", model, "--data", data, *QUICK, *ENGINE, *small)
+        assert "--memory" in fail(2, *command)
+        found = run(*command, "--reference-server", other.url, "--sampled", "--json")
+    assert found.code == 0
+    assert "warning: nothing is emulated here: " in found.err
+    report = found.json
+    assert report["advice"].startswith("nothing was emulated: perplexity ratio ")
+    assert [one["name"] for one in report["candidates"]] == ["server"]
+    assert report["candidates"][0]["kld_mean"] > 0
+
+
+def test_a_dump_of_another_machine_replaces_the_model(
+    model: Path, data: Path, unscaled: Predict, tmp_path: Path
+) -> None:
+    dump = tmp_path / "dump.safetensors"
+    verify(model, data, "--dump", dump)
+    with FakeServer(unscaled, tokenize=tokenize) as server:
+        options = ("--server", server.url, "--reference-dump", dump)
+        report = verify(model, data, *options)
+        assert report["advice"] == (
+            "the server behaves like scale-1.0 (correlation 1.00): FP8 without scales."
+        )
+        assert [one["name"] for one in report["candidates"]] == ["server"]
+        other = ("verify", model, "--data", data, "--seq-len", 20, *options)
+        assert "of another text" in fail(5, *other)
+        assert "no effect with --reference-dump" in fail(2, *other, "--sampled")
