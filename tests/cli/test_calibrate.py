@@ -532,3 +532,29 @@ def test_the_report_names_data_recipe_and_command(model: Path, data: Path, tmp_p
     assert report["command"] == shlex.join(["fp8calib", *map(str, command)])
     assert (report["recipe"], report["data"]) == ("kv", [data.name])
     assert report["seq_len"] == QUICK[QUICK.index("--seq-len") + 1]
+
+
+def test_the_end_is_ten_lines_and_the_commands_that_serve(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    done = succeed("calibrate", model, "--data", data, *QUICK, "--out", tmp_path / "out")
+    lines = done.out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("serve with "))
+    assert first <= 10
+    assert [line.split(":")[0] for line in lines[1:4]] == ["k amax", "v amax", "q amax"]
+    assert any(line.startswith("not observed: lm_head: ") for line in lines[:first])
+    assert "conditions for vLLM" in done.out  # of other hardware: check prints them
+    assert "MI300" not in done.out
+    assert "gfx94x" not in done.out
+
+
+def test_reasons_are_given_for_the_formats_that_were_asked_for(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: mine\nformats: [kv-overlay, rfc]\n")
+    command = ("calibrate", model, "--data", data, *QUICK)
+    quiet = succeed(*command, "--recipe", recipe, "--out", tmp_path / "quiet").out
+    assert "rfc: cannot be used by vLLM, " in quiet
+    asked = succeed(*command, "--format", "rfc", "--out", tmp_path / "asked").out
+    assert "rfc, vLLM: cannot use it: " in asked

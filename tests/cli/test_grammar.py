@@ -133,3 +133,15 @@ def test_a_size_may_have_a_unit(text: str, gib: float) -> None:
 @pytest.mark.parametrize("text", ["", "x", "-1", "5 apples", "500K", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     assert "is no size" in fail(2, "calibrate", "nowhere", "--memory", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (("calibrate", "m", "--smaples", "3"), "--samples"),
+        (("show", "x", "--topp", "3"), "--top"),
+        (("calibrat", "m"), "calibrate"),
+    ],
+)
+def test_what_was_meant_is_suggested(arguments: tuple[str, ...], suggestion: str) -> None:
+    assert suggestion in fail(2, *arguments)
