@@ -121,18 +121,18 @@ def test_the_diagnosis_is_the_first_line_and_the_last(
     assert lines[0] == "the server behaves like scale-1.0 (correlation 1.00): FP8 without scales."
 
 
-def test_a_server_decides_the_exit_code_of_a_gate(
-    model: Path, data: Path, plain: Predict, tmp_path: Path
-) -> None:
-    """Its perplexity ratio is 1."""
-    strict = tmp_path / "strict.yaml"
-    strict.write_text("pass_at: 0.8\nfail_above: 0.9\n")
+def test_a_server_decides_the_exit_code_of_a_gate(model: Path, data: Path, plain: Predict) -> None:
+    """The second is three times as sure of what it gets wrong."""
     found = []
-    with FakeServer(plain, tokenize=tokenize) as server:
-        for gate in ("kv", strict):
-            options = ("--server", server.url, "--gate", gate)
+    for factor in (1, 3):
+        server = FakeServer(
+            lambda ids, factor=factor: torch.log_softmax(plain(ids) * factor, -1),
+            tokenize=tokenize,
+        )
+        with server:
+            options = ("--server", server.url, "--gate", "kv")
             one = run("verify", model, "--data", data, *QUICK, *ENGINE, "--json", *options)
-            found.append((one.code, one.json["candidates"][0]["verdict"]))
+        found.append((one.code, one.json["candidates"][0]["verdict"]))
     assert found == [(0, "no-difference"), (8, "fail")]
 
 
