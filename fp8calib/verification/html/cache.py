@@ -72,7 +72,7 @@ def _losses_section(by_role: _ByRole, series: Sequence[Series]) -> PageSection:
     findings: list[str] = []
     kinds: tuple[tuple[str, Callable[[LayerResult], float], float, str], ...] = (
         ("clipped", lambda row: row.clipped, MOST_CLIPPED, "no verdict is good"),
-        ("flushed to zero", lambda row: row.flushed, FLUSHED, "only with a usual SQNR"),
+        ("flushed to zero", lambda row: row.flushed, FLUSHED, "a low SQNR is damage"),
     )
     for words, share, limit, rule in kinds:
         lost = {role: rows for role, rows in by_role.items() if any(map(share, rows))}

@@ -37,8 +37,8 @@ def histograms_section(
     missing = sum(any(row.counts) for row in histograms) - len(figures)
     return PageSection(
         title="Magnitudes and the range of the format",
-        lead="All values that calibration observed at one site, divided by its scale. Shaded are "
-        "the values that FP8 has not: on the left they become zero, on the right they clip.",
+        lead="All values that calibration observed at one site, divided by its scale. In the "
+        "shaded ranges FP8 has no values: on the left they become zero, on the right they clip.",
         figures=figures,
         findings=[f"{missing} more sites are not drawn."] if missing > 0 else [],
     )

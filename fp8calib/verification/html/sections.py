@@ -163,7 +163,7 @@ def positions_section(report: VerifyReport) -> PageSection:
 
 
 def _fill(values: Sequence[float], count: int) -> list[float | None]:
-    """Leave out zeros, which a logarithmic axis has not, and fill up to `count`."""
+    """Leave out zeros, which a logarithmic axis cannot show, and fill up to `count`."""
     known: list[float | None] = [value or None for value in values]
     return known + [None] * (count - len(known))
 
