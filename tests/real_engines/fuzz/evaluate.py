@@ -125,10 +125,10 @@ def write(case: Case, original: Path, out: Path) -> None:
     for number, name in enumerate(case.damages):
         try:
             DAMAGES[name].change(draft)
-        except (KeyError, StopIteration) as error:
+        except (LookupError, RuntimeError, StopIteration, TypeError) as error:
             if not number:
                 raise
-            raise UnfitError(f"{name} finds nothing to change after {case.damages[0]}") from error
+            raise UnfitError(f"{name} cannot be done after {case.damages[0]}") from error
     draft.save(out)
 
 

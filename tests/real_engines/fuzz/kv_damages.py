@@ -185,7 +185,7 @@ _VALUES: dict[str, Change] = {
 }
 _DTYPES: dict[str, Change] = {
     f"dtype-{str(dtype).removeprefix('torch.')}": _all(
-        lambda scale, dtype=dtype: (scale * 64).to(dtype)
+        lambda scale, dtype=dtype: (scale.float() * 64).to(dtype)
     )
     for dtype in (
         *(torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.bool),

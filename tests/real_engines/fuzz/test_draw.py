@@ -80,10 +80,25 @@ def test_what_cannot_be_written_is_made_of_the_simplest_model_as_well(tmp_path: 
     assert not second.result.unwritten
 
 
-def test_a_second_damage_may_find_nothing_to_change(tmp_path: Path) -> None:
-    name = "1:1 compressed-tensors/fp8-dynamic w-no-groups+w-inputs-null llama bfloat16 0"
+@pytest.mark.parametrize(
+    "damages",
+    [
+        "w-no-groups+w-inputs-null",
+        "w-ignore-null+w-excluded",
+        "kv-shape-empty+kv-shape-1x1",
+        "kv-dtype-int32+kv-one-nan",
+    ],
+)
+def test_a_second_damage_may_find_nothing_to_change(tmp_path: Path, damages: str) -> None:
+    name = f"1:1 compressed-tensors/fp8-dynamic+kv {damages} llama bfloat16 0"
     result = Evaluator(tmp_path, {})(parse_case(name))
-    assert result.unwritten == "UnfitError: w-inputs-null finds nothing to change after w-no-groups"
+    first, second = damages.split("+")
+    assert result.unwritten == f"UnfitError: {second} cannot be done after {first}"
+
+
+def test_scales_of_any_dtype_are_stored_in_another(tmp_path: Path) -> None:
+    name = "1:1 fp8 kv-dtype-float8_e4m3fn+kv-dtype-float64 llama bfloat16 0"
+    assert not Evaluator(tmp_path, {})(parse_case(name)).unwritten
 
 
 @pytest.fixture(scope="module")
