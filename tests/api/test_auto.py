@@ -128,6 +128,19 @@ def test_nothing_is_claimed_where_nothing_passes(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"report.json", "stats.safetensors"}
 
 
+def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = plant(tmp_path, lambda _model: None)
+    failing = candidate("kv-overlay", 0.5, Verdict.FAIL)
+    monkeypatch.setattr("fp8calib.api.auto.writing._verify_written", lambda *_: failing)
+    out = tmp_path / "out"
+    outcome = run("auto", model, "--data", text, *QUICK, "--gate", "kv", "--out", out)
+    assert outcome.code == 8
+    assert outcome.out.splitlines()[-1] == "closest: kv-overlay as written: fail (by hand)"
+    assert {path.name for path in out.iterdir()} == {"report.json", "stats.safetensors"}
+
+
 def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
     assert "--gate w4a4" in fail(2, "auto", tmp_path / "none", "--gate", "w4a4")
     assert "reference" in fail(2, "auto", tmp_path / "none", "--engine", "reference")

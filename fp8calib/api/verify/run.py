@@ -2,60 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8calib.api.calibrate import fields_of
-from fp8calib.api.models import Placement, RunModel, open_run_model
+from fp8calib.api.models import Placement, open_run_model
 from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
 from fp8calib.api.saved import ModelOrPath
-from fp8calib.api.text import TextData, plan_text, split_data
-from fp8calib.api.verify.job import AskServer, TaskJob, VerifyJob, VerifyOptions
-from fp8calib.api.verify.loadable import warn_of_refusals
-from fp8calib.api.verify.memory import choose_verification_mode, open_reference
-from fp8calib.api.verify.request import build_request
-from fp8calib.calibration import Progress
-from fp8calib.data.plan import FEW_TOKENS, DataPlan
-from fp8calib.data.rows import Row
+from fp8calib.api.text import TextData, split_data
+from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
+from fp8calib.api.verify.job import VerifyOptions
+from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
-from fp8calib.fp8.schemes import Scheme, find_scheme
-from fp8calib.geometry.sites import Role
-from fp8calib.machine.memory import PeakMemory
-from fp8calib.model.live_model import LiveCheckpoint
-from fp8calib.model.load import ModelSource, load_tokenizer
-from fp8calib.model.prepared import PreparedModel
-from fp8calib.model.stored_parameters import list_leftovers
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.fp8.schemes import find_scheme
 from fp8calib.scales.rules import Rule, parse_rule
-from fp8calib.stats.calibration_origin import estimate_overlap
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.fingerprint import fingerprint_model, versions
 from fp8calib.verification.candidates import (
-    OpenedCandidate,
-    Target,
     find_candidate,
-    open_candidate,
-    open_stats,
 )
 from fp8calib.verification.judge.gates import load_gate
-from fp8calib.verification.report import SCALE_ONE, SERVER, RunProvenance, VerifyReport
-from fp8calib.verification.tasks.lm_eval import run_tasks
-from fp8calib.verification.tasks.task_files import open_tasks, require_harness
-from fp8calib.verification.verify import (
-    ReferenceModel,
-    VerificationRequest,
-    VerificationResult,
-    list_emulations,
-)
-from fp8calib.verification.verify import verify as compare
+from fp8calib.verification.report import SCALE_ONE, SERVER, VerifyReport
+from fp8calib.verification.tasks.task_files import require_harness
 
-_SMALLEST_SHARE = 0.01
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
 Scales = str | Path | CalibrationStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
@@ -206,171 +176,6 @@ def if_quantized(name: str) -> str:
     return f"pass the model it was made from as MODEL, and this one as --scales {name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerificationText:
-    """The text of a verification, not yet read."""
-
-    specs: Sequence[str]
-    rows: Iterable[Row] | None = None
-    """Read instead of the specs."""
-    samples: int
-    seq_len: int | None
-    pack: bool
-    tokenizer: Any = None
-    """None: that in the model's folder."""
-    planned: DataPlan | None = None
-    """Used as it is, instead of all others."""
-
-    def plan(self, source: ModelSource) -> DataPlan:
-        """Read the text; the warnings are about figures, not about scales.
-
-        Raises:
-            UsageError: the length is above the model's maximum, or a data spec is invalid.
-            DataError: the data cannot be read.
-        """
-        if self.planned is not None:
-            return self.planned
-        plan = plan_text(
-            source,
-            specs=self.specs,
-            rows=self.rows,
-            samples=self.samples,
-            seq_len=self.seq_len,
-            pack=self.pack,
-            seed=0,
-            part="verify",
-            tokenizer=self.tokenizer,
-        )
-        warnings = (text for text in plan.warnings if "scales may miss" not in text)
-        few = f"only {plan.num_tokens} tokens, fewer than {FEW_TOKENS}: the figures are imprecise"
-        is_few = plan.num_tokens < FEW_TOKENS
-        return replace(plan, warnings=(*warnings, *((few,) if is_few else ())))
-
-
-def open_verify_job(
-    model: RunModel,
-    options: VerifyOptions,
-    text: VerificationText,
-    *,
-    connect: Callable[[ModelSource, DataPlan], tuple[AskServer, DataPlan]] | None = None,
-) -> VerifyJob:
-    """Open the candidates and the text, and refuse what cannot be emulated before loading weights.
-
-    `connect` connects to a server, and gives the part of the text that it can score.
-
-    Raises:
-        UsageError: options contradict each other.
-        DataError: the text cannot be read.
-        ModelError: a candidate cannot be read or emulated, or belongs to another model.
-    """
-    target = Target(
-        checkpoint=model.checkpoint,
-        fingerprint=fingerprint_model(model.source.raw_config, model.checkpoint.stored),
-        geometry=model.prepared.geometry,
-    )
-    opened = tuple(_open_candidates(options, target))
-    plan, server = text.plan(model.source), None
-    if connect is not None:
-        server, plan = connect(model.source, plan)
-    job = VerifyJob(
-        **fields_of(model),
-        options=options,
-        target=target,
-        opened=opened,
-        plan=plan,
-        server=server,
-        task_job=_open_tasks(model, options, text.tokenizer),
-        warnings=(
-            *model.describe_decoded(),
-            *_warn_of_leftovers(model.name, model.prepared),
-            *_warn_of_overlap(plan, opened),
-            *_warn_of_ignored_kv(options.scheme, opened),
-            *warn_of_refusals(options, model, opened),
-        ),
-    )
-    build_request(job, model.prepared.model)
-    return job
-
-
-def run_verify_job(
-    job: VerifyJob, mode: MemoryMode, progress: Progress, *, command: str = ""
-) -> VerificationResult:
-    """Run the comparison and the tasks of a job; `command` is the command line of the run.
-
-    Raises:
-        CalibrationError: a forward pass failed.
-        VerificationError: a model gives NaN or infinity, or weights cannot be replaced.
-    """
-    with PeakMemory() as peak, _open_held(job, mode, progress) as (reference, comparison):
-        request = build_request(job, reference.model)
-        plan, answers = job.plan, None
-        if job.server is not None:
-            model = None if mode.streaming else reference.model
-            plan, answers = job.server(plan, model, progress)
-        verified = compare(
-            reference,
-            request,
-            plan,
-            batch_size=job.options.batch_size,
-            progress=progress,
-            comparison=comparison,
-            server=answers,
-        )
-        if job.task_job is not None:
-            verified = _add_tasks(job, job.task_job, reference, request, verified, progress)
-    memory = {**mode.as_json(), "peak_measured_bytes": peak.peak_bytes}
-    provenance = RunProvenance(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
-        model_hash=job.target.fingerprint,
-        data_hash=verified.data,
-        versions=versions(),
-    )
-    return _change_report(verified, memory=memory, provenance=provenance)
-
-
-@contextmanager
-def _open_held(job: VerifyJob, mode: MemoryMode, progress: Progress) -> Iterator[Any]:
-    """Open the model; of one in memory, copy the weights that candidates replace."""
-    if isinstance(job.checkpoint, LiveCheckpoint):
-        emulations = list_emulations(build_request(job, job.prepared.model))
-        if any(each.weights for each in emulations.values()):
-            job.checkpoint.hold()
-    with open_reference(job, mode, progress) as opened:
-        yield opened
-
-
-def _change_report(verified: VerificationResult, **fields: Any) -> VerificationResult:
-    return replace(verified, report=verified.report.model_copy(update=fields))
-
-
-def _add_tasks(
-    job: VerifyJob,
-    task_job: TaskJob,
-    reference: ReferenceModel,
-    request: VerificationRequest,
-    verified: VerificationResult,
-    progress: Progress,
-) -> VerificationResult:
-    outcome = run_tasks(
-        reference,
-        request.candidates,
-        task_job.tasks,
-        task_job.tokenizer,
-        batch_size=job.options.batch_size,
-        progress=progress,
-    )
-    return _change_report(
-        verified,
-        tasks=outcome.rows,
-        task_setup=outcome.setup,
-        warnings=(*verified.report.warnings, *outcome.warnings),
-    )
-
-
-# --- options --------------------------------------------------------------------------------------
-
-
 def _check_candidate_names(names: Sequence[str]) -> None:
     for name in names:
         if not name or not name.isprintable():
@@ -409,52 +214,3 @@ def _parse_rules(names: Sequence[str]) -> tuple[Rule, ...]:
         if rules.count(rule) > 1:
             raise UsageError(f"--rules: {rule} is given twice", hint="name each rule once")
     return rules
-
-
-# --- candidates and warnings ----------------------------------------------------------------------
-
-
-def _open_candidates(options: VerifyOptions, target: Target) -> Iterator[OpenedCandidate]:
-    for index, item in enumerate(options.scales):
-        if isinstance(item, CalibrationStats):
-            yield open_stats("statistics" if not index else f"statistics-{index}", item, target)
-        else:
-            yield open_candidate(item, target, options.numerics)
-
-
-def _open_tasks(model: RunModel, options: VerifyOptions, tokenizer: Any) -> TaskJob | None:
-    if not options.tasks:
-        return None
-    if tokenizer is None:
-        tokenizer = load_tokenizer(model.source, int(model.source.text_config.vocab_size))
-    return TaskJob(tasks=open_tasks(options.tasks, limit=options.limit), tokenizer=tokenizer)
-
-
-def _warn_of_leftovers(name: str, found: PreparedModel) -> Iterator[str]:
-    if leftovers := list_leftovers(found.model, found.weights):
-        yield f"{name}: not parameters of the model, so not loaded: {', '.join(leftovers)}"
-
-
-def _warn_of_overlap(plan: DataPlan, opened: tuple[OpenedCandidate, ...]) -> Iterator[str]:
-    text = plan.text.distinctive()
-    for candidate in opened:
-        measured = candidate.origin
-        share = 0.0 if measured is None else estimate_overlap(text, measured.text)
-        if share:
-            about = f"about {share:.0%}" if share >= _SMALLEST_SHARE else "less than 1%"
-            yield (
-                f"{candidate.name}: {about} of this text was used for calibration, so its "
-                "figures are too good"
-            )
-
-
-def _warn_of_ignored_kv(
-    scheme: Scheme | None, opened: tuple[OpenedCandidate, ...]
-) -> Iterator[str]:
-    for candidate in opened if scheme is not None else ():
-        sites = () if candidate.stats is None else candidate.stats.sites
-        if any(site.role is Role.K for site in sites):
-            yield (
-                f"{candidate.name}: its KV scales are ignored, as --scheme quantizes weights and "
-                "inputs only; leave out --scheme to verify them"
-            )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from fp8calib.api.auto.measure import AutoTask
 from fp8calib.api.auto.report import AutoReport
-from fp8calib.api.auto.run import AutoTask, run_auto
+from fp8calib.api.auto.run import run_auto
 from fp8calib.cli.auto.settings import AutoSettings
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import Bar, print_json, print_text, say, warn

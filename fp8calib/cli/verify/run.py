@@ -7,14 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 from fp8calib.api.models import open_run_model
+from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
 from fp8calib.api.verify.job import AskServer, VerifyJob
 from fp8calib.api.verify.memory import choose_verification_mode
-from fp8calib.api.verify.run import (
-    VerificationText,
-    if_quantized,
-    open_verify_job,
-    run_verify_job,
-)
+from fp8calib.api.verify.run import if_quantized
 from fp8calib.checkpoint.output_files import output_files
 from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.command_line import spell_command

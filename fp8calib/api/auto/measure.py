@@ -1,0 +1,230 @@
+"""What `auto` measures: its options, its candidates, and the text that is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from fp8calib.api.auto import decide
+from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES
+from fp8calib.api.auto.report import Decision
+from fp8calib.api.models import Placement, RunModel
+from fp8calib.api.quantize.run import open_planned, resolve_plan
+from fp8calib.api.quantize.servable import require_servable
+from fp8calib.api.stats import CalibrationStats
+from fp8calib.api.text import plan_text
+from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
+from fp8calib.api.verify.job import VerifyOptions
+from fp8calib.api.verify.memory import choose_verification_mode
+from fp8calib.api.verify.run import resolve_options
+from fp8calib.calibration import Progress
+from fp8calib.data.plan import DataPlan, split_plan
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.engines.registry import find_replayed
+from fp8calib.errors import ExportError
+from fp8calib.fp8.formats import E4M3FN
+from fp8calib.fp8.schemes import SCHEMES, find_scheme
+from fp8calib.model.load import LoadedModel
+from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
+from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
+from fp8calib.verification.candidates import (
+    Candidate,
+    Target,
+    build_kv_candidate,
+    build_scheme,
+)
+from fp8calib.verification.report import VerifyReport
+
+HELD_OUT = 0.2
+"""The share of the data that the loss is measured on; the scales come from the rest."""
+OVERLAY = "kv-overlay"
+_MOST_LEFT = 0.5
+"""At most this share of the layers stays unquantized."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoTask:
+    """The options of `auto`, resolved."""
+
+    model: str
+    out: Path
+    gate: str
+    engine: str
+    data: tuple[str, ...]
+    samples: int
+    seq_len: int | None
+    batch_size: int
+    pack: bool
+    placement: Placement
+    revision: str | None
+    trust_remote_code: bool
+    force: bool
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Names of what may be in the output folder."""
+        return frozenset({STATS_NAME, REPORT_NAME, OVERLAY, *SCHEMES})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The model, its statistics, and the text that is held out."""
+
+    task: AutoTask
+    model: RunModel
+    stats: CalibrationStats
+    held_out: DataPlan
+    options: VerifyOptions
+    progress: Progress
+
+    def compare(
+        self, make: Callable[[LoadedModel, Target], Sequence[Candidate]], *, by_layer: bool = False
+    ) -> VerifyReport:
+        """Compare candidates with the model on the text that is held out."""
+        options = replace(self.options, sensitivity=by_layer)
+        text = VerificationText(specs=(), samples=0, seq_len=None, pack=True, planned=self.held_out)
+        job = replace(open_verify_job(self.model, options, text), make_candidates=make)
+        return run_verify_job(job, choose_verification_mode(job), self.progress).report
+
+
+def resolve_candidates(task: AutoTask, scales: Sequence[str]) -> VerifyOptions:
+    """Resolve the options of a verification; each candidate has the gate of its kind.
+
+    Raises:
+        UsageError: the engine is unknown.
+    """
+    return resolve_options(
+        scales,
+        engine=task.engine,
+        scheme=None,
+        rules=(),
+        sensitivity=False,
+        fp8_dtype=E4M3FN.name,
+        batch_size=task.batch_size,
+        gate=None,
+        tasks=(),
+        limit=None,
+    )
+
+
+def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
+    """Plan the text of the calibration and the one that is held out."""
+
+    def plan(part: Literal["calibrate", "verify"]) -> DataPlan:
+        return plan_text(
+            model.source,
+            specs=task.data,
+            samples=task.samples,
+            seq_len=task.seq_len,
+            pack=task.pack,
+            seed=0,
+            part=part,
+        )
+
+    return (
+        split_plan(plan("calibrate"), HELD_OUT)
+        if task.data
+        else (
+            plan("calibrate"),
+            plan("verify"),
+        )
+    )
+
+
+def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> Iterator[Candidate]:
+    """List what could be written: scales of the KV cache, and each scheme.
+
+    Raises:
+        ModelError: the model cannot be quantized.
+    """
+    stats, numerics = measured.stats, measured.options.numerics
+    queries = list_unfit_queries(stats)
+    for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if queries else ())):
+        table = compute_kv_scales(stats, E4M3FN, query=name == KV_AND_Q_SCALES)
+        yield build_kv_candidate(name, table, numerics, origin="statistics, amax")
+    for name in SCHEMES if measured.task.gate == "w8a8" else ():
+        yield _build_scheme(measured, name, name, (), model, target)
+
+
+def _build_scheme(
+    measured: Measured,
+    name: str,
+    scheme: str,
+    ignore: Sequence[str],
+    model: LoadedModel,
+    target: Target,
+) -> Candidate:
+    return build_scheme(
+        name,
+        find_scheme(scheme),
+        target,
+        model,
+        measured.options.numerics,
+        fmt=E4M3FN,
+        stats=measured.stats,
+        ignore=ignore,
+    )
+
+
+def list_refused(measured: Measured) -> Iterator[tuple[str, str]]:
+    """List the schemes that the engine cannot load of this model, with the reason."""
+    engine = find_replayed(measured.task.engine).key
+    for name in SCHEMES:
+        asked = resolve_plan(
+            name,
+            COMPRESSED_TENSORS.name,
+            ignore=(),
+            power_of_two_scales=False,
+            shared_scales=True,
+            is_calibrated=True,
+        )
+        try:
+            with open_planned(
+                str(measured.model.source.folder),
+                asked,
+                measured.stats,
+                revision=None,
+                dequantize=False,
+                allow_unservable=True,
+            ) as planned:
+                require_servable(planned.plan, planned.checkpoint.folder, [engine])
+        except ExportError as error:
+            yield name, error.message.partition(f"{engine}: ")[2] or error.message
+
+
+def leave_layers(measured: Measured, scheme: str) -> tuple[tuple[int, ...], Decision] | None:
+    """Find the fewest layers without which a scheme passes."""
+    names = name_layers(measured.stats)
+    found = measured.compare(
+        lambda *both: [_build_scheme(measured, scheme, scheme, (), *both)], by_layer=True
+    )
+    assert found.sensitivity is not None  # noqa: S101 -- it was asked for
+    ranked = [each.layer for each in found.sensitivity.layers if each.layer in names]
+    most = int(len(measured.stats.geometry.layers) * _MOST_LEFT)
+    counts = [count for count in _doubling(most) if count <= len(ranked)]
+    if not counts:
+        return None
+
+    def make(model: LoadedModel, target: Target) -> list[Candidate]:
+        patterns = {count: [names[layer] for layer in ranked[:count]] for count in counts}
+        return [
+            _build_scheme(measured, str(count), scheme, ignore, model, target)
+            for count, ignore in patterns.items()
+        ]
+
+    return decide.choose_left_layers(measured.compare(make), scheme, ranked, counts)
+
+
+def _doubling(most: int) -> Iterator[int]:
+    count = 1
+    while count <= most:
+        yield count
+        count *= 2
+
+
+def name_layers(stats: CalibrationStats) -> dict[int, str]:
+    """Name the decoder layers as the checkpoint does, by index."""
+    named = {layer.index: decide.name_layer_in_checkpoint(layer) for layer in stats.geometry.layers}
+    return {index: name for index, name in named.items() if name is not None}
