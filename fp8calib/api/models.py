@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
@@ -132,7 +133,7 @@ def open_run_model(
         ModelError: the model cannot be read, or is not supported.
         RecipeError: a pattern of the recipe matches no module.
     """
-    if isinstance(model, PreTrainedModel):
+    if not isinstance(model, str | Path):
         placement.refuse()
         yield from _open_live(model, recipe)
         return

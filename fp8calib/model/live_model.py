@@ -20,7 +20,7 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.checkpoint.model_config import find_quantization_configs
 from fp8calib.checkpoint.tensor_file import TORCH_DTYPES
-from fp8calib.errors import ModelError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import ModelSource, attend_causally
 from fp8calib.model.topology.find import find_text_decoder
 
@@ -126,9 +126,15 @@ def check_live_model(model: PreTrainedModel) -> None:
     """Refuse a model in memory whose parameters are not all here, as they were trained.
 
     Raises:
+        UsageError: it is no model of transformers.
         ModelError: it is quantized, sharded, offloaded or has adapters.
     """
     name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"{name} is neither a path nor a PreTrainedModel of transformers",
+            hint="pass the model inside of a wrapper (DDP, FSDP, torch.compile)",
+        )
     hint = "pass the unquantized model, or the path of a checkpoint"
     sections = [section for _, section in find_quantization_configs(model.config.to_dict())]
     if getattr(model, "hf_quantizer", None) is not None or any(sections):
@@ -141,7 +147,7 @@ def check_live_model(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is not a decoder-only language model")
     for parameter, value in model.named_parameters():
-        if isinstance(value, DTensor) or value.is_meta:
+        if isinstance(value, DTensor) or value.is_meta or not value.numel():
             where = "offloaded" if value.is_meta else "sharded over processes"
             raise ModelError(
                 f"{name}: {parameter} is {where}, so the model cannot be run here",

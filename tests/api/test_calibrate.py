@@ -286,6 +286,12 @@ def test_models_whose_weights_are_not_here_are_refused() -> None:
         torch.zeros(48, 32, dtype=torch.int8), requires_grad=False
     )
     refuse(model, "int8")
+    model = zoo.build("llama")
+    model.model.layers[0].mlp.up_proj.weight.data = torch.empty(0)  # as DeepSpeed's ZeRO-3 does
+    refuse(model, r"layers\.0\.mlp\.up_proj\.weight is sharded")
+    wrapped: Any = torch.nn.parallel.DataParallel(zoo.build("llama"))
+    with pytest.raises(fp8calib.UsageError, match="DataParallel is neither a path nor"):
+        fp8calib.calibrate(wrapped, token_rows(), seq_len=LENGTH)
 
 
 def test_progress_reaches_the_total() -> None:
