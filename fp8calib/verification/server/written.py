@@ -22,14 +22,18 @@ def count_given(sequences: Sequence[torch.Tensor]) -> int:
 
 
 def write_text(
-    model: LoadedModel, sequences: Sequence[torch.Tensor], progress: Progress
+    model: LoadedModel,
+    sequences: Sequence[torch.Tensor],
+    progress: Progress,
+    *,
+    seed: int = SEED,
 ) -> tuple[torch.Tensor, ...]:
     """Replace every sequence, but for its first tokens, by what the model writes.
 
     Raises:
         VerificationError: the model gives NaN or inf.
     """
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     given = count_given(sequences)
     progress.stage("writing text", sum(map(len, sequences)), unit="tokens")
     written: list[torch.Tensor] = []

@@ -17,8 +17,8 @@ from tests.verification.server import planted
 from tests.verification.server.fake import FakeServer
 from tests.verification.server.planted import write_ids
 
-SEQUENCES = 12
-LENGTH = 96
+SEQUENCES = 10
+LENGTH = 64
 OPTIONS = ("--seq-len", LENGTH, "--dtype", "float32")
 ENGINE = ("--engine", planted.ENGINE)
 
