@@ -14,6 +14,7 @@ import io, json, sys, zipfile
 from pathlib import Path
 import numpy as np
 from fp8calib.cli.show.scales import show_scales
+from fp8calib.cli.show.tables import TableOptions
 from fp8calib.engines.check import check_folder
 from fp8calib.engines.registry import list_defaults
 from fp8calib.engines.replay.folder import open_folder
@@ -55,7 +56,7 @@ def ask(file):
     geometry = plain_geometry()
     for question in (
         lambda: read_scales(file, geometry),
-        lambda: show_scales(file, as_json=True),
+        lambda: show_scales(file, TableOptions(), as_json=True),
         lambda: check_folder(open_folder(file.parent), geometry, list_defaults(), 1),
     ):
         try:
