@@ -18,7 +18,7 @@ from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import Evidence, ServerAnswers
 from fp8calib.verification.server.client import find_endpoint
-from fp8calib.verification.server.kind import ServerScores
+from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.recognise import Server, require_kind
 from fp8calib.verification.server.score import (
     ServerOptions,

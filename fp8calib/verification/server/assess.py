@@ -21,7 +21,7 @@ from fp8calib.verification.server.diagnose import (
 from fp8calib.verification.server.estimates import Estimate, TopTokens, WrittenText, low_variance
 from fp8calib.verification.server.faults import FaultRunner
 from fp8calib.verification.server.hypotheses import Fault
-from fp8calib.verification.server.kind import ServerScores
+from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.sentences import Context, describe
 from fp8calib.verification.server_result import (
     EngineResult,

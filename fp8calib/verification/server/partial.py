@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fp8calib.errors import DataError, ExportError
-from fp8calib.verification.server.kind import SequenceScores
+from fp8calib.verification.server.kinds.kind import SequenceScores
 
 _FIELDS = {"logprobs": "<f4", "top_ids": "<i8", "top_logprobs": "<f4"}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from fp8calib.errors import ModelError, UsageError, VerificationError, cut_list, shorten
 from fp8calib.verification.server.client import Answer, ServerClient
-from fp8calib.verification.server.kind import ServerKind
-from fp8calib.verification.server.sglang import SglangServer
-from fp8calib.verification.server.tgi import TgiServer
-from fp8calib.verification.server.vllm import VllmServer
+from fp8calib.verification.server.kinds.kind import ServerKind
+from fp8calib.verification.server.kinds.sglang import SglangServer
+from fp8calib.verification.server.kinds.tgi import TgiServer
+from fp8calib.verification.server.kinds.vllm import VllmServer
 
 _ALL: tuple[ServerKind, ...] = (VllmServer(), SglangServer(), TgiServer())
 KINDS = {kind.name: kind for kind in _ALL}

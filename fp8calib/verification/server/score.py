@@ -13,7 +13,7 @@ import torch
 from fp8calib.calibration import Progress
 from fp8calib.errors import Fp8CalibError, ModelError, VerificationError
 from fp8calib.verification.server.client import Answer, Endpoint, ServerClient
-from fp8calib.verification.server.kind import AnswerError, SequenceScores, ServerScores
+from fp8calib.verification.server.kinds.kind import AnswerError, SequenceScores, ServerScores
 from fp8calib.verification.server.partial import PartialScores
 from fp8calib.verification.server.recognise import (
     Server,

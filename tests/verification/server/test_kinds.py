@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8calib.verification.server.kind import AnswerError, ServerKind
+from fp8calib.verification.server.kinds.kind import AnswerError, ServerKind
 from fp8calib.verification.server.recognise import KINDS
 
 IDS = [5, 3, 8]
