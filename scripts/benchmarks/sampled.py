@@ -73,7 +73,7 @@ def main() -> None:
 
 def _show(name: str, values: torch.Tensor, written: WrittenText, full: float) -> None:
     found = written.mean(values)
-    error = found.error or float("nan")
+    error = found.se or float("nan")
     away = (found.value - full) / error
     share = found.value / full - 1
     print(f"  {name:18} {found.value:.6f} ± {error:.6f}: {share:+.1%}, {away:+.2f} errors")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.weights.weight_rule import (
     Effect,
-    ParameterRule,
+    Outcome,
     ParameterRules,
     WeightRule,
 )
@@ -57,12 +57,12 @@ _WEIGHT_RULES = (
 )
 
 _PARAMETER_RULES = ParameterRules(
-    absent=ParameterRule(
+    absent=Outcome(
         effect=Effect.MISREAD,
         what="the engine warns of it, and uses uninitialised memory, or ones for a norm",
         source="ATOM ffdf3bb atom/model_loader/loading_core.py (unloaded), read",
     ),
-    misfit=ParameterRule(
+    misfit=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (RuntimeError: shape mismatch)",
         source="ATOM ffdf3bb atom/model_loader/loader.py (default_weight_loader), read",

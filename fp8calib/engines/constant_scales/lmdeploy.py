@@ -8,7 +8,7 @@ from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.weights.weight_rule import (
     Effect,
     Opened,
-    ParameterRule,
+    Outcome,
     ParameterRules,
     WeightRule,
 )
@@ -65,12 +65,12 @@ _WEIGHT_RULES = (
 
 _LOAD = "LMDeploy 1263d5c lmdeploy/pytorch/weight_loader/model_weight_loader.py"
 _PARAMETER_RULES = ParameterRules(
-    absent=ParameterRule(
+    absent=Outcome(
         effect=Effect.MISREAD,
         what="the engine uses uninitialised memory, or ones for a norm",
         source=f"{_LOAD} (load_model_weights compares nothing), read",
     ),
-    misfit=ParameterRule(
+    misfit=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (AssertionError or RuntimeError)",
         source=f"{_LOAD} (default_weight_loader), read",

@@ -8,7 +8,7 @@ from fp8calib.engines.engine import Engine, Launch
 from fp8calib.engines.weights.weight_rule import (
     Effect,
     Opened,
-    ParameterRule,
+    Outcome,
     ParameterRules,
     WeightRule,
 )
@@ -69,12 +69,12 @@ _WEIGHT_RULES = (
 
 _LOAD = "TensorRT-LLM 000a01d tensorrt_llm/_torch/models/modeling_utils.py (_load_weights_impl)"
 _PARAMETER_RULES = ParameterRules(
-    absent=ParameterRule(
+    absent=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (KeyError)",
         source=f"{_LOAD}, read",
     ),
-    misfit=ParameterRule(
+    misfit=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (RuntimeError)",
         source=f"{_LOAD}, read",

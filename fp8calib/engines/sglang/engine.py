@@ -9,7 +9,7 @@ from fp8calib.engines.engine import Engine, Evidence, Launch
 from fp8calib.engines.numerics import FLASH_ATTENTION_3, SMALLEST_GROUP_SCALE, Numerics
 from fp8calib.engines.weights.weight_rule import (
     Effect,
-    ParameterRule,
+    Outcome,
     ParameterRules,
     WeightRule,
 )
@@ -127,13 +127,13 @@ _WEIGHT_RULES = (
 )
 
 _PARAMETER_RULES = ParameterRules(
-    absent=ParameterRule(
+    absent=Outcome(
         effect=Effect.MISREAD,
         what="the engine uses uninitialised memory, or ones for a norm",
         source="SGLang 0.5.23 srt/model_loader/loader.py (load_weights_and_postprocess compares "
         "nothing), read",
     ),
-    misfit=ParameterRule(
+    misfit=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (AssertionError)",
         source="SGLang 0.5.23 srt/model_loader/weight_utils.py (default_weight_loader), "

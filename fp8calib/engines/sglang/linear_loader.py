@@ -33,7 +33,6 @@ from fp8calib.engines.weights.linear_loader import (
     GroupKind,
     LinearGroup,
     LinearLoader,
-    Outcome,
     StoredLinear,
     Unquantized,
 )
@@ -43,7 +42,7 @@ from fp8calib.engines.weights.linear_parameters import (
     list_linear_parameters,
 )
 from fp8calib.engines.weights.parameters import Fit, Parameter
-from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _EXPERTS = "SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py (weight_loader), read"

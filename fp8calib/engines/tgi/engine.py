@@ -9,7 +9,7 @@ from fp8calib.engines.tgi.numerics import NUMERICS
 from fp8calib.engines.weights.weight_rule import (
     Effect,
     Opened,
-    ParameterRule,
+    Outcome,
     ParameterRules,
     WeightRule,
 )
@@ -66,12 +66,12 @@ _WEIGHT_RULES = (
 )
 
 _PARAMETER_RULES = ParameterRules(
-    absent=ParameterRule(
+    absent=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (RuntimeError: does not exist)",
         source="TGI db931fc utils/weights.py (get_filename), read",
     ),
-    misfit=ParameterRule(
+    misfit=Outcome(
         effect=Effect.REFUSED,
         what="TGI takes it as it is stored, and the first forward pass fails (RuntimeError)",
         source="TGI db931fc utils/weights.py (get_sharded), "

@@ -20,7 +20,6 @@ from fp8calib.engines.weights.linear_loader import (
     GroupKind,
     LinearGroup,
     LinearLoader,
-    Outcome,
     StoredLinear,
     Unquantized,
 )
@@ -34,7 +33,7 @@ from fp8calib.engines.weights.parameters import (
     fit_exactly,
 )
 from fp8calib.engines.weights.stored import is_fp8
-from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.fp8.schemes import Granularity, InputScaling, count_blocks
 
 _FP8 = "TGI db931fc layers/fp8.py (HybridFP8UnquantLoader), read"

@@ -8,7 +8,7 @@ from fp8calib.engines.engine import Engine, Evidence
 from fp8calib.engines.weights.weight_rule import (
     Effect,
     Opened,
-    ParameterRule,
+    Outcome,
     ParameterRules,
     WeightRule,
 )
@@ -57,12 +57,12 @@ _WEIGHT_RULES = (
 )
 
 _PARAMETER_RULES = ParameterRules(
-    absent=ParameterRule(
+    absent=Outcome(
         effect=Effect.MISREAD,
         what="transformers reports it MISSING, and uses random numbers, or ones for a norm",
         source="transformers 5.23 modeling_utils.py (from_pretrained), run",
     ),
-    misfit=ParameterRule(
+    misfit=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (RuntimeError: size mismatch)",
         source="transformers 5.23 modeling_utils.py (from_pretrained), run",

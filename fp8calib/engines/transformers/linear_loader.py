@@ -29,7 +29,6 @@ from fp8calib.engines.weights.linear_loader import (
     GroupKind,
     LinearGroup,
     LinearLoader,
-    Outcome,
     StoredLinear,
     Unquantized,
 )
@@ -43,7 +42,7 @@ from fp8calib.engines.weights.parameters import (
     fit_exactly,
 )
 from fp8calib.engines.weights.stored import is_fp8
-from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.fp8.schemes import GROUP_SIZE, Granularity, InputScaling, count_blocks
 from fp8calib.geometry.expert_layouts import find_layout
 

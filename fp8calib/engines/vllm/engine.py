@@ -10,7 +10,7 @@ from fp8calib.engines.vllm.numerics import make_numerics
 from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
 from fp8calib.engines.weights.weight_rule import (
     Effect,
-    ParameterRule,
+    Outcome,
     ParameterRules,
     WeightRule,
 )
@@ -99,19 +99,19 @@ _WEIGHT_RULES = (
 
 
 _PARAMETER_RULES = ParameterRules(
-    absent=ParameterRule(
+    absent=Outcome(
         effect=Effect.MISREAD,
         what="the engine uses uninitialised memory, or ones for a norm",
         source="vLLM 0.32.0 model_loader/default_loader.py (load_weights, "
         "track_weights_loading), read",
     ),
-    misfit=ParameterRule(
+    misfit=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (AssertionError)",
         source="vLLM 0.32.0 model_loader/weight_utils.py (default_weight_loader), layers/"
         "vocab_parallel_embedding.py (weight_loader), read",
     ),
-    absent_vector=ParameterRule(
+    absent_vector=Outcome(
         effect=Effect.REFUSED,
         what="loading fails (ValueError: not initialized from checkpoint)",
         source="vLLM 0.32.0 model_loader/default_loader.py (track_weights_loading): only without a "

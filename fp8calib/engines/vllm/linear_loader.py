@@ -32,7 +32,6 @@ from fp8calib.engines.weights.linear_loader import (
     GroupKind,
     LinearGroup,
     LinearLoader,
-    Outcome,
     StoredLinear,
     Unquantized,
 )
@@ -42,7 +41,7 @@ from fp8calib.engines.weights.linear_parameters import (
     list_linear_parameters,
 )
 from fp8calib.engines.weights.parameters import WEIGHT, Parameter, Unfilled
-from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.geometry.model_geometry import ModelGeometry
 
 _LOADER = "vLLM 0.32.0 models/utils.py (AutoWeightsLoader), run"

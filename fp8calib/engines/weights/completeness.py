@@ -19,7 +19,7 @@ from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS, is_companion, name_com
 from fp8calib.engines.replay.folder import ScaleFolder
 from fp8calib.engines.weights.faults import WeightFault
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES, Fit, Shape
-from fp8calib.engines.weights.weight_rule import Effect, Opened, ParameterRule, ParameterRules
+from fp8calib.engines.weights.weight_rule import Effect, Opened, Outcome, ParameterRules
 from fp8calib.errors import shorten
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.geometry.module_paths import split_expert
@@ -158,7 +158,7 @@ def list_parameter_faults(
     tensors = {name: entry for name, (_, entry) in located.items()}
     if not any(len(tensors[name].shape) > 1 for name in geometry.parameters if name in tensors):
         return []  # a folder of config and scales alone, for weights that are elsewhere
-    found: dict[tuple[Effect, str], list[tuple[str, ParameterRule]]] = defaultdict(list)
+    found: dict[tuple[Effect, str], list[tuple[str, Outcome]]] = defaultdict(list)
     judged = [
         *_list_absent(rules, geometry, tensors, is_quantized=is_quantized),
         *_list_misfits(rules, geometry, tensors, find_fit or (lambda _, __: None)),
@@ -169,10 +169,10 @@ def list_parameter_faults(
     return [_join(engine, each, fix) for (_, fix), each in found.items()]
 
 
-Judged = Iterator[tuple[str, ParameterRule, str]]
+Judged = Iterator[tuple[str, Outcome, str]]
 
 
-def _join(engine: str, found: list[tuple[str, ParameterRule]], fix: str) -> WeightFault:
+def _join(engine: str, found: list[tuple[str, Outcome]], fix: str) -> WeightFault:
     name, rule = found[0]
     why = f"{shorten(name)} {rule.what}"
     if found[1:]:
@@ -300,8 +300,8 @@ def _is_same(found: Shape, expected: Shape) -> bool:
 
 
 def _describe_misfit(
-    rule: ParameterRule, found: Shape, expected: Shape, fit: Fit | None = None
-) -> ParameterRule:
+    rule: Outcome, found: Shape, expected: Shape, fit: Fit | None = None
+) -> Outcome:
     what = f"has shape {list(found)}, and the config means {list(expected)}"
     if fit in _CUTS:
         return replace(rule, effect=Effect.MISREAD, what=f"{what}: {_CUTS[fit]}")

@@ -14,7 +14,7 @@ from enum import StrEnum
 from fp8calib.checkpoint.header import TensorEntry
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
 from fp8calib.engines.weights.parameters import Parameter
-from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.geometry.model_geometry import Shard
 
 
@@ -85,16 +85,6 @@ class Foreign:
     why: str
     """What of the config says so, and what becomes of FP8 weights."""
     effect: Effect = Effect.REFUSED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What an engine does with something that it does not load as it is."""
-
-    effect: Effect
-    what: str
-    """In words, to follow the name of what is concerned."""
-    source: str
 
 
 Found = StoredScheme | Unquantized | Foreign | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fp8calib.dialects.fp8.quantization_config import StoredScheme
-from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, Outcome, StoredLinear
+from fp8calib.engines.weights.linear_loader import GroupKind, LinearGroup, StoredLinear
 from fp8calib.engines.weights.parameters import (
     INPUT_SCALE,
     WEIGHT,
@@ -22,7 +22,7 @@ from fp8calib.engines.weights.parameters import (
     fit_number,
     fit_slice,
 )
-from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.fp8.schemes import Granularity, InputScaling, count_blocks
 
 _SCALE = "weight_scale"

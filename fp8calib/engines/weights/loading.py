@@ -15,7 +15,6 @@ from fp8calib.engines.weights.linear_loader import (
     GroupKind,
     LinearGroup,
     LinearLoader,
-    Outcome,
     StoredLinear,
     Unquantized,
 )
@@ -29,7 +28,7 @@ from fp8calib.engines.weights.parameters import (
     Unfilled,
 )
 from fp8calib.engines.weights.stored import ScaleValues, is_fp8
-from fp8calib.engines.weights.weight_rule import Effect
+from fp8calib.engines.weights.weight_rule import Effect, Outcome
 from fp8calib.errors import shorten
 from fp8calib.fp8.schemes import BLOCK, Granularity, InputScaling
 

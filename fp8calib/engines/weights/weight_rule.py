@@ -54,11 +54,12 @@ class Opened(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterRule:
-    """What an engine does with a parameter of the model, in words that follow its name."""
+class Outcome:
+    """What an engine does with something that it does not load as it is."""
 
     effect: Effect
     what: str
+    """In words, to follow the name of what is concerned."""
     source: str
 
 
@@ -66,9 +67,9 @@ class ParameterRule:
 class ParameterRules:
     """What an engine does with parameters that no tensor fills, or one of another shape."""
 
-    absent: ParameterRule
-    misfit: ParameterRule
-    absent_vector: ParameterRule | None = None
+    absent: Outcome
+    misfit: Outcome
+    absent_vector: Outcome | None = None
     """Of norms and others outside of linears, embeddings and experts, in a checkpoint without a
     quantization config; None where it is the same."""
     takes_rows: bool = False

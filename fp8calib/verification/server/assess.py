@@ -18,7 +18,7 @@ from fp8calib.verification.server.diagnose import (
     mean_square,
     needs_layers,
 )
-from fp8calib.verification.server.estimates import Estimate, TopTokens, WrittenText, low_variance
+from fp8calib.verification.server.estimates import TopTokens, WrittenText, low_variance
 from fp8calib.verification.server.faults import FaultRunner
 from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.kinds.kind import ServerScores
@@ -125,10 +125,10 @@ def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> As
         change_rms=found.size,
         noise_rms=answers.noise**0.5,
         engine=_compare_engines(answers.reference, evidence.reference),
-        kld_low_variance=_to_result(estimates.low),
-        kld_log_ratio=_to_result(estimates.ratio),
-        kld_top=_to_result(estimates.top),
-        kld_at_least=_to_result(estimates.bound),
+        kld_low_variance=estimates.low,
+        kld_log_ratio=estimates.ratio,
+        kld_top=estimates.top,
+        kld_at_least=estimates.bound,
         top_covered=None if top is None else top.covered,
         explanations=tuple(
             ExplanationResult(
@@ -151,10 +151,10 @@ def assess(answers: ServerAnswers, evidence: Evidence, progress: Progress) -> As
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Estimates:
-    low: Estimate | None = None
-    ratio: Estimate | None = None
-    top: Estimate | None = None
-    bound: Estimate | None = None
+    low: EstimateResult | None = None
+    ratio: EstimateResult | None = None
+    top: EstimateResult | None = None
+    bound: EstimateResult | None = None
 
     def describe(self) -> str:
         """Describe the best of them; empty without any."""
@@ -174,7 +174,7 @@ def _estimate(
         if top is None:
             return _Estimates()
         values = top.merged()
-        mean = Estimate(value=float(values.mean()), error=standard_error(values, lengths))
+        mean = EstimateResult(value=float(values.mean()), se=standard_error(values, lengths))
         return _Estimates(bound=mean)
     written = WrittenText(lengths=lengths, num_given=answers.num_given)
     return _Estimates(
@@ -237,10 +237,6 @@ def _compare_engines(
         change_rms=mean_square(changes) ** 0.5,
         ppl_ratio=float((-changes.mean()).exp()),
     )
-
-
-def _to_result(estimate: Estimate | None) -> EstimateResult | None:
-    return None if estimate is None else EstimateResult(value=estimate.value, se=estimate.error)
 
 
 # --- diagnosis ----------------------------------------------------------------------------------

@@ -14,18 +14,10 @@ import torch
 
 from fp8calib.verification.compare.summary import standard_error
 from fp8calib.verification.compare.token_scores import predicted_positions, split_sequences
+from fp8calib.verification.server_result import EstimateResult
 
 _LEAST = 1e-12
 """Probability of the tokens that a server does not name; rounding may leave less."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A mean over tokens, in nats."""
-
-    value: float
-    error: float | None
-    """Its standard error; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +27,12 @@ class WrittenText:
     lengths: Sequence[int]
     num_given: int
 
-    def mean(self, values: torch.Tensor) -> Estimate:
+    def mean(self, values: torch.Tensor) -> EstimateResult:
         """Average values [N] over the tokens that were written."""
         parts = list(split_sequences(self._is_own, self.lengths))
         own = [int(part.sum()) + 1 for part in parts]
         kept = values[self._is_own]
-        return Estimate(value=float(kept.mean()), error=standard_error(kept, own))
+        return EstimateResult(value=float(kept.mean()), se=standard_error(kept, own))
 
     @property
     def _is_own(self) -> torch.Tensor:

@@ -78,4 +78,4 @@ def test_only_written_tokens_count() -> None:
     found = written.mean(torch.tensor([9.0, 1.0, 2.0, 9.0, 6.0]).double())
     assert found.value == pytest.approx(3.0)
     residuals = [1 + 2 - 2 * 3.0, 6 - 3.0]
-    assert found.error == pytest.approx(math.sqrt(2 * sum(r * r for r in residuals)) / 3)
+    assert found.se == pytest.approx(math.sqrt(2 * sum(r * r for r in residuals)) / 3)
