@@ -44,8 +44,8 @@ def cut_list(items: Collection[object], most: int = 8) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def format_ranges(indices: Collection[int], most: int = 6) -> str:
-    """Join neighbours of a sorted list: `0-6, 8, 9, 12-29`; the runs after `most` are counted."""
+def format_ranges(indices: Collection[int]) -> str:
+    """Join neighbours of a sorted list: `0-6, 8, 9, 12-29`; what is after the sixth is counted."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:
@@ -53,7 +53,7 @@ def format_ranges(indices: Collection[int], most: int = 6) -> str:
         else:
             runs.append([index])
     spelled = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs)
-    return cut_list([each for run in spelled for each in run], most)
+    return cut_list([each for run in spelled for each in run], 6)
 
 
 def first_line(error: BaseException) -> str:

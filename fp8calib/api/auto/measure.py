@@ -15,14 +15,14 @@ from fp8calib.api.quantize.run import open_planned, resolve_plan
 from fp8calib.api.quantize.servable import require_servable
 from fp8calib.api.stats import CalibrationStats
 from fp8calib.api.text import plan_text
-from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
-from fp8calib.api.verify.job import VerifyOptions
+from fp8calib.api.verify.comparison import open_verify_job, run_verify_job
 from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.api.verify.run import resolve_options
 from fp8calib.calibration import Progress
 from fp8calib.data.plan import DataPlan, split_plan
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.engines.registry import find_replayed
+from fp8calib.engines.numerics import Numerics
+from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, find_scheme
@@ -76,37 +76,36 @@ class Measured:
     model: RunModel
     stats: CalibrationStats
     held_out: DataPlan
-    options: VerifyOptions
     progress: Progress
 
+    @property
+    def numerics(self) -> Numerics:
+        """The arithmetic of the engine."""
+        return find_emulated(self.task.engine)[1]
+
     def compare(
-        self, make: Callable[[LoadedModel, Target], Sequence[Candidate]], *, by_layer: bool = False
+        self,
+        make: Callable[[LoadedModel, Target], Sequence[Candidate]] | None = None,
+        *,
+        scales: Sequence[str] = (),
+        by_layer: bool = False,
     ) -> VerifyReport:
-        """Compare candidates with the model on the text that is held out."""
-        options = replace(self.options, sensitivity=by_layer)
-        text = VerificationText(specs=(), samples=0, seq_len=None, pack=True, planned=self.held_out)
-        job = replace(open_verify_job(self.model, options, text), make_candidates=make)
+        """Compare candidates with the model on the text that is held out, each by its own gate.
+
+        Args:
+            make: makes the candidates.
+            scales: paths of others.
+            by_layer: also quantize one layer at a time.
+        """
+        options = resolve_options(
+            scales,
+            engine=self.task.engine,
+            batch_size=self.task.batch_size,
+            sensitivity=by_layer,
+        )
+        job = open_verify_job(self.model, options, self.held_out)
+        job = replace(job, make_candidates=make)
         return run_verify_job(job, choose_verification_mode(job), self.progress).report
-
-
-def resolve_candidates(task: AutoTask, scales: Sequence[str]) -> VerifyOptions:
-    """Resolve the options of a verification; each candidate has the gate of its kind.
-
-    Raises:
-        UsageError: the engine is unknown.
-    """
-    return resolve_options(
-        scales,
-        engine=task.engine,
-        scheme=None,
-        rules=(),
-        sensitivity=False,
-        fp8_dtype=E4M3FN.name,
-        batch_size=task.batch_size,
-        gate=None,
-        tasks=(),
-        limit=None,
-    )
 
 
 def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
@@ -123,14 +122,9 @@ def plan_texts(task: AutoTask, model: RunModel) -> tuple[DataPlan, DataPlan]:
             part=part,
         )
 
-    return (
-        split_plan(plan("calibrate"), HELD_OUT)
-        if task.data
-        else (
-            plan("calibrate"),
-            plan("verify"),
-        )
-    )
+    if task.data:
+        return split_plan(plan("calibrate"), HELD_OUT)
+    return plan("calibrate"), plan("verify")
 
 
 def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> Iterator[Candidate]:
@@ -139,7 +133,7 @@ def list_candidates(measured: Measured, model: LoadedModel, target: Target) -> I
     Raises:
         ModelError: the model cannot be quantized.
     """
-    stats, numerics = measured.stats, measured.options.numerics
+    stats, numerics = measured.stats, measured.numerics
     queries = list_unfit_queries(stats)
     for name in (KV_SCALES, *((KV_AND_Q_SCALES,) if queries else ())):
         table = compute_kv_scales(stats, E4M3FN, query=name == KV_AND_Q_SCALES)
@@ -161,7 +155,7 @@ def _build_scheme(
         find_scheme(scheme),
         target,
         model,
-        measured.options.numerics,
+        measured.numerics,
         fmt=E4M3FN,
         stats=measured.stats,
         ignore=ignore,

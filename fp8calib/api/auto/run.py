@@ -15,7 +15,6 @@ from fp8calib.api.auto.measure import (
     list_candidates,
     list_refused,
     plan_texts,
-    resolve_candidates,
 )
 from fp8calib.api.auto.report import AutoReport, Decision
 from fp8calib.api.auto.writing import write_choice
@@ -139,7 +138,6 @@ def run_auto(
             model=model,
             stats=stats,
             held_out=held_out,
-            options=resolve_candidates(task, ()),
             progress=progress,
         )
         report = _decide(measured, folder, tell)

@@ -15,7 +15,6 @@ from fp8calib.api.auto.measure import (
     AutoTask,
     Measured,
     name_layers,
-    resolve_candidates,
 )
 from fp8calib.api.auto.report import Checked, WrittenResult
 from fp8calib.api.check import check
@@ -23,8 +22,6 @@ from fp8calib.api.export.run import export
 from fp8calib.api.quantize.run import quantize
 from fp8calib.api.quantize.servable import find_load_fault
 from fp8calib.api.stats import CalibrationStats
-from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
-from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.verification.report import CandidateResult
@@ -78,10 +75,8 @@ def _without_kv(stats: CalibrationStats) -> CalibrationStats:
 
 
 def _verify_written(measured: Measured, path: Path) -> CandidateResult:
-    text = VerificationText(specs=(), samples=0, seq_len=None, pack=True, planned=measured.held_out)
-    job = open_verify_job(measured.model, resolve_candidates(measured.task, [str(path)]), text)
-    verified = run_verify_job(job, choose_verification_mode(job), measured.progress)
-    return verified.report.candidates[0].model_copy(update={"name": path.name})
+    found = measured.compare(scales=[str(path)])
+    return found.candidates[0].model_copy(update={"name": path.name})
 
 
 def _check_written(task: AutoTask, path: Path) -> Iterator[tuple[str, Checked]]:

@@ -139,11 +139,10 @@ def _read_losses(
 def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Loss:
     document = load_json_object(path)
     try:
+        fields = {k: v for k, v in document.items() if k not in _ADDED}
         if document.get("kind") == "auto":
-            fields = {k: v for k, v in document.items() if k not in _ADDED}
             loss = _from_auto(AutoReport.model_validate(fields))
         else:
-            fields = {k: v for k, v in document.items() if k not in _ADDED}
             loss = _from_verify(VerifyReport.model_validate(fields), path, folder)
     except ValidationError as error:
         first = error.errors()[0]

@@ -97,7 +97,7 @@ def _describe(facts: CardFacts, base: str, repo: str, report: CheckReport | None
     yield from _list_front_matter(facts, base)
     yield f"# {repo.rpartition('/')[2]}"
     yield ""
-    yield f"{_summarize(facts, base)}"
+    yield _summarize(facts, base)
     for loss in facts.losses:
         yield from _describe_loss(loss)
     if not facts.losses:
@@ -181,7 +181,7 @@ def _describe_engines(facts: CardFacts, repo: str, report: CheckReport | None) -
     for key, found in report.engines.items():
         used = sum(layer.ok for layer in found.layers)
         kv = f"{used} of {len(found.layers)} layers" if facts.has_kv_scales else "-"
-        why = find_load_fault(found) or next((p for p in found.problems), "")
+        why = find_load_fault(found) or next(iter(found.problems), "")
         why = shorten(why).replace(str(facts.folder), repo).replace("|", r"\|")
         rows.append([key, report.versions[key], "yes" if found.ok else "no", kv, why])
     yield from _make_table(["engine", "version", "uses it", "KV scales used", "note"], rows)

@@ -61,8 +61,6 @@ class VerificationText:
     pack: bool
     tokenizer: Any = None
     """None: that in the model's folder."""
-    planned: DataPlan | None = None
-    """Used as it is, instead of all others."""
 
     def plan(self, source: ModelSource) -> DataPlan:
         """Read the text; the warnings are about figures, not about scales.
@@ -71,8 +69,6 @@ class VerificationText:
             UsageError: the length is above the model's maximum, or a data spec is invalid.
             DataError: the data cannot be read.
         """
-        if self.planned is not None:
-            return self.planned
         plan = plan_text(
             source,
             specs=self.specs,
@@ -93,7 +89,7 @@ class VerificationText:
 def open_verify_job(
     model: RunModel,
     options: VerifyOptions,
-    text: VerificationText,
+    text: VerificationText | DataPlan,
     *,
     connect: Callable[[ModelSource, DataPlan], tuple[AskServer, DataPlan]] | None = None,
 ) -> VerifyJob:
@@ -112,7 +108,7 @@ def open_verify_job(
         geometry=model.prepared.geometry,
     )
     opened = tuple(_open_candidates(options, target))
-    plan, server = text.plan(model.source), None
+    plan, server = text if isinstance(text, DataPlan) else text.plan(model.source), None
     if connect is not None:
         server, plan = connect(model.source, plan)
     job = VerifyJob(
@@ -122,7 +118,7 @@ def open_verify_job(
         opened=opened,
         plan=plan,
         server=server,
-        task_job=_open_tasks(model, options, text.tokenizer),
+        task_job=_open_tasks(model, options, text),
         warnings=(
             *model.describe_decoded(),
             *_warn_of_leftovers(model.name, model.prepared),
@@ -219,9 +215,12 @@ def _open_candidates(options: VerifyOptions, target: Target) -> Iterator[OpenedC
             yield open_candidate(item, target, options.numerics)
 
 
-def _open_tasks(model: RunModel, options: VerifyOptions, tokenizer: Any) -> TaskJob | None:
+def _open_tasks(
+    model: RunModel, options: VerifyOptions, text: VerificationText | DataPlan
+) -> TaskJob | None:
     if not options.tasks:
         return None
+    tokenizer = None if isinstance(text, DataPlan) else text.tokenizer
     if tokenizer is None:
         tokenizer = load_tokenizer(model.source, int(model.source.text_config.vocab_size))
     return TaskJob(tasks=open_tasks(options.tasks, limit=options.limit), tokenizer=tokenizer)

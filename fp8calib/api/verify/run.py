@@ -15,7 +15,7 @@ from fp8calib.api.verify.job import VerifyOptions
 from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
-from fp8calib.fp8.formats import FP8_FORMATS, Fp8Format
+from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS, Fp8Format
 from fp8calib.fp8.schemes import find_scheme
 from fp8calib.scales.rules import Rule, parse_rule
 from fp8calib.stats.calibration_stats import CalibrationStats
@@ -129,14 +129,14 @@ def resolve_options(
     scales: Sequence[Scales],
     *,
     engine: str,
-    scheme: str | None,
-    rules: Sequence[str],
-    sensitivity: bool,
-    fp8_dtype: str,
     batch_size: int,
-    gate: str | None,
-    tasks: Sequence[str],
-    limit: int | None,
+    scheme: str | None = None,
+    rules: Sequence[str] = (),
+    sensitivity: bool = False,
+    fp8_dtype: str = E4M3FN.name,
+    gate: str | None = None,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     with_faults: bool = False,
     writes_text: bool = False,
     with_histograms: bool = False,

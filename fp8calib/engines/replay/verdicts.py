@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
@@ -152,14 +152,12 @@ def judge_number(value: float, why: str, *, fault: str = "") -> LoadVerdict:
     return LoadVerdict(status=Status.USED, value=finite, why=why)
 
 
-def report_alike(
-    geometry: ModelGeometry, verdict: LoadVerdict, problems: Iterable[str] = ()
-) -> EngineReport:
+def report_alike(geometry: ModelGeometry, verdict: LoadVerdict) -> EngineReport:
     """Report the same verdict for every layer with a KV cache."""
     layers = (
         LayerVerdict(layer=layer.index, k=verdict, v=verdict) for layer, _ in geometry.attentions()
     )
-    return EngineReport(layers=tuple(layers), problems=tuple(dict.fromkeys(problems)))
+    return EngineReport(layers=tuple(layers))
 
 
 def report_refusal(geometry: ModelGeometry, refusal: Refusal) -> EngineReport:
