@@ -26,7 +26,7 @@ from tests.architectures.families import FAMILIES
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
 from tests.engines.check_handmade import FP8, PER_HEAD, PER_TENSOR
 from tests.engines.test_check_weights import WHOLE, ask, change_tensors, explain_refusal, make
-from tests.engines.weight_damages import CT
+from tests.engines.weight_damages import CT, DOWN
 
 pytest.importorskip("compressed_tensors")
 
@@ -340,3 +340,37 @@ def test_an_output_layer_with_the_weight_of_the_embedding_is_quantized_by_the_co
     assert bool(logits.isnan().any()) is (not ignore)
     assert (weights is not None) is (not ignore)
     assert weights is None or weights.status is Status.MISREAD
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "status"),
+    [
+        (CT, 192, "refused"),
+        (CT, 100, "refused"),
+        (CT, 384, "fine"),
+        ("autofp8", 192, "misread"),
+        ("autofp8", 257, "refused"),
+        ("autofp8", 100, "fine"),
+        ("autofp8", 384, "fine"),
+    ],
+)
+def test_blocks_that_do_not_fill_a_weight(
+    tmp_path: Path, form: str, size: int, status: str
+) -> None:
+    """Compressed-tensors needs whole groups of inputs; the `fp8` method spreads scales evenly."""
+    folder = make(tmp_path, form, "fp8-block", **{**WHOLE, "intermediate_size": size})
+
+    weights = ask(folder, "transformers").weights
+
+    assert (weights.status if weights else "fine") == status
+    with pytest.raises(RuntimeError) if status == "refused" else nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model(torch.arange(8)[None])
+    if status != "refused":
+        stored = load_file(folder / "model.safetensors")
+        codes = stored[f"{DOWN}.weight"].float()
+        (scales,) = (stored[name] for name in stored if name.startswith(f"{DOWN}.weight_scale"))
+        spread = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        meant = codes * spread[: codes.shape[0], : codes.shape[1]]
+        is_meant = torch.allclose(model.get_submodule(DOWN).weight.float(), meant, rtol=1e-3)
+        assert is_meant is (status == "fine")
