@@ -184,6 +184,20 @@ def test_what_stands_out_among_scales_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_scales_that_no_engine_can_use_are_named(tmp_path: Path) -> None:
+    k, v, q = (f"model.layers.{{}}.self_attn.{role}_scale" for role in "kvq")
+    scales = {k.format(0): 0.5, k.format(1): 0.0, k.format(2): float("inf")}
+    scales |= {v.format(0): float("nan"), v.format(1): -0.25, q.format(0): 0.0}
+    path = tmp_path / "x.safetensors"
+    save_file({name: torch.tensor(value) for name, value in scales.items()}, path)
+    assert succeed("show", path).out.splitlines()[1:4] == [
+        f"3 of k_scale: 0.5 ({k.format(0)}) to 0.5 ({k.format(0)}); not finite and above zero: "
+        f"{k.format(1)}: 0, {k.format(2)}: inf",
+        "1 of q_scale: all zero",
+        f"2 of v_scale; not finite and above zero: {v.format(0)}: nan, {v.format(1)}: -0.25",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "shown"),
     [

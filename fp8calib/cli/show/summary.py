@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median_low
 from typing import Any
 
@@ -99,5 +100,20 @@ def summarize_scales(rows: Iterable[tuple[str, list[float] | str]]) -> Iterator[
         if isinstance(values, list):
             found += [Magnitude(shorten(name), _name_kind(name), value) for value in values]
     for kind, found in kinds.items():
-        line = summarize(f"{len(found):,} of {shorten(kind)}", found)
-        yield line or f"{shorten(kind)}: too many values to read"
+        title = f"{len(found):,} of {shorten(kind)}"
+        if not found:
+            yield f"{shorten(kind)}: too many values to read"
+        elif any(row.value for row in found):
+            yield _summarize_kind(title, found)
+        else:
+            yield f"{title}: all zero"
+
+
+def _summarize_kind(title: str, rows: Sequence[Magnitude]) -> str:
+    """Summarize scales of one kind; those that no engine can use are named."""
+    wrong = [row for row in rows if not 0 < row.value < inf]
+    if not wrong:
+        return summarize(title, rows)
+    usable = [row for row in rows if 0 < row.value < inf]
+    named = cut_list([f"{row.place}: {row.value:.4g}" for row in wrong], _SHOWN_OUTLIERS)
+    return f"{summarize(title, usable) or title}; not finite and above zero: {named}"
