@@ -115,5 +115,14 @@ def test_what_cannot_be_published_is_refused(made: Path, model: Path, tmp_path: 
     assert "--repo a/b/c" in fail(2, *pack, *_base(), "--repo", "a/b/c")
 
 
+def test_a_card_is_not_written_through_a_link(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("another card")
+    pack = tmp_path / "pack"
+    shutil.copytree(made / "pack", pack, ignore=shutil.ignore_patterns("README.md"))
+    (pack / "README.md").symlink_to(tmp_path / "other.md")
+    assert "a symbolic link" in fail(2, "card", pack, *_base(), "--force")
+    assert (tmp_path / "other.md").read_text() == "another card"
+
+
 def _base() -> tuple[str, str]:
     return ("--base-model", BASE)

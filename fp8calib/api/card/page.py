@@ -59,6 +59,11 @@ def card(
     folder = Path(folder)
     facts = read_facts(folder, [Path(path) for path in verify_reports])
     path = folder / CARD_NAME
+    if path.is_symlink():
+        raise UsageError(
+            f"{path}: a symbolic link to {path.readlink()}",
+            hint="remove the link: writing would change the file that it names",
+        )
     check_output_file(path, force=force)
     base = base_model or _find_base(facts)
     if not _HUB_ID.fullmatch(base):
