@@ -46,12 +46,17 @@ class Placement:
     """GiB."""
 
     def check(self) -> None:
-        """Refuse an unknown device map, and one that contradicts the device.
+        """Refuse values of another type, an unknown device map, and one against the device.
 
         Raises:
             UsageError: naming it.
         """
-        if self.device_map not in {None, "auto"}:
+        for name, value in (("device", self.device), ("dtype", self.dtype)):
+            if not isinstance(value, str):
+                raise UsageError(f"{name}: {value!r} is not a string")
+        if self.memory is not None and not isinstance(self.memory, int | float):
+            raise UsageError(f"memory: {self.memory!r} is not a number of GiB")
+        if self.device_map not in (None, "auto"):
             raise UsageError(f"--device-map {self.device_map}: must be auto")
         if self.device_map and self.device != "auto":
             raise UsageError("--device-map auto chooses the devices itself: leave out --device")
@@ -137,8 +142,8 @@ def open_run_model(
         placement.refuse()
         yield from _open_live(model, recipe)
         return
-    device = choose_device(placement.device)
     placement.check()
+    device = choose_device(placement.device)
     source = open_source(
         str(model), revision=revision, trust_remote_code=trust_remote_code, if_quantized=None
     )

@@ -108,7 +108,8 @@ def list_ignored(recipe: Recipe, *, given: Mapping[str, Any]) -> Iterator[str]:
 
 def _choose_kinds(names: Collection[str]) -> dict[str, bool]:
     known = [name for name in Observe.model_fields if name != "ignore"]
-    if isinstance(names, str) or not set(names) <= set(known):
+    is_list = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_list or not all(name in known for name in names):
         raise UsageError(f"observe {names!r}: must be a list of {', '.join(known)}")
     return {name: name in names for name in known}
 

@@ -42,6 +42,11 @@ def plan_text(
         UsageError: the length is above the model's maximum, or a data spec is invalid.
         DataError: the data cannot be read.
     """
+    if tokenizer is not None and not callable(tokenizer):
+        raise UsageError(
+            f"tokenizer: {type(tokenizer).__name__} is not a tokenizer",
+            hint="pass what AutoTokenizer.from_pretrained returns",
+        )
     vocab_size = int(source.text_config.vocab_size)
     longest = source.max_positions
     length = seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
@@ -74,13 +79,21 @@ def split_data(data: TextData | None) -> tuple[tuple[str, ...], Iterator[Row] | 
         return (), None
     if isinstance(data, str | Path):
         return (str(data),), None
+    if isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
+        raise DataError(
+            f"data: it is {type(data).__name__}, not rows",
+            hint="pass one spec, or a list of texts, paths, 1-D tensors of token ids, or rows",
+        )
     items = iter(data)
     first = next(items, None)
     if first is None:
         raise DataError("data: it holds no rows", hint="leave it out for the built-in text")
     everything = chain([first], items)
     if isinstance(first, Path):
-        return tuple(map(str, everything)), None
+        paths = list(everything)
+        if not all(isinstance(path, str | Path) for path in paths):
+            raise DataError("data: paths and rows are mixed", hint="pass paths, or rows")
+        return tuple(map(str, paths)), None
     return (), (_make_row(item, f"row {index}") for index, item in enumerate(everything))
 
 

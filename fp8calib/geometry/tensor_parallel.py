@@ -24,8 +24,8 @@ def check_heads(geometry: ModelGeometry, tp: int) -> None:
     It must divide the attention heads, and divide the KV heads or be a multiple of them. Every rank
     caches the whole latent of latent attention, so that has no KV heads to divide.
     """
-    if tp < 1:
-        raise UsageError(f"--tp {tp}: the tensor-parallel degree is a whole number from 1 up")
+    if not isinstance(tp, int) or tp < 1:
+        raise UsageError(f"--tp {tp!r}: the tensor-parallel degree is a whole number from 1 up")
     for layer, attention in geometry.attentions():
         if attention.num_heads % tp:
             raise UsageError(

@@ -204,6 +204,13 @@ def test_scales_per_rank_and_per_head_follow_from_the_heads(tmp_path: Path) -> N
     assert all(torch.equal(stored[each], heads[each]) for each in heads)
 
 
+@pytest.mark.parametrize("tp", ["2", 2.0, None])
+def test_ranks_are_a_whole_number(tp: Any) -> None:
+    stats = fp8calib.calibrate(zoo.build("llama"), token_rows(), seq_len=LENGTH)
+    with pytest.raises(fp8calib.UsageError, match="a whole number from 1 up"):
+        stats.kv_scales(tp=tp)
+
+
 def test_scales_are_complete_or_an_error(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: partly\nobserve: {ignore: ['*.layers.1.self_attn*']}\n")
@@ -247,13 +254,36 @@ def test_texts_are_rows_of_text(model: Path, tmp_path: Path) -> None:
         ([torch.tensor([5, 500])], fp8calib.DataError, "vocabulary is 0 to 127"),
         ([], fp8calib.DataError, "no rows"),
         ([{"words": 1}], fp8calib.DataError, "no usable field"),
+        ({"text": "w1 w2"}, fp8calib.DataError, "it is dict, not rows"),
+        (b"w1 w2", fp8calib.DataError, "it is bytes, not rows"),
+        (5, fp8calib.DataError, "it is int, not rows"),
+        ([Path("a.jsonl"), torch.ones(4)], fp8calib.DataError, "paths and rows are mixed"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(
-    rows: list[Any], error: type[Exception], message: str
+    rows: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         fp8calib.calibrate(zoo.build("llama"), rows, seq_len=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("observe", 5),
+        ("observe", [[]]),
+        ("observe", iter(["kv"])),
+        ("tokenizer", "tiny"),
+        ("device", torch.device("cpu")),
+        ("dtype", torch.float32),
+        ("device_map", {"": 0}),
+        ("memory", "8"),
+    ],
+)
+def test_options_of_another_type_are_named(model: Path, option: str, value: Any) -> None:
+    given: dict[str, Any] = {option: value}
+    with pytest.raises(fp8calib.UsageError, match=option.replace("_", ".")):
+        fp8calib.calibrate(model, token_rows(), seq_len=LENGTH, **given)
 
 
 def test_a_model_in_memory_runs_in_its_own_dtype() -> None:
