@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ class PartialScores:
         """By number of the sequence: what earlier runs and this one have."""
         self._stream: IO[str] | None = None
 
-    def open(self, *, resume: bool) -> Self:
+    def open(self, *, resume: bool) -> None:
         """Open the file, with what an earlier run left if `resume`.
 
         Raises:
@@ -49,7 +49,6 @@ class PartialScores:
                 f"{self.path}: cannot be written: {error.strerror}",
                 hint="run the command in a folder that can be written",
             ) from error
-        return self
 
     def add(self, number: int, scores: SequenceScores) -> None:
         """Keep the scores of a sequence.

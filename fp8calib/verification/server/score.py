@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,12 @@ import torch
 from fp8calib.calibration import Progress
 from fp8calib.errors import Fp8CalibError, ModelError, VerificationError
 from fp8calib.verification.server.client import Answer, Endpoint, ServerClient
-from fp8calib.verification.server.kinds.kind import AnswerError, SequenceScores, ServerScores
+from fp8calib.verification.server.kinds.kind import (
+    AnswerError,
+    SequenceScores,
+    ServerKind,
+    ServerScores,
+)
 from fp8calib.verification.server.partial import PartialScores
 from fp8calib.verification.server.recognise import (
     Server,
@@ -90,7 +95,7 @@ def score(
     *,
     folder: Path,
     resume: bool,
-    stage: str = "asking the server",
+    stage: str,
 ) -> ServerScores:
     """Ask a server for the log-probabilities of a text.
 
@@ -106,17 +111,31 @@ def score(
     partial = PartialScores(folder, tag)
     progress.stage(stage, sum(map(len, text.sequences)), unit="tokens")
 
-    async def ask() -> None:
-        async with _open_client(options) as client:
-            job = _Job(client, server, text, num_top, progress)
-            await job.run(partial.open(resume=resume), options.concurrency)
+    numbers = range(len(text.sequences))
+    partial.open(resume=resume)
 
-    asyncio.run(ask())
+    async def handle(client: ServerClient, number: int) -> None:
+        partial.add(number, await _ask(client, server, text, number, num_top))
+        progress.advance(len(text.sequences[number]))
+
+    try:
+        for number in partial.found:
+            progress.advance(len(text.sequences[number]))
+        _handle_each(options, [n for n in numbers if n not in partial.found], handle)
+    except Fp8CalibError as error:
+        if partial.found:
+            kept = f"{len(partial.found)} of {len(numbers)} sequences are kept"
+            kept += ": --resume continues with them"
+            error.hint = f"{error.hint}; {kept}" if error.hint else kept
+        raise
+    finally:
+        partial.close()
+    partial.remove()
     return ServerScores(
         url=options.endpoint.url,
         kind=server.kind.name,
         model=server.model,
-        sequences=tuple(partial.found[number] for number in range(len(text.sequences))),
+        sequences=tuple(partial.found[number] for number in numbers),
     )
 
 
@@ -146,11 +165,10 @@ def write(
     progress.stage("writing text", sum(map(len, sequences)), unit="tokens")
     written: dict[int, torch.Tensor] = {}
 
-    async def work(client: ServerClient, left: Iterator[int]) -> None:
-        for number in left:
-            start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
-            written[number] = torch.tensor([*start, *await ask(client, start, count, number)])
-            progress.advance(len(sequences[number]))
+    async def handle(client: ServerClient, number: int) -> None:
+        start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
+        written[number] = torch.tensor([*start, *await ask(client, start, count, number)])
+        progress.advance(len(sequences[number]))
 
     async def ask(client: ServerClient, start: list[int], count: int, number: int) -> list[int]:
         kind, where = server.kind, f"{options.endpoint.url}{server.kind.path}: "
@@ -166,17 +184,31 @@ def write(
                 hint=error.hint or "the server's log may name the cause",
             ) from error
 
+    _handle_each(options, range(len(sequences)), handle)
+    return tuple(written[number] for number in range(len(sequences)))
+
+
+def _handle_each(
+    options: ServerOptions,
+    numbers: Iterable[int],
+    handle: Callable[[ServerClient, int], Awaitable[None]],
+) -> None:
+    """Handle sequences by their numbers, several at once; the first error ends all."""
+    left = iter(numbers)
+
+    async def work(client: ServerClient) -> None:
+        for number in left:
+            await handle(client, number)
+
     async def run() -> None:
-        left = iter(range(len(sequences)))
         async with _open_client(options) as client, asyncio.TaskGroup() as tasks:
             for _ in range(options.concurrency):
-                tasks.create_task(work(client, left))
+                tasks.create_task(work(client))
 
     try:
         asyncio.run(run())
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
-    return tuple(written[number] for number in range(len(sequences)))
 
 
 def _open_client(options: ServerOptions) -> ServerClient:
@@ -185,100 +217,49 @@ def _open_client(options: ServerOptions) -> ServerClient:
     )
 
 
-class _Job:
-    """Sends sequences to a server."""
-
-    def __init__(
-        self,
-        client: ServerClient,
-        server: Server,
-        text: ServerText,
-        num_top: int,
-        progress: Progress,
-    ) -> None:
-        self._client = client
-        self._server = server
-        self._text = text
-        self._num_top = num_top
-        self._progress = progress
-
-    async def run(self, partial: PartialScores, concurrency: int) -> None:
-        """Score what is not in `partial` yet, at most `concurrency` sequences at once."""
-        is_done = False
-        try:
-            for number in partial.found:
-                self._progress.advance(len(self._text.sequences[number]))
-            left = (n for n in range(len(self._text.sequences)) if n not in partial.found)
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(concurrency):
-                    tasks.create_task(self._work(left, partial))
-            is_done = True
-        except ExceptionGroup as group:
-            raise _choose_error(group, partial, len(self._text.sequences)) from None
-        finally:
-            partial.close()
-            if is_done:
-                partial.remove()
-
-    async def _work(self, left: Iterator[int], partial: PartialScores) -> None:
-        for number in left:
-            ids = self._text.sequences[number].tolist()
-            partial.add(number, await self._ask(number, ids))
-            self._progress.advance(len(ids))
-
-    async def _ask(self, number: int, ids: list[int]) -> SequenceScores:
-        kind = self._server.kind
-        text = None if kind.takes_ids else spell_out(ids, self._text.tokenizer)
-        request = kind.make_scoring(self._server.model, ids, text or "", self._num_top)
-        answer = await self._client.post(kind.path, request)
-        where = f"{self._client.endpoint.url}{kind.path}: "
-        if not answer.is_ok:
-            raise self._refuse(where, answer, len(ids))
-        if answer.body is None:
-            raise VerificationError(
-                f"{where}the answer is not JSON: {answer.text}",
-                hint="is there a proxy before the server? name the server itself",
-            )
-        try:
-            return kind.read_scores(answer.body, ids, self._num_top)
-        except AnswerError as error:
-            raise VerificationError(
-                f"{where}the answer to sequence {number} (counting from 0) {error.message}",
-                hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
-            ) from error
-
-    def _refuse(self, where: str, answer: Answer, length: int) -> Fp8CalibError:
-        """Explain an answer that is an error; name the server's option where one helps."""
-        kind, text = self._server.kind, answer.text.lower()
-        what = f"{where}answers {answer.status}: {answer.text}"
-        if any(word in text for word in _OTHER_VOCABULARY):
-            hint = "the server has another model: name the one that is served"
-            return ModelError(what, hint=hint)
-        if any(word in text for word in _TOO_MANY_LOGPROBS):
-            hint = (
-                f"use a smaller --server-logprobs than {self._num_top}, or start the server with "
-                f"{kind.logprobs_flag}"
-            )
-        elif any(word in text for word in _TOO_LONG):
-            hint = (
-                f"use a --seq-len below {length}, or start the server with a larger "
-                f"{kind.length_flag}"
-            )
-        elif answer.status == 404:
-            hint = f"it has no {kind.path}: name its kind with --server-kind"
-        else:
-            hint = "the server's log may name the cause"
-        return VerificationError(what, hint=hint)
+async def _ask(
+    client: ServerClient, server: Server, text: ServerText, number: int, num_top: int
+) -> SequenceScores:
+    kind, ids = server.kind, text.sequences[number].tolist()
+    spelled = None if kind.takes_ids else spell_out(ids, text.tokenizer)
+    request = kind.make_scoring(server.model, ids, spelled or "", num_top)
+    answer = await client.post(kind.path, request)
+    where = f"{client.endpoint.url}{kind.path}: "
+    if not answer.is_ok:
+        raise _refuse(kind, where, answer, len(ids), num_top)
+    if answer.body is None:
+        raise VerificationError(
+            f"{where}the answer is not JSON: {answer.text}",
+            hint="is there a proxy before the server? name the server itself",
+        )
+    try:
+        return kind.read_scores(answer.body, ids, num_top)
+    except AnswerError as error:
+        raise VerificationError(
+            f"{where}the answer to sequence {number} (counting from 0) {error.message}",
+            hint=error.hint or f"is it a {kind.name} server? its log may name the cause",
+        ) from error
 
 
-def _choose_error(
-    group: ExceptionGroup[Exception], partial: PartialScores, count: int
-) -> Exception:
-    """Give the first error, with where the scored sequences are kept."""
-    error = group.exceptions[0]
-    if isinstance(error, ExceptionGroup):
-        return _choose_error(error, partial, count)
-    if isinstance(error, Fp8CalibError) and partial.found:
-        kept = f"{len(partial.found)} of {count} sequences are kept: --resume continues with them"
-        error.hint = f"{error.hint}; {kept}" if error.hint else kept
-    return error
+def _refuse(
+    kind: ServerKind, where: str, answer: Answer, length: int, num_top: int
+) -> Fp8CalibError:
+    """Explain an answer that is an error; name the server's option where one helps."""
+    text = answer.text.lower()
+    what = f"{where}answers {answer.status}: {answer.text}"
+    if any(word in text for word in _OTHER_VOCABULARY):
+        return ModelError(what, hint="the server has another model: name the one that is served")
+    if any(word in text for word in _TOO_MANY_LOGPROBS):
+        hint = (
+            f"use a smaller --server-logprobs than {num_top}, or start the server with "
+            f"{kind.logprobs_flag}"
+        )
+    elif any(word in text for word in _TOO_LONG):
+        hint = (
+            f"use a --seq-len below {length}, or start the server with a larger {kind.length_flag}"
+        )
+    elif answer.status == 404:
+        hint = f"it has no {kind.path}: name its kind with --server-kind"
+    else:
+        hint = "the server's log may name the cause"
+    return VerificationError(what, hint=hint)

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -75,12 +76,18 @@ class FakeServer:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError):  # the client gave up
+                    super().handle()
+
             def do_GET(self) -> None:
                 outer._serve(self, None)
 
             def do_POST(self) -> None:
                 size = int(self.headers["content-length"])
-                outer._serve(self, json.loads(self.rfile.read(size)))
+                body = self.rfile.read(size)
+                if len(body) == size:  # the client did not give up
+                    outer._serve(self, json.loads(body))
 
             def log_message(self, *_: object) -> None:
                 pass
