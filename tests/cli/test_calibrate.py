@@ -106,6 +106,20 @@ def test_the_report_tells_bytes_per_token_and_how_to_serve(
     assert {"vLLM", "SGLang", "TGI"} <= engines
 
 
+def test_the_report_lists_the_further_engines_of_each_format(
+    calibrated: tuple[Path, Outcome],
+) -> None:
+    able, unable = set[tuple[str, str]](), set[str]()
+    for item in calibrated[1].json["other_engines"]:
+        if item["command"]:
+            able.add((item["format"], item["name"]))
+        elif item["format"] == "kv-overlay":
+            unable.add(item["name"])
+    assert {name for form, name in able if form == "kv-overlay"} == {"vllm-tpu", "vllm-gaudi"}
+    assert {name for form, name in able if form == "kv-overlay-head"} == {"vllm-tpu"}
+    assert unable == {"tensorrt-llm", "lmdeploy", "atom"}
+
+
 def test_talk_goes_to_stderr_when_json_goes_to_stdout(calibrated: tuple[Path, Outcome]) -> None:
     err = calibrated[1].err
     assert "computing in float32 on cpu (as requested)" in err
