@@ -71,6 +71,8 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, ValueError) as error:
         raise UsageError(f"{option}: not a URL: {first_line(error)}", hint=hint) from error
+    if parsed.port is not None and not 0 < parsed.port < 2**16:
+        raise UsageError(f"{option}: not a URL: port {parsed.port} is not 1 to 65535", hint=hint)
     if parsed.userinfo:
         raise UsageError(
             f"{option}: the URL holds a user name or a password",

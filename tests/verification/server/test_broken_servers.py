@@ -372,6 +372,7 @@ def test_the_key_is_sent_and_never_written(
         ("http://me:secret@localhost", "holds a user name or a password"),
         ("http://localhost?key=1", "ends with a query"),
         ("http://[::1", "not a URL"),
+        ("http://localhost:99999", "port 99999 is not 1 to 65535"),
     ],
 )
 def test_a_url_that_is_none_is_refused(model: Path, data: Path, url: str, says: str) -> None:
