@@ -144,6 +144,7 @@ def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
 def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
     assert "--gate w4a4" in fail(2, "auto", tmp_path / "none", "--gate", "w4a4")
     assert "reference" in fail(2, "auto", tmp_path / "none", "--engine", "reference")
+    assert "printable" in fail(2, "auto", tmp_path / "none", "--out", tmp_path / "a\x01b")
 
 
 # --- decisions on figures by hand -----------------------------------------------------------------

@@ -154,7 +154,7 @@ def run_auto(
 
 
 def _check_task(task: AutoTask) -> None:
-    """Refuse a gate or an engine that is unknown, before a model is read.
+    """Refuse an unknown gate or engine, and an unprintable path, before a model is read.
 
     Raises:
         UsageError: naming it.
@@ -163,6 +163,8 @@ def _check_task(task: AutoTask) -> None:
         raise UsageError(f"--gate {task.gate}: must be {' or '.join(GATES)}")
     find_emulated(task.engine)
     find_replayed(task.engine)
+    if not str(task.out.absolute()).isprintable():
+        raise UsageError(f"--out {str(task.out)!r}: must be a path of printable characters")
 
 
 def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> AutoReport:
