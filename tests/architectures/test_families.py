@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from fp8calib.errors import ModelError
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.stats.calibration_stats import CalibrationStats
 from tests.architectures import families
+from tests.cli.conftest import write_rows
+from tests.cli.program import fail
 from tests.truth import brute_force
 from tests.truth.test_statistics import draw, make_plan, run_calibration
 
@@ -120,3 +124,14 @@ def test_a_family_that_is_not_understood_is_refused_by_name(family: str, tmp_pat
     families.save(family, changes, tmp_path / "model")
     with pytest.raises(ModelError, match=message):
         run_calibration(tmp_path / "model", make_plan(draw([20])))
+
+
+@pytest.mark.parametrize("family", ["longcat_flash", "minimax"])
+def test_what_is_not_understood_is_refused_before_loading(family: str, tmp_path: Path) -> None:
+    changes, message = families.REFUSED[family]
+    families.save(family, changes, tmp_path / "model")
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": draw([20])[0].tolist()}])
+    with patch("fp8calib.api.models.load_model") as load:
+        said = fail(4, "calibrate", tmp_path / "model", "--data", data, "--out", tmp_path / "out")
+    assert not load.called
+    assert re.search(message, said)
