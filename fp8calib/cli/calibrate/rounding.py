@@ -32,7 +32,7 @@ from fp8calib.selection.select import Selection
 _CODES = f"{NAME_PREFIX}rounding"
 """The folder of codes beside the other checkpoints of a run, which all go when it is finished."""
 _SMALLEST = "the smallest that saturate nothing"
-_SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {STEPS} for each row or block"
+_SEARCHED = f"{_SMALLEST}, or up to twice as large: the best of {STEPS} for each row"
 
 
 def check_rounding_data(plan: DataPlan | None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.fp8.encode import encode_rows
-from fp8calib.fp8.schemes import SCHEMES, Scheme
+from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import Layer
 from fp8calib.quantization.gptq.core import (
     DAMPING,
@@ -161,7 +161,7 @@ class _InputRounding:
             self._factor = factorise(sums.used, damping=DAMPING)
         chosen = scale
         if searches_scales(self._scheme):
-            chosen = search_scales(weight, scale, sums.used.diagonal(), self._scheme)
+            chosen = search_scales(weight, scale, sums.used.diagonal())
         wider = spread_scales(chosen, shape, self._scheme)
         codes = round_compensated(weight, wider, self._factor)
         wide = weight.to(torch.float32)
@@ -219,7 +219,7 @@ def estimate_rounding_s(
     factor = factorise(rows.T @ rows)
     factor_s = time.monotonic() - started
     scales = torch.ones(size, device=device)
-    scales = search_scales(rows[:size], scales, scales, SCHEMES["w8a16"])
+    scales = search_scales(rows[:size], scales, scales)
     round_compensated(rows[:size], scales.unsqueeze(1), factor)
     output_error(rows[:size], rows.T @ rows)
     round_s = time.monotonic() - started - factor_s

@@ -269,7 +269,7 @@ def test_static_scales_are_measured_in_the_same_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8-static", "fp8-dynamic", "fp8-block"])
 def test_scales_are_those_of_rounding_to_nearest_or_larger(scheme: str, tmp_path: Path) -> None:
-    """Wide enough for several blocks, with a narrower one at the edge; less than twice as large."""
+    """Wide enough for several blocks, with a narrower one at the edge. Only rows choose a scale."""
     zoo.save("llama", tmp_path / "model", hidden_size=160, intermediate_size=272)
     succeed(*command(tmp_path / "model", tmp_path, scheme))
     stats = tmp_path / "stats"
@@ -295,7 +295,7 @@ def test_scales_are_those_of_rounding_to_nearest_or_larger(scheme: str, tmp_path
         else:
             assert torch.equal(value, nearest[name]), name
     assert moved
-    assert steps == {0.0} if scheme == "fp8-static" else steps >= {1.0, 3.0}
+    assert steps >= {1.0, 3.0} if scheme == "fp8-dynamic" else steps == {0.0}
     assert steps <= set(range(8))
 
 
