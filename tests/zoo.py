@@ -5,8 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+NEEDS_5_23 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="older releases of transformers lack the model type, or load and run it otherwise",
+)
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,

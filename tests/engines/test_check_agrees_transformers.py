@@ -21,6 +21,7 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import EngineReport, Status
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.scales.convert import convert_table
+from tests import zoo
 from tests.architectures import families
 from tests.architectures.families import FAMILIES
 from tests.dialects.foreign import FOLDER, LLAMA_ATTENTION, find_geometry
@@ -29,6 +30,7 @@ from tests.engines.test_check_weights import WHOLE, ask, change_tensors, explain
 from tests.engines.weight_damages import CT, DOWN
 
 pytest.importorskip("compressed_tensors")
+pytestmark = zoo.NEEDS_5_23
 
 INTEGERS = {**PER_TENSOR, "kv_cache_scheme": {**PER_TENSOR["kv_cache_scheme"], "type": "int"}}  # type: ignore[dict-item]
 HEADS = [[[0.25]], [[0.3]]]

@@ -580,6 +580,7 @@ def test_types_are_read_in_capitals_too(tmp_path: Path) -> None:
     assert ask(folder, "vllm==0.32").weights is None
 
 
+@zoo.NEEDS_5_23
 @pytest.mark.parametrize("ignore", ["", "*.experts"], ids=["quantized", "unquantized"])
 @pytest.mark.parametrize(
     ("missing", "status"),

@@ -69,6 +69,7 @@ def compute_first_keys(folder: Path, row: np.ndarray, head_dim: int) -> np.ndarr
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+@zoo.NEEDS_5_23
 @EITHER
 @pytest.mark.parametrize(
     ("family", "head_dim", "published"),
@@ -158,6 +159,7 @@ def test_a_missing_vision_tower_is_listed(streamed: bool, tmp_path: Path) -> Non
         assert why == "not in the checkpoint, and not part of the text decoder: not run"
 
 
+@zoo.NEEDS_5_23
 def test_what_transformers_fills_in_itself_is_filled_in_a_streamed_model(tmp_path: Path) -> None:
     """A.X K1's checkpoints have no score correction, which then is zero."""
     changes = {**families.FAMILIES["deepseek_v2"], "n_shared_experts": 1}
