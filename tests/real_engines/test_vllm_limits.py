@@ -32,7 +32,7 @@ def test_the_bare_tgi_form_is_a_value_error(exports: Exports, vllm: VllmServer) 
 
 def test_mpt_is_not_run_any_more(exports: Exports, vllm: VllmServer) -> None:
     out = exports("mpt")
-    assert _blocking_reasons(out, "kv-overlay") == ["vLLM 0.32 does not run mpt"]
+    assert _blocking_reasons(out, "kv-overlay") == ["vLLM 0.33 does not run mpt"]
 
     answer = vllm(out / "kv-overlay")
 
