@@ -45,7 +45,7 @@ from fp8calib.verification.report import (
 from fp8calib.verification.sensitivity import measure_sensitivity
 from fp8calib.verification.server.assess import Evidence, ServerAnswers, assess
 from fp8calib.verification.server.faults import FaultRunner, changes_of
-from fp8calib.verification.server.hypotheses import Fault, has_kv_scales
+from fp8calib.verification.server.hypotheses import EmulatedFault, Fault
 from fp8calib.verification.server.row import add_server
 
 
@@ -82,8 +82,10 @@ class VerificationRequest:
     """Share of K and V that clips at scale 1.0, by the statistics' histograms."""
     gate: Gate | None = None
     """None: each candidate's own."""
-    faults: Mapping[str, Fault] = field(default_factory=dict)
+    faults: Mapping[str, EmulatedFault] = field(default_factory=dict)
     """Faults of all layers that a server may have, by name; they run beside the candidates."""
+    stores_faults: bool = False
+    """Whether faults, those of single layers too, are part of the result."""
     sensitivity_of: Candidate | None = None
     histograms: tuple[HistogramResult, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -98,6 +100,8 @@ class VerificationResult:
     """`reference` and the candidates by name: fp32 [N], sequences in order."""
     data: str
     """The fingerprint of the text."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Those of `logprobs` that are faults; of layers, for the first tokens alone."""
 
 
 def verify(
@@ -132,15 +136,15 @@ def verify(
         watched=None if server is None else server.watched,
         advance=progress.advance,
     )
+    runner = FaultRunner(
+        comparison=comparison,
+        geometry=reference.geometry,
+        candidates=request.candidates,
+        plan=plan,
+        batch_size=batch_size,
+    )
     assessment = None
     if server is not None:
-        runner = FaultRunner(
-            comparison=comparison,
-            geometry=reference.geometry,
-            candidates=request.candidates,
-            plan=plan,
-            batch_size=batch_size,
-        )
         assessment = assess(server, _gather(request, compared, runner), progress)
     sensitivity = None
     if request.sensitivity_of is not None:
@@ -164,7 +168,16 @@ def verify(
         gate = request.gate or GATES[request.candidates[0].default_gate]
         report = add_server(report, assessment, gate, plan)
         logprobs[SERVER] = assessment.logprobs
-    return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
+    faults: dict[str, Fault] = {}
+    if request.stores_faults:
+        logprobs |= {name: compared.candidates[name].logprobs for name in request.faults}
+        effects = {n: e for base in runner.bases for n, e in runner.run(base, progress).items()}
+        first = compared.reference.logprobs[: runner.num_tokens]
+        logprobs |= {name: (first + one.changes).float() for name, one in effects.items()}
+        faults = {**request.faults, **effects}
+    return VerificationResult(
+        report=report, logprobs=logprobs, data=plan.fingerprint, faults=faults
+    )
 
 
 def _gather(
@@ -177,9 +190,9 @@ def _gather(
         reference=compared.reference.logprobs,
         watched=compared.reference.watched,
         candidates={name: changes_of(compared, name) for name in names},
-        has_scales=any(has_kv_scales(candidate.emulation) for candidate in request.candidates),
+        has_scales=bool(runner.bases),
         faults=request.faults,
-        runner=runner,
+        layer_faults=runner,
     )
 
 

@@ -44,7 +44,9 @@ class VerifyOptions:
     tasks: tuple[str, ...] = ()
     limit: int | None = None
     with_faults: bool = False
-    """Whether a server is asked, whose faults are candidates too."""
+    """Whether faults of a server are candidates too."""
+    stores_faults: bool = False
+    """Whether faults, those of single layers too, are part of the result."""
     writes_text: bool = False
     """Whether the model writes the text."""
     with_histograms: bool = False

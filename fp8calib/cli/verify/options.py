@@ -33,7 +33,8 @@ def resolve_settings(settings: VerifySettings) -> VerifyOptions:
         gate=settings.gate,
         tasks=settings.tasks,
         limit=settings.limit,
-        with_faults=settings.server is not None,
+        with_faults=settings.server is not None or settings.dump_faults,
+        stores_faults=settings.dump_faults,
         writes_text=settings.sampled and settings.reference_server is None,
         with_histograms=settings.report is not None,
         scratch=outputs[0].absolute().parent if outputs else None,
@@ -52,6 +53,13 @@ def _check_server_options(settings: VerifySettings) -> None:
     useless = [option for option, value in named.items() if value]
     if settings.server is None and useless:
         raise UsageError(f"{useless[0]} has no effect without --server", hint="add --server URL")
+    if settings.dump_faults and settings.dump is None:
+        raise UsageError("--dump-faults has no effect without --dump", hint="add --dump FILE")
+    if settings.reference_server is None and settings.reference_server_model:
+        raise UsageError(
+            "--reference-server-model has no effect without --reference-server",
+            hint="add --reference-server URL",
+        )
     if settings.reference_dump is None:
         return
     ignored = {
@@ -59,6 +67,7 @@ def _check_server_options(settings: VerifySettings) -> None:
         "--tasks": settings.tasks,
         "--sensitivity": settings.sensitivity,
         "--rules": settings.rules,
+        "--dump-faults": settings.dump_faults,
         "--dry-run": settings.dry_run,
         "--sampled": settings.sampled,
     }

@@ -12,11 +12,11 @@ from fp8calib.api.verify.job import AskServer, VerifyJob
 from fp8calib.api.verify.memory import choose_verification_mode
 from fp8calib.api.verify.run import if_quantized
 from fp8calib.checkpoint.output_files import output_files
-from fp8calib.checkpoint.tensor_file import save_tensors
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import make_placement, quiet_libraries
+from fp8calib.cli.verify.dump import gather_alone, write_dump
 from fp8calib.cli.verify.options import resolve_settings
 from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.cli.verify.show import (
@@ -120,13 +120,17 @@ def _choose_mode(job: VerifyJob, settings: VerifySettings) -> MemoryMode | None:
 
 def _run_alone(job: VerifyJob, settings: VerifySettings) -> VerificationResult:
     """Compare the server with a dump or an unquantized server, without running the model."""
-    from fp8calib.cli.verify.server import gather_alone  # noqa: PLC0415 -- imports httpx
-
     assert job.server is not None  # noqa: S101 -- checked with the options
     started = time.monotonic()
     with Bar() as bar:
         plan, answers = job.server(job.plan, None, bar)
-        assessment = assess(answers, gather_alone(plan, settings.reference_dump), bar)
+        evidence = gather_alone(plan, settings.reference_dump)
+        assessment = assess(answers, evidence, bar)
+    if evidence.has_scales and evidence.layer_faults is None:
+        warn(
+            f"{settings.reference_dump} has no faults of single layers, so none were tried: "
+            "write it with --dump-faults"
+        )
     report, logprobs = report_alone(
         settings.model,
         job.options.numerics.name,
@@ -143,9 +147,7 @@ def _write(settings: VerifySettings, verified: VerificationResult) -> None:
     paths = [path for path in (settings.dump, settings.report) if path is not None]
     with output_files(paths) as places:
         if settings.dump is not None:
-            logprobs = dict(verified.logprobs)
-            metadata = {"format": "pt", "data": verified.data}
-            save_tensors(places[settings.dump], logprobs, metadata=metadata)
+            write_dump(places[settings.dump], verified)
         if settings.report is not None:
             command = suggest_command(verified.report, settings)
             write_page(verified.report, places[settings.report], command=command)

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from fp8calib.calibration import Progress
-from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.cli.verify.settings import REFERENCE_KEY, SERVER_KEY, VerifySettings
 from fp8calib.data.plan import DataPlan, replace_sequences
-from fp8calib.errors import DataError, ModelError, UsageError
+from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
-from fp8calib.verification.report import SCALE_ONE, SERVER
 from fp8calib.verification.sensitivity import SEQUENCES
-from fp8calib.verification.server.assess import Evidence, ServerAnswers
+from fp8calib.verification.server.assess import ServerAnswers
 from fp8calib.verification.server.client import find_endpoint
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.recognise import Server, require_kind
@@ -68,11 +66,14 @@ def open_servers(
     require_kind(settings.server_kind)
     tokenizer = _load_tokenizer(source)
 
-    def open_one(option: str, url: str, key: str, model: str | None) -> _Connected:
+    def open_one(
+        option: str, url: str, key: str, model: str | None, kind: str | None
+    ) -> _Connected:
         options = ServerOptions(
             endpoint=find_endpoint(option, url, key),
             model=model,
-            kind=settings.server_kind,
+            kind=kind,
+            likely_kind=settings.server_kind,
             num_top=settings.server_logprobs,
             concurrency=settings.server_concurrency,
             timeout_s=settings.server_timeout,
@@ -81,10 +82,14 @@ def open_servers(
 
     reference = settings.reference_server
     job = ServerJob(
-        server=open_one("--server", settings.server, SERVER_KEY, settings.server_model),
+        server=open_one(
+            "--server", settings.server, SERVER_KEY, settings.server_model, settings.server_kind
+        ),
         reference=None
         if reference is None
-        else open_one("--reference-server", reference, REFERENCE_KEY, None),
+        else open_one(
+            "--reference-server", reference, REFERENCE_KEY, settings.reference_server_model, None
+        ),
         tokenizer=tokenizer,
         resume=settings.resume,
         is_sampled=settings.sampled,
@@ -166,46 +171,6 @@ def ask_servers(
         else ask(job.reference, every, "asking the unquantized server"),
         num_given=count_given(every) if job.is_sampled else None,
     )
-
-
-def gather_alone(plan: DataPlan, dump: Path | None) -> Evidence:
-    """Gather what a server is compared with where nothing runs here: a dump, or nothing.
-
-    Raises:
-        ModelError: the dump cannot be read.
-        DataError: it is of another text.
-    """
-    logprobs = {} if dump is None else _read_dump(dump, plan)
-    reference = logprobs.pop("reference", None)
-    logprobs.pop(SERVER, None)
-    changes = (
-        {} if reference is None else {n: (x - reference).double() for n, x in logprobs.items()}
-    )
-    return Evidence(
-        sequences=plan.sequences,
-        reference=reference,
-        watched=None,
-        candidates=changes,
-        has_scales=any(name != SCALE_ONE for name in changes),
-        faults={},
-    )
-
-
-def _read_dump(path: Path, plan: DataPlan) -> dict[str, torch.Tensor]:
-    num_tokens = plan.num_tokens - len(plan.sequences)
-    with TensorFile(path) as file:
-        found = {name: file.read(name) for name in file.tensors}
-        text = file.header.metadata.get("data")
-    if "reference" not in found:
-        raise DataError(f"{path}: holds no reference", hint="name a file that verify --dump wrote")
-    other = [name for name, values in found.items() if values.shape != (num_tokens,)]
-    if other or text != plan.fingerprint:
-        raise DataError(
-            f"{path}: of another text: it has {len(found['reference'])} tokens, this one "
-            f"{num_tokens}",
-            hint="use the same --data, --samples, --seq-len and tokenizer as that run",
-        )
-    return found
 
 
 def _load_tokenizer(source: ModelSource) -> Any | None:

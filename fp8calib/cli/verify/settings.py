@@ -107,6 +107,14 @@ class VerifySettings:
             "--dump", metavar="FILE", help="Write every token's log-probability (safetensors)."
         ),
     ] = None
+    dump_faults: Annotated[
+        bool,
+        typer.Option(
+            "--dump-faults",
+            help="Also write to --dump what faults of a server would change, for "
+            "--reference-dump: emulates two faults of every layer.",
+        ),
+    ] = False
     force: Annotated[
         bool, typer.Option("--force", help="Replace the files of --report and --dump.")
     ] = False
@@ -185,6 +193,14 @@ class VerifySettings:
             metavar="URL",
             help="A server of the unquantized model, which --server is compared with. Its API key: "
             f"the variable {REFERENCE_KEY}.",
+        ),
+    ] = None
+    reference_server_model: Annotated[
+        str | None,
+        typer.Option(
+            "--reference-server-model",
+            metavar="NAME",
+            help="The model's name there, if it has several.",
         ),
     ] = None
     reference_dump: Annotated[

@@ -19,7 +19,7 @@ from fp8calib.verification.server.diagnose import (
     needs_layers,
 )
 from fp8calib.verification.server.estimates import TopTokens, WrittenText, low_variance
-from fp8calib.verification.server.faults import FaultRunner
+from fp8calib.verification.server.faults import LayerFaults
 from fp8calib.verification.server.hypotheses import Fault
 from fp8calib.verification.server.kinds.kind import ServerScores
 from fp8calib.verification.server.sentences import Context, describe
@@ -73,8 +73,8 @@ class Evidence:
     """Whether one of them has scales that the server should use."""
     faults: Mapping[str, Fault]
     """What those of `candidates` are that are no candidates of the report."""
-    runner: FaultRunner | None = None
-    """Emulates faults of single layers; None where nothing can be run."""
+    layer_faults: LayerFaults | None = None
+    """Of single layers; None where they are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,15 +255,15 @@ def _diagnose(
         server=changes, candidates=evidence.candidates, lengths=lengths, noise=answers.noise
     )
     found = explain(given)
-    runner = evidence.runner
-    base = None if runner is None else runner.choose_base(given)
-    if runner is None or base is None or not needs_layers(found):
+    layers = evidence.layer_faults
+    if layers is None or not layers.bases or not needs_layers(found):
         return found, faults
-    tried, ran = runner.run(base, progress)
+    base = max(layers.bases, key=lambda name: given.fit(name).correlation or 0.0)
+    effects = layers.run(base, progress)
     few = Changes(
-        server=changes[: runner.num_tokens],
-        candidates={name: each[: runner.num_tokens] for name, each in given.candidates.items()},
-        lengths=lengths[: runner.num_sequences],
+        server=changes[: layers.num_tokens],
+        candidates={name: each[: layers.num_tokens] for name, each in given.candidates.items()},
+        lengths=lengths[: layers.num_sequences],
         noise=answers.noise,
     )
-    return explain_with_faults(found, few, base.name, ran), {**faults, **tried}
+    return explain_with_faults(found, few, base, effects), {**faults, **effects}

@@ -24,6 +24,8 @@ from fp8calib.errors import UsageError, VerificationError, first_line, shorten
 _BUSY = frozenset({408, 429, 502, 503, 504})
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
+_CONNECT_S = 10.0
+"""The longest wait for a connection, TLS included; then another is tried."""
 _LARGEST_BYTES = 2**28
 _BROKEN_CONNECTIONS = 3
 """Requests that fail without an answer before a server counts as gone."""
@@ -99,7 +101,7 @@ class ServerClient:
         try:
             self._client = httpx.AsyncClient(
                 headers=headers,
-                timeout=None,  # noqa: S113 -- `_attempt` limits the whole request
+                timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` limits the whole
                 limits=httpx.Limits(max_connections=concurrency),
             )
         except (ValueError, UnicodeError) as error:
@@ -204,6 +206,8 @@ class ServerClient:
     def _explain_broken(self, error: httpx.TransportError) -> str:
         if tls := _find_tls(error):
             return f"TLS: {self._clean(first_line(tls))}"
+        if isinstance(error, httpx.ConnectTimeout):
+            return f"no connection within {_CONNECT_S:g} s"
         if isinstance(error, httpx.ConnectError):
             return f"no connection: {self._clean(first_line(error))}"
         return f"the connection broke: {self._clean(first_line(error))}"

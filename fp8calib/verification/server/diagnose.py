@@ -13,6 +13,7 @@ from enum import StrEnum
 import torch
 
 from fp8calib.verification.compare.summary import standard_error
+from fp8calib.verification.server.hypotheses import LayerEffect
 
 UNQUANTIZED = "unquantized"
 """The candidate that changes nothing."""
@@ -151,16 +152,6 @@ def explain(changes: Changes) -> Diagnosis:
     names = (UNQUANTIZED, *changes.candidates)
     fits = sorted(map(changes.fit, names), key=lambda fit: fit.residual)
     return _judge(changes, fits, fits[0])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerEffect:
-    """What a candidate changes with a fault in one layer."""
-
-    layer: int
-    is_lost: bool
-    """Its scales are 1.0; if not, too small."""
-    changes: torch.Tensor
 
 
 def explain_with_faults(

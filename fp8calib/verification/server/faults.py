@@ -1,10 +1,12 @@
-"""Emulate faults of single layers beside the candidates, on the first sequences."""
+"""Faults of single layers, on the first sequences: emulated, or stored by another machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -14,16 +16,16 @@ from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.verification.candidates import Candidate
 from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
 from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches
-from fp8calib.verification.server.diagnose import Changes, LayerEffect
 from fp8calib.verification.server.hypotheses import (
-    Fault,
+    EmulatedFault,
+    LayerEffect,
     has_kv_scales,
     list_layer_faults,
     lose_query_scales,
 )
 
 
-def list_faults(candidates: Sequence[Candidate]) -> dict[str, Fault]:
+def list_faults(candidates: Sequence[Candidate]) -> dict[str, EmulatedFault]:
     """List the faults that run beside the candidates: those that concern all layers."""
     return {
         name: fault
@@ -37,15 +39,39 @@ def changes_of(compared: ComparisonResult, name: str) -> torch.Tensor:
     return (compared.candidates[name].logprobs - compared.reference.logprobs).double()
 
 
+class LayerFaults(Protocol):
+    """Faults of single layers of candidates with KV scales."""
+
+    @property
+    def bases(self) -> Sequence[str]:
+        """The names of the candidates."""
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences that faults are known on."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of their scored tokens."""
+
+    def run(self, base: str, progress: Progress) -> Mapping[str, LayerEffect]:
+        """Give the effects of the faults of the candidate `base`, by name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FaultRunner:
-    """Runs faults of single layers of a candidate."""
+    """Emulates them."""
 
     comparison: Comparison
     geometry: ModelGeometry
     candidates: Sequence[Candidate]
     plan: DataPlan
     batch_size: int
+
+    @cached_property
+    def bases(self) -> Sequence[str]:
+        """The names of the candidates with KV scales."""
+        return [one.name for one in self.candidates if has_kv_scales(one.emulation)]
 
     @cached_property
     def _batches(self) -> list[Batch]:
@@ -61,16 +87,10 @@ class FaultRunner:
         """The number of their scored tokens."""
         return sum(batch.num_tokens for batch in self._batches) - self.num_sequences
 
-    def choose_base(self, changes: Changes) -> Candidate | None:
-        """Choose the candidate with KV scales that comes closest to the server."""
-        scaled = [candidate for candidate in self.candidates if has_kv_scales(candidate.emulation)]
-        return max(scaled, key=lambda one: changes.fit(one.name).correlation or 0.0, default=None)
-
-    def run(
-        self, base: Candidate, progress: Progress
-    ) -> tuple[dict[str, Fault], dict[str, LayerEffect]]:
-        """Emulate the faults of single layers of `base`; give them and their effects, by name."""
-        faults = dict(list_layer_faults(base.name, base.emulation, self.geometry))
+    def run(self, base: str, progress: Progress) -> dict[str, LayerEffect]:
+        """Emulate the faults of single layers of the candidate `base`; give their effects."""
+        emulation = next(one.emulation for one in self.candidates if one.name == base)
+        faults = dict(list_layer_faults(base, emulation, self.geometry))
         names = list(faults)
         rounds = [names[i : i + LAYERS_AT_ONCE] for i in range(0, len(names), LAYERS_AT_ONCE)]
         tokens = sum(batch.num_tokens for batch in self._batches)
@@ -83,6 +103,36 @@ class FaultRunner:
                 fault, changes = faults[name], changes_of(compared, name)
                 assert fault.layer is not None  # noqa: S101 -- `list_layer_faults`
                 effects[name] = LayerEffect(
-                    layer=fault.layer, is_lost=fault.is_lost, changes=changes
+                    base=base, layer=fault.layer, is_lost=fault.is_lost, changes=changes
                 )
-        return faults, effects
+        return effects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFaults:
+    """Reads them from what another machine stored."""
+
+    effects: Mapping[str, Mapping[str, LayerEffect]]
+    """By candidate, then by name; all on the same tokens."""
+    lengths: Sequence[int]
+    """Scored tokens of every sequence of the text."""
+
+    @property
+    def bases(self) -> Sequence[str]:
+        """The candidates whose faults are stored."""
+        return list(self.effects)
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences that the faults ran on."""
+        return list(accumulate(self.lengths)).index(self.num_tokens) + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of their scored tokens."""
+        first = next(iter(self.effects.values()))
+        return len(next(iter(first.values())).changes)
+
+    def run(self, base: str, progress: Progress) -> Mapping[str, LayerEffect]:  # noqa: ARG002
+        """Give what is stored."""
+        return self.effects[base]

@@ -20,13 +20,30 @@ CLIPPING = 8
 class Fault:
     """A candidate with scales that are lost (1.0) or too small."""
 
+    base: str
+    """The candidate's name."""
     layer: int | None
     """None: the q scales of all layers."""
     is_lost: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedFault(Fault):
+    """A fault, and the candidate with it."""
+
     emulation: Emulation
 
 
-def lose_query_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEffect(Fault):
+    """What a candidate changes with a fault in one layer."""
+
+    layer: int
+    changes: torch.Tensor
+    """By token: fp64 [N]."""
+
+
+def lose_query_scales(name: str, emulation: Emulation) -> dict[str, EmulatedFault]:
     """Quantize q of a candidate at 1.0; empty where it is not quantized with another scale."""
     scaled = {
         site: quantizer
@@ -36,7 +53,7 @@ def lose_query_scales(name: str, emulation: Emulation) -> dict[str, Fault]:
     if not scaled:
         return {}
     lost = {site: replace(each, scale=torch.tensor(1.0)) for site, each in scaled.items()}
-    fault = Fault(layer=None, is_lost=True, emulation=_change(emulation, lost))
+    fault = EmulatedFault(base=name, layer=None, is_lost=True, emulation=_change(emulation, lost))
     return {f"{name} without its q scales": fault}
 
 
@@ -50,7 +67,7 @@ def has_kv_scales(emulation: Emulation) -> bool:
 
 def list_layer_faults(
     name: str, emulation: Emulation, geometry: ModelGeometry
-) -> Iterator[tuple[str, Fault]]:
+) -> Iterator[tuple[str, EmulatedFault]]:
     """List the faults of single layers of a candidate with KV scales, by their names."""
     for layer, attention in geometry.attentions():
         found = {
@@ -62,12 +79,22 @@ def list_layer_faults(
             one = {site: replace(each, scale=torch.tensor(1.0)) for site, each in found.items()}
             yield (
                 f"{name} with layer {layer.index} at scale 1.0",
-                Fault(layer=layer.index, is_lost=True, emulation=_change(emulation, one)),
+                EmulatedFault(
+                    base=name,
+                    layer=layer.index,
+                    is_lost=True,
+                    emulation=_change(emulation, one),
+                ),
             )
             small = {site: _divide(quantizer) for site, quantizer in found.items()}
             yield (
                 f"{name} with layer {layer.index} at 1/{CLIPPING} of its scales",
-                Fault(layer=layer.index, is_lost=False, emulation=_change(emulation, small)),
+                EmulatedFault(
+                    base=name,
+                    layer=layer.index,
+                    is_lost=False,
+                    emulation=_change(emulation, small),
+                ),
             )
 
 

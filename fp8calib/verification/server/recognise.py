@@ -32,8 +32,12 @@ class Server:
     """What could not be checked."""
 
 
-async def recognise(client: ServerClient, *, kind: str | None, model: str | None) -> Server:
+async def recognise(
+    client: ServerClient, *, kind: str | None, model: str | None, likely_kind: str | None = None
+) -> Server:
     """Find the kind and the model of a server; `kind` and `model` are what the user named.
+
+    A server that is not recognised is of the `likely_kind`.
 
     Raises:
         VerificationError: it is no server of a known kind, or it fails.
@@ -41,7 +45,7 @@ async def recognise(client: ServerClient, *, kind: str | None, model: str | None
     """
     models = await client.get("/v1/models")
     cards = _list_cards(models)
-    found = KINDS[kind] if kind else await _find_kind(client, models, cards)
+    found = KINDS[kind] if kind else await _find_kind(client, models, cards, likely_kind)
     if found.name == TgiServer.name:
         info = (await client.get("/info")).body
         named = info if isinstance(info, dict) else {}
@@ -64,7 +68,7 @@ def _list_cards(models: Answer) -> list[dict[str, Any]]:
 
 
 async def _find_kind(
-    client: ServerClient, models: Answer, cards: Sequence[dict[str, Any]]
+    client: ServerClient, models: Answer, cards: Sequence[dict[str, Any]], likely: str | None
 ) -> ServerKind:
     for card in cards:
         if (owner := card.get("owned_by")) in KINDS:
@@ -72,6 +76,8 @@ async def _find_kind(
     info = await client.get("/info")
     if isinstance(info.body, dict) and "model_id" in info.body:
         return KINDS[TgiServer.name]
+    if likely:
+        return KINDS[likely]
     raise VerificationError(
         f"{client.endpoint.url}: no vLLM, SGLang or TGI server: /v1/models answers "
         f"{models.status}: {models.text}",
@@ -92,12 +98,12 @@ def _choose_card(
     if model is None and not cards:
         raise VerificationError(
             f"{client.endpoint.url}: the server lists no models",
-            hint="name the model with --server-model",
+            hint=f"name the model with {client.endpoint.option}-model",
         )
     what = f"does not serve {shorten(model)}" if model else f"serves {len(cards)} models"
     raise ModelError(
         f"{client.endpoint.url}: the server {what}; it has {cut_list(names)}",
-        hint="name one of them with --server-model",
+        hint=f"name one of them with {client.endpoint.option}-model",
     )
 
 

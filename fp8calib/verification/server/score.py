@@ -47,6 +47,8 @@ class ServerOptions:
     endpoint: Endpoint
     model: str | None
     kind: str | None
+    likely_kind: str | None
+    """Of a server that is not recognised."""
     num_top: int
     """The tokens at every position whose log-probabilities are asked for."""
     concurrency: int
@@ -77,7 +79,12 @@ def connect(
 
     async def ask() -> Server:
         async with _open_client(options) as client:
-            server = await recognise(client, kind=options.kind, model=options.model)
+            server = await recognise(
+                client,
+                kind=options.kind,
+                model=options.model,
+                likely_kind=options.likely_kind,
+            )
             check_length(server, client, max(map(len, sequences)))
             note = "the tokenizers were not compared: the model has none"
             if tokenizer is not None:

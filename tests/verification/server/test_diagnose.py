@@ -14,12 +14,15 @@ from fp8calib.verification.server.diagnose import (
     UNQUANTIZED,
     Changes,
     Finding,
-    LayerEffect,
     explain,
     explain_with_faults,
     needs_layers,
 )
-from fp8calib.verification.server.hypotheses import list_layer_faults, lose_query_scales
+from fp8calib.verification.server.hypotheses import (
+    LayerEffect,
+    list_layer_faults,
+    lose_query_scales,
+)
 from tests.verification.server import planted
 
 SEQUENCES = 12
@@ -41,7 +44,7 @@ def changes(server: torch.Tensor, noise: float = 0.0, **candidates: torch.Tensor
 
 def effect(layer: int, found: torch.Tensor, *, is_lost: bool = False) -> LayerEffect:
     """Give what a fault of a layer changes."""
-    return LayerEffect(layer=layer, is_lost=is_lost, changes=found)
+    return LayerEffect(base="x", layer=layer, is_lost=is_lost, changes=found)
 
 
 def test_the_candidate_behind_the_noise_of_an_engine_is_found() -> None:

@@ -119,6 +119,26 @@ def test_one_layer_at_one(served: Planted, runner: planted.Runner, ask: Callable
     assert report["advice"].endswith(": the k/v scales of layer 1 are not in use.")
 
 
+def test_one_layer_at_one_without_the_model(
+    served: Planted, runner: planted.Runner, ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Another machine emulated the faults; one without them is named."""
+    predict = runner.predict(runner.emulate(change(served.values, planted.NEEDS_SCALES, None)))
+    expected = ask(predict, "--scales", served.scales)
+    found = []
+    for number, more in enumerate(((), ("--dump-faults",))):
+        dump = tmp_path / f"{number}.safetensors"
+        command = ("verify", served.model, "--data", served.data, *OPTIONS, *ENGINE)
+        succeed(*command, "--scales", served.scales, "--dump", dump, *more)
+        with FakeServer(predict) as server:
+            options = ("--server", server.url, "--reference-dump", dump, "--json")
+            found.append(succeed(*command, *options))
+    assert "has no faults of single layers, so none were tried" in found[0].err
+    assert "no faults" not in found[1].err
+    assert found[1].json["advice"] == expected["advice"]
+    assert found[0].json["advice"] != expected["advice"]
+
+
 def test_the_scales_of_another_model(
     served: Planted,
     runner: planted.Runner,

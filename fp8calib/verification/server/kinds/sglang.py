@@ -1,10 +1,12 @@
 """SGLang: `/generate` with `input_ids` and `return_logprob`.
 
-Source: sglang 0.5.23 srt/managers/io_struct.py and tokenizer_manager.py, read.
+Source: sglang 0.5.23 srt/managers/io_struct.py, tokenizer_manager.py and
+scheduler_components/logprob_result_processor.py, read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,13 +55,16 @@ class SglangServer:
     def read_scores(self, body: Any, ids: Sequence[int], num_top: int) -> SequenceScores:
         """Read `input_token_logprobs` and `input_top_logprobs`; the first of each is null."""
         found = find_list(body, "meta_info", "input_token_logprobs")
-        tokens = [_read_entry(entry) for entry in found]
-        rows = [(token, logprob) for token, logprob in tokens if logprob is not None]
+        rows = [_read_pair(entry) for entry in found]
+        if rows and math.isnan(rows[0][1]):
+            del rows[0]
         check_count(len(rows), ids, self)
         tops = _read_tops(body, len(rows)) if num_top else [()] * len(rows)
+        last = max(ids)
         positions = [
-            Position(token=token, logprob=logprob, top=top)
-            for (token, logprob), top in zip(rows, tops, strict=True)
+            # it writes 0 for the last token of the vocabulary
+            Position(token=sent if sent == last and not token else token, logprob=logprob, top=top)
+            for (token, logprob), top, sent in zip(rows, tops, ids[1:], strict=True)
         ]
         return join_positions(positions, ids, num_top, self)
 
@@ -93,11 +98,6 @@ class SglangServer:
         return read_tokens(find_list(body, "output_ids"), count)
 
 
-def _read_entry(entry: Any) -> tuple[int, float | None]:
-    logprob, token = find(entry, 0), find(entry, 1)
-    return read_token(token), None if logprob is None else read_number(logprob)
-
-
 def _read_tops(body: Any, count: int) -> list[tuple[tuple[int, float], ...]]:
     found = find_list(body, "meta_info", "input_top_logprobs")
     rows = [row for row in found if row is not None]
@@ -107,4 +107,6 @@ def _read_tops(body: Any, count: int) -> list[tuple[tuple[int, float], ...]]:
 
 
 def _read_pair(entry: Any) -> tuple[int, float]:
-    return read_token(find(entry, 1)), read_number(find(entry, 0))
+    """Read a token and its log-probability; NaN and inf come as null."""
+    logprob = find(entry, 0)
+    return read_token(find(entry, 1)), math.nan if logprob is None else read_number(logprob)
