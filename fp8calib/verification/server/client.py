@@ -233,9 +233,9 @@ def _read_delay(response: httpx.Response) -> float | None:
         return None
 
 
-def _find_tls(error: BaseException) -> BaseException | None:
+def _find_tls(error: httpx.TransportError) -> BaseException | None:
     """Find the TLS error behind a broken connection."""
-    found: BaseException | None = error
+    found: BaseException | None = None if isinstance(error, httpx.TimeoutException) else error
     while found is not None and not isinstance(found, ssl.SSLError):
         found = found.__cause__ or found.__context__
     return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -62,12 +64,14 @@ class FakeServer:
         broken: Break = lambda _asked, reply: reply,
         tokenize: Callable[[str], list[int]] = lambda _text: [],
         max_model_len: int = 4096,
+        certificate: Path | None = None,
     ) -> None:
         self._predict = predict
         self._kind = kind
         self._broken = broken
         self._tokenize = tokenize
         self._max_model_len = max_model_len
+        self._certificate = certificate
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
         self.asked: list[Asked] = []
@@ -96,6 +100,11 @@ class FakeServer:
         self._http.daemon_threads = True
         self._http.block_on_close = False
         self.url = f"http://127.0.0.1:{self._http.server_port}"
+        if self._certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._certificate)
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
+            self.url = self.url.replace("http:", "https:")
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
         return self
 

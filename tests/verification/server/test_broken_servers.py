@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -303,6 +306,39 @@ def test_a_server_without_encryption_is_told_from_a_wrong_certificate(
     assert "SSL_CERT_FILE" in text
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
+def test_a_certificate_is_checked(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    options = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    names = ("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate)
+    command = ["openssl", "req", "-x509", *options.split(), *names]
+    subprocess.run(command, check=True, capture_output=True)
+    both = tmp_path / "both.pem"
+    both.write_bytes(key.read_bytes() + certificate.read_bytes())
+    with FakeServer(predict, tokenize=tokenize, certificate=both) as server:
+        ask = ("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
+        text = fail(8, *ask)
+        assert "TLS: " in text
+        assert "certificate verify failed" in text
+        assert "SSL_CERT_FILE" in text
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        succeed(*ask, "--json")
+
+
+def test_a_server_that_never_accepts_is_tried_again_and_named(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8calib.verification.server.client._CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
+        started = time.monotonic()
+        text = fail(8, "verify", model, "--data", data, "--server", url, "--server-timeout", 20)
+    assert "no connection within 0.2 s" in text
+    assert time.monotonic() - started < 10
+
+
 def test_what_was_scored_is_kept_and_not_asked_again(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +417,19 @@ def test_a_url_that_is_none_is_refused(model: Path, data: Path, url: str, says: 
     assert "secret" not in text
 
 
-def test_options_of_a_server_need_one(model: Path, data: Path) -> None:
-    text = fail(2, "verify", model, "--data", data, "--resume")
-    assert "--resume has no effect without --server" in text
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--resume",), "--resume has no effect without --server"),
+        (("--dump-faults",), "--dump-faults has no effect without --dump"),
+        (
+            ("--server", "http://localhost", "--reference-server-model", "m"),
+            "--reference-server-model has no effect without --reference-server",
+        ),
+        (("--server", "http://localhost", "--server-kind", "x"), "known: vllm, sglang, tgi"),
+    ],
+)
+def test_options_that_need_others(
+    model: Path, data: Path, options: tuple[str, ...], says: str
+) -> None:
+    assert says in fail(2, "verify", model, "--data", data, *options)

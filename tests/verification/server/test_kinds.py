@@ -61,6 +61,23 @@ def test_the_log_probabilities_of_a_prompt(name: str) -> None:
         assert found.top_ids.shape == found.top_logprobs.shape == (2, 0)
 
 
+def test_sglang_writes_0_for_the_last_token_of_the_vocabulary() -> None:
+    """`_process_input_token_logprobs` of its logprob_result_processor.py replaces it."""
+    answer = json.loads(json.dumps(SGLANG))
+    answer["meta_info"]["input_token_logprobs"][2][1] = 0
+    assert KINDS["sglang"].read_scores(answer, IDS, 2).logprobs.tolist() == [-1.5, -0.25]
+    answer["meta_info"]["input_token_logprobs"][1][1] = 0
+    with pytest.raises(AnswerError, match="token 1 is 0, not 3"):
+        KINDS["sglang"].read_scores(answer, IDS, 2)
+
+
+def test_sglang_writes_null_for_nan() -> None:
+    answer = json.loads(json.dumps(SGLANG))
+    answer["meta_info"]["input_token_logprobs"][1][0] = None
+    with pytest.raises(AnswerError, match="is NaN or inf"):
+        KINDS["sglang"].read_scores(answer, IDS, 2)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_continuation(name: str) -> None:
     assert KINDS[name].read_written(ANSWERS[name], 1) == [7]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, succeed
 from tests.verification.server import planted
-from tests.verification.server.fake import FakeServer, Predict
+from tests.verification.server.fake import Asked, FakeServer, Predict, Reply
 from tests.verification.server.test_broken_servers import tokenize
 
 LENGTH = 40
@@ -226,6 +226,28 @@ def test_a_model_that_does_not_fit_is_compared_with_a_server(
     assert report["advice"].startswith("nothing was emulated: perplexity ratio ")
     assert [one["name"] for one in report["candidates"]] == ["server"]
     assert report["candidates"][0]["kld_mean"] > 0
+
+
+def test_the_other_server_has_a_kind_and_a_model_of_its_own(
+    model: Path, data: Path, unscaled: Predict, plain: Predict
+) -> None:
+    def add_model(asked: Asked, reply: Reply) -> Reply:
+        if asked.path != "/v1/models":
+            return reply
+        cards = [*reply.json["data"], {"id": "other", "owned_by": "sglang"}]
+        return reply.with_json({"data": cards})
+
+    with (
+        FakeServer(unscaled, tokenize=tokenize) as server,
+        FakeServer(plain, kind="sglang", tokenize=tokenize, broken=add_model) as other,
+    ):
+        options = ("--server", server.url, "--server-kind", "vllm", "--reference-server", other.url)
+        command = ("verify", model, "--data", data, *QUICK, *ENGINE)
+        text = fail(4, *command, *options)
+        assert "serves 2 models; it has tiny, other" in text
+        assert "--reference-server-model" in text
+        report = verify(model, data, *options, "--reference-server-model", "tiny")
+    assert report["server"]["engine"]["kind"] == "sglang"
 
 
 def test_a_dump_of_another_machine_replaces_the_model(
