@@ -59,7 +59,7 @@ def calibrate(
     tokenizer: Any = None,
     progress: ProgressCallback | None = None,
 ) -> CalibrationStats:
-    """Run text through an unquantized model and return its statistics; nothing is written.
+    """Run text through a model and return its statistics; nothing is written.
 
     A model in memory keeps its parameters, hooks, caches and modes. Its statistics belong to the
     checkpoint that `save_pretrained` writes of it.

@@ -71,7 +71,7 @@ def _heavy_imports() -> Iterator[None]:
 
 @_command("calibrate", CalibrateSettings)
 def _calibrate(settings: CalibrateSettings) -> int:
-    """Run calibration text through an unquantized model and write FP8 scales that engines load.
+    """Run calibration text through a model and write FP8 scales that engines load.
 
     Example: fp8calib calibrate HuggingFaceTB/SmolLM2-135M-Instruct --data calib.jsonl
     """

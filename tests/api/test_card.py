@@ -101,6 +101,8 @@ def test_files_of_scales_have_a_card_too(made: Path, model: Path) -> None:
     assert "library_name" not in read_front_matter(text)
     assert "Not measured." in text
     assert "`fp8calib check FILE --model MODEL` tells" in text
+    (command,) = re.findall(r"^fp8calib (extract-kv-scales .*) MODEL --save-path OUT$", text, re.M)
+    assert command == "extract-kv-scales --quantized-model YOUR-NAME/pack --model"
     succeed("card", pack, *_base(), "--model", model, "--force")
     assert "| vllm |" in (pack / "README.md").read_text()
 

@@ -12,6 +12,7 @@ from fp8calib.api.card.facts import CARD_NAME, CardFacts, Loss, find_version, re
 from fp8calib.api.check import check
 from fp8calib.api.quantize.servable import find_load_fault
 from fp8calib.checkpoint.atomic import check_output_file, format_size, write_file_atomic
+from fp8calib.dialects.kv.kv_scales import KV_SCALES
 from fp8calib.engines.registry import find_replayed, list_defaults
 from fp8calib.engines.replay.verdicts import CheckReport
 from fp8calib.errors import UsageError, shorten
@@ -177,6 +178,10 @@ def _format_share(share: float | None, tokens: int) -> str:
 
 def _describe_engines(facts: CardFacts, repo: str, report: CheckReport | None) -> Iterator[str]:
     yield from ("", "## Engines", "")
+    if KV_SCALES.path_pattern in (each.name for each in facts.files):
+        yield "Add them to the model, or to a checkpoint that was quantized from it:"
+        command = f"fp8calib extract-kv-scales --quantized-model {repo} --model MODEL"
+        yield from ("", "```sh", f"{command} --save-path OUT", "```", "")
     if report is None:
         yield "`fp8calib check FILE --model MODEL` tells what each engine does with a file."
         return
