@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from fp8calib.api.models import open_run_model
 from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
@@ -34,6 +36,7 @@ from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.report import Verdict, VerifyReport
 from fp8calib.verification.server.alone import report_alone
 from fp8calib.verification.server.assess import assess
+from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.verify import VerificationResult
 
 
@@ -43,6 +46,7 @@ def run_verify(settings: VerifySettings) -> int:
     options = resolve_settings(settings)
     if settings.tasks:
         say(f"loading tasks: {', '.join(settings.tasks)}")
+    kept = KeptAnswers(folder=Path.cwd(), resume=settings.resume)
     text = VerificationText(
         specs=settings.data or (),
         samples=settings.samples,
@@ -56,12 +60,12 @@ def run_verify(settings: VerifySettings) -> int:
         trust_remote_code=settings.trust_remote_code,
         if_quantized=if_quantized(settings.model),
     ) as model:
-        job = open_verify_job(model, options, text, connect=_find_connect(settings))
+        job = open_verify_job(model, options, text, connect=_find_connect(settings, kept))
         for note in (*job.plan.warnings, *job.warnings):
             warn(note)
         mode = _choose_mode(job, settings)
         if mode is None:
-            return _finish(settings, _run_alone(job, settings))
+            return _finish(settings, _run_alone(job, settings), kept)
         if settings.dry_run:
             described = describe_verification_plan(job, mode)
             show_plan(described, "plan (nothing was run)", as_json=settings.as_json)
@@ -74,16 +78,17 @@ def run_verify(settings: VerifySettings) -> int:
         for note in verified.report.warnings:
             if note not in (*job.plan.warnings, *job.warnings):
                 warn(note)
-    return _finish(settings, verified)
+    return _finish(settings, verified, kept)
 
 
-def _finish(settings: VerifySettings, verified: VerificationResult) -> int:
+def _finish(settings: VerifySettings, verified: VerificationResult, kept: KeptAnswers) -> int:
     """Write the outputs, print the report and return the exit code."""
     try:
         _write(settings, verified)
     except Exception:
         show_verification(verified.report, settings)  # the run may have taken hours
         raise
+    kept.remove()
     if settings.as_json:
         print_json(describe_report(verified.report, settings))
     show_verification(verified.report, settings)
@@ -91,7 +96,7 @@ def _finish(settings: VerifySettings, verified: VerificationResult) -> int:
 
 
 def _find_connect(
-    settings: VerifySettings,
+    settings: VerifySettings, kept: KeptAnswers
 ) -> Callable[[ModelSource, DataPlan], tuple[AskServer, DataPlan]] | None:
     """Give what connects to the server of --server; None where none is asked."""
     if settings.server is None or settings.dry_run:
@@ -99,8 +104,8 @@ def _find_connect(
     from fp8calib.cli.verify import server as servers  # noqa: PLC0415 -- imports httpx
 
     def connect(source: ModelSource, plan: DataPlan) -> tuple[AskServer, DataPlan]:
-        server, kept = servers.open_servers(settings, source, plan)
-        return partial(servers.ask_servers, server), kept
+        server, usable = servers.open_servers(settings, source, plan, kept)
+        return partial(servers.ask_servers, server), usable
 
     return connect
 
@@ -122,15 +127,15 @@ def _run_alone(job: VerifyJob, settings: VerifySettings) -> VerificationResult:
     """Compare the server with a dump or an unquantized server, without running the model."""
     assert job.server is not None  # noqa: S101 -- checked with the options
     started = time.monotonic()
-    with Bar() as bar:
-        plan, answers = job.server(job.plan, None, bar)
-        evidence = gather_alone(plan, settings.reference_dump)
-        assessment = assess(answers, evidence, bar)
+    evidence = gather_alone(job.plan, settings.reference_dump)
     if evidence.has_scales and evidence.layer_faults is None:
         warn(
-            f"{settings.reference_dump} has no faults of single layers, so none were tried: "
+            f"{settings.reference_dump} has no faults of single layers, so none are tried: "
             "write it with --dump-faults"
         )
+    with Bar() as bar:
+        plan, answers = job.server(job.plan, None, bar)
+        assessment = assess(answers, replace(evidence, sequences=plan.sequences), bar)
     report, logprobs = report_alone(
         settings.model,
         job.options.numerics.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import ServerAnswers
 from fp8calib.verification.server.client import find_endpoint
 from fp8calib.verification.server.kinds.kind import ServerScores
+from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.server.recognise import Server, require_kind
 from fp8calib.verification.server.score import (
     ServerOptions,
@@ -42,7 +42,7 @@ class ServerJob:
     server: _Connected
     reference: _Connected | None
     tokenizer: Any | None
-    resume: bool
+    kept: KeptAnswers
     is_sampled: bool
 
     @property
@@ -53,7 +53,7 @@ class ServerJob:
 
 
 def open_servers(
-    settings: VerifySettings, source: ModelSource, plan: DataPlan
+    settings: VerifySettings, source: ModelSource, plan: DataPlan, kept: KeptAnswers
 ) -> tuple[ServerJob, DataPlan]:
     """Connect to --server and --reference-server; give the part of the plan that they can score.
 
@@ -91,11 +91,11 @@ def open_servers(
             "--reference-server", reference, REFERENCE_KEY, settings.reference_server_model, None
         ),
         tokenizer=tokenizer,
-        resume=settings.resume,
+        kept=kept,
         is_sampled=settings.sampled,
     )
-    kept, lost = _keep_spelled(job, plan)
-    return job, replace(kept, warnings=(*plan.warnings, *job.notes, *lost))
+    usable, lost = _keep_spelled(job, plan)
+    return job, replace(usable, warnings=(*plan.warnings, *job.notes, *lost))
 
 
 def _keep_spelled(job: ServerJob, plan: DataPlan) -> tuple[DataPlan, tuple[str, ...]]:
@@ -129,7 +129,11 @@ def _write_sampled(
         return plan
     if job.reference is not None:
         one = job.reference
-        return replace_sequences(plan, write(one.options, one.server, plan.sequences, progress))
+        text = ServerText(
+            sequences=plan.sequences, fingerprint=plan.fingerprint, tokenizer=job.tokenizer
+        )
+        written = write(one.options, one.server, text, progress, kept=job.kept)
+        return replace_sequences(plan, written)
     assert model is not None  # noqa: S101 -- the plan holds it whole
     return replace_sequences(plan, write_text(model, plan.sequences, progress))
 
@@ -152,15 +156,7 @@ def ask_servers(
             fingerprint=f"{plan.fingerprint} {stage} {len(sequences)}",
             tokenizer=job.tokenizer,
         )
-        return score(
-            one.options,
-            one.server,
-            text,
-            progress,
-            folder=Path.cwd(),
-            resume=job.resume,
-            stage=stage,
-        )
+        return score(one.options, one.server, text, progress, kept=job.kept, stage=stage)
 
     every = plan.sequences
     return plan, ServerAnswers(

@@ -1,6 +1,6 @@
-"""What a server has scored so far, in a file from which a later run resumes.
+"""What a server has answered so far, in files from which a later run resumes.
 
-Its name identifies the run; every line holds one sequence.
+A file's name identifies what was asked; every line holds the answer about one sequence.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,20 +17,47 @@ import numpy as np
 import torch
 
 from fp8calib.errors import DataError, ExportError
-from fp8calib.verification.server.kinds.kind import SequenceScores
 
-_FIELDS = {"logprobs": "<f4", "top_ids": "<i8", "top_logprobs": "<f4"}
+SCORES = {"logprobs": "<f4", "top_ids": "<i8", "top_logprobs": "<f4"}
+WRITTEN = {"tokens": "<i8"}
 
 
-class PartialScores:
-    """A file of scored sequences; a line that a killed run left incomplete is dropped."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptAnswers:
+    """The files of a run; they are removed when it has finished."""
 
-    def __init__(self, folder: Path, tag: str) -> None:
-        self.path = (
-            folder / f"fp8calib-server-{hashlib.sha256(tag.encode()).hexdigest()[:12]}.partial"
-        )
-        self.found: dict[int, SequenceScores] = {}
-        """By number of the sequence: what earlier runs and this one have."""
+    folder: Path
+    resume: bool
+    """Whether to begin with what an earlier run left."""
+    paths: list[Path] = field(default_factory=list)
+
+    def open(self, tag: str, dtypes: Mapping[str, str]) -> PartialAnswers:
+        """Open the file of what `tag` identifies; it holds arrays of these dtypes.
+
+        Raises:
+            DataError: what an earlier run left cannot be read.
+            ExportError: the file cannot be written.
+        """
+        name = f"fp8calib-server-{hashlib.sha256(tag.encode()).hexdigest()[:12]}.partial"
+        opened = PartialAnswers(self.folder / name, dtypes)
+        opened.open(resume=self.resume)
+        self.paths.append(opened.path)
+        return opened
+
+    def remove(self) -> None:
+        """Remove the files."""
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+
+
+class PartialAnswers:
+    """A file of answers; a line that a killed run left incomplete is dropped."""
+
+    def __init__(self, path: Path, dtypes: Mapping[str, str]) -> None:
+        self.path = path
+        self._dtypes = dtypes
+        self.found: dict[int, Mapping[str, torch.Tensor]] = {}
+        """1-D arrays by number of the sequence: what earlier runs and this one have."""
         self._stream: IO[str] | None = None
 
     def open(self, *, resume: bool) -> None:
@@ -42,23 +71,23 @@ class PartialScores:
             self._load()
         try:
             self._stream = self.path.open("w", encoding="ascii")
-            for number, scores in self.found.items():
-                self._write(number, scores)
+            for number, arrays in self.found.items():
+                self._write(number, arrays)
         except OSError as error:
             raise ExportError(
                 f"{self.path}: cannot be written: {error.strerror}",
                 hint="run the command in a folder that can be written",
             ) from error
 
-    def add(self, number: int, scores: SequenceScores) -> None:
-        """Keep the scores of a sequence.
+    def add(self, number: int, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Keep the answer about a sequence.
 
         Raises:
-            ExportError: they cannot be written.
+            ExportError: it cannot be written.
         """
-        self.found[number] = scores
+        self.found[number] = arrays
         try:
-            self._write(number, scores)
+            self._write(number, arrays)
         except OSError as error:
             raise ExportError(f"{self.path}: cannot be written: {error.strerror}") from error
 
@@ -67,41 +96,28 @@ class PartialScores:
         if self._stream is not None:
             self._stream.close()
         if not self.found:
-            self.remove()
+            self.path.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Remove the file: the run is finished."""
-        self.path.unlink(missing_ok=True)
-
-    def _write(self, number: int, scores: SequenceScores) -> None:
+    def _write(self, number: int, arrays: Mapping[str, torch.Tensor]) -> None:
         assert self._stream is not None  # noqa: S101 -- `open` came first
-        line: dict[str, Any] = {"sequence": number, "top": scores.top_ids.shape[1]}
-        for name, dtype in _FIELDS.items():
-            raw = getattr(scores, name).numpy().astype(dtype).tobytes()
+        line: dict[str, Any] = {"sequence": number}
+        for name, dtype in self._dtypes.items():
+            raw = arrays[name].numpy().astype(dtype).tobytes()
             line[name] = base64.b64encode(raw).decode("ascii")
         self._stream.write(f"{json.dumps(line)}\n")
         self._stream.flush()
 
     def _load(self) -> None:
-        for line in self.path.read_bytes().split(b"\n")[:-1]:
+        for text in self.path.read_bytes().split(b"\n")[:-1]:
             try:
-                number, scores = _read_line(json.loads(line))
+                line = json.loads(text)
+                self.found[int(line["sequence"])] = {
+                    name: torch.from_numpy(
+                        np.frombuffer(base64.b64decode(line[name]), dtype).copy()
+                    )
+                    for name, dtype in self._dtypes.items()
+                }
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
                     f"{self.path}: damaged", hint="leave out --resume to start again"
                 ) from error
-            self.found[number] = scores
-
-
-def _read_line(line: dict[str, Any]) -> tuple[int, SequenceScores]:
-    arrays = {
-        name: torch.from_numpy(np.frombuffer(base64.b64decode(line[name]), dtype).copy())
-        for name, dtype in _FIELDS.items()
-    }
-    width = int(line["top"])
-    rows = len(arrays["logprobs"])
-    return int(line["sequence"]), SequenceScores(
-        logprobs=arrays["logprobs"],
-        top_ids=arrays["top_ids"].reshape(rows, width),
-        top_logprobs=arrays["top_logprobs"].reshape(rows, width),
-    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from fp8calib.verification.server.kinds.kind import (
     ServerKind,
     ServerScores,
 )
-from fp8calib.verification.server.partial import PartialScores
+from fp8calib.verification.server.partial import SCORES, WRITTEN, KeptAnswers, PartialAnswers
 from fp8calib.verification.server.recognise import (
     Server,
     check_length,
@@ -100,13 +99,10 @@ def score(
     text: ServerText,
     progress: Progress,
     *,
-    folder: Path,
-    resume: bool,
+    kept: KeptAnswers,
     stage: str,
 ) -> ServerScores:
-    """Ask a server for the log-probabilities of a text.
-
-    What was answered is kept in `folder` if the server fails or the run is interrupted.
+    """Ask a server for the log-probabilities of a text; answers are `kept`.
 
     Raises:
         VerificationError: the server fails, or answers with something else.
@@ -115,34 +111,27 @@ def score(
     most = server.kind.most_logprobs
     num_top = options.num_top if most is None else min(options.num_top, most)
     tag = "\0".join((options.endpoint.url, server.model, text.fingerprint, str(num_top)))
-    partial = PartialScores(folder, tag)
     progress.stage(stage, sum(map(len, text.sequences)), unit="tokens")
 
-    numbers = range(len(text.sequences))
-    partial.open(resume=resume)
+    async def ask(client: ServerClient, number: int) -> dict[str, torch.Tensor]:
+        scores = await _ask(client, server, text, number, num_top)
+        return {name: getattr(scores, name).flatten() for name in SCORES}
 
-    async def handle(client: ServerClient, number: int) -> None:
-        partial.add(number, await _ask(client, server, text, number, num_top))
-        progress.advance(len(text.sequences[number]))
-
-    try:
-        for number in partial.found:
-            progress.advance(len(text.sequences[number]))
-        _handle_each(options, [n for n in numbers if n not in partial.found], handle)
-    except Fp8CalibError as error:
-        if partial.found:
-            kept = f"{len(partial.found)} of {len(numbers)} sequences are kept"
-            kept += ": --resume continues with them"
-            error.hint = f"{error.hint}; {kept}" if error.hint else kept
-        raise
-    finally:
-        partial.close()
-    partial.remove()
+    found = _ask_each(options, kept.open(tag, SCORES), text.sequences, ask, progress)
     return ServerScores(
         url=options.endpoint.url,
         kind=server.kind.name,
         model=server.model,
-        sequences=tuple(partial.found[number] for number in numbers),
+        sequences=tuple(
+            SequenceScores(
+                logprobs=arrays["logprobs"],
+                top_ids=arrays["top_ids"].reshape(-1, num_top)
+                if num_top
+                else torch.zeros(len(arrays["logprobs"]), 0, dtype=torch.int64),
+                top_logprobs=arrays["top_logprobs"].reshape(len(arrays["logprobs"]), num_top),
+            )
+            for arrays in found
+        ),
     )
 
 
@@ -161,51 +150,58 @@ def spell_out(ids: Sequence[int], tokenizer: Any | None) -> str | None:
 
 
 def write(
-    options: ServerOptions, server: Server, sequences: Sequence[torch.Tensor], progress: Progress
+    options: ServerOptions,
+    server: Server,
+    text: ServerText,
+    progress: Progress,
+    *,
+    kept: KeptAnswers,
 ) -> tuple[torch.Tensor, ...]:
     """Replace every sequence, but for its first tokens, by what a server writes at temperature 1.
 
     Raises:
         VerificationError: the server fails, or cannot continue token ids.
     """
+    sequences = text.sequences
     given = count_given(sequences)
     progress.stage("writing text", sum(map(len, sequences)), unit="tokens")
-    written: dict[int, torch.Tensor] = {}
 
-    async def handle(client: ServerClient, number: int) -> None:
+    async def ask(client: ServerClient, number: int) -> dict[str, torch.Tensor]:
         start, count = sequences[number][:given].tolist(), len(sequences[number]) - given
-        written[number] = torch.tensor([*start, *await ask(client, start, count, number)])
-        progress.advance(len(sequences[number]))
-
-    async def ask(client: ServerClient, start: list[int], count: int, number: int) -> list[int]:
         kind, where = server.kind, f"{options.endpoint.url}{server.kind.path}: "
         try:
             request = kind.make_writing(server.model, start, count, SEED + number)
             answer = await client.post(kind.path, request)
             if not answer.is_ok:
                 raise AnswerError(f"is {answer.status}: {answer.text}")
-            return kind.read_written(answer.body, count)
+            return {"tokens": torch.tensor([*start, *kind.read_written(answer.body, count)])}
         except AnswerError as error:
             raise VerificationError(
                 f"{where}the continuation of sequence {number} {error.message}",
                 hint=error.hint or "the server's log may name the cause",
             ) from error
 
-    _handle_each(options, range(len(sequences)), handle)
-    return tuple(written[number] for number in range(len(sequences)))
+    tag = "\0".join((options.endpoint.url, server.model, text.fingerprint, "written"))
+    found = _ask_each(options, kept.open(tag, WRITTEN), sequences, ask, progress)
+    return tuple(arrays["tokens"] for arrays in found)
 
 
-def _handle_each(
+def _ask_each(
     options: ServerOptions,
-    numbers: Iterable[int],
-    handle: Callable[[ServerClient, int], Awaitable[None]],
-) -> None:
-    """Handle sequences by their numbers, several at once; the first error ends all."""
-    left = iter(numbers)
+    partial: PartialAnswers,
+    sequences: Sequence[torch.Tensor],
+    ask: Callable[[ServerClient, int], Awaitable[Mapping[str, torch.Tensor]]],
+    progress: Progress,
+) -> list[Mapping[str, torch.Tensor]]:
+    """Ask about the sequences that `partial` lacks, several at once; the first error ends all."""
+    left = (number for number in range(len(sequences)) if number not in partial.found)
+    for number in partial.found:
+        progress.advance(len(sequences[number]))
 
     async def work(client: ServerClient) -> None:
         for number in left:
-            await handle(client, number)
+            partial.add(number, await ask(client, number))
+            progress.advance(len(sequences[number]))
 
     async def run() -> None:
         async with _open_client(options) as client, asyncio.TaskGroup() as tasks:
@@ -215,7 +211,15 @@ def _handle_each(
     try:
         asyncio.run(run())
     except ExceptionGroup as group:
-        raise group.exceptions[0] from None
+        error = group.exceptions[0]
+        if isinstance(error, Fp8CalibError) and partial.found:
+            what = f"{len(partial.found)} of {len(sequences)} sequences are kept"
+            what += ": --resume continues with them"
+            error.hint = f"{error.hint}; {what}" if error.hint else what
+        raise error from None
+    finally:
+        partial.close()
+    return [partial.found[number] for number in range(len(sequences))]
 
 
 def _open_client(options: ServerOptions) -> ServerClient:

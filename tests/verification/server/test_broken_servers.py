@@ -370,6 +370,36 @@ def test_what_was_scored_is_kept_and_not_asked_again(
     assert resumed.json["candidates"] == whole.json["candidates"]
 
 
+def test_text_and_scores_are_kept_when_the_other_server_dies(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unquantized server writes all text, and dies when it is to score it."""
+    monkeypatch.chdir(tmp_path)
+    state = {"broken": True}
+
+    def broken(asked: Asked, reply: Reply) -> Reply:
+        is_late = asked.path == COMPLETIONS and asked.number >= SEQUENCES + 1
+        if is_late and state["broken"]:
+            return Reply(status=500, body=error("EngineDeadError").encode())
+        return reply
+
+    with (
+        FakeServer(predict, tokenize=tokenize) as server,
+        FakeServer(predict, tokenize=tokenize, broken=broken) as other,
+    ):
+        urls = ("--server", server.url, "--reference-server", other.url)
+        command = ("verify", model, "--data", data, "--seq-len", 16, "--dtype", "float32")
+        options = ("--sampled", "--server-concurrency", 1)
+        text = fail(8, *command, *urls, *options)
+        assert "1 of 3 sequences are kept: --resume continues with them" in text
+        state["broken"] = False
+        before = other.count(COMPLETIONS)
+        succeed(*command, *urls, *options, "--resume")
+        assert server.count(COMPLETIONS) == 2 * SEQUENCES  # none is asked once more
+        assert other.count(COMPLETIONS) - before == SEQUENCES - 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_busy_server_is_asked_again(model: Path, data: Path) -> None:
     def busy(asked: Asked, reply: Reply) -> Reply:
         is_busy = asked.path == COMPLETIONS and asked.number == 0

@@ -133,7 +133,7 @@ def test_one_layer_at_one_without_the_model(
         with FakeServer(predict) as server:
             options = ("--server", server.url, "--reference-dump", dump, "--json")
             found.append(succeed(*command, *options))
-    assert "has no faults of single layers, so none were tried" in found[0].err
+    assert "has no faults of single layers, so none are tried" in found[0].err
     assert "no faults" not in found[1].err
     assert found[1].json["advice"] == expected["advice"]
     assert found[0].json["advice"] != expected["advice"]

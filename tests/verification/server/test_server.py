@@ -263,5 +263,7 @@ def test_a_dump_of_another_machine_replaces_the_model(
         )
         assert [one["name"] for one in report["candidates"]] == ["server"]
         other = ("verify", model, "--data", data, "--seq-len", 20, *options)
+        before = server.count("/v1/completions")
         assert "of another text" in fail(5, *other)
+        assert server.count("/v1/completions") == before
         assert "no effect with --reference-dump" in fail(2, *other, "--sampled")
