@@ -11,7 +11,7 @@ import torch
 
 from fp8calib.fp8.amax import block_amax, row_amax, tensor_amax
 from fp8calib.fp8.cast import encode as encode_exactly
-from fp8calib.fp8.encode import encode_blocks, encode_rows
+from fp8calib.fp8.encode import decode_rows, encode_blocks, encode_rows
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import BLOCK
 
@@ -47,6 +47,13 @@ def test_codes_are_those_of_ml_dtypes_and_of_the_exact_cast(
     expected = quotient.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     assert np.array_equal(found.numpy(), expected)
     assert torch.equal(found, encode_exactly(x.float() / scale, E4M3FN))
+
+
+def test_every_code_has_the_value_of_ml_dtypes() -> None:
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], dtype=np.uint8)
+    found = decode_rows(torch.from_numpy(codes).view(torch.float8_e4m3fn))
+    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert np.array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
 
 
 def test_the_rows_stay_as_they_are() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.fp8.encode import encode_rows
+from fp8calib.fp8.encode import decode_rows, encode_rows
 from fp8calib.fp8.schemes import Scheme
 from fp8calib.geometry.model_geometry import Layer
 from fp8calib.quantization.gptq.core import (
@@ -167,7 +167,7 @@ class _InputRounding:
         wide = weight.to(torch.float32)
         signal = output_error(wide, sums.held)
         errors = [
-            output_error(each.to(torch.float32) * by - wide, sums.held)
+            output_error(decode_rows(each).mul_(by).sub_(wide), sums.held)
             for each, by in ((codes, wider), (nearest, spread))
         ]
         is_better = errors[0] < errors[1]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from fp8calib.fp8.encode import encode_rows
+from fp8calib.fp8.cast import round_to_format_
+from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import Granularity, Scheme
 
 STEPS = 8
@@ -50,5 +51,5 @@ def _sum_errors(
 ) -> torch.Tensor:
     """Sum the squared errors of each row: fp32 [R]."""
     spread = scales.unsqueeze(1)
-    errors = encode_rows(weight, spread).to(torch.float32).mul_(spread).sub_(weight)
+    errors = round_to_format_(weight / spread, E4M3FN).mul_(spread).sub_(weight)
     return errors.square_() @ importance
