@@ -66,7 +66,7 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
     """Check the URL of a server, and read its API key from the environment.
 
     Raises:
-        UsageError: the URL is none of a server, or holds a password.
+        UsageError: the URL is none of a server, or holds a password, or the key cannot be sent.
     """
     hint = f"give it like {option} http://localhost:8000"
     try:
@@ -86,7 +86,12 @@ def find_endpoint(option: str, url: str, variable: str) -> Endpoint:
         raise UsageError(f"{option} {parsed.host}: the URL ends with a query", hint=hint)
     path = parsed.path.rstrip("/").removesuffix("/v1")
     base = str(parsed.copy_with(raw_path=path.encode() or b"/")).rstrip("/")
-    return Endpoint(url=base, option=option, variable=variable, key=os.environ.get(variable, ""))
+    key = os.environ.get(variable, "").strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(
+            f"{variable}: the key cannot be sent in a header", hint="use printable ASCII characters"
+        )
+    return Endpoint(url=base, option=option, variable=variable, key=key)
 
 
 class ServerClient:
@@ -98,17 +103,11 @@ class ServerClient:
         headers = {"User-Agent": f"fp8calib/{__version__}"}
         if endpoint.key:
             headers["Authorization"] = f"Bearer {endpoint.key}"
-        try:
-            self._client = httpx.AsyncClient(
-                headers=headers,
-                timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` limits the whole
-                limits=httpx.Limits(max_connections=concurrency),
-            )
-        except (ValueError, UnicodeError) as error:
-            raise UsageError(
-                f"{endpoint.variable}: the key cannot be sent in a header",
-                hint="use printable ASCII characters",
-            ) from error
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # `_request` limits the whole
+            limits=httpx.Limits(max_connections=concurrency),
+        )
 
     async def __aenter__(self) -> Self:
         return self

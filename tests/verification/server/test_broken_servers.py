@@ -430,6 +430,26 @@ def test_the_key_is_sent_and_never_written(
     assert KEY not in written
 
 
+@pytest.mark.parametrize("key", [f"{KEY}\n", f"  {KEY}"])
+def test_space_around_a_key_is_removed(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("FP8CALIB_SERVER_KEY", key)
+    with FakeServer(predict, tokenize=tokenize) as server:
+        succeed("verify", model, "--data", data, "--seq-len", 16, "--server", server.url)
+        assert {one.headers.get("Authorization") for one in server.asked} == {f"Bearer {KEY}"}
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\u00e9", f"{KEY}\x01", f"a {KEY}"])
+def test_a_key_that_cannot_be_sent_is_refused(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("FP8CALIB_SERVER_KEY", key)
+    text = fail(2, "verify", model, "--data", data, "--server", "http://localhost")
+    assert "FP8CALIB_SERVER_KEY: the key cannot be sent" in text
+    assert KEY not in text
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
