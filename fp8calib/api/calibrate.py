@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fp8calib import calibration
+from fp8calib.api.arguments import checked
 from fp8calib.api.models import Placement, RunModel, open_run_model
 from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
 from fp8calib.api.recipe_options import override_recipe
@@ -39,11 +40,12 @@ IF_QUANTIZED = (
 )
 
 
+@checked
 def calibrate(
     model: ModelOrPath,
     data: TextData | None = None,
     *,
-    recipe: str = "kv",
+    recipe: str | Path = "kv",
     observe: Collection[str] | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
@@ -94,7 +96,7 @@ def calibrate(
         CalibrationError: the forward pass failed, or gave NaN or infinity.
     """
     asked = override_recipe(
-        recipe,
+        str(recipe),
         data={
             "samples": samples,
             "seq_len": seq_len,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fp8calib.api.arguments import checked
 from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.model_config import CONFIG_NAME, list_inner_checkpoints
 from fp8calib.dialects.metadata import read_file_origin
@@ -22,6 +23,7 @@ from fp8calib.stats.fingerprint import fingerprint_model
 _FILE_SUFFIXES = (".json", ".safetensors", ".npz")
 
 
+@checked
 def check(
     path: str | Path,
     *,

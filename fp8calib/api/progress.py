@@ -41,5 +41,6 @@ class CallbackProgress:
 
 def warn_each(texts: Iterable[str]) -> None:
     """Issue Python warnings, as the caller of the public function sees them."""
+    # above it: this function, the public one, and the check of its arguments
     for text in texts:
-        warnings.warn(text, Fp8CalibWarning, stacklevel=3)
+        warnings.warn(text, Fp8CalibWarning, stacklevel=4)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from fp8calib.dialects.registry import find_dialect, list_query_format_names
 from fp8calib.errors import UsageError, cut_list
-from fp8calib.recipe import Observe, Recipe, ScaleOptions, explain_value, load_recipe
+from fp8calib.recipe import Data, Observe, Recipe, ScaleOptions, explain_value, load_recipe
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import CalibrationStats
 
@@ -50,6 +50,16 @@ def make_scale_options(**given: Any) -> ScaleOptions:
     """
     with _usage_errors():
         return ScaleOptions.model_validate(_given(given))
+
+
+def make_data_options(**given: Any) -> Data:
+    """Make the options of a text; None means not given.
+
+    Raises:
+        UsageError: an option has an invalid value.
+    """
+    with _usage_errors():
+        return Data.model_validate(_given(given))
 
 
 @contextmanager
@@ -108,8 +118,7 @@ def list_ignored(recipe: Recipe, *, given: Mapping[str, Any]) -> Iterator[str]:
 
 def _choose_kinds(names: Collection[str]) -> dict[str, bool]:
     known = [name for name in Observe.model_fields if name != "ignore"]
-    is_list = isinstance(names, Collection) and not isinstance(names, str)
-    if not is_list or not all(name in known for name in names):
+    if not set(names) <= set(known):
         raise UsageError(f"observe {names!r}: must be a list of {', '.join(known)}")
     return {name: name in names for name in known}
 

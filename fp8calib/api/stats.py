@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 import torch
 
+from fp8calib.api.arguments import checked
 from fp8calib.api.recipe_options import make_scale_options
 from fp8calib.dialects.kv.kv_scales import make_scale_tensors, name_scales
 from fp8calib.errors import UsageError
@@ -88,6 +89,7 @@ def _per_rank(table: ScaleTable) -> dict[str, torch.Tensor]:
     return found
 
 
+@checked
 def load_stats(path: str | Path) -> CalibrationStats:
     """Load the statistics that `calibrate` wrote: the file, or its output folder.
 

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from typer.exceptions import Abort, Exit, TyperException
@@ -95,10 +96,27 @@ def main_inner(arguments: Sequence[str]) -> int:
     if not arguments:  # the parser would count this as an error
         say(command.get_help(command.make_context("fp8calib", [], resilient_parsing=True)))
         return UsageError.exit_code
+    _refuse_empty(arguments)
     outcome = command.main(spread_formats(arguments), prog_name="fp8calib", standalone_mode=False)
     if outcome == INTERRUPTED:  # the parser turns KeyboardInterrupt into this code
         raise KeyboardInterrupt
     return outcome if isinstance(outcome, int) else 0
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuse an empty argument: as a path it would be the working directory.
+
+    The parser itself refuses an empty size, and says which sizes there are.
+    """
+    for before, argument in pairwise(["", *arguments]):
+        option = argument.partition("=")[0]
+        if argument and not (option.startswith("--") and argument == f"{option}="):
+            continue
+        name = option or before
+        if name != "--memory":
+            raise UsageError(
+                f"{name} '': the argument is empty".strip(), hint="is a variable unset?"
+            )
 
 
 def _resume_hint(arguments: Sequence[str]) -> str:

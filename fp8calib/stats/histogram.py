@@ -30,11 +30,6 @@ def lower_edge(bin_index: int) -> float:
     return float(2.0 ** (LOWEST_OCTAVE + (bin_index - 1) / BINS_PER_OCTAVE))
 
 
-def count_bins(x: torch.Tensor) -> torch.Tensor:
-    """Count the magnitudes of `x` by bin: int64 [NUM_BINS], on the device of `x`."""
-    return count_bins_of_each([x])[0]
-
-
 def count_bins_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Count the magnitudes of every tensor by bin, on their device: int64 [len(tensors), NUM_BINS].
 

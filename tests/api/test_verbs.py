@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8calib
 from fp8calib.verification.report import SCALE_ONE
@@ -90,6 +91,66 @@ def test_quantize_writes_the_files_of_the_command(
     assert set(again.files) == set(found.files)
     with pytest.raises(fp8calib.UsageError, match="input scales come from calibration"):
         fp8calib.quantize(model, "fp8-static", tmp_path / "none")
+
+
+def test_gptq_writes_the_files_of_the_command(model: Path, data: Path, tmp_path: Path) -> None:
+    options = ("--scheme", "fp8-static", "--rounding", "gptq", "--ignore", "*.o_proj")
+    text = ("--data", data, "--samples", 32, "--seq-len", 32, "--dtype", "float32")
+    succeed("quantize", model, *options, *text, "--out", tmp_path / "expected")
+
+    def quantize(source: Any, name: str, **given: Any) -> fp8calib.Quantized:
+        return fp8calib.quantize(
+            source,
+            "fp8-static",
+            tmp_path / name,
+            rounding="gptq",
+            data=data,
+            ignore=["*.o_proj"],
+            dtype="float32",
+            samples=32,
+            seq_len=32,
+            **given,
+        )
+
+    stages: list[str] = []
+    found = quantize(model, "found", progress=lambda *call: stages.append(call[0]))
+    assert stages[-1] == "quantizing"
+    assert any(each["rounding"] == "gptq" for each in found.report["rounded"])
+    assert snapshot(tmp_path / "found") == snapshot(tmp_path / "expected")
+    assert quantize(model, "found", resume=True).files == found.files
+    live = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    quantize(live, "live", tokenizer=AutoTokenizer.from_pretrained(model))
+    weights = "model.safetensors"
+    expected = load_file(tmp_path / "expected" / weights)
+    for name, tensor in load_file(tmp_path / "live" / weights).items():
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "found", "live"]
+
+
+def test_text_is_refused_where_weights_are_rounded_to_nearest(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(fp8calib.UsageError, match="--data: --rounding nearest runs no text"):
+        fp8calib.quantize(model, "fp8-dynamic", tmp_path / "out", data=["w1 w2"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fp8calib.check(None), "path: must be a string or a path, found NoneType"),  # type: ignore[arg-type]
+        (lambda: fp8calib.check("model", engine=5), "engine: must be a string or a list of"),  # type: ignore[arg-type]
+        (lambda: fp8calib.check("model", engine=[5]), "engine: must be"),  # type: ignore[list-item]
+        (lambda: fp8calib.check("model", model=""), "model: the string is empty"),
+        (lambda: fp8calib.load_stats(None), "path: must be a string or a path, found NoneType"),  # type: ignore[arg-type]
+        (lambda: fp8calib.verify("model", engine=5), "engine: must be a string, found int"),  # type: ignore[arg-type]
+        (lambda: fp8calib.quantize("model", "fp8-dynamic", ""), "out: the string is empty"),
+        (lambda: fp8calib.quantize("", "fp8-dynamic", "out"), "model: the string is empty"),
+        (lambda: fp8calib.quantize("model", "fp8-dynamic", None), "out: must be a string or a"),  # type: ignore[arg-type]
+        (lambda: fp8calib.auto("model", out=""), "out: the string is empty"),
+        (lambda: fp8calib.card(5), "folder: must be a string or a path, found int"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_type_are_named(call: Any, message: str) -> None:
+    with pytest.raises(fp8calib.UsageError, match=message):
+        call()
 
 
 def test_quantize_and_export_take_a_model_in_memory(tmp_path: Path) -> None:

@@ -145,3 +145,19 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 )
 def test_what_was_meant_is_suggested(arguments: tuple[str, ...], suggestion: str) -> None:
     assert suggestion in fail(2, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["card", ""], "card"),
+        (["show", ""], "show"),
+        (["check", "folder", "--model", ""], "--model"),
+        (["auto", "model", "--out", ""], "--out"),
+        (["auto", "model", "--out=", "--force"], "--out"),
+        (["export", "stats.safetensors", "--out", ""], "--out"),
+        (["extract-kv-scales", "--quantized-model", ""], "--quantized-model"),
+    ],
+)
+def test_an_empty_argument_is_not_the_working_directory(arguments: list[str], name: str) -> None:
+    assert f"{name} '': the argument is empty" in fail(2, *arguments)

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from fp8calib.geometry.sites import Role, Site
 from fp8calib.scales.rules import RuleKind
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
-from fp8calib.stats.histogram import count_bins, lower_edge
+from fp8calib.stats.histogram import lower_edge
 from tests.cli.conftest import ALL_FORMATS, QUICK
 from tests.cli.program import Outcome, snapshot, succeed
+from tests.stats.bins import count_bins
 
 BIN_WIDTH = 2 ** (1 / 8)
 

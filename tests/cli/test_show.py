@@ -250,3 +250,5 @@ def test_options_that_contradict_each_other_are_refused(stats: Path) -> None:
     assert (missing.code, "no such layer" in missing.err) == (2, True)
     assert "must be layer, amax or scale" in fail(2, "show", stats, "--sort", "size")
     assert "--kv has no effect" in succeed("show", stats, "--json", "--kv").err
+    both = succeed("show", stats, "--json", "--kv", "--sort", "scale").err
+    assert "--kv, --sort have no effect" in both

@@ -15,7 +15,6 @@ from fp8calib.scales.compute import compute_kv_scales, compute_linear_scales
 from fp8calib.scales.rules import AMAX, parse_rule
 from fp8calib.scales.scale_table import Fallback, ScaleSource, ScaleTable, scale_of
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.stats.histogram import count_bins
 from fp8calib.stats.statistic import SiteStats
 from tests.dialects.handmade import (
     expert_stats,
@@ -25,6 +24,7 @@ from tests.dialects.handmade import (
     plain_stats,
     shared_stats,
 )
+from tests.stats.bins import count_bins
 from tests.stats.test_histogram_estimates import UNIT_BIN, make_histogram
 
 RULES = ("amax", "percentile:50", "percentile:99.9", "mse", "headroom:2")

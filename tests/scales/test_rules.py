@@ -19,7 +19,7 @@ from fp8calib.scales.rules import (
     find_clip_range,
     parse_rule,
 )
-from fp8calib.stats.histogram import count_bins
+from tests.stats.bins import count_bins
 from tests.stats.test_histogram_estimates import (
     FOREIGN,
     UNIT_BIN,

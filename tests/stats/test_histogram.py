@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp8calib.stats.histogram import NUM_BINS, count_bins, lower_edge
+from fp8calib.stats.histogram import NUM_BINS, lower_edge
+from tests.stats.bins import count_bins
 
 
 def count_with_numpy(x: torch.Tensor) -> np.ndarray:

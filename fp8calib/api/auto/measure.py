@@ -11,7 +11,7 @@ from fp8calib.api.auto import decide
 from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES
 from fp8calib.api.auto.report import Decision
 from fp8calib.api.models import Placement, RunModel
-from fp8calib.api.quantize.run import open_planned, resolve_plan
+from fp8calib.api.quantize.planned import open_planned, resolve_plan
 from fp8calib.api.quantize.servable import require_servable
 from fp8calib.api.stats import CalibrationStats
 from fp8calib.api.text import plan_text

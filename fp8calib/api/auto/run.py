@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from fp8calib.api.arguments import checked
 from fp8calib.api.auto import decide
 from fp8calib.api.auto.decide import Choice
 from fp8calib.api.auto.measure import (
@@ -23,17 +24,20 @@ from fp8calib.api.models import Placement, open_run_model
 from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
 from fp8calib.api.recipe_options import override_recipe
 from fp8calib.calibration import Progress
-from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.json_files import encode_json
+from fp8calib.checkpoint.resumable_folder import ResumableFolder
 from fp8calib.engines.registry import find_emulated, find_replayed
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.scales.compute import list_unfit_queries
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME, save_stats
 from fp8calib.verification.report import VerifyReport
 
+_TAG = "fp8calib auto"
+"""Marks the folder of a run that was killed, which the next one replaces."""
 GATES = ("w8a8", "kv")
 
 
+@checked
 def auto(
     model: str | Path,
     data: str | Sequence[str] | None = None,
@@ -112,7 +116,9 @@ def run_auto(
     """Run `auto`; `tell` gets each decision when it is made."""
     _check_task(task)
     with (
-        OutputFolder(task.out, owned=task.owned, force=task.force) as folder,
+        ResumableFolder(
+            task.out, owned=task.owned, force=task.force, tag=_TAG, resume=False, kept_after=()
+        ) as folder,
         open_run_model(
             task.model,
             task.placement,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8calib.api.arguments import checked
 from fp8calib.api.card.facts import CARD_NAME, CardFacts, Loss, find_version, read_facts
 from fp8calib.api.check import check
 from fp8calib.api.quantize.servable import find_load_fault
@@ -31,6 +32,7 @@ class Card:
     """The command that uploads the folder."""
 
 
+@checked
 def card(
     folder: str | Path,
     *,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8calib.api.arguments import checked
 from fp8calib.api.export.graft import (
     GraftOptions,
     describe_graft,
@@ -50,6 +51,7 @@ class Exported:
     """`serving`, `limitations` and `other_engines`; empty without a model."""
 
 
+@checked
 def export(
     stats: str | Path | CalibrationStats,
     formats: str | Sequence[str],

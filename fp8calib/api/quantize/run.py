@@ -1,41 +1,27 @@
-"""Write an FP8 checkpoint of a model, on a path or in memory; no model runs."""
+"""Write an FP8 checkpoint of a model, on a path or in memory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from fp8calib.api.arguments import checked
 from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
-from fp8calib.api.quantize.report import QuantizationOutcome, build_quantization_report
-from fp8calib.api.quantize.servable import require_servable
-from fp8calib.api.saved import ModelOrPath, saved_model
-from fp8calib.calibration import Progress
-from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.checkpoint.resumable_folder import remove_progress_file
-from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
-from fp8calib.dialects.fp8.registry import find_written
-from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, Granularity, find_scheme, list_without_calibration
-from fp8calib.machine.devices import choose_device
-from fp8calib.quantization import quantize as writing
-from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
-from fp8calib.quantization.plan import (
-    NO_SCALES,
-    CalibratedScales,
-    PlanSettings,
-    QuantizePlan,
-    make_plan,
+from fp8calib.api.quantize.planned import (
+    check_rounding,
+    open_planned,
+    resolve_plan,
+    write_planned,
 )
-from fp8calib.quantization.rounded_codes import RoundedCodes
-from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
-from fp8calib.selection.select import Selection, select
+from fp8calib.api.quantize.report import build_quantization_report
+from fp8calib.api.recipe_options import make_data_options
+from fp8calib.api.saved import ModelOrPath, saved_model
+from fp8calib.api.text import TextData
+from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.fp8.schemes import GPTQ, NEAREST
 from fp8calib.stats.calibration_stats import CalibrationStats, load_stats
 
 
@@ -50,11 +36,18 @@ class Quantized:
     """What `quantize --json` prints: the linears that stay unquantized, who serves it, notes."""
 
 
+@checked
 def quantize(
     model: ModelOrPath,
     scheme: str,
     out: str | Path,
     *,
+    rounding: str = NEAREST,
+    data: TextData | None = None,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    pack: bool = True,
     stats: str | Path | CalibrationStats | None = None,
     dialect: str = COMPRESSED_TENSORS.name,
     ignore: Sequence[str] = (),
@@ -63,19 +56,31 @@ def quantize(
     allow_unservable: bool = False,
     dequantize: bool = False,
     device: str = "auto",
+    dtype: str = "auto",
+    memory: float | None = None,
     resume: bool = False,
     revision: str | None = None,
+    trust_remote_code: bool = False,
     force: bool = False,
     tokenizer: Any = None,
     progress: ProgressCallback | None = None,
 ) -> Quantized:
-    """Write an FP8 checkpoint shard by shard, weights rounded to nearest; no model runs.
+    """Write an FP8 checkpoint shard by shard.
+
+    Weights are rounded to nearest, and no model runs; or by GPTQ, which runs text through the model
+    layer by layer.
 
     Args:
         model: a folder, a Hub id, or a `PreTrainedModel`, which is written to a temporary folder
             beside `out` first.
         scheme: such as `fp8-dynamic`.
         out: the folder of the checkpoint.
+        rounding: `nearest` or `gptq`.
+        data: for `gptq`, as for `calibrate`; None is the built-in text.
+        samples: for `gptq`, how many sequences; None is 512.
+        seq_len: for `gptq`, tokens of a sequence; None is 2048, or the model's maximum.
+        batch_size: for `gptq`, sequences of a forward pass; None is 1.
+        pack: for `gptq`, whether rows are joined and cut into sequences.
         stats: statistics for the scales of inputs, K and V, or their path.
         dialect: the form of the checkpoint (`--format`).
         ignore: patterns of modules that stay unquantized.
@@ -83,210 +88,97 @@ def quantize(
         shared_scales: whether fused weights share a per-tensor scale.
         allow_unservable: write it even if no engine can load it.
         dequantize: accept a model with FP8 weights.
-        device: where to compute; `auto` is the CPU.
+        device: where to compute; `auto` is the CPU, and with `gptq` a GPU if there is one.
+        dtype: for `gptq`, of the forward pass.
+        memory: for `gptq`, the most memory of the process, in GiB.
         resume: continue an interrupted run.
         revision: branch, tag or commit on the Hub.
+        trust_remote_code: for `gptq`, run the Python code of the checkpoint.
         force: replace earlier output.
-        tokenizer: written beside a model that is in memory.
-        progress: called with stage, bytes done and all bytes.
+        tokenizer: written beside a model that is in memory, and used for texts.
+        progress: called with stage, steps or bytes done, and all of them.
 
     Raises:
         UsageError: an option is invalid, or the folder is in use.
         ModelError: the model cannot be read, is quantized already, or holds NaN.
+        DataError: the data cannot be read.
+        CalibrationError: a forward pass of `gptq` failed, or gave NaN or infinity.
         ExportError: the statistics do not fit, or no engine can load the checkpoint.
     """
+    of_text = {
+        "data": data,
+        "samples": samples,
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "no_pack": not pack,
+        "dtype": None if dtype == "auto" else dtype,
+        "memory": memory,
+        "trust_remote_code": trust_remote_code,
+    }
+    check_rounding(rounding, of_text, dequantize=dequantize)
     asked = resolve_plan(
         scheme,
         dialect,
         ignore=ignore,
         power_of_two_scales=power_of_two_scales,
         shared_scales=shared_scales,
-        is_calibrated=stats is not None,
+        is_calibrated=stats is not None or rounding == GPTQ,
     )
     started = time.monotonic()
+    out, reports = Path(out), CallbackProgress(progress)
     inputs = [Path(stats)] if isinstance(stats, str | Path) else []
     loaded = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
-    with (
-        saved_model(model, Path(out), tokenizer) as place,
-        open_planned(
-            place,
-            asked,
-            loaded,
-            revision=revision,
-            dequantize=dequantize,
-            allow_unservable=allow_unservable,
-        ) as planned,
-    ):
-        warn_each([planned.unchecked] if planned.unchecked else [])
-        written = write_planned(
-            planned,
-            Path(out),
-            device=device,
-            resume=resume,
-            force=force,
-            inputs=inputs,
-            progress=CallbackProgress(progress),
-        )
-        outcome = planned.finish(written, Path(out), started=started, stats=loaded)
-        report = build_quantization_report(outcome)
-    return Quantized(out=Path(out), files=written.files, report=report)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A checkpoint and what will be made of it."""
-
-    checkpoint: Checkpoint
-    plan: QuantizePlan
-    notes: tuple[str, ...] = ()
-    """On its scales."""
-    unchecked: str = ""
-    """Why it is not known whether an engine can load it; empty where it is."""
-
-    def finish(
-        self,
-        written: writing.Written,
-        out: Path,
-        *,
-        started: float,
-        stats: CalibrationStats | None,
-    ) -> QuantizationOutcome:
-        """Put the outcome together; `started` is the value of time.monotonic() at the start."""
-        return QuantizationOutcome(
-            plan=self.plan,
-            written=written,
-            folder=out,
-            out=out,
-            source_bytes=self.checkpoint.total_size_bytes,
-            duration_s=time.monotonic() - started,
-            stats=stats,
-            notes=self.notes,
-        )
-
-
-def resolve_plan(
-    scheme_name: str,
-    dialect_name: str,
-    *,
-    ignore: Sequence[str],
-    power_of_two_scales: bool,
-    shared_scales: bool,
-    is_calibrated: bool,
-) -> PlanSettings:
-    """Resolve the options of a quantization; `is_calibrated`: input scales can be had.
-
-    Raises:
-        UsageError: a name is unknown, or the options contradict each other.
-    """
-    scheme = find_scheme(scheme_name)
-    dialect = find_written(dialect_name, scheme)
-    if power_of_two_scales:
-        if scheme.weights is not Granularity.BLOCK:
-            raise UsageError(
-                f"--power-of-two-scales: --scheme {scheme.name} has no scales of blocks",
-                hint="leave it out: no engine rounds other scales",
+    with saved_model(model, out, tokenizer) as place:
+        if rounding == GPTQ:
+            from fp8calib.api.models import Placement  # noqa: PLC0415 -- imports transformers
+            from fp8calib.api.quantize.gptq import (  # noqa: PLC0415 -- imports transformers
+                GptqTask,
+                open_gptq,
+                run_gptq,
             )
-        scheme = replace(scheme, has_power_of_two_scales=True)
-    if scheme.has_static_inputs and not is_calibrated:
-        raise UsageError(
-            f"--scheme {scheme.name}: its input scales come from calibration",
-            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, use --rounding "
-            f"{GPTQ}, which measures them, or choose a scheme that needs no calibration: "
-            f"{', '.join(list_without_calibration())}",
-        )
-    return PlanSettings(
-        scheme=scheme, dialect=dialect, ignore=tuple(ignore), shares_scales=shared_scales
-    )
 
-
-@contextmanager
-def open_planned(
-    model: str,
-    asked: PlanSettings,
-    stats: CalibrationStats | None,
-    *,
-    revision: str | None,
-    dequantize: bool,
-    allow_unservable: bool,
-) -> Iterator[Planned]:
-    """Open a model and plan its checkpoint, before a weight is read.
-
-    Raises:
-        ModelError: the model cannot be read, is quantized already, or its layout is not known.
-        ExportError: the statistics do not fit, or no engine can load the checkpoint.
-    """
-    reader = DequantizedCheckpoint if dequantize else Checkpoint
-    with reader.open(_find_folder(model, revision), require_config=True) as checkpoint:
-        check_unquantized(checkpoint)
-        selection = select(checkpoint, ignore=asked.ignore)
-        scales = _find_scales(stats, checkpoint, asked, selection)
-        plan = make_plan(checkpoint, asked, selection, scales=scales)
-        unchecked = "" if allow_unservable else require_servable(plan, checkpoint.folder)
-        yield Planned(checkpoint=checkpoint, plan=plan, notes=scales.notes, unchecked=unchecked)
-
-
-def write_planned(
-    planned: Planned,
-    out: Path,
-    *,
-    device: str,
-    resume: bool,
-    force: bool,
-    inputs: Sequence[Path],
-    progress: Progress,
-    rounded: RoundedCodes | None = None,
-) -> writing.Written:
-    """Write the planned checkpoint; codes in `rounded` are not computed again.
-
-    Raises:
-        UsageError: the folder is in use.
-        ExportError: the disk cannot hold the output.
-    """
-    if resume and (found := find_finished(out, planned.plan)) is not None:
-        return found
-    total = sum(shard.data_bytes for shard in planned.plan.shards)
-    progress.stage("quantizing", total, unit="bytes")
-    return writing.quantize(
-        planned.checkpoint,
-        planned.plan,
-        out,
-        device=torch.device("cpu" if device == "auto" else choose_device(device)),
-        advance=progress.advance,
-        resume=resume,
-        force=force,
-        inputs=inputs,
-        rounded=rounded,
-    )
-
-
-def find_finished(out: Path, plan: QuantizePlan) -> writing.Written | None:
-    """Look for the checkpoint of this plan that an earlier run finished."""
-    if not writing.is_finished(out, plan):
-        return None
-    remove_progress_file(out)
-    return writing.Written(files=writing.list_files(out), all_zero=(), resumed=())
-
-
-def _find_folder(model: str, revision: str | None) -> Path:
-    """Find the model's folder; for a local one, without the slow import of transformers.
-
-    Raises:
-        ModelError: the model is neither local nor on the Hub.
-    """
-    if Path(model).is_dir():
-        return Path(model)
-    from fp8calib.model.load import find_folder  # noqa: PLC0415
-
-    return find_folder(model, revision)
-
-
-def _find_scales(
-    stats: CalibrationStats | None,
-    checkpoint: Checkpoint,
-    asked: PlanSettings,
-    selection: Selection,
-) -> CalibratedScales:
-    if stats is None:
-        return NO_SCALES
-    check_stats_model(stats, checkpoint)
-    return find_scales(stats, checkpoint, asked, selection)
+            task = GptqTask(
+                model=place,
+                out=out,
+                asked=asked,
+                stats=loaded,
+                inputs=inputs,
+                data=make_data_options(
+                    samples=samples, seq_len=seq_len, batch_size=batch_size, pack=pack
+                ),
+                rows=data,
+                tokenizer=tokenizer,
+                placement=Placement(device=device, dtype=dtype, memory=memory),
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                allow_unservable=allow_unservable,
+                resume=resume,
+                force=force,
+                say=lambda _text: None,
+                warn=lambda text: warn_each([text]),
+            )
+            with open_gptq(task) as opened:
+                outcome = run_gptq(opened, reports)
+            assert outcome is not None  # noqa: S101 -- there is one process
+        else:
+            with open_planned(
+                place,
+                asked,
+                loaded,
+                revision=revision,
+                dequantize=dequantize,
+                allow_unservable=allow_unservable,
+            ) as planned:
+                warn_each([planned.unchecked] if planned.unchecked else [])
+                written = write_planned(
+                    planned,
+                    out,
+                    device=device,
+                    resume=resume,
+                    force=force,
+                    inputs=inputs,
+                    progress=reports,
+                )
+                outcome = planned.finish(written, out, started=started, stats=loaded)
+        report = build_quantization_report(outcome)
+    return Quantized(out=out, files=outcome.written.files, report=report)

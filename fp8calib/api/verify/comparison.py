@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -11,7 +11,7 @@ from typing import Any
 from fp8calib.api.calibrate import fields_of
 from fp8calib.api.models import RunModel
 from fp8calib.api.text import plan_text
-from fp8calib.api.verify.job import AskServer, TaskJob, VerifyJob, VerifyOptions
+from fp8calib.api.verify.job import ServerRequest, TaskJob, VerifyJob, VerifyOptions
 from fp8calib.api.verify.loadable import warn_of_refusals
 from fp8calib.api.verify.memory import open_reference
 from fp8calib.api.verify.request import build_request
@@ -91,16 +91,17 @@ def open_verify_job(
     options: VerifyOptions,
     text: VerificationText | DataPlan,
     *,
-    connect: Callable[[ModelSource, DataPlan], tuple[AskServer, DataPlan]] | None = None,
+    server: ServerRequest | None = None,
 ) -> VerifyJob:
     """Open the candidates and the text, and refuse what cannot be emulated before loading weights.
 
-    `connect` connects to a server, and gives the part of the text that it can score.
+    Of a server, the text is the part that it can score.
 
     Raises:
         UsageError: options contradict each other.
         DataError: the text cannot be read.
         ModelError: a candidate cannot be read or emulated, or belongs to another model.
+        VerificationError: the server fails.
     """
     target = Target(
         checkpoint=model.checkpoint,
@@ -108,16 +109,19 @@ def open_verify_job(
         geometry=model.prepared.geometry,
     )
     opened = tuple(_open_candidates(options, target))
-    plan, server = text if isinstance(text, DataPlan) else text.plan(model.source), None
-    if connect is not None:
-        server, plan = connect(model.source, plan)
+    plan = text if isinstance(text, DataPlan) else text.plan(model.source)
+    ask = None
+    if server is not None:
+        from fp8calib.api.verify.server import connect_all  # noqa: PLC0415 -- imports httpx
+
+        ask, plan = connect_all(server, model.source, plan)
     job = VerifyJob(
         **fields_of(model),
         options=options,
         target=target,
         opened=opened,
         plan=plan,
-        server=server,
+        server=ask,
         task_job=_open_tasks(model, options, text),
         warnings=(
             *model.describe_decoded(),

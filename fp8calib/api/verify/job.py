@@ -20,11 +20,33 @@ from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.verification.candidates import Candidate, OpenedCandidate, Target
 from fp8calib.verification.judge.gates import Gate
 from fp8calib.verification.server.assess import ServerAnswers
+from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.tasks.task_files import Tasks
 
 AskServer = Callable[[DataPlan, LoadedModel | None, Progress], tuple[DataPlan, ServerAnswers]]
 """Lets a running server score the text, or one that the model writes; gives the text with it. The
 model is None where it is not in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRequest:
+    """Servers to ask, and how."""
+
+    url: str
+    model: str | None = None
+    kind: str | None = None
+    """None: recognised."""
+    num_top: int = 1
+    concurrency: int = 4
+    timeout_s: float = 300.0
+    is_sampled: bool = False
+    """Whether the unquantized model writes the text."""
+    reference: str | None = None
+    """The URL of a server of the unquantized model."""
+    reference_model: str | None = None
+    kept: KeptAnswers
+    tokenizer: Any = None
+    """None: that in the model's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8calib.api.arguments import checked
 from fp8calib.api.models import Placement, open_run_model
 from fp8calib.api.progress import CallbackProgress, ProgressCallback, warn_each
 from fp8calib.api.saved import ModelOrPath
 from fp8calib.api.text import TextData, split_data
+from fp8calib.api.verify.alone import run_alone
 from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
-from fp8calib.api.verify.job import VerifyOptions
-from fp8calib.api.verify.memory import choose_verification_mode
+from fp8calib.api.verify.dump import gather_alone
+from fp8calib.api.verify.job import ServerRequest, VerifyOptions
+from fp8calib.api.verify.memory import choose_mode_beside
 from fp8calib.engines.registry import find_emulated
 from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS, Fp8Format
@@ -24,6 +27,7 @@ from fp8calib.verification.candidates import (
 )
 from fp8calib.verification.judge.gates import load_gate
 from fp8calib.verification.report import SCALE_ONE, SERVER, VerifyReport
+from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.tasks.task_files import require_harness
 
 _RESERVED_NAMES = frozenset({"reference", SCALE_ONE, SERVER, "__metadata__"})
@@ -31,6 +35,7 @@ Scales = str | Path | CalibrationStats
 """A candidate: statistics in memory, or the path of statistics, scales or an FP8 checkpoint."""
 
 
+@checked
 def verify(
     model: ModelOrPath,
     scales: Scales | Iterable[Scales] = (),
@@ -48,6 +53,16 @@ def verify(
     gate: str | None = None,
     tasks: Sequence[str] = (),
     limit: int | None = None,
+    server: str | None = None,
+    server_model: str | None = None,
+    server_kind: str | None = None,
+    server_logprobs: int = 1,
+    server_concurrency: int = 4,
+    server_timeout: float = 300.0,
+    sampled: bool = False,
+    reference_server: str | None = None,
+    reference_server_model: str | None = None,
+    resume: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     device_map: str | None = None,
@@ -78,6 +93,17 @@ def verify(
         gate: `kv`, `w8a8` or a file; None judges each candidate by its own kind.
         tasks: tasks of lm-evaluation-harness.
         limit: the most documents of a task.
+        server: URL of a running vLLM, SGLang or TGI server to score too; its API key is in the
+            variable FP8CALIB_SERVER_KEY.
+        server_model: the model's name there, if it has several.
+        server_kind: `vllm`, `sglang` or `tgi`; None recognises it.
+        server_logprobs: most likely tokens to ask for at each position.
+        server_concurrency: requests sent at once.
+        server_timeout: the longest wait for one sequence, in seconds.
+        sampled: let the unquantized model continue the beginning of every sequence, and score that.
+        reference_server: URL of a server of the unquantized model.
+        reference_server_model: the model's name there, if it has several.
+        resume: continue an interrupted scoring of the server.
         device: as for `calibrate`, like the following options.
         dtype: of the forward pass.
         device_map: `auto` spreads the model over all GPUs.
@@ -92,8 +118,19 @@ def verify(
         ModelError: the model or a candidate cannot be read, or do not belong together.
         DataError: the data cannot be read.
         CalibrationError: a forward pass failed.
-        VerificationError: a model gives NaN or infinity.
+        VerificationError: a model gives NaN or infinity, or a server fails.
     """
+    of_server = {
+        "--server-model": server_model,
+        "--server-kind": server_kind,
+        "--sampled": sampled,
+        "--reference-server": reference_server,
+        "--resume": resume,
+    }
+    require_server(server, of_server)
+    require_server(
+        reference_server, {"--reference-server-model": reference_server_model}, "--reference-server"
+    )
     options = resolve_options(
         (scales,) if isinstance(scales, Scales) else tuple(scales),
         engine=engine,
@@ -105,12 +142,32 @@ def verify(
         gate=gate,
         tasks=tasks,
         limit=limit,
+        with_faults=server is not None,
+        writes_text=sampled and reference_server is None,
     )
     specs, rows = split_data(data)
     text = VerificationText(
         specs=specs, rows=rows, samples=samples, seq_len=seq_len, pack=pack, tokenizer=tokenizer
     )
     placement = Placement(device=device, dtype=dtype, device_map=device_map, memory=memory)
+    kept = KeptAnswers(folder=Path.cwd(), resume=resume)
+    request = (
+        None
+        if server is None
+        else ServerRequest(
+            url=server,
+            model=server_model,
+            kind=server_kind,
+            num_top=server_logprobs,
+            concurrency=server_concurrency,
+            timeout_s=server_timeout,
+            is_sampled=sampled,
+            reference=reference_server,
+            reference_model=reference_server_model,
+            kept=kept,
+            tokenizer=tokenizer,
+        )
+    )
     reports = CallbackProgress(progress)
     with open_run_model(
         model,
@@ -119,8 +176,15 @@ def verify(
         trust_remote_code=trust_remote_code,
         if_quantized=if_quantized(str(model)),
     ) as found:
-        job = open_verify_job(found, options, text)
-        report = run_verify_job(job, choose_verification_mode(job), reports).report
+        job = open_verify_job(found, options, text, server=request)
+        mode = choose_mode_beside(
+            job, reference=reference_server, warn=lambda text: warn_each([text])
+        )
+        if mode is None:
+            report = run_alone(job, gather_alone(job.plan, None), reports).report
+        else:
+            report = run_verify_job(job, mode, reports).report
+    kept.remove()
     warn_each(report.warnings)
     return report
 
@@ -171,6 +235,19 @@ def resolve_options(
         with_histograms=with_histograms,
         scratch=scratch or Path.cwd(),
     )
+
+
+def require_server(
+    server: str | None, named: Mapping[str, object], option: str = "--server"
+) -> None:
+    """Refuse options of a server without one (`option`); `named` are their values by name.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    useless = [name for name, value in named.items() if value]
+    if server is None and useless:
+        raise UsageError(f"{useless[0]} has no effect without {option}", hint=f"add {option} URL")
 
 
 def if_quantized(name: str) -> str:

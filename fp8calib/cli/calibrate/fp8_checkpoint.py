@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from fp8calib.api.quantize.report import QuantizationOutcome, build_quantization_report
+from fp8calib.api.resumable.job import ResumableJob, select_matrices
+from fp8calib.api.resumable.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.checkpoint.atomic import refuse_unknown_entries
 from fp8calib.checkpoint.model_config import CONFIG_NAME
 from fp8calib.checkpoint.overlay import find_side_files
 from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
-from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
-from fp8calib.cli.calibrate.rounding import list_rounded, make_rounding_record, open_codes
 from fp8calib.cli.console import Bar
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
@@ -39,7 +39,7 @@ def make_plan_settings(recipe: Recipe) -> PlanSettings | None:
     )
 
 
-def explain_refusal(job: CalibrateJob) -> str | None:
+def explain_refusal(job: ResumableJob) -> str | None:
     """Explain before the run why the weights cannot be quantized; None if they can."""
     if job.quantization is None:
         return None
@@ -50,7 +50,7 @@ def explain_refusal(job: CalibrateJob) -> str | None:
     return None
 
 
-def check_replaced_checkpoint(job: CalibrateJob) -> None:
+def check_replaced_checkpoint(job: ResumableJob) -> None:
     """Refuse to replace a folder that holds files such a checkpoint does not have.
 
     Raises:
@@ -66,7 +66,7 @@ def check_replaced_checkpoint(job: CalibrateJob) -> None:
 
 
 def write_checkpoint(
-    job: CalibrateJob, stats: CalibrationStats, folder: Path, bar: Bar
+    job: ResumableJob, stats: CalibrationStats, folder: Path, bar: Bar
 ) -> Mapping[str, Any] | None:
     """Write the recipe's checkpoint under `folder`.
 
@@ -101,7 +101,7 @@ def add_checkpoint_report(report: dict[str, Any], checkpoint: Mapping[str, Any])
 
 
 def _quantize(
-    job: CalibrateJob, asked: PlanSettings, stats: CalibrationStats, folder: Path, bar: Bar
+    job: ResumableJob, asked: PlanSettings, stats: CalibrationStats, folder: Path, bar: Bar
 ) -> Mapping[str, Any]:
     started = time.monotonic()
     scheme, settings = asked.scheme.name, asked

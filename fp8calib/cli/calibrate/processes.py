@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from fp8calib.cli.calibrate.job import CalibrateJob
-from fp8calib.cli.calibrate.settings import CalibrateSettings
+from fp8calib.api.resumable.job import ResumableJob
 from fp8calib.data.shares import select_batches
 from fp8calib.errors import UsageError
 from fp8calib.machine.devices import choose_device
 from fp8calib.machine.launch import ProcessRank
-from fp8calib.run.distributed.group import ProcessGroup
-from fp8calib.run.forward.observed_batches import BackOff
-from fp8calib.run.resume.work_share import WorkShare
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats
 
 
-def choose_rank_device(settings: CalibrateSettings, process_rank: ProcessRank) -> str:
+def choose_rank_device(
+    device: str, process_rank: ProcessRank, *, device_map: str | None = None
+) -> str:
     """Choose the device of one process: every process on a machine gets a GPU of its own.
 
     Raises:
         UsageError: there are fewer GPUs than processes, or --device-map is given.
     """
     if process_rank.size == 1:
-        return settings.device
-    if settings.device_map is not None:
+        return device
+    if device_map is not None:
         raise UsageError(
             "--device-map spreads the model over all GPUs, but each process needs its own GPU",
             hint="leave it out, or start one process",
         )
-    device = choose_device(settings.device)
+    device = choose_device(device)
     if not device.startswith("cuda"):
         return device
     count = torch.cuda.device_count()
@@ -46,20 +43,7 @@ def choose_rank_device(settings: CalibrateSettings, process_rank: ProcessRank) -
     return f"cuda:{process_rank.local_rank}"
 
 
-def describe_group(group: ProcessGroup) -> str:
-    """Describe how many processes run."""
-    threads = torch.get_num_threads()
-    return f"{group.size} processes share the data, with {threads} threads each"
-
-
-def gather_back_offs(share: WorkShare) -> tuple[BackOff, ...]:
-    """Gather from all processes where batches became smaller."""
-    own = [asdict(each) for each in share.back_offs]
-    gathered = [own] if share.group is None else share.group.all_gather(own)
-    return tuple(BackOff(**each) for all_of_one in gathered for each in all_of_one)
-
-
-def check_shard(job: CalibrateJob) -> None:
+def check_shard(job: ResumableJob) -> None:
     """Refuse a shard that would be empty, before the model is loaded.
 
     Raises:
@@ -76,7 +60,7 @@ def check_shard(job: CalibrateJob) -> None:
     select_batches(job.plan, job.recipe.data.batch_size, shard)
 
 
-def count_planned(job: CalibrateJob) -> Mapping[str, Any]:
+def count_planned(job: ResumableJob) -> Mapping[str, Any]:
     """Count the sequences and tokens of the planned run, and name its shard."""
     shard = job.shard
     found = [] if job.plan is None else select_batches(job.plan, job.recipe.data.batch_size, shard)
@@ -87,7 +71,7 @@ def count_planned(job: CalibrateJob) -> Mapping[str, Any]:
     }
 
 
-def count_run(job: CalibrateJob, stats: CalibrationStats) -> Mapping[str, Any]:
+def count_run(job: ResumableJob, stats: CalibrationStats) -> Mapping[str, Any]:
     """Count the tokens and sequences of the finished run, and name its shard."""
     part = stats.shard
     if part is None or job.plan is None:
@@ -102,7 +86,7 @@ def count_run(job: CalibrateJob, stats: CalibrationStats) -> Mapping[str, Any]:
     }
 
 
-def describe_next(job: CalibrateJob) -> str | None:
+def describe_next(job: ResumableJob) -> str | None:
     """Describe the next step after a shard; None after a whole run."""
     shard = job.shard
     if shard is None:

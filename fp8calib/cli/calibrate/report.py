@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from fp8calib.api.recipe_options import decide_query
-from fp8calib.cli.calibrate.job import CalibrateJob
+from fp8calib.api.resumable.job import ResumableJob
+from fp8calib.api.resumable.run import RunMeasurements
 from fp8calib.cli.calibrate.processes import count_planned, count_run, describe_next
+from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import SCHEMA_VERSION, list_top_level, print_text, say, warn
 from fp8calib.cli.serving import describe_serving
@@ -20,31 +22,14 @@ from fp8calib.dialects.registry import find_dialect
 from fp8calib.dialects.write import Note
 from fp8calib.engines.serving import Serving, find_scale_serving
 from fp8calib.geometry.kv_bytes import kv_bytes_per_token
-from fp8calib.run.forward.observed_batches import BackOff
 from fp8calib.run.planning.whole_or_streamed import MemoryMode
 from fp8calib.scales.scale_table import Fallback
 from fp8calib.stats.calibration_stats import CalibrationStats
 from fp8calib.stats.saturation import compute_position_saturation, compute_saturation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunMeasurements:
-    """What the run cost."""
-
-    duration_s: float
-    memory: Mapping[str, Any]
-    """The memory mode, its plan, and the measured peak."""
-    back_offs: tuple[BackOff, ...]
-    """Where batches became smaller because memory ran out."""
-    resumed: int
-    """Sequences that an interrupted run had finished."""
-    resumed_tokens: int
-    """Tokens in them; `duration_s` does not include these."""
-    num_ranks: int
-
-
 def build_calibration_report(
-    job: CalibrateJob,
+    job: ResumableJob,
     stats: CalibrationStats,
     measured: RunMeasurements,
     *,
@@ -64,7 +49,7 @@ def build_calibration_report(
     counted = count_run(job, stats)
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": job.settings.model,
+        "model": job.name,
         "command": spell_command(),
         "recipe": job.recipe.name,
         "data": list(job.plan.sources) if job.plan else [],
@@ -117,7 +102,7 @@ def build_calibration_report(
 
 
 def _replay_engines(
-    job: CalibrateJob, stats: CalibrationStats, folder: Path
+    job: ResumableJob, stats: CalibrationStats, folder: Path
 ) -> Iterator[tuple[str, Serving]]:
     """Find who serves each file that was written, by the name of its format."""
     for name in job.recipe.formats:
@@ -130,7 +115,7 @@ def _replay_engines(
                     job.out / dialect.path(tp),
                     stats.geometry,
                     model=job.checkpoint.folder,
-                    model_name=job.settings.model,
+                    model_name=job.name,
                     tp=tp,
                 ),
             )
@@ -145,12 +130,12 @@ def _expert_tokens(stats: CalibrationStats) -> dict[str, list[int]]:
     return {name.removesuffix(".up_proj"): counts for name, counts in stats.expert_counts.items()}
 
 
-def describe_calibration_plan(job: CalibrateJob, mode: MemoryMode) -> dict[str, Any]:
+def describe_calibration_plan(job: ResumableJob, mode: MemoryMode) -> dict[str, Any]:
     """Describe the planned run: the JSON output of --dry-run."""
     plan = job.plan
     return {
         "plan": {
-            "model": job.settings.model,
+            "model": job.name,
             "architecture": job.prepared.geometry.architecture,
             "layers": len(job.prepared.geometry.layers),
             "weights_size_bytes": job.checkpoint.total_size_bytes,
@@ -167,10 +152,13 @@ def describe_calibration_plan(job: CalibrateJob, mode: MemoryMode) -> dict[str, 
 
 
 def show_calibration_report(
-    job: CalibrateJob, stats: CalibrationStats, report: Mapping[str, Any]
+    job: ResumableJob,
+    stats: CalibrationStats,
+    report: Mapping[str, Any],
+    settings: CalibrateSettings,
 ) -> None:
     """Print the report as text; with --json, on stderr."""
-    show = say if job.settings.as_json else print_text
+    show = say if settings.as_json else print_text
     now = report["sequences"] - report["resumed_sequences"]
     counted = f"{now} of them now, " if report["resumed_sequences"] else ""
     show(
@@ -193,7 +181,7 @@ def show_calibration_report(
     show(f"written to {job.out}: {list_top_level(report['files'])}")
     if (then := describe_next(job)) is not None:
         show(then)
-    for text in describe_serving(report, explained=job.settings.formats or ()):
+    for text in describe_serving(report, explained=settings.formats or ()):
         show(text)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +12,22 @@ from typing import TYPE_CHECKING, Any
 from fp8calib.api.calibrate import (
     IF_QUANTIZED,
     fields_of,
-    load_prepared,
     plan_recipe_text,
 )
 from fp8calib.api.models import open_run_model
 from fp8calib.api.recipe_options import decide_query, list_ignored
-from fp8calib.calibration import calibrate
+from fp8calib.api.resumable.job import ResumableJob
+from fp8calib.api.resumable.memory import choose_calibration_mode
+from fp8calib.api.resumable.rounding import check_rounding_data
+from fp8calib.api.resumable.run import RunMeasurements, run_job
+from fp8calib.api.resumable.work_folder import (
+    UnwrittenError,
+    check_output_of,
+    find_finished,
+    make_job_header,
+    remove_outputs,
+    work_folder,
+)
 from fp8calib.checkpoint.atomic import OutputFolder, explain_os_error, measure_folder
 from fp8calib.cli.calibrate.fp8_checkpoint import (
     add_checkpoint_report,
@@ -27,37 +36,21 @@ from fp8calib.cli.calibrate.fp8_checkpoint import (
     make_plan_settings,
     write_checkpoint,
 )
-from fp8calib.cli.calibrate.job import CalibrateJob
-from fp8calib.cli.calibrate.memory import choose_calibration_mode
 from fp8calib.cli.calibrate.processes import (
     check_shard,
     choose_rank_device,
-    describe_group,
-    gather_back_offs,
 )
 from fp8calib.cli.calibrate.recipe import check_observed, resolve_recipe
 from fp8calib.cli.calibrate.report import (
-    RunMeasurements,
     build_calibration_report,
     describe_calibration_plan,
     save_report,
     show_calibration_report,
 )
-from fp8calib.cli.calibrate.rounding import check_rounding_data, open_rounding
 from fp8calib.cli.calibrate.settings import CalibrateSettings
-from fp8calib.cli.calibrate.work_folder import (
-    UnwrittenError,
-    WorkFolder,
-    check_output_of,
-    find_finished,
-    make_job_header,
-    remove_outputs,
-    work_folder,
-)
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import make_placement, quiet_libraries
-from fp8calib.data.plan import DataPlan
 from fp8calib.data.shares import Share, parse_share
 from fp8calib.dialects.dialect import Graft
 from fp8calib.dialects.write import (
@@ -69,12 +62,9 @@ from fp8calib.dialects.write import (
 from fp8calib.errors import ExportError, Fp8CalibError
 from fp8calib.fp8.formats import FP8_FORMATS
 from fp8calib.machine.launch import find_process_rank
-from fp8calib.machine.memory import PeakMemory
 from fp8calib.recipe import Recipe
 from fp8calib.run.distributed.group import ProcessGroup, open_process_group
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
-from fp8calib.run.resume.journal import Done, is_checkpoint
-from fp8calib.run.resume.work_share import WorkShare
+from fp8calib.run.resume.journal import is_checkpoint
 from fp8calib.stats.calibration_stats import (
     REPORT_NAME,
     STATS_NAME,
@@ -95,14 +85,15 @@ def run_calibrate(settings: CalibrateSettings) -> int:
     shard = None if settings.shard is None else parse_share(settings.shard)
     quiet_libraries()
     process_rank = find_process_rank(os.environ)
-    settings = replace(settings, device=choose_rank_device(settings, process_rank))
+    device = choose_rank_device(settings.device, process_rank, device_map=settings.device_map)
+    settings = replace(settings, device=device)
     with open_process_group(process_rank) as group, _open_job(settings, recipe, shard) as job:
         for text in job.plan.warnings if job.plan else ():
             warn(text)
         header = make_job_header(job)
         finished = _find_finished(job, header, group)
         if finished is not None:
-            return _show_finished(job, finished)
+            return _show_finished(job, finished, settings)
         mode = choose_calibration_mode(job)
         if settings.dry_run:
             title = "plan (nothing was run or written)"
@@ -116,18 +107,18 @@ def run_calibrate(settings: CalibrateSettings) -> int:
                 stats, measured = run_job(job, mode, work, group, bar)
                 if not process_rank.is_first:
                     return 0
-                report = _write(job, stats, measured, work.path, bar)
+                report = _write(job, stats, measured, work.path, bar, settings)
         if finished is not None:
-            return _show_finished(job, finished)
+            return _show_finished(job, finished, settings)
     if settings.as_json:
         print_json(report)
-    show_calibration_report(job, stats, report)
+    show_calibration_report(job, stats, report, settings)
     lacks_checkpoint = "why" in (report.get("quantize") or {})
     return ExportError.exit_code if lacks_checkpoint else 0
 
 
 def _find_finished(
-    job: CalibrateJob, header: StatsHeader, group: ProcessGroup | None
+    job: ResumableJob, header: StatsHeader, group: ProcessGroup | None
 ) -> Mapping[str, Any] | None:
     """Look for finished output in the first process alone: others may see what it writes now."""
     if group is None:
@@ -136,9 +127,11 @@ def _find_finished(
     return found
 
 
-def _show_finished(job: CalibrateJob, report: Mapping[str, Any]) -> int:
+def _show_finished(
+    job: ResumableJob, report: Mapping[str, Any], settings: CalibrateSettings
+) -> int:
     say(f"{job.out} is finished already")
-    if job.settings.as_json:
+    if settings.as_json:
         print_json(report)
     return 0
 
@@ -146,7 +139,7 @@ def _show_finished(job: CalibrateJob, report: Mapping[str, Any]) -> int:
 @contextmanager
 def _open_job(
     settings: CalibrateSettings, recipe: Recipe, shard: Share | None
-) -> Iterator[CalibrateJob]:
+) -> Iterator[ResumableJob]:
     check_observed(recipe)
     out = settings.out or Path(f"{Path(settings.model).resolve().name}-fp8calib")
     with open_run_model(
@@ -162,9 +155,13 @@ def _open_job(
         check_export(prepared.geometry, recipe.formats, recipe.tp, fmt)
         graft = Graft(replaces_scales=settings.replace_scales)
         check_overlay_source(prepared.geometry, recipe.formats, checkpoint.stored, graft=graft)
-        job = CalibrateJob(
+        job = ResumableJob(
             **fields_of(model),
-            settings=settings,
+            resume=settings.resume,
+            force=settings.force,
+            expects_duration=settings.dry_run,
+            say=say,
+            warn=warn,
             recipe=recipe,
             shard=shard,
             plan=None,
@@ -186,55 +183,17 @@ def _open_job(
         yield job
 
 
-def run_job(
-    job: CalibrateJob, mode: MemoryMode, work: WorkFolder, group: ProcessGroup | None, bar: Bar
-) -> tuple[CalibrationStats, RunMeasurements]:
-    """Run the calibration of a job, with the rounding of weights if it asks for that."""
-    say(f"computing in {job.dtype} on {job.device} ({job.dtype_why})")
-    if group is not None:
-        say(describe_group(group))
-    started = time.monotonic()
-    share = WorkShare(shard=job.shard, journal=work.journal, group=group)
-    rounding = None
-    if job.rounds_by_gptq and job.quantization is not None:
-        rounding = open_rounding(job, job.quantization, work.path, group)
-    with PeakMemory() as memory, nullcontext() if group is None else group.peer_failures():
-        stats = calibrate(
-            load_prepared(job, mode, bar),
-            job.plan,
-            job.source,
-            job.checkpoint,
-            recipe=job.recipe,
-            batch_size=job.recipe.data.batch_size,
-            progress=bar,
-            streaming=mode.streaming,
-            share=share,
-            work=rounding,
-        )
-        back_offs = gather_back_offs(share)
-    measured = RunMeasurements(
-        duration_s=time.monotonic() - started,
-        memory={**mode.as_json(), "peak_measured_bytes": memory.peak_bytes},
-        back_offs=back_offs,
-        resumed=work.journal.done.num_sequences,
-        resumed_tokens=_count_tokens(job.plan, work.journal.done),
-        num_ranks=1 if group is None else group.size,
-    )
-    return stats, measured
-
-
-def _count_tokens(plan: DataPlan | None, done: Done) -> int:
-    if plan is None:
-        return 0
-    return sum(len(each) for first, stop in done.sequences for each in plan.sequences[first:stop])
-
-
 def _write(
-    job: CalibrateJob, stats: CalibrationStats, measured: RunMeasurements, folder: Path, bar: Bar
+    job: ResumableJob,
+    stats: CalibrationStats,
+    measured: RunMeasurements,
+    folder: Path,
+    bar: Bar,
+    settings: CalibrateSettings,
 ) -> Mapping[str, Any]:
     """Write all output; where a format cannot be written, save at least the statistics."""
     try:
-        return _write_all(job, stats, measured, folder, bar)
+        return _write_all(job, stats, measured, folder, bar, settings)
     except OSError as error:
         failed = explain_os_error(error, job.out, needed_bytes=measure_folder(folder))
     except ExportError as error:
@@ -242,7 +201,7 @@ def _write(
     remove_outputs(folder)
     try:
         with OutputFolder(
-            job.out, owned=job.owned, force=job.settings.force, inputs=[job.source.folder]
+            job.out, owned=job.owned, force=job.force, inputs=[job.source.folder]
         ) as kept:
             save_stats(stats, kept / STATS_NAME)
     except Fp8CalibError as error:
@@ -260,7 +219,12 @@ def _write(
 
 
 def _write_all(
-    job: CalibrateJob, stats: CalibrationStats, measured: RunMeasurements, folder: Path, bar: Bar
+    job: ResumableJob,
+    stats: CalibrationStats,
+    measured: RunMeasurements,
+    folder: Path,
+    bar: Bar,
+    settings: CalibrateSettings,
 ) -> Mapping[str, Any]:
     recipe = job.recipe
     save_stats(stats, folder / STATS_NAME)
@@ -274,7 +238,7 @@ def _write_all(
         query=decide_query(recipe, stats).is_written,
         fallback=recipe.scales.fallback,
         rule=recipe.scales.rule,
-        graft=Graft(replaces_scales=job.settings.replace_scales),
+        graft=Graft(replaces_scales=settings.replace_scales),
     )
     files = sorted([STATS_NAME, REPORT_NAME, *written.files])
     report = build_calibration_report(

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 
-from fp8calib.api.quantize.run import open_planned, resolve_plan
+from fp8calib.api.quantize.planned import (
+    check_rounding,
+    find_finished,
+    open_planned,
+    resolve_plan,
+    write_planned,
+)
+from fp8calib.api.quantize.report import QuantizationOutcome, build_quantization_report
 from fp8calib.cli.console import Bar, say
-from fp8calib.cli.quantize.output import find_finished, show_output, write_output
+from fp8calib.cli.quantization_report import show_quantization_report
 from fp8calib.cli.quantize.settings import QuantizeSettings
-from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST
+from fp8calib.fp8.schemes import GPTQ
+from fp8calib.quantization.plan import PlanSettings
 from fp8calib.stats.calibration_stats import load_stats
 
 
@@ -21,7 +28,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
         ModelError: the model cannot be read, is quantized already, or its layout is not known.
         ExportError: the statistics do not fit, or the disk cannot hold the output.
     """
-    _check_rounding(settings)
+    check_rounding(settings.rounding, settings.text_options, dequantize=settings.dequantize)
     asked = resolve_plan(
         settings.scheme,
         settings.dialect,
@@ -31,10 +38,16 @@ def run_quantize(settings: QuantizeSettings) -> None:
         is_calibrated=settings.stats is not None or settings.rounding == GPTQ,
     )
     if settings.rounding == GPTQ:
-        from fp8calib.cli.quantize.gptq import run_gptq  # noqa: PLC0415 -- imports transformers
+        from fp8calib.cli.quantize.gptq import round_by_gptq  # noqa: PLC0415 -- imports transformers
 
-        run_gptq(settings, asked)
-        return
+        outcome = round_by_gptq(settings, asked)
+    else:
+        outcome = _round_to_nearest(settings, asked)
+    if outcome is not None:
+        show_quantization_report(build_quantization_report(outcome), as_json=settings.as_json)
+
+
+def _round_to_nearest(settings: QuantizeSettings, asked: PlanSettings) -> QuantizationOutcome:
     stats = None if settings.stats is None else load_stats(settings.stats)
     with open_planned(
         settings.model,
@@ -47,24 +60,16 @@ def run_quantize(settings: QuantizeSettings) -> None:
         if planned.unchecked:
             say(planned.unchecked)
         started = time.monotonic()
-        written = find_finished(settings, planned.plan)
-        if written is None:
-            with Bar() as bar:
-                written = write_output(settings, planned, bar, device=settings.device)
-        show_output(planned.finish(written, settings.out, started=started, stats=stats), settings)
-
-
-def _check_rounding(settings: QuantizeSettings) -> None:
-    """Refuse an unknown rounding, and options that it has no use for."""
-    if settings.rounding not in {NEAREST, GPTQ}:
-        raise UsageError(f"--rounding {settings.rounding}: must be {NEAREST} or {GPTQ}")
-    if settings.rounding == NEAREST and settings.text_options:
-        raise UsageError(
-            f"{settings.text_options[0]}: --rounding {NEAREST} runs no text",
-            hint=f"leave it out, or use --rounding {GPTQ}",
-        )
-    if settings.rounding == GPTQ and settings.dequantize:
-        raise UsageError(
-            f"--dequantize: --rounding {GPTQ} needs an unquantized MODEL",
-            hint="use the model that this one was made from",
-        )
+        if settings.resume and find_finished(settings.out, planned.plan) is not None:
+            say(f"{settings.out} is finished already")
+        with Bar() as bar:
+            written = write_planned(
+                planned,
+                settings.out,
+                device=settings.device,
+                resume=settings.resume,
+                force=settings.force,
+                inputs=[] if settings.stats is None else [settings.stats],
+                progress=bar,
+            )
+        return planned.finish(written, settings.out, started=started, stats=stats)

@@ -167,8 +167,7 @@ class QuantizeSettings:
     as_json: JsonOption = False
 
     @property
-    def text_options(self) -> list[str]:
-        """The options that were given and need a rounding that runs text."""
-        given = [name for name in _OF_TEXT if getattr(self, name) not in (None, False)]
-        names = [*given, *(["dtype"] if self.dtype != "auto" else [])]
-        return [f"--{name.replace('_', '-')}" for name in names]
+    def text_options(self) -> dict[str, object]:
+        """The options that need a rounding that runs text."""
+        given = {name: getattr(self, name) for name in _OF_TEXT}
+        return {**given, "dtype": None if self.dtype == "auto" else self.dtype}

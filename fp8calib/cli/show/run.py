@@ -26,7 +26,8 @@ def run_show(path: Path, options: TableOptions, *, as_json: bool) -> None:
     except (OSError, ValueError) as error:
         raise UsageError(f"{shorten(str(path))}: cannot be read") from error
     if as_json and options.given:
-        warn(f"--json prints everything: {', '.join(options.given)} has no effect")
+        has = "has" if len(options.given) == 1 else "have"
+        warn(f"--json prints everything: {', '.join(options.given)} {has} no effect")
     if path.is_dir():
         refuse_external_links(path)
         path = stats if (stats := path / STATS_NAME).is_file() else path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8calib.api.verify.job import VerifyOptions
-from fp8calib.api.verify.run import resolve_options
+from fp8calib.api.verify.run import require_server, resolve_options
 from fp8calib.checkpoint.atomic import check_output_file
 from fp8calib.checkpoint.output_files import probe_output_files
 from fp8calib.cli.verify.settings import VerifySettings
@@ -50,16 +50,11 @@ def _check_server_options(settings: VerifySettings) -> None:
         "--reference-dump": settings.reference_dump,
         "--resume": settings.resume,
     }
-    useless = [option for option, value in named.items() if value]
-    if settings.server is None and useless:
-        raise UsageError(f"{useless[0]} has no effect without --server", hint="add --server URL")
+    require_server(settings.server, named)
     if settings.dump_faults and settings.dump is None:
         raise UsageError("--dump-faults has no effect without --dump", hint="add --dump FILE")
-    if settings.reference_server is None and settings.reference_server_model:
-        raise UsageError(
-            "--reference-server-model has no effect without --reference-server",
-            hint="add --reference-server URL",
-        )
+    of_reference = {"--reference-server-model": settings.reference_server_model}
+    require_server(settings.reference_server, of_reference, "--reference-server")
     if settings.reference_dump is None:
         return
     ignored = {

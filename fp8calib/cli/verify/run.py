@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from fp8calib.api.models import open_run_model
+from fp8calib.api.verify.alone import run_alone
 from fp8calib.api.verify.comparison import VerificationText, open_verify_job, run_verify_job
-from fp8calib.api.verify.job import AskServer, VerifyJob
-from fp8calib.api.verify.memory import choose_verification_mode
+from fp8calib.api.verify.dump import gather_alone, write_dump
+from fp8calib.api.verify.job import ServerRequest, VerifyJob
+from fp8calib.api.verify.memory import choose_mode_beside
 from fp8calib.api.verify.run import if_quantized
 from fp8calib.checkpoint.output_files import output_files
 from fp8calib.cli.command_line import spell_command
 from fp8calib.cli.console import Bar, print_json, say, warn
 from fp8calib.cli.plan_table import show_plan
 from fp8calib.cli.setup import make_placement, quiet_libraries
-from fp8calib.cli.verify.dump import gather_alone, write_dump
 from fp8calib.cli.verify.options import resolve_settings
 from fp8calib.cli.verify.settings import VerifySettings
 from fp8calib.cli.verify.show import (
@@ -27,15 +24,9 @@ from fp8calib.cli.verify.show import (
     show_verification,
     suggest_command,
 )
-from fp8calib.data.plan import DataPlan
-from fp8calib.errors import CANNOT_TELL, UsageError, VerificationError
-from fp8calib.model.load import ModelSource
-from fp8calib.run.planning.whole_or_streamed import MemoryMode
+from fp8calib.errors import CANNOT_TELL, VerificationError
 from fp8calib.verification.html.page import write_page
-from fp8calib.verification.judge.gates import GATES
 from fp8calib.verification.report import Verdict, VerifyReport
-from fp8calib.verification.server.alone import report_alone
-from fp8calib.verification.server.assess import assess
 from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.verify import VerificationResult
 
@@ -60,10 +51,15 @@ def run_verify(settings: VerifySettings) -> int:
         trust_remote_code=settings.trust_remote_code,
         if_quantized=if_quantized(settings.model),
     ) as model:
-        job = open_verify_job(model, options, text, connect=_find_connect(settings, kept))
+        job = open_verify_job(model, options, text, server=_make_request(settings, kept))
         for note in (*job.plan.warnings, *job.warnings):
             warn(note)
-        mode = _choose_mode(job, settings)
+        mode = None
+        if settings.reference_dump is None:
+            reference = None if settings.dry_run else settings.reference_server
+            mode = choose_mode_beside(
+                job, reference=reference, warn=warn, expects_duration=settings.dry_run
+            )
         if mode is None:
             return _finish(settings, _run_alone(job, settings), kept)
         if settings.dry_run:
@@ -95,38 +91,26 @@ def _finish(settings: VerifySettings, verified: VerificationResult, kept: KeptAn
     return _exit_code(settings, verified.report)
 
 
-def _find_connect(
-    settings: VerifySettings, kept: KeptAnswers
-) -> Callable[[ModelSource, DataPlan], tuple[AskServer, DataPlan]] | None:
-    """Give what connects to the server of --server; None where none is asked."""
+def _make_request(settings: VerifySettings, kept: KeptAnswers) -> ServerRequest | None:
+    """Make the request to the server of --server; None where none is asked."""
     if settings.server is None or settings.dry_run:
         return None
-    from fp8calib.cli.verify import server as servers  # noqa: PLC0415 -- imports httpx
-
-    def connect(source: ModelSource, plan: DataPlan) -> tuple[AskServer, DataPlan]:
-        server, usable = servers.open_servers(settings, source, plan, kept)
-        return partial(servers.ask_servers, server), usable
-
-    return connect
-
-
-def _choose_mode(job: VerifyJob, settings: VerifySettings) -> MemoryMode | None:
-    """Choose how the model runs; None where a dump or a server replaces it."""
-    if settings.reference_dump is not None:
-        return None
-    try:
-        return choose_verification_mode(job, expects_duration=settings.dry_run)
-    except UsageError as error:
-        if settings.reference_server is None or settings.dry_run:
-            raise
-        warn(f"nothing is emulated here: {error.message}")
-        return None
+    return ServerRequest(
+        url=settings.server,
+        model=settings.server_model,
+        kind=settings.server_kind,
+        num_top=settings.server_logprobs,
+        concurrency=settings.server_concurrency,
+        timeout_s=settings.server_timeout,
+        is_sampled=settings.sampled,
+        reference=settings.reference_server,
+        reference_model=settings.reference_server_model,
+        kept=kept,
+    )
 
 
 def _run_alone(job: VerifyJob, settings: VerifySettings) -> VerificationResult:
     """Compare the server with a dump or an unquantized server, without running the model."""
-    assert job.server is not None  # noqa: S101 -- checked with the options
-    started = time.monotonic()
     evidence = gather_alone(job.plan, settings.reference_dump)
     if evidence.has_scales and evidence.layer_faults is None:
         warn(
@@ -134,17 +118,7 @@ def _run_alone(job: VerifyJob, settings: VerifySettings) -> VerificationResult:
             "write it with --dump-faults"
         )
     with Bar() as bar:
-        plan, answers = job.server(job.plan, None, bar)
-        assessment = assess(answers, replace(evidence, sequences=plan.sequences), bar)
-    report, logprobs = report_alone(
-        settings.model,
-        job.options.numerics.name,
-        assessment,
-        job.options.gate or GATES["kv"],
-        plan,
-        time.monotonic() - started,
-    )
-    return VerificationResult(report=report, logprobs=logprobs, data=plan.fingerprint)
+        return run_alone(job, evidence, bar)
 
 
 def _write(settings: VerifySettings, verified: VerificationResult) -> None:

@@ -27,11 +27,6 @@ from fp8calib.engines.registry import list_emulated
 from fp8calib.fp8.formats import E4M3FN, FP8_FORMATS
 from fp8calib.fp8.schemes import SCHEMES
 
-SERVER_KEY = "FP8CALIB_SERVER_KEY"
-"""The environment variable with the API key of --server."""
-REFERENCE_KEY = "FP8CALIB_REFERENCE_SERVER_KEY"
-"""The same for --reference-server."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySettings:
@@ -138,7 +133,7 @@ class VerifySettings:
             "--server",
             metavar="URL",
             help="Also score a running vLLM, SGLang or TGI server, and name the candidate that "
-            f"explains its answers. Its API key: the variable {SERVER_KEY}.",
+            "explains its answers. Its API key: the variable FP8CALIB_SERVER_KEY.",
         ),
     ] = None
     server_model: Annotated[
@@ -192,7 +187,7 @@ class VerifySettings:
             "--reference-server",
             metavar="URL",
             help="A server of the unquantized model, which --server is compared with. Its API key: "
-            f"the variable {REFERENCE_KEY}.",
+            "the variable FP8CALIB_REFERENCE_SERVER_KEY.",
         ),
     ] = None
     reference_server_model: Annotated[

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from fp8calib.verification.server.recognise import (
 )
 from fp8calib.verification.server.written import SEED, count_given
 
+T = TypeVar("T")
 _OTHER_VOCABULARY = ("vocab",)
 _TOO_LONG = (
     "context length",
@@ -90,7 +92,7 @@ def connect(
                 note = await check_tokenizer(server, client, tokenizer, sequences[0].tolist())
             return replace(server, note=f"{options.endpoint.option}: {note}" if note else "")
 
-    return asyncio.run(ask())
+    return _run(ask())
 
 
 def score(
@@ -186,6 +188,16 @@ def write(
     return tuple(arrays["tokens"] for arrays in found)
 
 
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end, in another thread where a loop runs in this one, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
 def _ask_each(
     options: ServerOptions,
     partial: PartialAnswers,
@@ -209,7 +221,7 @@ def _ask_each(
                 tasks.create_task(work(client))
 
     try:
-        asyncio.run(run())
+        _run(run())
     except ExceptionGroup as group:
         error = group.exceptions[0]
         if isinstance(error, Fp8CalibError) and partial.found:

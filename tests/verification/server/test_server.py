@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import fp8calib
+from fp8calib.verification.report import VerifyReport
 from tests.cli.conftest import save_tokenizer
 from tests.cli.program import fail, run, succeed
 from tests.verification.server import planted
@@ -94,6 +98,32 @@ def test_every_kind_gives_the_same_figures(
     assert tgi[0]["top1_agreement"] is None
     assert len(tgi[1]["server"]) == ROWS * (LENGTH - 1)  # the row of ids is no text with a BOS
     torch.testing.assert_close(tgi[1]["server"], vllm[1]["server"][: ROWS * (LENGTH - 1)])
+
+
+def test_the_python_function_gives_the_same_report(
+    model: Path, data: Path, unscaled: Predict
+) -> None:
+    async def in_a_notebook(url: str) -> VerifyReport:
+        return fp8calib.verify(
+            model,
+            data=data,
+            seq_len=LENGTH,
+            dtype="float32",
+            engine=planted.ENGINE,
+            pack=False,
+            server=url,
+            server_logprobs=2,
+        )
+
+    with FakeServer(unscaled, tokenize=tokenize) as server, warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp8calib.Fp8CalibWarning)
+        expected = verify(model, data, "--server", server.url, "--server-logprobs", 2)
+        found = asyncio.run(in_a_notebook(server.url)).model_dump(mode="json")
+    assert found["server"] == expected["server"]
+    assert found["candidates"] == expected["candidates"]
+    assert found["advice"] == expected["advice"]
+    with pytest.raises(fp8calib.UsageError, match="--sampled has no effect without --server"):
+        fp8calib.verify(model, data=data, sampled=True)
 
 
 def test_the_agreement_is_that_of_the_most_likely_tokens(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from fp8calib.api.resumable.job import ResumableJob, select_matrices
 from fp8calib.checkpoint.atomic import require_free_space
-from fp8calib.cli.calibrate.job import CalibrateJob, select_matrices
 from fp8calib.data.plan import DataPlan
 from fp8calib.errors import UsageError
 from fp8calib.fp8.schemes import GPTQ, Scheme
@@ -51,7 +51,7 @@ def check_rounding_data(plan: DataPlan | None) -> None:
 
 
 def open_rounding(
-    job: CalibrateJob, settings: PlanSettings, folder: Path, group: ProcessGroup | None
+    job: ResumableJob, settings: PlanSettings, folder: Path, group: ProcessGroup | None
 ) -> LayerRounding:
     """Make what rounds the weights of each layer, into the working folder of the run.
 
@@ -67,7 +67,7 @@ def open_rounding(
     return LayerRounding(job.checkpoint, matrices, settings, inputs, codes, group=group)
 
 
-def check_same_rounding(job: CalibrateJob, folder: Path) -> None:
+def check_same_rounding(job: ResumableJob, folder: Path) -> None:
     """Refuse the codes of an interrupted run with other options.
 
     Raises:
@@ -95,7 +95,7 @@ def _list_options(settings: PlanSettings) -> dict[str, object]:
     }
 
 
-def make_rounding_probe(job: CalibrateJob) -> LayerRounding | None:
+def make_rounding_probe(job: ResumableJob) -> LayerRounding | None:
     """Make what only collects Hessians, to measure a layer; None where nothing is rounded."""
     if job.quantization is None or not job.rounds_by_gptq:
         return None
@@ -110,7 +110,7 @@ def count_code_bytes(matrices: Sequence[Matrix]) -> int:
     return sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
 
 
-def plan_rounding(job: CalibrateJob) -> Mapping[str, int]:
+def plan_rounding(job: ResumableJob) -> Mapping[str, int]:
     """Estimate the memory that rounding needs beside the batches; nothing if it does not round."""
     if job.quantization is None or not job.rounds_by_gptq:
         return {}
@@ -118,7 +118,7 @@ def plan_rounding(job: CalibrateJob) -> Mapping[str, int]:
     return {"rounding": estimate_rounding_bytes(matrices, map_inputs(job.prepared, matrices))}
 
 
-def expect_rounding_s(job: CalibrateJob) -> float:
+def expect_rounding_s(job: ResumableJob) -> float:
     """Estimate the seconds that rounding takes after the batches; 0 if the job does not round."""
     if job.quantization is None or not job.rounds_by_gptq:
         return 0.0
@@ -155,7 +155,7 @@ def make_rounding_record(
 
 
 def list_rounded(
-    job: CalibrateJob, selection: Selection, codes: RoundedCodes
+    job: ResumableJob, selection: Selection, codes: RoundedCodes
 ) -> list[RoundedLinear]:
     """List how every quantized linear was rounded, in the order of the checkpoint."""
     known = {rounded.module: rounded for rounded in codes.report()}

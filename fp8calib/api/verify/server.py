@@ -1,14 +1,15 @@
-"""The servers of `fp8calib verify`: connect before the run, score during the run."""
+"""The servers of a verification: connect before the run, score during the run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from fp8calib.api.verify.job import AskServer, ServerRequest
 from fp8calib.calibration import Progress
-from fp8calib.cli.verify.settings import REFERENCE_KEY, SERVER_KEY, VerifySettings
 from fp8calib.data.plan import DataPlan, replace_sequences
 from fp8calib.errors import ModelError, UsageError
 from fp8calib.model.load import LoadedModel, ModelSource, load_tokenizer
@@ -16,7 +17,6 @@ from fp8calib.verification.sensitivity import SEQUENCES
 from fp8calib.verification.server.assess import ServerAnswers
 from fp8calib.verification.server.client import find_endpoint
 from fp8calib.verification.server.kinds.kind import ServerScores
-from fp8calib.verification.server.partial import KeptAnswers
 from fp8calib.verification.server.recognise import Server, require_kind
 from fp8calib.verification.server.score import (
     ServerOptions,
@@ -28,6 +28,11 @@ from fp8calib.verification.server.score import (
 )
 from fp8calib.verification.server.written import count_given, write_text
 
+_SERVER_KEY = "FP8CALIB_SERVER_KEY"
+"""The environment variable with the API key of --server."""
+_REFERENCE_KEY = "FP8CALIB_REFERENCE_SERVER_KEY"
+"""The same for --reference-server."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Connected:
@@ -36,14 +41,13 @@ class _Connected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerJob:
+class _Servers:
     """Servers that are ready to score the text."""
 
     server: _Connected
     reference: _Connected | None
     tokenizer: Any | None
-    kept: KeptAnswers
-    is_sampled: bool
+    request: ServerRequest
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -52,9 +56,9 @@ class ServerJob:
         return tuple(one.server.note for one in both if one is not None and one.server.note)
 
 
-def open_servers(
-    settings: VerifySettings, source: ModelSource, plan: DataPlan, kept: KeptAnswers
-) -> tuple[ServerJob, DataPlan]:
+def connect_all(
+    request: ServerRequest, source: ModelSource, plan: DataPlan
+) -> tuple[AskServer, DataPlan]:
     """Connect to --server and --reference-server; give the part of the plan that they can score.
 
     Raises:
@@ -62,9 +66,8 @@ def open_servers(
         VerificationError: a server fails.
         ModelError: it has another model.
     """
-    assert settings.server is not None  # noqa: S101 -- the caller asked
-    require_kind(settings.server_kind)
-    tokenizer = _load_tokenizer(source)
+    require_kind(request.kind)
+    tokenizer = request.tokenizer or _load_tokenizer(source)
 
     def open_one(
         option: str, url: str, key: str, model: str | None, kind: str | None
@@ -73,32 +76,30 @@ def open_servers(
             endpoint=find_endpoint(option, url, key),
             model=model,
             kind=kind,
-            likely_kind=settings.server_kind,
-            num_top=settings.server_logprobs,
-            concurrency=settings.server_concurrency,
-            timeout_s=settings.server_timeout,
+            likely_kind=request.kind,
+            num_top=request.num_top,
+            concurrency=request.concurrency,
+            timeout_s=request.timeout_s,
         )
         return _Connected(options=options, server=connect(options, plan.sequences, tokenizer))
 
-    reference = settings.reference_server
-    job = ServerJob(
-        server=open_one(
-            "--server", settings.server, SERVER_KEY, settings.server_model, settings.server_kind
-        ),
+    reference = request.reference
+    job = _Servers(
+        server=open_one("--server", request.url, _SERVER_KEY, request.model, request.kind),
         reference=None
         if reference is None
         else open_one(
-            "--reference-server", reference, REFERENCE_KEY, settings.reference_server_model, None
+            "--reference-server", reference, _REFERENCE_KEY, request.reference_model, None
         ),
         tokenizer=tokenizer,
-        kept=kept,
-        is_sampled=settings.sampled,
+        request=request,
     )
     usable, lost = _keep_spelled(job, plan)
-    return job, replace(usable, warnings=(*plan.warnings, *job.notes, *lost))
+    usable = replace(usable, warnings=(*plan.warnings, *job.notes, *lost))
+    return partial(_ask_servers, job), usable
 
 
-def _keep_spelled(job: ServerJob, plan: DataPlan) -> tuple[DataPlan, tuple[str, ...]]:
+def _keep_spelled(job: _Servers, plan: DataPlan) -> tuple[DataPlan, tuple[str, ...]]:
     """Keep the sequences that servers can score; give the plan, and warnings."""
     both = [one.server.kind for one in (job.server, job.reference) if one is not None]
     name = next((kind.name for kind in both if not kind.takes_ids), None)
@@ -123,23 +124,23 @@ def _keep_spelled(job: ServerJob, plan: DataPlan) -> tuple[DataPlan, tuple[str, 
 
 
 def _write_sampled(
-    job: ServerJob, plan: DataPlan, model: LoadedModel | None, progress: Progress
+    job: _Servers, plan: DataPlan, model: LoadedModel | None, progress: Progress
 ) -> DataPlan:
-    if not job.is_sampled:
+    if not job.request.is_sampled:
         return plan
     if job.reference is not None:
         one = job.reference
         text = ServerText(
             sequences=plan.sequences, fingerprint=plan.fingerprint, tokenizer=job.tokenizer
         )
-        written = write(one.options, one.server, text, progress, kept=job.kept)
+        written = write(one.options, one.server, text, progress, kept=job.request.kept)
         return replace_sequences(plan, written)
     assert model is not None  # noqa: S101 -- the plan holds it whole
     return replace_sequences(plan, write_text(model, plan.sequences, progress))
 
 
-def ask_servers(
-    job: ServerJob, plan: DataPlan, model: LoadedModel | None, progress: Progress
+def _ask_servers(
+    job: _Servers, plan: DataPlan, model: LoadedModel | None, progress: Progress
 ) -> tuple[DataPlan, ServerAnswers]:
     """Let the servers score the text, and --server its first sequences again.
 
@@ -156,7 +157,7 @@ def ask_servers(
             fingerprint=f"{plan.fingerprint} {stage} {len(sequences)}",
             tokenizer=job.tokenizer,
         )
-        return score(one.options, one.server, text, progress, kept=job.kept, stage=stage)
+        return score(one.options, one.server, text, progress, kept=job.request.kept, stage=stage)
 
     every = plan.sequences
     return plan, ServerAnswers(
@@ -165,7 +166,7 @@ def ask_servers(
         reference=None
         if job.reference is None
         else ask(job.reference, every, "asking the unquantized server"),
-        num_given=count_given(every) if job.is_sampled else None,
+        num_given=count_given(every) if job.request.is_sampled else None,
     )
 
 

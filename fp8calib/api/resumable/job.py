@@ -1,12 +1,12 @@
-"""The job of `fp8calib calibrate`: everything decided before the run."""
+"""The job of a calibration that writes its progress to disk, so that it can be resumed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fp8calib.api.calibrate import CalibrationJob
-from fp8calib.cli.calibrate.settings import CalibrateSettings
 from fp8calib.dialects.write import list_outputs
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
@@ -18,11 +18,17 @@ from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateJob(CalibrationJob):
+class ResumableJob(CalibrationJob):
     """Everything decided before a weight is loaded."""
 
-    settings: CalibrateSettings
     out: Path
+    resume: bool
+    force: bool
+    expects_duration: bool = False
+    """Whether the time of the run is predicted."""
+    say: Callable[[str], None]
+    """Prints what the run does."""
+    warn: Callable[[str], None]
     quantization: PlanSettings | None = None
     """How the FP8 checkpoint is written; None without one."""
 
@@ -33,14 +39,14 @@ class CalibrateJob(CalibrationJob):
 
     @property
     def owned(self) -> frozenset[str]:
-        """Names of the files and folders that the command writes in the output folder."""
+        """Names of the files and folders that a calibration writes in the output folder."""
         formats = list_outputs(self.recipe.formats, self.recipe.tp)
         scheme = self.recipe.quantize and self.recipe.quantize.scheme
         checkpoint = {scheme} if scheme else frozenset[str]()
         return frozenset({STATS_NAME, REPORT_NAME}) | formats | checkpoint
 
 
-def select_matrices(job: CalibrateJob, settings: PlanSettings) -> Selection:
+def select_matrices(job: ResumableJob, settings: PlanSettings) -> Selection:
     """Choose the linears to quantize.
 
     Raises:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8calib.api.calibrate import choose_mode
-from fp8calib.cli.calibrate.job import CalibrateJob
-from fp8calib.cli.calibrate.rounding import (
+from fp8calib.api.resumable.job import ResumableJob
+from fp8calib.api.resumable.rounding import (
     expect_rounding_s,
     make_rounding_probe,
     plan_rounding,
@@ -19,7 +19,7 @@ from fp8calib.run.planning.whole_or_streamed import MemoryMode
 _WHY_STREAMED = "layer by layer: each layer is rounded after the text has run through it"
 
 
-def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
+def choose_calibration_mode(job: ResumableJob) -> MemoryMode:
     """Choose between a model in memory whole and one that is streamed.
 
     Raises:
@@ -33,7 +33,7 @@ def choose_calibration_mode(job: CalibrateJob) -> MemoryMode:
         extra_bytes=rounding,
         work=make_rounding_probe(job),
         always_streams=_WHY_STREAMED if rounding else "",
-        expects_duration=job.settings.dry_run,
+        expects_duration=job.expects_duration,
     )
     if rounding and mode.plan is not None and mode.plan.expected_s is not None:
         expected_s = mode.plan.expected_s + expect_rounding_s(job)

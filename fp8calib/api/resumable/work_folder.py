@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8calib.api.resumable.job import ResumableJob
+from fp8calib.api.resumable.rounding import check_same_rounding
 from fp8calib.calibration import make_header, text_hashes_of
 from fp8calib.checkpoint.atomic import check_output
 from fp8calib.checkpoint.folder_lock import shared_lock
@@ -18,9 +20,6 @@ from fp8calib.checkpoint.resumable_folder import (
     ResumableFolder,
     remove_progress_file,
 )
-from fp8calib.cli.calibrate.job import CalibrateJob
-from fp8calib.cli.calibrate.rounding import check_same_rounding
-from fp8calib.cli.console import say, warn
 from fp8calib.errors import ExportError, ModelError
 from fp8calib.run.distributed.group import ProcessGroup, RankLostError
 from fp8calib.run.resume.journal import NOTHING, Done, Journal, is_checkpoint
@@ -50,13 +49,13 @@ class WorkFolder:
     """Of an earlier run that wrote all output here but could not move it into place."""
 
 
-def check_output_of(job: CalibrateJob) -> None:
+def check_output_of(job: ResumableJob) -> None:
     """Refuse an output folder that is in use, unless it may hold the finished run of --resume."""
     if not _looks_finished(job):
-        check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
+        check_output(job.out, job.owned, job.force, inputs=[job.source.folder])
 
 
-def make_job_header(job: CalibrateJob) -> StatsHeader:
+def make_job_header(job: ResumableJob) -> StatsHeader:
     """Make the header of the statistics that a job will write."""
     return make_header(
         job.prepared,
@@ -68,7 +67,7 @@ def make_job_header(job: CalibrateJob) -> StatsHeader:
     )
 
 
-def find_finished(job: CalibrateJob, header: StatsHeader) -> Mapping[str, Any] | None:
+def find_finished(job: ResumableJob, header: StatsHeader) -> Mapping[str, Any] | None:
     """Find the report of the run that --resume continues, if that run is finished already.
 
     Raises:
@@ -78,22 +77,22 @@ def find_finished(job: CalibrateJob, header: StatsHeader) -> Mapping[str, Any] |
         return None
     found = _read_finished(job, header, job.out)
     if found is None:
-        check_output(job.out, job.owned, job.settings.force, inputs=[job.source.folder])
+        check_output(job.out, job.owned, job.force, inputs=[job.source.folder])
     else:
         remove_progress_file(job.out)
     return found
 
 
-def _looks_finished(job: CalibrateJob) -> bool:
-    return job.settings.resume and _has_all(job, job.out)
+def _looks_finished(job: ResumableJob) -> bool:
+    return job.resume and _has_all(job, job.out)
 
 
-def _has_all(job: CalibrateJob, folder: Path) -> bool:
+def _has_all(job: ResumableJob, folder: Path) -> bool:
     return all((folder / name).exists() for name in job.owned)
 
 
 def _read_finished(
-    job: CalibrateJob, header: StatsHeader, folder: Path
+    job: ResumableJob, header: StatsHeader, folder: Path
 ) -> Mapping[str, Any] | None:
     """Read the report of a folder that holds this run, finished; None if it does not."""
     try:
@@ -104,7 +103,7 @@ def _read_finished(
     return report if _is_of_run(job, header, stats) else None
 
 
-def _is_of_run(job: CalibrateJob, header: StatsHeader, stats: CalibrationStats) -> bool:
+def _is_of_run(job: ResumableJob, header: StatsHeader, stats: CalibrationStats) -> bool:
     shard = job.shard
     cut = None if shard is None else (shard.index, shard.count)
     found = None if stats.shard is None else (stats.shard.index, stats.shard.count)
@@ -113,7 +112,7 @@ def _is_of_run(job: CalibrateJob, header: StatsHeader, stats: CalibrationStats) 
 
 @contextmanager
 def work_folder(
-    job: CalibrateJob, header: StatsHeader, group: ProcessGroup | None
+    job: ResumableJob, header: StatsHeader, group: ProcessGroup | None
 ) -> Iterator[WorkFolder]:
     """Open the working folder of a run; it becomes the output folder at the end.
 
@@ -134,15 +133,15 @@ def work_folder(
         job.out,
         owned=job.owned,
         tag=_TAG,
-        resume=job.settings.resume,
-        force=job.settings.force,
+        resume=job.resume,
+        force=job.force,
         inputs=[job.source.folder],
         check_resumed=lambda staging: _check_resumed(job, header, staging),
         kept_after=(KeyboardInterrupt, RankLostError, UnwrittenError),
     )
     with folder as staging:
         if folder.discarded:
-            warn(
+            job.warn(
                 f"{staging}: the checkpoints of an interrupted run were discarded; to continue "
                 "such a run, add --resume to its command line"
             )
@@ -151,9 +150,9 @@ def work_folder(
             yield WorkFolder(path=staging, journal=journal, report=report)
             return
         remove_outputs(staging)
-        if job.settings.resume:
+        if job.resume:
             journal.load()
-            say(_describe_start(journal, header))
+            job.say(_describe_start(journal, header))
         if group is not None:
             folder.share()
             group.broadcast(lambda: {"folder": str(staging), **journal.done.to_json()})
@@ -161,22 +160,22 @@ def work_folder(
         journal.remove()
 
 
-def _check_resumed(job: CalibrateJob, header: StatsHeader, staging: Path) -> None:
+def _check_resumed(job: ResumableJob, header: StatsHeader, staging: Path) -> None:
     _open_journal(job, header, staging).load()
     check_same_rounding(job, staging)
 
 
 def _find_complete(
-    job: CalibrateJob, header: StatsHeader, staging: Path
+    job: ResumableJob, header: StatsHeader, staging: Path
 ) -> Mapping[str, Any] | None:
-    if not job.settings.resume or not _has_all(job, staging):
+    if not job.resume or not _has_all(job, staging):
         return None
     if any(map(is_checkpoint, staging.iterdir())):
         return None
     return _read_finished(job, header, staging)
 
 
-def _join(job: CalibrateJob, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
+def _join(job: ResumableJob, header: StatsHeader, group: ProcessGroup) -> WorkFolder:
     """Open the folder that the first process made."""
     made = group.broadcast(dict)
     folder = Path(made["folder"])
@@ -185,7 +184,7 @@ def _join(job: CalibrateJob, header: StatsHeader, group: ProcessGroup) -> WorkFo
 
 
 def _open_journal(
-    job: CalibrateJob, header: StatsHeader, folder: Path, *, rank: int = 0, done: Done = NOTHING
+    job: ResumableJob, header: StatsHeader, folder: Path, *, rank: int = 0, done: Done = NOTHING
 ) -> Journal:
     return Journal(
         folder,
@@ -193,7 +192,7 @@ def _open_journal(
         text_hashes_of(job.plan),
         shard=job.shard,
         batch_size=job.recipe.data.batch_size,
-        warn=warn,
+        warn=job.warn,
         rank=rank,
         done=done,
     )

@@ -1,0 +1,68 @@
+"""The types of the arguments of the public functions, checked at run time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Sequence
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
+
+from fp8calib.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _is_strings(value: object, kind: type) -> bool:
+    return (
+        isinstance(value, kind)
+        and not isinstance(value, str | bytes)
+        and all(isinstance(each, str) for each in value)  # type: ignore[attr-defined]
+    )
+
+
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "Path": ("a path", lambda value: isinstance(value, os.PathLike)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": (
+        "a whole number",
+        lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    ),
+    "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    "Sequence[str]": ("a list of strings", lambda value: _is_strings(value, Sequence)),
+    "Collection[str]": ("a list of strings", lambda value: _is_strings(value, Collection)),
+    "ProgressCallback": ("a function", callable),
+    "None": ("None", lambda value: value is None),
+}
+"""By their annotation. Values of other annotations are checked where they are used."""
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Refuse arguments of another type than the annotation, and empty strings, by their names."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            _check(name, value, str(signature.parameters[name].annotation).split(" | "))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check(name: str, value: object, annotations: Sequence[str]) -> None:
+    """Check one value.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    if isinstance(value, str) and not value:
+        raise UsageError(f"{name}: the string is empty", hint="leave it out, or give a value")
+    known = [_TYPES[each] for each in annotations if each in _TYPES]
+    if len(known) < len(annotations) or any(is_type(value) for _, is_type in known):
+        return
+    wanted = " or ".join(text for text, _ in known if text != "None")
+    raise UsageError(f"{name}: must be {wanted}, found {type(value).__name__}")

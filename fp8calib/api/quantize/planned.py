@@ -1,0 +1,218 @@
+"""A quantized checkpoint: its options resolved, planned, and written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from fp8calib.api.quantize.report import QuantizationOutcome
+from fp8calib.api.quantize.servable import require_servable
+from fp8calib.calibration import Progress
+from fp8calib.checkpoint.checkpoint import Checkpoint
+from fp8calib.checkpoint.resumable_folder import remove_progress_file
+from fp8calib.dialects.fp8.registry import find_written
+from fp8calib.errors import UsageError
+from fp8calib.fp8.schemes import GPTQ, NEAREST, Granularity, find_scheme, list_without_calibration
+from fp8calib.machine.devices import choose_device
+from fp8calib.quantization import quantize as writing
+from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
+from fp8calib.quantization.plan import (
+    NO_SCALES,
+    CalibratedScales,
+    PlanSettings,
+    QuantizePlan,
+    make_plan,
+)
+from fp8calib.quantization.rounded_codes import RoundedCodes
+from fp8calib.quantization.sources.already_quantized import check_unquantized
+from fp8calib.quantization.sources.dequantized import DequantizedCheckpoint
+from fp8calib.selection.select import Selection, select
+from fp8calib.stats.calibration_stats import CalibrationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A checkpoint and what will be made of it."""
+
+    checkpoint: Checkpoint
+    plan: QuantizePlan
+    notes: tuple[str, ...] = ()
+    """On its scales."""
+    unchecked: str = ""
+    """Why it is not known whether an engine can load it; empty where it is."""
+
+    def finish(
+        self,
+        written: writing.Written,
+        out: Path,
+        *,
+        started: float,
+        stats: CalibrationStats | None,
+    ) -> QuantizationOutcome:
+        """Put the outcome together; `started` is the value of time.monotonic() at the start."""
+        return QuantizationOutcome(
+            plan=self.plan,
+            written=written,
+            folder=out,
+            out=out,
+            source_bytes=self.checkpoint.total_size_bytes,
+            duration_s=time.monotonic() - started,
+            stats=stats,
+            notes=self.notes,
+        )
+
+
+def check_rounding(rounding: str, given: Mapping[str, object], *, dequantize: bool) -> None:
+    """Refuse an unknown rounding, and options that it has no use for.
+
+    `given` are the options of the text and of its run, by name; None and False are none.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if rounding not in (NEAREST, GPTQ):
+        raise UsageError(f"--rounding {rounding}: must be {NEAREST} or {GPTQ}")
+    names = [name for name, value in given.items() if value is not None and value is not False]
+    if rounding == NEAREST and names:
+        raise UsageError(
+            f"--{names[0].replace('_', '-')}: --rounding {NEAREST} runs no text",
+            hint=f"leave it out, or use --rounding {GPTQ}",
+        )
+    if rounding == GPTQ and dequantize:
+        raise UsageError(
+            f"--dequantize: --rounding {GPTQ} needs an unquantized MODEL",
+            hint="use the model that this one was made from",
+        )
+
+
+def resolve_plan(
+    scheme_name: str,
+    dialect_name: str,
+    *,
+    ignore: Sequence[str],
+    power_of_two_scales: bool,
+    shared_scales: bool,
+    is_calibrated: bool,
+) -> PlanSettings:
+    """Resolve the options of a quantization; `is_calibrated`: input scales can be had.
+
+    Raises:
+        UsageError: a name is unknown, or the options contradict each other.
+    """
+    scheme = find_scheme(scheme_name)
+    dialect = find_written(dialect_name, scheme)
+    if power_of_two_scales:
+        if scheme.weights is not Granularity.BLOCK:
+            raise UsageError(
+                f"--power-of-two-scales: --scheme {scheme.name} has no scales of blocks",
+                hint="leave it out: no engine rounds other scales",
+            )
+        scheme = replace(scheme, has_power_of_two_scales=True)
+    if scheme.has_static_inputs and not is_calibrated:
+        raise UsageError(
+            f"--scheme {scheme.name}: its input scales come from calibration",
+            hint="pass the --stats of `fp8calib calibrate --recipe w8a8-static`, use --rounding "
+            f"{GPTQ}, which measures them, or choose a scheme that needs no calibration: "
+            f"{', '.join(list_without_calibration())}",
+        )
+    return PlanSettings(
+        scheme=scheme, dialect=dialect, ignore=tuple(ignore), shares_scales=shared_scales
+    )
+
+
+@contextmanager
+def open_planned(
+    model: str,
+    asked: PlanSettings,
+    stats: CalibrationStats | None,
+    *,
+    revision: str | None,
+    dequantize: bool,
+    allow_unservable: bool,
+) -> Iterator[Planned]:
+    """Open a model and plan its checkpoint, before a weight is read.
+
+    Raises:
+        ModelError: the model cannot be read, is quantized already, or its layout is not known.
+        ExportError: the statistics do not fit, or no engine can load the checkpoint.
+    """
+    reader = DequantizedCheckpoint if dequantize else Checkpoint
+    with reader.open(_find_folder(model, revision), require_config=True) as checkpoint:
+        check_unquantized(checkpoint)
+        selection = select(checkpoint, ignore=asked.ignore)
+        scales = _find_scales(stats, checkpoint, asked, selection)
+        plan = make_plan(checkpoint, asked, selection, scales=scales)
+        unchecked = "" if allow_unservable else require_servable(plan, checkpoint.folder)
+        yield Planned(checkpoint=checkpoint, plan=plan, notes=scales.notes, unchecked=unchecked)
+
+
+def write_planned(
+    planned: Planned,
+    out: Path,
+    *,
+    device: str,
+    resume: bool,
+    force: bool,
+    inputs: Sequence[Path],
+    progress: Progress,
+    rounded: RoundedCodes | None = None,
+) -> writing.Written:
+    """Write the planned checkpoint; codes in `rounded` are not computed again.
+
+    Raises:
+        UsageError: the folder is in use.
+        ExportError: the disk cannot hold the output.
+    """
+    if resume and (found := find_finished(out, planned.plan)) is not None:
+        return found
+    total = sum(shard.data_bytes for shard in planned.plan.shards)
+    progress.stage("quantizing", total, unit="bytes")
+    return writing.quantize(
+        planned.checkpoint,
+        planned.plan,
+        out,
+        device=torch.device("cpu" if device == "auto" else choose_device(device)),
+        advance=progress.advance,
+        resume=resume,
+        force=force,
+        inputs=inputs,
+        rounded=rounded,
+    )
+
+
+def find_finished(out: Path, plan: QuantizePlan) -> writing.Written | None:
+    """Look for the checkpoint of this plan that an earlier run finished."""
+    if not writing.is_finished(out, plan):
+        return None
+    remove_progress_file(out)
+    return writing.Written(files=writing.list_files(out), all_zero=(), resumed=())
+
+
+def _find_folder(model: str, revision: str | None) -> Path:
+    """Find the model's folder; for a local one, without the slow import of transformers.
+
+    Raises:
+        ModelError: the model is neither local nor on the Hub.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from fp8calib.model.load import find_folder  # noqa: PLC0415
+
+    return find_folder(model, revision)
+
+
+def _find_scales(
+    stats: CalibrationStats | None,
+    checkpoint: Checkpoint,
+    asked: PlanSettings,
+    selection: Selection,
+) -> CalibratedScales:
+    if stats is None:
+        return NO_SCALES
+    check_stats_model(stats, checkpoint)
+    return find_scales(stats, checkpoint, asked, selection)
