@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from fp8calib.dialects.read import read_scales
@@ -256,3 +257,30 @@ def test_an_unfinished_quantization_is_refused(tmp_path: Path) -> None:
     report = ask("tgi", save_folder(tmp_path / "f", spell(*PAIR), quantization=quantization))
 
     assert statuses(report) == both("refused")
+
+
+@pytest.mark.parametrize(
+    ("method", "leaf", "dtype", "why"),
+    [
+        ("modelopt", "weight", torch.float8_e4m3fn, ""),
+        ("quark", "weight", torch.bfloat16, ""),
+        ("gptq", "qweight", torch.int32, ""),
+        ("aqlm", "codes", torch.int8, "there is no model.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_methods_that_tgi_does_not_name_need_a_weight(
+    tmp_path: Path, method: str, leaf: str, dtype: torch.dtype, why: str
+) -> None:
+    """`get_loader` gives `HybridFP8UnquantLoader` for the methods that it does not name."""
+    quantization = {"quant_method": method, "quant_algo": "FP8"}
+    folder = save_folder(tmp_path / "f", spell(*PAIR, layers=1), quantization=quantization)
+    scales = load_file(folder / SCALES)
+    weight = torch.zeros(8, 8).to(dtype)
+    path = "model.layers.0.self_attn.q_proj"
+    stored = {f"{path}.{leaf}": weight, f"{path}.weight_scale": torch.ones(())}
+    save_file({**scales, **stored}, folder / SCALES)
+
+    report = ask("tgi", folder, _with_linear())
+
+    assert statuses(report) == [("refused", "refused") if why else ("used", "used")]
+    assert why in report.layers[0].k.why

@@ -46,8 +46,10 @@ _LOADABLE = {
 _UNLOADABLE_METHODS = ("bitsandbytes", "mxfp4", "torchao", "quanto")
 """Methods whose stored weights no loader of `get_loader` reads; with bitsandbytes TGI quantizes an
 unquantized model itself."""
+_OWN_LOADERS = ("compressed-tensors", "gptq", "awq", "exl2")
 _UNPARSED = "Cannot parse compressed-tensors configuration"
 _GROUPS_FIX = "write config_groups as an object of groups with targets, and ignore as a list"
+_UNQUANTIZED = "use the unquantized model"
 _NAMES_FIX = "store k_scale and v_scale under the attention module's own path"
 _ROUNDED = (
     "kv_scale is rounded to {}, in which TGI serves this model without --dtype; k_scale and "
@@ -71,7 +73,9 @@ def replay_tgi(folder: ScaleFolder, geometry: ModelGeometry, tp: int) -> EngineR
     method = None if quantization is None else quantization.get("quant_method")
     if method in _UNLOADABLE_METHODS:
         why = f"TGI has no loader for the weights of a checkpoint of quant_method {method}"
-        raise Refusal(why, fix="use the unquantized model")
+        raise Refusal(why, fix=_UNQUANTIZED)
+    if quantization is not None and method not in _OWN_LOADERS:
+        _require_weights(folder, files, geometry, method)
     context = LoadContext(folder, geometry, files)
     layers = [_judge(context, layer.index, attention) for layer, attention in geometry.attentions()]
     note_unread(context, "TGI does not load it")
@@ -95,6 +99,20 @@ def _refuse_doubled(folder: ScaleFolder, files: list[str]) -> None:
                 why = f"{shorten(name)} is in {stored[name]} and in {file}: RuntimeError"
                 raise Refusal(why, fix="TGI opens every file, index or not: remove one of them")
             stored[name] = file
+
+
+def _require_weights(
+    folder: ScaleFolder, files: list[str], geometry: ModelGeometry, method: object
+) -> None:
+    """Replay `HybridFP8UnquantLoader`, which reads `.weight` of each linear, FP8 or unquantized."""
+    stored = {name for file in files for name in folder.tensors[file]}
+    modules = {name.rpartition(".")[0] for name in stored}
+    for module in _list_linears(geometry):
+        if module in modules and f"{module}.weight" not in stored:
+            what = f"there is no {shorten(module)}.weight"
+            raise Refusal(
+                f"TGI has no loader for quant_method {method!a:.40}: {what}", fix=_UNQUANTIZED
+            )
 
 
 def _check_compressed(quantization: Mapping[str, object], geometry: ModelGeometry) -> None:
