@@ -27,7 +27,7 @@ from rich.text import Text
 from fp8calib.cli.signals import reraise_signal
 from fp8calib.errors import ExportError, escape_controls
 from fp8calib.machine.launch import report_to_torchrun
-from fp8calib.machine.memory import anonymous_bytes
+from fp8calib.machine.memory import PeakMemory
 
 
 class _Console(Console):
@@ -176,10 +176,11 @@ class _Stage:
     """The layers that all steps go through one after the other; 0 where they do not."""
     started: float
     printed: float
+    memory: PeakMemory
     done: int = 0
 
     def list_parts(self, now: float) -> list[str]:
-        """Give the progress, the rate, the time left and the memory in use."""
+        """Give the progress, the rate, the time left and the peak memory."""
         rate = self.done / max(now - self.started, 1e-9)
         if not self.total:
             counted = f"{self.name}: {self.done:,} {self.unit}" if self.done else self.name
@@ -192,8 +193,8 @@ class _Stage:
                 f"{left} left",
                 f"{rate / max(self.layers, 1):,.0f} {self.unit}/s",
             ]
-        used = anonymous_bytes()
-        return [*parts, *([f"{used / 2**30:.2f} GiB in use"] if used else [])]
+        peak = self.memory.peak_bytes
+        return [*parts, *([f"peak {peak / 2**30:.2f} GiB"] if peak else [])]
 
     def _count(self) -> str:
         """Count the steps; of several layers, those of the layer that runs now."""
@@ -240,21 +241,26 @@ class Bar:
         )
         self._task: Any = None
         self._stage: _Stage | None = None
+        self._memory = PeakMemory()
 
     def __enter__(self) -> Self:
         _starting.stop()
+        self._memory.__enter__()
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+        self._memory.__exit__()
 
     def stage(self, name: str, total: int | None, *, unit: str = "steps", layers: int = 0) -> None:
         """Begin a stage of `total` steps, through `layers` layers one after the other."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         now = time.monotonic()
-        self._stage = _Stage(name, total, unit, layers, started=now, printed=now)
+        self._stage = _Stage(
+            name, total, unit, layers, started=now, printed=now, memory=self._memory
+        )
         self._task = self._progress.add_task(name, total=total, stage=self._stage)
 
     def advance(self, steps: int) -> None:

@@ -10,7 +10,7 @@ from fp8calib.data.plan import Batch, DataPlan, batches
 from fp8calib.engines.numerics import Numerics
 from fp8calib.geometry.model_geometry import Layer, ModelGeometry
 from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import Comparison
+from fp8calib.verification.compare.comparison import Comparison, advance_once
 from fp8calib.verification.compare.summary import summarize
 from fp8calib.verification.emulation.emulate import Emulation
 from fp8calib.verification.report import Sensitivity, SensitivityResult
@@ -40,10 +40,11 @@ def measure_sensitivity(
     parts = _split_by_layer(geometry, emulation)
     rounds = split_rounds(geometry, emulation)
     progress.stage("one layer at a time", sum(lengths) * (len(parts) + len(rounds)), unit="tokens")
+    advance = advance_once(comparison, progress.advance)
     results = []
     for indices in rounds:
         compared = comparison.run(
-            chosen, {str(index): parts[index] for index in indices}, advance=progress.advance
+            chosen, {str(index): parts[index] for index in indices}, advance=advance
         )
         for index in indices:
             summary = summarize(compared.candidates[str(index)], compared.reference, lengths)

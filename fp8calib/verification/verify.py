@@ -128,7 +128,9 @@ def verify(
     if comparison is None:
         comparison = WholeComparison(reference.model, reference.geometry, reference.originals)
     emulations = list_emulations(request)
-    progress.stage("verifying", plan.num_tokens * (len(emulations) + 1), unit="tokens")
+    layers = comparison.num_layers
+    tokens = plan.num_tokens * (len(emulations) + 1) * max(layers, 1)
+    progress.stage("verifying", tokens, unit="tokens", layers=layers)
     compared = comparison.run(
         batches(plan, batch_size),
         emulations,

@@ -8,6 +8,7 @@ import pytest
 
 from fp8calib.cli import console
 from fp8calib.cli.console import print_table, print_text, say, warn
+from fp8calib.machine import memory
 
 
 def test_a_pipe_gets_a_line_a_minute(
@@ -15,7 +16,8 @@ def test_a_pipe_gets_a_line_a_minute(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    monkeypatch.setattr(console, "anonymous_bytes", lambda: 3 * 2**29)
+    sizes = iter([3 * 2**29])
+    monkeypatch.setattr(memory, "anonymous_bytes", lambda: next(sizes, 2**29))
     with console.Bar() as bar:
         bar.stage("calibrating", 100_000, unit="tokens")
         for _ in range(100):
@@ -25,9 +27,9 @@ def test_a_pipe_gets_a_line_a_minute(
         now += 60
         bar.advance(120)
     assert capsys.readouterr().err.splitlines() == [
-        "calibrating: 24,000 of 100,000 tokens, 24%, 0:03:10 left, 400 tokens/s, 1.50 GiB in use",
-        "calibrating: 48,000 of 100,000 tokens, 48%, 0:02:10 left, 400 tokens/s, 1.50 GiB in use",
-        "quantizing: 120 bytes, 2 bytes/s, 1.50 GiB in use",
+        "calibrating: 24,000 of 100,000 tokens, 24%, 0:03:10 left, 400 tokens/s, peak 1.50 GiB",
+        "calibrating: 48,000 of 100,000 tokens, 48%, 0:02:10 left, 400 tokens/s, peak 1.50 GiB",
+        "quantizing: 120 bytes, 2 bytes/s, peak 1.50 GiB",
     ]
 
 
@@ -55,7 +57,7 @@ def test_a_pipe_is_told_which_layer_runs(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    monkeypatch.setattr(console, "anonymous_bytes", lambda: None)
+    monkeypatch.setattr(memory, "anonymous_bytes", lambda: None)
     with console.Bar() as bar:
         bar.stage("layer by layer", 80 * 3000, unit="tokens", layers=80)
         now += 60
@@ -68,12 +70,12 @@ def test_a_pipe_is_told_which_layer_runs(
 def test_the_bar_shows_as_much_of_the_line_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    monkeypatch.setattr(console, "anonymous_bytes", lambda: 3 * 2**29)
     bar = console.Bar()
+    bar._memory.peak_bytes = 3 * 2**29
     bar.stage("calibrating", 100_000, unit="tokens")
     bar.advance(50_000)
     assert bar._stage is not None
-    line = "calibrating: 50,000 of 100,000 tokens, 50%, 0:01:40 left, 500 tokens/s, 1.50 GiB in use"
+    line = "calibrating: 50,000 of 100,000 tokens, 50%, 0:01:40 left, 500 tokens/s, peak 1.50 GiB"
     assert bar._stage.describe(now + 100) == line
     assert bar._stage.describe(now + 100, len(line)) == line
     assert bar._stage.describe(now + 100, len(line) - 1) == line.rpartition(", ")[0]

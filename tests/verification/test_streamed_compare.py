@@ -22,7 +22,7 @@ from fp8calib.run.streaming.model import Streaming, open_streamed
 from fp8calib.scales.compute import compute_kv_scales
 from fp8calib.selection.select import find_selection
 from fp8calib.stats.calibration_stats import CalibrationStats
-from fp8calib.verification.compare.comparison import ComparisonResult
+from fp8calib.verification.compare.comparison import ComparisonResult, advance_once
 from fp8calib.verification.compare.streamed import StreamedComparison
 from fp8calib.verification.compare.whole import WholeComparison
 from fp8calib.verification.emulation.emulate import Emulation, MeasurementHooks
@@ -109,7 +109,10 @@ def compare(
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), *plan.sequences])
         with open_streamed(model, geometry, weights, checkpoint, tokens, streaming) as opened:
             comparison_ = StreamedComparison(opened, streaming, weights)
-            found = comparison_.run(todo, emulations, reference_hooks=looking, advance=_ignore)
+            told: list[int] = []
+            advance = advance_once(comparison_, told.append)
+            found = comparison_.run(todo, emulations, reference_hooks=looking, advance=advance)
+        assert sum(told) == plan.num_tokens * (len(emulations) + 1)
         return found, looking
 
 

@@ -32,7 +32,7 @@ _NO_OVERFLOW = {
 
 
 Advance = Callable[[int], None]
-"""Receives the number of tokens that went through a model."""
+"""Receives the number of tokens that went through a model, or through a layer of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,10 @@ class ComparisonResult:
 
 class Comparison(Protocol):
     """Compares the unquantized model with its emulations."""
+
+    @property
+    def num_layers(self) -> int:
+        """The layers that all tokens go through one after the other; 0 where they do not."""
 
     def run(
         self,
@@ -68,6 +72,18 @@ class Comparison(Protocol):
         Raises:
             VerificationError: a model gives NaN or inf; the message names it and the sample.
         """
+
+
+def advance_once(comparison: Comparison, advance: Advance) -> Advance:
+    """Count tokens once, also where they are counted in every layer."""
+    share, done = max(comparison.num_layers, 1), 0
+
+    def advance_share(tokens: int) -> None:
+        nonlocal done
+        before, done = done, done + tokens
+        advance(done // share - before // share)
+
+    return advance_share
 
 
 class ScoreCollector:

@@ -70,6 +70,11 @@ class StreamedComparison:
         self._decoder = Decoder(streamed.model)
         self._attentions = own_attentions(streamed.geometry)
 
+    @property
+    def num_layers(self) -> int:
+        """The layers of the model."""
+        return len(self._streamed.geometry.layers)
+
     def run(
         self,
         batches: Iterable[Batch],
@@ -178,15 +183,13 @@ class StreamedComparison:
         store: HiddenStateStore,
         advance: Advance,
     ) -> None:
-        num_layers = len(self._streamed.geometry.layers)
         for place, batch in enumerate(batches):
             key = lane.number * len(batches) + place
             before = store.get(key, self._decoder.device) if index else None
             checks = lane.number == 0 and place == 0
             after = self._run_batch(steps, lane, index, batch, before, checks=checks)
             store.put(key, after)
-            done, after_this = (batch.num_tokens * i // num_layers for i in (index, index + 1))
-            advance(after_this - done)
+            advance(batch.num_tokens)
 
     def _run_batch(
         self,

@@ -38,6 +38,11 @@ class WholeComparison:
         self._geometry = geometry
         self._originals = originals
 
+    @property
+    def num_layers(self) -> int:
+        """None: a batch runs through the whole model."""
+        return 0
+
     def run(
         self,
         batches: Iterable[Batch],

@@ -14,7 +14,7 @@ from fp8calib.calibration import Progress
 from fp8calib.data.plan import Batch, DataPlan
 from fp8calib.geometry.model_geometry import ModelGeometry
 from fp8calib.verification.candidates import Candidate
-from fp8calib.verification.compare.comparison import Comparison, ComparisonResult
+from fp8calib.verification.compare.comparison import Comparison, ComparisonResult, advance_once
 from fp8calib.verification.sensitivity import LAYERS_AT_ONCE, choose_batches
 from fp8calib.verification.server.hypotheses import (
     EmulatedFault,
@@ -95,10 +95,11 @@ class FaultRunner:
         rounds = [names[i : i + LAYERS_AT_ONCE] for i in range(0, len(names), LAYERS_AT_ONCE)]
         tokens = sum(batch.num_tokens for batch in self._batches)
         progress.stage("faults of layers", tokens * (len(names) + len(rounds)), unit="tokens")
+        advance = advance_once(self.comparison, progress.advance)
         effects: dict[str, LayerEffect] = {}
         for some in rounds:
             emulations = {name: faults[name].emulation for name in some}
-            compared = self.comparison.run(self._batches, emulations, advance=progress.advance)
+            compared = self.comparison.run(self._batches, emulations, advance=advance)
             for name in some:
                 fault, changes = faults[name], changes_of(compared, name)
                 assert fault.layer is not None  # noqa: S101 -- `list_layer_faults`
