@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import zoo
 from tests.cli.program import fail, run, succeed
 
 BASE = "org/tiny-llama"
@@ -128,3 +129,33 @@ def test_a_card_is_not_written_through_a_link(made: Path, tmp_path: Path) -> Non
 
 def _base() -> tuple[str, str]:
     return ("--base-model", BASE)
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        (None, "is no report of `auto`, so it has no loss of"),
+        ("[1]", "report.json"),
+        ('{"kind": "auto", "written": {"name": "other-FP8"}}', "is the report of other-FP8, not"),
+        ('{"kind": "auto", "written": null}', "is the report of a run that wrote nothing, not"),
+    ],
+)
+def test_a_report_of_something_else_is_named(
+    report: str | None, why: str, made: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv-overlay"
+    shutil.copytree(made / "scales" / "kv-overlay", folder)
+    text = (made / "scales" / "report.json").read_text() if report is None else report
+    (tmp_path / "report.json").write_text(text)
+    err = succeed("card", folder, "--base-model", BASE, "--force").err
+    assert f"warning: {tmp_path / 'report.json'}" in err
+    assert why in err
+    assert "Not measured." in (folder / "README.md").read_text()
+
+
+def test_the_layers_of_a_checkpoint_are_those_of_the_model(made: Path, tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "deeper", num_hidden_layers=4)
+    folder = tmp_path / "kv-overlay"
+    shutil.copytree(made / "scales" / "kv-overlay", folder)
+    succeed("card", folder, "--base-model", BASE, "--model", tmp_path / "deeper", "--force")
+    assert "2 of 4 layers" in (folder / "README.md").read_text()

@@ -70,6 +70,8 @@ class CardFacts:
     quant_method: str
     origin: CalibrationOrigin | None
     losses: tuple[Loss, ...]
+    other_reports: tuple[str, ...]
+    """Why reports in the folder and above it were not used."""
     files: tuple[PublishedFile, ...]
 
 
@@ -105,6 +107,9 @@ def read_facts(folder: Path, reports: Sequence[Path]) -> CardFacts:
         quant_method=_find_method(folder) if is_checkpoint else "",
         origin=origin,
         losses=losses,
+        other_reports=tuple(
+            filter(None, (_explain_other(path, folder) for path in _list_reports(folder)))
+        ),
         files=tuple(_list_files(folder)),
     )
 
@@ -126,14 +131,32 @@ def _read_losses(
     """Read the reports that were named, and that of `auto` in the folder or above it."""
     for path in reports:
         yield _read_loss(path, folder, origin)
-    for path in (folder / REPORT_NAME, folder.resolve().parent / REPORT_NAME):
-        if not path.is_file():
-            continue
-        document = load_json_object(path)
-        written = document.get("written")
-        is_own = isinstance(written, dict) and written.get("name") == folder.resolve().name
-        if document.get("kind") == "auto" and is_own:
+    for path in _list_reports(folder):
+        if not _explain_other(path, folder):
             yield _read_loss(path, folder, origin)
+
+
+def _list_reports(folder: Path) -> list[Path]:
+    places = (folder / REPORT_NAME, folder.resolve().parent / REPORT_NAME)
+    return [path for path in places if path.is_file()]
+
+
+def _explain_other(path: Path, folder: Path) -> str:
+    """Explain why a report that was found is not the one of `auto` on the folder; empty if it is.
+
+    Files of this name are written by other commands and other tools too.
+    """
+    try:
+        document = load_json_object(path)
+    except ModelError as error:
+        return error.message
+    if document.get("kind") != "auto":
+        return f"{path} is no report of `auto`, so it has no loss of {folder}"
+    written = document.get("written")
+    name = written.get("name") if isinstance(written, dict) else None
+    if name != folder.resolve().name:
+        return f"{path} is the report of {name or 'a run that wrote nothing'}, not of {folder}"
+    return ""
 
 
 def _read_loss(path: Path, folder: Path, origin: CalibrationOrigin | None) -> Loss:

@@ -30,6 +30,8 @@ class Card:
     text: str
     upload: str
     """The command that uploads the folder."""
+    warnings: tuple[str, ...] = ()
+    """Why reports that were found have no loss of the folder, if no other report has one."""
 
 
 @checked
@@ -51,7 +53,7 @@ def card(
         verify_reports: files that `verify --json` printed; the report of `auto` is found by itself.
         base_model: the Hub id of the unquantized model; None takes the one in a report.
         repo: the Hub id of the folder; None is a placeholder and the folder's name.
-        model: the model's folder, to check files of scales.
+        model: the unquantized model's folder, whose layers are checked; files of scales need it.
         force: replace a README.md.
 
     Raises:
@@ -77,7 +79,8 @@ def card(
     report = _check(facts, model)
     text = "\n".join(_describe(facts, base, name, report)) + "\n"
     write_file_atomic(path, text.encode())
-    return Card(path=path, text=text, upload=f"hf upload {name} {folder}")
+    warnings = () if facts.losses else facts.other_reports
+    return Card(path=path, text=text, upload=f"hf upload {name} {folder}", warnings=warnings)
 
 
 def _find_base(facts: CardFacts) -> str:
@@ -94,7 +97,7 @@ def _find_base(facts: CardFacts) -> str:
 def _check(facts: CardFacts, model: str | Path | None) -> CheckReport | None:
     """Ask the engines; of files of scales, the first one, for a model that is named."""
     if facts.is_checkpoint:
-        return check(facts.folder, engine=list_defaults())
+        return check(facts.folder, engine=list_defaults(), model=model)
     files = [each.name for each in facts.files if each.name.endswith((".safetensors", ".json"))]
     if model is None:
         return None

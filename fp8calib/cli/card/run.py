@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8calib.api.card.page import card
 from fp8calib.cli.card.settings import CardSettings
-from fp8calib.cli.console import print_json, print_text
+from fp8calib.cli.console import print_json, print_text, warn
 from fp8calib.cli.setup import quiet_libraries
 
 
@@ -19,6 +19,8 @@ def run_card(settings: CardSettings) -> None:
         model=settings.model,
         force=settings.force,
     )
+    for text in written.warnings:
+        warn(text)
     if settings.as_json:
         print_json({"path": str(written.path), "upload": written.upload})
         return

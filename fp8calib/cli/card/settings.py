@@ -46,7 +46,11 @@ class CardSettings:
     ] = None
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="MODEL", help="The model, to check files of scales."),
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="The unquantized model, whose layers are checked; files of scales need it.",
+        ),
     ] = None
     force: Annotated[bool, typer.Option("--force", help="Replace DIR/README.md.")] = False
     as_json: JsonOption = False
