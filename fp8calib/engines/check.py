@@ -128,9 +128,15 @@ def _correct_fixes(
 
 
 def _takes_overlay(engine: Engine, geometry: ModelGeometry, tp: int, model: ScaleFolder) -> bool:
-    """Replay the kv-overlay that fp8calib would write; whether any layer's scales are used."""
+    return any(layer.ok for layer in replay_overlay(engine, geometry, tp, model).layers)
+
+
+def replay_overlay(
+    engine: Engine, geometry: ModelGeometry, tp: int, model: ScaleFolder
+) -> EngineReport:
+    """Report what an engine does with the kv-overlay that fp8calib would write of a model."""
     if engine.replay_folder is None:
-        return False
+        return report_refusal(geometry, Refusal(engine.no_folder, fix=""))
     roles = itertools.product((each for _, each in geometry.attentions()), KV_ROLES)
     names = [name for attention, role in roles for name in name_scales(attention, role)]
     unlisted = list_unlisted(geometry, names)
@@ -153,10 +159,9 @@ def _takes_overlay(engine: Engine, geometry: ModelGeometry, tp: int, model: Scal
         index={"weight_map": dict.fromkeys(files[SINGLE_FILE_NAME], SINGLE_FILE_NAME)},
     )
     try:
-        layers = engine.replay_folder(overlay, geometry, tp).layers
-    except Refusal:
-        return False
-    return any(layer.ok for layer in layers)
+        return engine.replay_folder(overlay, geometry, tp)
+    except Refusal as refusal:
+        return report_refusal(geometry, refusal)
 
 
 def _replay_file(

@@ -22,6 +22,7 @@ from fp8calib.verification.report import (
     VerifyReport,
 )
 from tests import zoo
+from tests.architectures import families
 from tests.cli.conftest import save_tokenizer, write_rows
 from tests.cli.program import fail, run, succeed
 
@@ -144,6 +145,33 @@ def test_a_checkpoint_that_fails_when_it_is_read_back_is_removed(
     assert outcome.code == 8
     assert outcome.out.splitlines()[-1] == "closest: kv-overlay as written: fail (by hand)"
     assert {path.name for path in out.iterdir()} == {"report.json", "stats.safetensors"}
+
+
+def test_the_kv_cache_stays_in_16_bits_where_the_engine_has_no_place_for_scales(
+    tmp_path: Path,
+) -> None:
+    """VLLM refuses KV scales of lfm2, and ignores those of latent attention (DeepSeek)."""
+    rows = [{"input_ids": [3 + (i * j) % 90 for j in range(1, 33)]} for i in range(60)]
+    text = write_rows(tmp_path / "text.jsonl", rows)
+    families.save("lfm2", families.FAMILIES["lfm2"], tmp_path / "lfm2")
+    zoo.save("deepseek_v3", tmp_path / "deepseek_v3")
+    for family in ("lfm2", "deepseek_v3"):
+        out = tmp_path / "out" / family
+        asked = ("auto", tmp_path / family, "--data", text, *QUICK, "--engine", "vllm")
+        found = succeed(*asked, "--out", out, "--json").json
+        assert found["written"]["scheme"] == "fp8-dynamic"
+        assert found["written"]["has_kv_scales"] is False
+        assert found["checked"]["vllm"]["ok"] is True
+        assert "--kv-cache-dtype" not in found["serve"]
+        names = {n for f in (out / "fp8-dynamic").glob("*.safetensors") for n in load_file(f)}
+        assert any(name.endswith("weight_scale") for name in names)
+        assert not any(name.endswith(("k_scale", "v_scale")) for name in names)
+        (left,) = [each for each in found["decisions"] if "which KV scales" in each["question"]]
+        assert left["why"].startswith("the KV cache stays in 16 bits: vllm does not use KV scales")
+        outcome = run(*asked, "--gate", "kv", "--out", tmp_path / "kv" / family)
+        assert outcome.code == 8
+        reason = {"lfm2": "no parameters for scales", "deepseek_v3": "multi-head latent attention"}
+        assert reason[family] in outcome.out.splitlines()[-1]
 
 
 def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: Path) -> None:

@@ -35,30 +35,33 @@ def passes(candidate: CandidateResult) -> bool:
     return candidate.verdict not in _FAILING
 
 
-def choose_kv(report: VerifyReport, unfit_queries: Mapping[int, float]) -> Choice:
-    """Choose the scales of the KV cache: none, those of K and V, or those of q too."""
+def choose_kv(report: VerifyReport, unfit_queries: Mapping[int, float], unused: str = "") -> Choice:
+    """Choose the scales of the KV cache: none, those of K and V, or those of q too.
+
+    `unused` says why the engine does not use KV scales of this model; empty where it does.
+    """
     found = {each.name: each for each in report.candidates}
     scaled = [found[name] for name in _KV if name in found]
     answer = {Remedy.SERVE: "no", Remedy.NONE: "unknown"}.get(report.remedy, "yes")
     why = report.conclusion
-    if answer == "no":
+    if answer == "no" and not unused:
         why += " They are written all the same: other text may need them, and they cost nothing."
     needs = Decision(question="does the model need KV scales?", answer=answer, why=why)
     queries = _decide_query(found, unfit_queries)
     wanted = KV_AND_Q_SCALES if queries.answer == "yes" else KV_SCALES
     best = found[wanted]
-    if passes(best):
+    if passes(best) and not unused:
         return Choice(name=wanted, decisions=(needs, queries))
     left = Decision(
         question="which KV scales are written?",
         answer="none",
-        why=f"the KV cache stays in 16 bits: {_describe(best)}",
+        why=f"the KV cache stays in 16 bits: {unused or _describe(best)}",
     )
     return Choice(
         name=None,
         decisions=(needs, queries, left),
-        closest=_describe(min(scaled, key=_loss)),
-        is_unknown=best.verdict is Verdict.CANNOT_TELL,
+        closest=unused or _describe(min(scaled, key=_loss)),
+        is_unknown=not unused and best.verdict is Verdict.CANNOT_TELL,
     )
 
 

@@ -12,7 +12,7 @@ from fp8calib.api.auto.decide import KV_AND_Q_SCALES, KV_SCALES
 from fp8calib.api.auto.report import Decision
 from fp8calib.api.models import Placement, RunModel
 from fp8calib.api.quantize.planned import open_planned, resolve_plan
-from fp8calib.api.quantize.servable import require_servable
+from fp8calib.api.quantize.servable import find_fault, require_servable
 from fp8calib.api.stats import CalibrationStats
 from fp8calib.api.text import plan_text
 from fp8calib.api.verify.comparison import open_verify_job, run_verify_job
@@ -21,11 +21,14 @@ from fp8calib.api.verify.run import resolve_options
 from fp8calib.calibration import Progress
 from fp8calib.data.plan import DataPlan, split_plan
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
+from fp8calib.engines.check import replay_overlay
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import find_emulated, find_replayed
+from fp8calib.engines.replay.folder import open_folder
 from fp8calib.errors import ExportError
 from fp8calib.fp8.formats import E4M3FN
 from fp8calib.fp8.schemes import SCHEMES, find_scheme
+from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.model.load import LoadedModel
 from fp8calib.scales.compute import compute_kv_scales, list_unfit_queries
 from fp8calib.stats.calibration_stats import REPORT_NAME, STATS_NAME
@@ -162,7 +165,21 @@ def _build_scheme(
     )
 
 
-def list_refused(measured: Measured) -> Iterator[tuple[str, str]]:
+def find_unused_kv(measured: Measured) -> str:
+    """Say why the engine does not use KV scales of this model; empty where it does."""
+    engine = find_replayed(measured.task.engine)
+    folder = open_folder(measured.model.source.folder)
+    fault = find_fault(replay_overlay(engine, measured.stats.geometry, 1, folder))
+    return fault and f"{measured.task.engine} does not use KV scales of this model: {fault}"
+
+
+def drop_kv(stats: CalibrationStats) -> CalibrationStats:
+    """Leave out K and V, so that a checkpoint gets no scales of them."""
+    kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
+    return replace(stats, sites=kept)
+
+
+def list_refused(measured: Measured, stats: CalibrationStats) -> Iterator[tuple[str, str]]:
     """List the schemes that the engine cannot load of this model, with the reason."""
     engine = find_replayed(measured.task.engine).key
     for name in SCHEMES:
@@ -178,7 +195,7 @@ def list_refused(measured: Measured) -> Iterator[tuple[str, str]]:
             with open_planned(
                 str(measured.model.source.folder),
                 asked,
-                measured.stats,
+                stats,
                 revision=None,
                 dequantize=False,
                 allow_unservable=True,

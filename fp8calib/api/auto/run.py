@@ -12,6 +12,8 @@ from fp8calib.api.auto.decide import Choice
 from fp8calib.api.auto.measure import (
     AutoTask,
     Measured,
+    drop_kv,
+    find_unused_kv,
     leave_layers,
     list_candidates,
     list_refused,
@@ -175,7 +177,9 @@ def _check_task(task: AutoTask) -> None:
 
 def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> AutoReport:
     """Measure the candidates, decide, and write what was decided."""
-    refused = dict(list_refused(measured)) if measured.task.gate == "w8a8" else {}
+    unused = find_unused_kv(measured)
+    stats = drop_kv(measured.stats) if unused else measured.stats
+    refused = dict(list_refused(measured, stats)) if measured.task.gate == "w8a8" else {}
     found = measured.compare(lambda *both: list(list_candidates(measured, *both)))
     decisions: list[Decision] = []
 
@@ -187,7 +191,7 @@ def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> Au
     def finish(**fields: Any) -> AutoReport:
         return _make_report(measured, found, decisions=tuple(decisions), **fields)
 
-    kv = decide.choose_kv(found, list_unfit_queries(measured.stats))
+    kv = decide.choose_kv(found, list_unfit_queries(measured.stats), unused)
     note(kv.decisions)
     if measured.task.gate == "kv":
         if kv.name is None:

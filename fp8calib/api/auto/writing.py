@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,15 @@ from fp8calib.api.auto.measure import (
     OVERLAY,
     AutoTask,
     Measured,
+    drop_kv,
     name_layers,
 )
 from fp8calib.api.auto.report import Checked, WrittenResult
 from fp8calib.api.check import check
 from fp8calib.api.export.run import export
 from fp8calib.api.quantize.run import quantize
-from fp8calib.api.quantize.servable import find_load_fault
-from fp8calib.api.stats import CalibrationStats
+from fp8calib.api.quantize.servable import find_fault
 from fp8calib.engines.registry import find_replayed, list_defaults
-from fp8calib.geometry.sites import KV_ROLES
 from fp8calib.verification.report import CandidateResult
 
 
@@ -36,7 +34,7 @@ def write_choice(
     query = "yes" if kv.name == KV_AND_Q_SCALES else "no"
     model = str(measured.model.source.folder)
     if scheme is not None:
-        stats = measured.stats if kv.name == KV_SCALES else _without_kv(measured.stats)
+        stats = measured.stats if kv.name == KV_SCALES else drop_kv(measured.stats)
         quantize(model, scheme, folder / scheme, stats=stats, ignore=ignore)
     if scheme is None or kv.name == KV_AND_Q_SCALES:
         source = model if scheme is None else folder / scheme
@@ -68,12 +66,6 @@ def write_choice(
     }
 
 
-def _without_kv(stats: CalibrationStats) -> CalibrationStats:
-    """Leave out K and V, so that a checkpoint gets no scales of them."""
-    kept = {site: seen for site, seen in stats.sites.items() if site.role not in KV_ROLES}
-    return replace(stats, sites=kept)
-
-
 def _verify_written(measured: Measured, path: Path) -> CandidateResult:
     found = measured.compare(scales=[str(path)])
     return found.candidates[0].model_copy(update={"name": path.name})
@@ -85,7 +77,7 @@ def _check_written(task: AutoTask, path: Path) -> Iterator[tuple[str, Checked]]:
     report = check(path, engine=list(asked))
     for name, key in zip(asked, report.engines, strict=True):
         found = report.engines[key]
-        yield name, Checked(version=report.versions[key], ok=found.ok, why=find_load_fault(found))
+        yield name, Checked(version=report.versions[key], ok=found.ok, why=find_fault(found))
 
 
 def _spell_serve(task: AutoTask, name: str, *, has_kv: bool) -> str:

@@ -114,3 +114,10 @@ def find_load_fault(report: EngineReport) -> str:
     verdicts = [verdict for layer in report.layers for verdict in (layer.k, layer.v)]
     refused = (verdict.why for verdict in verdicts if verdict.status is Status.REFUSED)
     return shorten(next(refused, ""))
+
+
+def find_fault(report: EngineReport) -> str:
+    """Say why an engine cannot load the weights or does not use the KV scales; empty if ok."""
+    verdicts = (verdict for layer in report.layers for verdict in (layer.k, layer.v))
+    unused = (verdict.why for verdict in verdicts if verdict.status is not Status.USED)
+    return "" if report.ok else find_load_fault(report) or shorten(next(unused, ""))
