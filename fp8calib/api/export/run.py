@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8calib.api.arguments import checked
 from fp8calib.api.export.graft import (
     GraftOptions,
-    describe_graft,
-    relate_to_quantized,
     require_server,
 )
+from fp8calib.api.export.target import ExportTask, Target, open_target
 from fp8calib.api.recipe_options import decide_query, list_ignored, override_recipe
 from fp8calib.api.saved import ModelOrPath, saved_model
 from fp8calib.checkpoint.atomic import OutputFolder
 from fp8calib.checkpoint.checkpoint import Checkpoint
-from fp8calib.dialects.dialect import NO_GRAFT, Graft
-from fp8calib.dialects.graft import QuantizedModel, find_quantized
 from fp8calib.dialects.kv.rfc import RFC, name_rank_files
-from fp8calib.dialects.metadata import describe_attention, explain_other_attention
 from fp8calib.dialects.registry import find_dialect, list_format_names
 from fp8calib.dialects.write import check_export, check_replaced, list_outputs, write_formats
 from fp8calib.engines.serving import find_scale_serving
-from fp8calib.errors import ModelError, UsageError
+from fp8calib.errors import UsageError
 from fp8calib.fp8.formats import FP8_FORMATS
-from fp8calib.geometry.model_geometry import find_difference
-from fp8calib.quantization.calibrated_scales import check_stats_model
-from fp8calib.quantization.sources.already_quantized import check_unquantized
-from fp8calib.quantization.sources.int4 import is_int4_source
-from fp8calib.recipe import Recipe
 from fp8calib.stats.calibration_stats import STATS_NAME, CalibrationStats, load_stats
 
 if TYPE_CHECKING:
@@ -114,7 +105,7 @@ def export(
     options = GraftOptions(base=base, other_weights=other_weights, replaces_scales=replace_scales)
     with ExitStack() as stack:
         place = None if model is None else stack.enter_context(saved_model(model, Path(out)))
-        task = _Task(
+        task = ExportTask(
             stats_name=STATS_NAME if isinstance(stats, CalibrationStats) else str(stats),
             recipe=recipe,
             model=place,
@@ -129,28 +120,14 @@ def export(
         return _export(task, loaded, inputs=inputs, force=force)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
-    """What to export."""
-
-    stats_name: str
-    recipe: Recipe
-    model: str | None
-    model_name: str
-    """The model as the user named it."""
-    out: Path
-    with_weights: bool
-    graft: GraftOptions
-
-
 def _export(
-    task: _Task, stats: CalibrationStats, *, inputs: Sequence[Path], force: bool
+    task: ExportTask, stats: CalibrationStats, *, inputs: Sequence[Path], force: bool
 ) -> Exported:
     recipe = task.recipe
     fmt = FP8_FORMATS[recipe.scales.fp8_dtype]
     check_export(stats.geometry, recipe.formats, recipe.tp, fmt)
     query = decide_query(recipe, stats)
-    with _open_source(task, stats) as target:
+    with open_target(task, stats) as target:
         source, stats, graft = target.source, target.stats, target.graft
         if source is not None:
             check_replaced(recipe.formats, task.out, source)
@@ -190,24 +167,7 @@ def _export(
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """The model that scales are written for."""
-
-    source: Checkpoint | None
-    """None without --model."""
-    stats: CalibrationStats
-    """For a quantized model, with its own names of tensors."""
-    graft: Graft = NO_GRAFT
-    quantized: QuantizedModel | None = None
-
-    def describe(self) -> Iterator[str]:
-        """Describe what a user should know about a quantized model."""
-        if self.source is not None and self.quantized is not None:
-            yield from describe_graft(self.graft, self.source, self.stats.geometry)
-
-
-def _find_serving(task: _Task, target: _Target, folder: Path) -> dict[str, Any]:
+def _find_serving(task: ExportTask, target: Target, folder: Path) -> dict[str, Any]:
     """Find who serves what was written; nothing without a model.
 
     Raises:
@@ -239,7 +199,7 @@ def _find_serving(task: _Task, target: _Target, folder: Path) -> dict[str, Any]:
     return report
 
 
-def _check_weights(task: _Task) -> None:
+def _check_weights(task: ExportTask) -> None:
     if task.with_weights and RFC.name not in task.recipe.formats:
         raise UsageError(
             "--with-weights needs --format rfc",
@@ -249,85 +209,17 @@ def _check_weights(task: _Task) -> None:
         raise UsageError("--with-weights needs --model", hint="pass the model to quantize")
 
 
-def _list_weight_files(task: _Task) -> frozenset[str]:
+def _list_weight_files(task: ExportTask) -> frozenset[str]:
     if not task.with_weights:
         return frozenset()
     return frozenset(name for tp in task.recipe.tp for name in name_rank_files(tp).values())
 
 
 def _prepare_weights(
-    task: _Task, stats: CalibrationStats, source: Checkpoint | None
+    task: ExportTask, stats: CalibrationStats, source: Checkpoint | None
 ) -> RankWeights | None:
     if not task.with_weights or source is None:
         return None
     from fp8calib.api.export.rank_weights import prepare_weights  # noqa: PLC0415 -- transformers
 
     return prepare_weights(stats, source, task.recipe)
-
-
-@contextmanager
-def _open_source(task: _Task, stats: CalibrationStats) -> Iterator[_Target]:
-    options = task.graft
-    if task.model is None:
-        options.refuse()
-        yield _Target(source=None, stats=stats)
-        return
-    from fp8calib.model.load import find_folder  # noqa: PLC0415 -- imports transformers
-
-    with Checkpoint.open(find_folder(task.model, None), require_config=True) as checkpoint:
-        if task.with_weights and is_int4_source(checkpoint):
-            _refuse_overlays(task.recipe.formats, checkpoint)
-            yield _Target(source=checkpoint, stats=stats)
-            return
-        quantized = None if task.with_weights else find_quantized(checkpoint)
-        if quantized is None:
-            options.refuse()
-            if task.with_weights:
-                check_unquantized(checkpoint)
-            check_stats_model(stats, checkpoint)
-            graft = Graft(replaces_scales=options.replaces_scales)
-            yield _Target(source=checkpoint, stats=stats, graft=graft)
-            return
-        stats = _adopt_names(stats, checkpoint)
-        yield _Target(
-            source=checkpoint,
-            stats=stats,
-            quantized=quantized,
-            graft=relate_to_quantized(
-                task.stats_name,
-                stats.origin,
-                checkpoint,
-                stats.geometry,
-                options,
-            ),
-        )
-
-
-def _adopt_names(stats: CalibrationStats, checkpoint: Checkpoint) -> CalibrationStats:
-    """Give statistics the names that a quantized checkpoint of the same model has.
-
-    Raises:
-        ModelError: its config cannot be used, or it has another shape.
-    """
-    from fp8calib.model.geometry_from_config import read_geometry  # noqa: PLC0415 -- transformers
-
-    geometry = read_geometry(checkpoint.folder, checkpoint.load_config())
-    recorded = describe_attention(stats.geometry)
-    difference = explain_other_attention(recorded, geometry)
-    if difference := difference or find_difference(geometry, stats.geometry):
-        raise ModelError(
-            f"{checkpoint.folder} was not made from the model these statistics were calibrated on: "
-            f"{difference}",
-            hint="name a checkpoint that was quantized from the calibrated model",
-        )
-    return replace(stats, header=stats.header.model_copy(update={"geometry": geometry}))
-
-
-def _refuse_overlays(formats: Iterable[str], checkpoint: Checkpoint) -> None:
-    names = [name for name in formats if find_dialect(name).needs_model]
-    if names:
-        raise UsageError(
-            f"--format {names[0]}: an overlay needs the unquantized model, and the weights of "
-            f"{checkpoint.folder} are int4",
-            hint="export the overlay separately, with the unquantized --model",
-        )
