@@ -75,7 +75,8 @@ def check_folder(
             report = report_refusal(geometry, refusal)
         report = report.model_copy(update={"asks_for_kv": asks_for_kv})
         report = _correct_fixes(engine, report, geometry, tp, folder)
-        reports[engine.key] = weights.amend(engine, _note_odd_scales(report))
+        report = weights.amend(engine, _note_odd_scales(report))
+        reports[engine.key] = report.add_problems(engine.note) if engine.note else report
     return CheckReport(engines=reports, versions={each.key: each.version for each in asked})
 
 

@@ -86,6 +86,11 @@ class Engine:
     """How its loading rules are known."""
     releases: tuple[Engine, ...] = ()
     """Its other releases whose rules are known, the newest first."""
+    minor_parts: int = 0
+    """How many parts of a version make a minor release, whose rules hold for all its patches; 0
+    where only the versions in `releases` are known."""
+    note: str = ""
+    """What to know of the rules: that another version was asked for, or what was not read."""
     is_default: bool = False
     """`check` asks it where no --engine is given."""
     is_brief: bool = False

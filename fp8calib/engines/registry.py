@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from fp8calib.engines.constant_scales.atom import ATOM
 from fp8calib.engines.constant_scales.lmdeploy import LMDEPLOY
 from fp8calib.engines.constant_scales.tensorrt_llm import TENSORRT_LLM
@@ -92,14 +95,44 @@ def _find(name: str, known: list[str]) -> Engine:
     releases = (ENGINES[key], *ENGINES[key].releases)
     if key == name:
         return releases[0]
-    # 0.32 and 0.32.0 are the same release.
-    wanted = version.removesuffix(".0")
-    found = next((each for each in releases if each.version.removesuffix(".0") == wanted), None)
+    found = _find_release(releases, version)
     if found is None:
         versions = ", ".join(each.version for each in releases if each.version) or "none"
         hint = f"known versions of {key}: {versions}"
         raise UsageError(f"--engine {name}: unknown version", hint=hint)
     return found
+
+
+def _find_release(releases: tuple[Engine, ...], version: str) -> Engine | None:
+    """Find the release whose rules hold for a version, noting where it is another one.
+
+    A patch version has the rules of its minor release, and one that is newer than all those of the
+    newest.
+    """
+    for each in releases:
+        if each.version.removesuffix(".0") == version.removesuffix(".0"):
+            return each
+    newest = releases[0]
+    minor = newest.minor_parts
+    wanted = _parse_version(version)
+    if not wanted or not minor:
+        return None
+    for each in releases:
+        if _parse_version(each.version)[:minor] == wanted[:minor]:
+            # The minor release alone, such as 0.11, is the release that was read.
+            is_patch = len(wanted) > minor
+            note = f"{each.title} {version} is judged by the rules of {each.version}"
+            return replace(each, note=note) if is_patch else each
+    if wanted > _parse_version(newest.version):
+        note = f"{newest.title} {version} is unknown: the rules are those of {newest.version}, the"
+        return replace(newest, note=f"{note} newest that is known")
+    return None
+
+
+def _parse_version(version: str) -> tuple[int, ...]:
+    """Parse the release numbers of a version; empty where it has none, as a commit."""
+    match = re.match(r"\d+(?:\.\d+)+", version)
+    return tuple(map(int, match.group().split("."))) if match else ()
 
 
 def _refuse(name: str, why: str, known: list[str]) -> UsageError:

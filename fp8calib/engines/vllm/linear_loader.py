@@ -18,7 +18,7 @@ from fp8calib.engines.vllm.model_types import (
     UNPACKED_TYPES,
     UNQUANTIZED_LINEARS,
 )
-from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, name_method
+from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, find_exclusions, name_method
 from fp8calib.engines.vllm.releases import Release
 from fp8calib.engines.vllm.weight_loader import ignores_companion
 from fp8calib.engines.weights.group_schemes import (
@@ -68,8 +68,7 @@ class VllmLinearLoader(LinearLoader):
     def __init__(self, folder: ScaleFolder, geometry: ModelGeometry, release: Release) -> None:
         section = find_quantization(folder, keys=CONFIG_KEYS) or {}
         section = section if name_method(section, release) else {}
-        kind = _NewerSchemes if release.reads_exclude_modules else GroupSchemes
-        self._schemes = kind(section, folder.config)
+        self._schemes = _Schemes(section, folder.config, release)
         self._model_type = geometry.model_type
         self._renames = geometry.model_type in _RENAMING_TYPES
         self._has_plain_head = geometry.model_type in PLAIN_HEAD_TYPES
@@ -195,13 +194,17 @@ class VllmLinearLoader(LinearLoader):
         return Outcome(effect=Effect.REFUSED, what=what, source=_LOADER)
 
 
-class _NewerSchemes(GroupSchemes):
-    """The schemes of vLLM 0.33, which reads ModelOpt's list by both of its names."""
+class _Schemes(GroupSchemes):
+    """The schemes of a release, which reads ModelOpt's list by its own name of it."""
+
+    def __init__(self, section: Section, config: Section, release: Release) -> None:
+        self._release = release
+        super().__init__(section, config)
 
     def read_exclusions(self, section: Section, *, is_nested: bool) -> list[str]:
         """Read ModelOpt's list."""
-        key = "ignore" if "ignore" in section and not is_nested else "exclude_modules"
-        return list_strings(section, key)
+        whole = {"quantization": section} if is_nested else section
+        return list_strings(section, find_exclusions(whole, section, self._release))
 
 
 def _find_spelling(linear: StoredLinear, name: str) -> str:

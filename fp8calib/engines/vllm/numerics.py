@@ -93,6 +93,16 @@ _NUMERICS = Numerics(
 
 
 def make_numerics(release: Release) -> Numerics:
-    """Give the arithmetic of a release; it was read in 0.32.0 and is the same in 0.33.0."""
+    """Give the arithmetic of a release: that of 0.32.0, which was read, and what differs."""
     query = f"{_NUMERICS.sources['quantizes_query']}{release.query_gpus}"
-    return replace(_NUMERICS, sources={**_NUMERICS.sources, "quantizes_query": query})
+    numerics = replace(_NUMERICS, sources={**_NUMERICS.sources, "quantizes_query": query})
+    if not release.has_own_parameters:
+        rounded = ROUNDED_DIALECTS | {"compressed-tensors", "kv-overlay"}
+        numerics = replace(numerics, kv_rounded_dialects=rounded)
+    if not release.skips_layers:
+        numerics = replace(numerics, kv_skip_flag="")
+    return replace(
+        numerics,
+        group_scales_power_of_two=release.rounds_group_scales,
+        power_of_two_sizes=release.power_of_two_sizes,
+    )

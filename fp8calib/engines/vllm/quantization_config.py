@@ -26,6 +26,10 @@ CONFIG_KEYS = (
 """Where vLLM looks for the quantization config, in order."""
 KvMethod = StrEnum("KvMethod", ["COMPRESSED_TENSORS", "FP8", "MODELOPT", "QUARK", "NONE"])
 
+_LATER_METHODS = (
+    *("auto_awq", "auto_gptq", "deepseek_v4_fp8", "gpt_oss_mxfp4", "humming", "mxfp8"),
+)
+"""Methods that not all releases know: `Release.methods` are those that one does."""
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")
 _WITHOUT_KV = (
     *("awq", "auto_awq", "auto_gptq", "gptq", "gptq_marlin", "awq_marlin", "humming"),
@@ -34,16 +38,8 @@ _WITHOUT_KV = (
 """Methods without parameters for KV scales: scales in the checkpoint are ignored."""
 _FP8_METHODS = ("fp8", "deepseek_v4_fp8")
 """`Fp8Config`, and its subclass (`models/deepseek_v4/quant_config.py`)."""
-MODELOPT_ALGORITHMS = (
-    "FP8",
-    "FP8_PER_CHANNEL_PER_TOKEN",
-    "FP8_PB_WO",
-    "NVFP4",
-    "W4A16_NVFP4",
-    "MXFP8",
-    "MIXED_PRECISION",
-)
 _ANY_PATH = "any.path"
+_BITS = 8
 _GROUPS_FIX = "write config_groups as kv-overlay does, or remove the group"
 
 
@@ -66,23 +62,27 @@ def find_kv_method(
     method = name_method(quantization, release)
     if not method:
         return None
-    if method in _DEPRECATED:
+    unknown = Refusal(
+        f"quant_method {method!a:.60} is unknown to {release.title}",
+        fix="correct the name of the method",
+    )
+    if method in _LATER_METHODS and method not in release.methods:
+        raise unknown
+    if method in release.deprecated_methods:
         why = f"quant_method {method} is refused without --allow-deprecated-quantization"
         raise Refusal(why, fix="quantize with compressed-tensors instead")
     if method.startswith("modelopt"):
         return _check_modelopt(quantization, release, beside)
-    checks = {"compressed-tensors": _check_compressed, "quark": _check_quark}
-    checks |= dict.fromkeys(_FP8_METHODS, _check_fp8)
+    if method == "compressed-tensors":
+        return _check_compressed(quantization, release)
+    checks = {"quark": _check_quark, **dict.fromkeys(_FP8_METHODS, _check_fp8)}
     if method in checks:
         return checks[method](quantization)
     if method == "mxfp8":
         return KvMethod.MODELOPT
-    if method in _WITHOUT_KV:
+    if method in _WITHOUT_KV or method in _DEPRECATED:
         return KvMethod.NONE
-    raise Refusal(
-        f"quant_method {method!a:.60} is unknown to {release.title}",
-        fix="correct the name of the method",
-    )
+    raise unknown
 
 
 def name_method(quantization: Mapping[str, object], release: Release) -> str:
@@ -98,7 +98,7 @@ def name_method(quantization: Mapping[str, object], release: Release) -> str:
     algorithm = section.get("quant_algo")
     is_own_file = isinstance(producer, dict) and producer.get("name") == "modelopt"
     if algorithm is not None and (is_own_file or "modelopt_quant_config" in section):
-        if str(algorithm).upper() not in release.own_file_algorithms:
+        if _fold(algorithm, release) not in release.own_file_algorithms:
             why = f"Unknown ModelOpt quant algo: {algorithm!a:.60} (ValueError)"
             fix = "store it in config.json's quantization_config, where vLLM accepts more of them"
             raise Refusal(why, fix=fix)
@@ -119,15 +119,33 @@ def _check_modelopt(
         why = "vLLM refuses a ModelOpt config without quant_algo, even for the KV cache alone"
         fix = "write the scales as compressed-tensors does (kv-overlay)"
         raise Refusal(f"Missing 'quant_algo' in quantization config: {why}", fix=fix)
-    if str(algorithm).upper() not in MODELOPT_ALGORITHMS:
+    if _fold(algorithm, release) not in release.algorithms:
         why = f"quant_algo {algorithm!a:.60} is unknown to {release.title}"
-        raise Refusal(why, fix=f"use one of {', '.join(MODELOPT_ALGORITHMS)}")
-    is_flat = "quantization" not in quantization
-    reads_ignore = is_flat and ("ignore" in section or not release.reads_exclude_modules)
-    _require_names(section, "ignore" if reads_ignore else "exclude_modules", (list,))
+        raise Refusal(why, fix=f"use one of {', '.join(release.algorithms)}")
+    _require_names(section, find_exclusions(quantization, section, release), (list,))
     if str(algorithm).upper() == "MIXED_PRECISION":
         return _check_mixed(quantization if "quantized_layers" in quantization else beside)
     return KvMethod.MODELOPT
+
+
+def _fold(algorithm: object, release: Release) -> str:
+    return str(algorithm).upper() if release.folds_case else str(algorithm)
+
+
+def find_exclusions(
+    quantization: Mapping[str, object], section: Mapping[str, object], release: Release
+) -> str:
+    """Name the list by which ModelOpt's method excludes linears.
+
+    Args:
+        quantization: the whole config, where one that is nested has another list.
+        section: the part of it with the algorithm.
+        release: whose rules hold.
+    """
+    if "quantization" in quantization:
+        return "exclude_modules"
+    keys = release.exclusion_keys
+    return next((key for key in keys if key in section), keys[-1])
 
 
 def _check_mixed(quantization: object) -> KvMethod:
@@ -147,23 +165,26 @@ def _check_mixed(quantization: object) -> KvMethod:
     return KvMethod.MODELOPT if has_method else KvMethod.NONE
 
 
-def _check_compressed(quantization: Mapping[str, object]) -> KvMethod:
-    _check_scheme(quantization.get("kv_cache_scheme"))
+def _check_compressed(quantization: Mapping[str, object], release: Release) -> KvMethod:
+    _check_scheme(quantization.get("kv_cache_scheme"), release)
+    if release.needs_groups and "config_groups" not in quantization:
+        raise Refusal("the config has no config_groups (KeyError)", fix=_GROUPS_FIX)
     groups = quantization.get("config_groups", {})
     if not isinstance(groups, dict):
         raise Refusal("config_groups is not an object (AttributeError)", fix=_GROUPS_FIX)
     for name, group in groups.items():
-        _check_group(name, group if isinstance(group, dict) else {}, quantization.get("ignore"))
+        section = group if isinstance(group, dict) else {}
+        _check_group(name, section, quantization.get("ignore"), release)
     _require_names(quantization, "ignore", (list, dict, str))
     sparsity = quantization.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("targets"):
+    if release.refuses_sparsity and isinstance(sparsity, dict) and sparsity.get("targets"):
         why = "sparsity_config has targets; vLLM supports sparsity no longer (DeprecationWarning)"
         raise Refusal(why, fix="use a model without sparsity")
     return KvMethod.COMPRESSED_TENSORS
 
 
-def _check_group(name: str, group: Mapping[str, object], ignore: object) -> None:
-    """Refuse a group without weights, unless its only target is an attention class.
+def _check_group(name: str, group: Mapping[str, object], ignore: object, release: Release) -> None:
+    """Refuse a group without weights, unless its only target is an attention class (from 0.15).
 
     Targets that are one text are its letters, which occur in the class of every module: even the
     embedding is then to be quantized, unless all modules are ignored (run).
@@ -177,6 +198,7 @@ def _check_group(name: str, group: Mapping[str, object], ignore: object) -> None
         why = f"the targets of group {name!a:.40} are a text, not a list (ValueError)"
         raise Refusal(why, fix=_GROUPS_FIX)
     is_attention = len(targets) == 1 and next(iter(targets)).endswith("Attention")
+    is_attention = is_attention and "attn_head" in release.strategies
     if targets and not is_attention and not isinstance(group.get("weights"), dict):
         why = f"group {name!a:.40} of config_groups has no weights (ValidationError)"
         raise Refusal(why, fix=_GROUPS_FIX)
@@ -197,12 +219,21 @@ def _require_names(
         )
 
 
-def _check_scheme(scheme: object) -> None:
-    if not (fault := find_scheme_fault(scheme)):
+def _check_scheme(scheme: object, release: Release) -> None:
+    if isinstance(scheme, dict) and not release.is_strict_scheme:
+        # One of the two is enough: a cache of INT8 is then served as one of FP8.
+        has_one = scheme.get("type") == "float" or scheme.get("num_bits") == _BITS
+        scheme = {**scheme, "type": "float", "num_bits": _BITS} if has_one else scheme
+    strategy = scheme.get("strategy") if isinstance(scheme, dict) else None
+    fault = find_scheme_fault(scheme)
+    if not fault and strategy is not None and strategy not in release.strategies:
+        fault = f"kv_cache_scheme.strategy is {strategy!a:.40}, which {release.title} does not have"
+    if not fault:
         return
     if not isinstance(scheme, dict):
         raise Refusal(fault, fix="write the scheme of kv-overlay")
-    raise Refusal(f"{fault}: NotImplementedError at start", fix=SCHEME_HINT)
+    fix = SCHEME_HINT if len(release.strategies) > 1 else "store one scale per layer (kv-overlay)"
+    raise Refusal(f"{fault}: NotImplementedError at start", fix=fix)
 
 
 def _check_fp8(quantization: Mapping[str, object]) -> KvMethod:

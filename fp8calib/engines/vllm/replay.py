@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.engines.replay.folder import ScaleFolder, StoredScale
 from fp8calib.engines.replay.kv_cache_method import (
     PairRules,
@@ -35,8 +36,12 @@ from fp8calib.engines.vllm.model_types import (
     EXPANDED_TYPES,
     TYPES_WITH_QUARK_EXPERTS,
     TYPES_WITHOUT_CACHE_CONFIG,
-    TYPES_WITHOUT_KV_SCALES,
-    UNSUPPORTED_TYPES,
+)
+from fp8calib.engines.vllm.native_classes import (
+    find_first,
+    has_class,
+    is_unsupported,
+    lacks_places,
 )
 from fp8calib.engines.vllm.quantization_config import CONFIG_KEYS, KvMethod, find_kv_method
 from fp8calib.engines.vllm.releases import Release
@@ -61,13 +66,12 @@ def replay_vllm(
     Raises:
         Refusal: vLLM does not start.
     """
-    if geometry.model_type in UNSUPPORTED_TYPES:
-        why = f"{release.title} does not run {geometry.model_type}"
-        raise Refusal(why, fix="use another engine")
+    _require_class(geometry, release)
     context = open_indexed(folder, geometry, error="FileNotFoundError")
     quantization = find_quantization(folder, keys=CONFIG_KEYS) or {}
     method = find_kv_method(quantization, release, beside=folder.modelopt)
     layers = _judge_layers(context, quantization, method, tp, release)
+    _note_release(context, method, release)
     if method is None:
         return context.report(layers)
     if method is not KvMethod.NONE:
@@ -77,7 +81,7 @@ def replay_vllm(
     report = context.report(layers)
     if method is KvMethod.QUARK and geometry.model_type in TYPES_WITH_QUARK_EXPERTS:
         report = _misread_stacks(report, context)
-    is_unchanged = method is KvMethod.COMPRESSED_TENSORS
+    is_unchanged = method is KvMethod.COMPRESSED_TENSORS and release.has_own_parameters
     if not release.runs_on_gpus:
         return amend_for_dtype(report, folder, fnuz=_TOO_LARGE, e5m2=_E5M2)
     return amend_for_dtype(
@@ -106,35 +110,56 @@ def _judge_layers(
     tp: int,
     release: Release,
 ) -> list[LayerVerdict]:
-    loader = make_loader(context, method, _find_places(context, quantization, method))
+    places = _find_places(context, quantization, method, release)
+    loader = make_loader(context, method, places, release)
     refuse_faults(context, loader)
     loaded = context.load(loader.find_slot)
     scheme = quantization.get("kv_cache_scheme")
     is_compressed = method is KvMethod.COMPRESSED_TENSORS
     per_head = is_compressed and isinstance(scheme, dict) and scheme.get("strategy") == "attn_head"
     if method is not None:
-        _check_shapes(context, method, per_head=per_head)
+        _check_shapes(context, method, release, per_head=per_head)
     if per_head and loaded and not isinstance(quantization.get("config_groups"), dict):
         raise Refusal(_NO_GROUPS, fix="add config_groups, with a group that matches nothing")
     layers = []
     for index, attention in _list_attentions(context.geometry):
-        bare = _explain_bare(context, method, attention, has_scheme=isinstance(scheme, dict))
+        turns_on = isinstance(scheme, dict) and "compressed-tensors" in release.scheme_methods
+        bare = _explain_bare(context, method, attention, has_scheme=turns_on)
         if bare is not None:
             layers.append(context.judge_absent_layer(index, why=bare[0], fix=bare[1]))
-        elif is_compressed:
+        elif is_compressed and release.has_own_parameters:
             heads = attention if per_head else None
             layers.append(judge_compressed_layer(context, index, loaded, heads, tp))
         else:
             layers.append(_judge(context, loaded, index))
     if method is not None:
-        _note_dtype_flag(context, method, has_scheme=isinstance(scheme, dict))
+        _note_dtype_flag(context, method, release, has_scheme=isinstance(scheme, dict))
     if method is not None and release.runs_on_gpus:
-        _note_gpus(context, method, per_head=per_head)
+        _note_gpus(context, method, release, per_head=per_head)
     return layers
 
 
+def _require_class(geometry: ModelGeometry, release: Release) -> None:
+    """Check that a release runs a model.
+
+    Raises:
+        Refusal: it does not.
+    """
+    if not is_unsupported(geometry, release):
+        return
+    first = find_first(geometry)
+    if release.minor < first:
+        why = f"{release.title} has no class for {shorten(geometry.architecture)}"
+        raise Refusal(why, fix="use vLLM {}.{} or later".format(*first))
+    why = f"{release.title} does not run {geometry.model_type}"
+    raise Refusal(why, fix="use another engine")
+
+
 def _find_places(
-    context: LoadContext, quantization: Mapping[str, object], method: KvMethod | None
+    context: LoadContext,
+    quantization: Mapping[str, object],
+    method: KvMethod | None,
+    release: Release,
 ) -> dict[str, int]:
     """Find the `Attention` modules that have parameters for scales, with their layers.
 
@@ -142,7 +167,10 @@ def _find_places(
     """
     excluded = quantization.get("exclude")
     targets = excluded if method is KvMethod.QUARK and isinstance(excluded, list) else []
-    is_placeless = context.geometry.model_type in TYPES_WITHOUT_KV_SCALES
+    geometry = context.geometry
+    is_placeless = lacks_places(geometry.model_type, release)
+    if not (release.backend_has_parameters or has_class(geometry, release)):
+        is_placeless = True
     if is_placeless or method in (None, KvMethod.NONE):
         return {}
     return {
@@ -215,7 +243,9 @@ def _explain_bare(
     return None
 
 
-def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> None:
+def _check_shapes(
+    context: LoadContext, method: KvMethod, release: Release, *, per_head: bool
+) -> None:
     """Refuse scales of q and zero points whose shape fits no parameter."""
     for stored in list_queries(context):
         if not per_head:
@@ -227,7 +257,7 @@ def _check_shapes(context: LoadContext, method: KvMethod, *, per_head: bool) -> 
             raise Refusal(
                 f"{why}: RuntimeError", fix="store one number per head of q, or leave it out"
             )
-    if method is KvMethod.COMPRESSED_TENSORS and not per_head:
+    if method is KvMethod.COMPRESSED_TENSORS and release.has_own_parameters and not per_head:
         for stored in list_zero_points(context):
             require_scalar(stored, "vLLM")
 
@@ -238,18 +268,49 @@ def _fits_query(stored: StoredScale, attention: Attention) -> bool:
     return not rest and (groups == 1 or groups >= attention.num_kv_heads)
 
 
-def _note_dtype_flag(context: LoadContext, method: KvMethod, *, has_scheme: bool) -> None:
-    turns_on = method in (KvMethod.COMPRESSED_TENSORS, KvMethod.MODELOPT)
+def _note_dtype_flag(
+    context: LoadContext, method: KvMethod, release: Release, *, has_scheme: bool
+) -> None:
+    turns_on = method.name.lower().replace("_", "-") in release.scheme_methods
     if context.scales and not (turns_on and has_scheme):
         context.problems.append(
             "the cache is FP8 only with --kv-cache-dtype fp8: auto does not turn it on"
         )
 
 
-def _note_gpus(context: LoadContext, method: KvMethod, *, per_head: bool) -> None:
+def _note_release(context: LoadContext, method: KvMethod | None, release: Release) -> None:
+    """Note what is not judged in an older release, and its conditions."""
+    dtypes = {entry.dtype for entry in context.tensors.values() if len(entry.shape) > 1}
+    if dtypes & WEIGHT_FORMATS.keys() and not release.has_known_weights:
+        context.problems.append(_OTHER_WEIGHTS)
+    if context.scales and method is not None and release.calculates_scales:
+        context.problems.append(_CALCULATES)
+    if context.geometry.has_latent_attention and method is KvMethod.MODELOPT:
+        is_read = any(name.endswith("_proj.k_scale") for name in context.scales)
+        if is_read and release.latent_modelopt:
+            context.problems.append(_LATENT_MODELOPT)
+
+
+_OTHER_WEIGHTS = "its FP8 weights are judged by the rules of vLLM 0.32, not of this release"
+_CALCULATES = (
+    "with --calculate-kv-scales the scales are those of the first batch, not those of the file"
+)
+_LATENT_MODELOPT = (
+    "a k_proj.k_scale of ModelOpt reaches latent attention in this release; that is not replayed"
+)
+_NEEDS_FLOAT_SCALES = (
+    "FlashInfer divides by the scales and multiplies by 1.0 here (compressed-tensors' method): "
+    "choose another attention backend, or vLLM 0.20 or later"
+)
+
+
+def _note_gpus(context: LoadContext, method: KvMethod, release: Release, *, per_head: bool) -> None:
     if per_head:
         context.problems.append(_NEEDS_FLASH_ATTENTION)
-    if context.scales and method is KvMethod.COMPRESSED_TENSORS:
+    is_compressed = method is KvMethod.COMPRESSED_TENSORS
+    if context.scales and is_compressed and release.lacks_float_scales:
+        context.problems.append(_NEEDS_FLOAT_SCALES)
+    if context.scales and is_compressed and release.has_own_parameters:
         context.problems.append(
             "on AMD gfx94x (fnuz) compressed-tensors' KV scales are not doubled: e4m3fn scales "
             "clip there above 240/448 of the calibrated range"

@@ -11,7 +11,8 @@ from fp8calib.dialects.fp8.weights import WEIGHT_FORMATS
 from fp8calib.dialects.kv.parse_names import is_of_draft_layer, parse_name
 from fp8calib.engines.replay.load_context import LoadContext
 from fp8calib.engines.replay.verdicts import Refusal
-from fp8calib.engines.vllm.model_types import TYPES_WITHOUT_KV_SCALES, LoaderKind
+from fp8calib.engines.vllm.model_types import LoaderKind
+from fp8calib.engines.vllm.native_classes import lacks_places
 from fp8calib.engines.vllm.weight_loader import WeightLoader, is_companion, is_scale_name
 from fp8calib.engines.weights.parameters import PLAIN_DTYPES
 from fp8calib.errors import ModelError, shorten
@@ -22,6 +23,7 @@ _STRAY_FIX = "remove the tensor: no engine has a place for it"
 _CONFIG_FIX = "add the quantization_config of kv-overlay to config.json"
 _INNER_FIX = "name it .attn.attn.k_scale: vLLM's attention layer is inside .attn"
 _PLACELESS_FIX = "serve the model without scales: --kv-cache-dtype fp8 then multiplies by 1.0"
+_QUERY_FIX = "leave q_scale out (calibrate --query-scale off), or use vLLM 0.15 or later"
 _WEIGHTS = (".weight", ".weight_packed", ".qweight")
 
 
@@ -84,12 +86,14 @@ def _refuse(context: LoadContext, loader: WeightLoader, name: str, why: str) -> 
     model_type = context.geometry.model_type
     stored = context.scales.get(name)
     what = shorten(name) if stored is None else str(stored)
-    if model_type in TYPES_WITHOUT_KV_SCALES and not is_companion(name):
+    if lacks_places(model_type, loader.release) and not is_companion(name):
         why = f"vLLM's attention of {model_type} has no parameters for scales (ValueError)"
         return Refusal(f"{what}: {why}", fix=_PLACELESS_FIX)
     if loader.method is None:
         return Refusal(f"{what}: {why}", fix=_CONFIG_FIX)
     if stored is None:
         return Refusal(f"{what}: {why}", fix=_STRAY_FIX)
+    if name.endswith(".q_scale") and not loader.release.maps_names_first:
+        return Refusal(f"{what}: {why}", fix=_QUERY_FIX)
     is_inner = loader.kind is LoaderKind.UNFORGIVING and name.rpartition(".")[0] in loader.attends
     return Refusal(f"{what}: {why}", fix=_INNER_FIX if is_inner else NAMES_FIX)

@@ -1,0 +1,239 @@
+"""What differs between the releases of vLLM, by the code of each."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8calib.engines.replay.verdicts import Refusal
+from fp8calib.engines.vllm.native_classes import _FIRST, _LAST
+from fp8calib.engines.vllm.quantization_config import find_exclusions, find_kv_method
+from fp8calib.engines.vllm.releases import RELEASES, Release
+from fp8calib.engines.vllm.remapping import find_remapped
+from tests.engines.check_handmade import MODELOPT, PER_TENSOR
+from tests.real_engines.vllm_sources import (
+    COMPRESSED,
+    QUANTIZATION,
+    REMAPPING,
+    fetch_sources,
+    take,
+)
+
+NAMES = tuple(
+    f"{path}.{leaf}"
+    for path in ("model.layers.0.self_attn", "backbone.layers.0.mixer", "h.0.attention", "h.0.attn")
+    for leaf in (
+        *("k_scale", "v_scale", "q_scale", "kv_scale", "k_proj.k_scale", "v_proj.v_scale"),
+        *("qkv_proj.k_scale", "qkqkv_proj.v_scale", "q_proj.q_scale", "q.scale", "k_cache.scale"),
+        *("v_cache.scale", "k_zero_point", "q_zero_point", "attn.k_scale", "attn.attn.v_scale"),
+        *("k_proj.output_scale", "k_scales", "prob_scale", "k_proj.weight_scale", "K_scale"),
+    )
+)
+SCHEMES: tuple[Mapping[str, object], ...] = tuple(
+    {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": symmetric}
+    for kind in ("float", "int")
+    for bits in (8, 4)
+    for strategy in ("tensor", "attn_head", "channel", "token")
+    for symmetric in (True, False)
+)
+ALGORITHMS = (
+    *("FP8", "fp8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A16_NVFP4", "MXFP8"),
+    *("MIXED_PRECISION", "W4A8_AWQ"),
+)
+LISTS: tuple[Mapping[str, object], ...] = (
+    {},
+    {"ignore": ["a"]},
+    {"exclude_modules": ["b"]},
+    {"ignore": ["a"], "exclude_modules": ["b"]},
+)
+by_release = pytest.mark.parametrize("release", RELEASES, ids=lambda each: each.version)
+
+
+class _All(dict[str, object]):
+    """Parameters: all but one."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__()
+        self._missing = missing
+
+    def __contains__(self, name: object) -> bool:
+        return name != self._missing
+
+
+@by_release
+def test_models_own_loaders_map_names_as_the_function_of_the_release(release: Release) -> None:
+    remap = take(release.version, REMAPPING, "maybe_remap_kv_scale_name")
+
+    for name in NAMES:
+        expected = remap(name, _All(name))
+        if release.maps_names_first and "q_scale" in release.remapped_names:
+            continue
+        assert (find_remapped(name, release) or name) == expected, name
+        known = {name: None}
+        kept = remap(name, known) == name
+        assert kept == (release.keeps_names or find_remapped(name, release) is None), name
+
+
+def _judge_scheme(release: Release, scheme: Mapping[str, object]) -> bool:
+    try:
+        find_kv_method({**PER_TENSOR, "kv_cache_scheme": scheme}, release)
+    except Refusal:
+        return False
+    return True
+
+
+@by_release
+def test_a_kv_cache_scheme_is_accepted_as_by_the_release(release: Release) -> None:
+    name = "CompressedTensorsKVCacheMethod.validate_kv_cache_scheme"
+    validate = take(release.version, COMPRESSED, name)
+
+    for scheme in SCHEMES:
+        try:
+            validate(scheme)
+        except (NotImplementedError, ValueError):
+            is_accepted = False
+        else:
+            is_accepted = True
+        assert _judge_scheme(release, scheme) == is_accepted, scheme
+
+
+class _Reader:
+    """What from_config calls, in the place of its class: it gives the list of excluded modules."""
+
+    def __call__(self, *args: Any) -> Any:
+        return args[-1]
+
+    def _from_config(self, **kwargs: Any) -> Any:
+        return kwargs["exclude_modules"]
+
+    def get_from_keys(self, config: Mapping[str, Any], keys: list[str]) -> Any:
+        return next(config[key] for key in keys if key in config)
+
+
+def _read_algorithms(version: str) -> list[str]:
+    """Read QUANT_ALGOS; from 0.30 it is made of a table in another file."""
+    tree = ast.parse(fetch_sources(version)[f"{QUANTIZATION}modelopt.py"])
+    (node,) = (
+        each.value
+        for each in tree.body
+        if isinstance(each, ast.Assign | ast.AnnAssign)
+        and ast.unparse(each).startswith("QUANT_ALGOS")
+        and each.value is not None
+    )
+    assert isinstance(node, ast.List)
+    if any(isinstance(each, ast.Starred) for each in node.elts):
+        pytest.skip("QUANT_ALGOS is not a literal")
+    found: list[str] = ast.literal_eval(node)
+    return found
+
+
+@by_release
+def test_modelopts_configs_are_read_as_by_the_release(release: Release) -> None:
+    algorithms = _read_algorithms(release.version)
+    is_old = release.minor < (0, 12)
+    owner = "ModelOptFp8Config" if is_old else "ModelOptQuantConfigBase"
+    file = f"{QUANTIZATION}modelopt.py"
+    read = take(release.version, file, f"{owner}.from_config", QUANT_ALGOS=algorithms)
+
+    for algorithm in ALGORITHMS:
+        section = {**MODELOPT, "quant_algo": algorithm, "quantized_layers": {"a": {}}}
+        for lists in LISTS:
+            config = {**section, **lists}
+            try:
+                found = read(_Reader(), config)
+            except ValueError:
+                with pytest.raises(Refusal):
+                    find_kv_method(config, release)
+                continue
+            find_kv_method(config, release)
+            key = find_exclusions(config, config, release)
+            assert (found or []) == config.get(key, []), config
+
+
+PAIRS = ((0.5, 0.25), (-1.0, -1.0), (0.5, -1.0), (0.5, 0.0), (0.0, 0.5), (-1.0, 0.5), (0.0, 0.0))
+USED = ((0.5, 0.25), (1.0, 1.0), (0.5, 0.5), (0.5, 0.5), None, None, None)
+"""As `judge_pair` has it of 0.32.0; None for a failed assertion."""
+
+
+@by_release
+def test_a_pair_of_scales_is_used_as_in_0_32(release: Release) -> None:
+    file = f"{QUANTIZATION}kv_cache.py"
+    process = take(release.version, file, "BaseKVCacheMethod.process_weights_after_loading")
+
+    for pair, used in zip(PAIRS, USED, strict=True):
+        layer = _make_layer(*pair)
+        if used is None:
+            with pytest.raises(AssertionError):
+                process(None, layer)
+            continue
+        process(None, layer)
+        assert (layer._k_scale.item(), layer._v_scale.item()) == used
+
+
+@by_release
+def test_the_scales_of_the_first_batch_replace_the_files_until_0_27(release: Release) -> None:
+    file = f"{QUANTIZATION}kv_cache.py"
+    process = take(release.version, file, "BaseKVCacheMethod.process_weights_after_loading")
+    layer = _make_layer(0.5, 0.25)
+    layer.calculate_kv_scales = True
+
+    process(None, layer)
+
+    assert (layer._k_scale.item() == 1.0) is release.calculates_scales
+
+
+def _make_layer(k: float, v: float) -> Any:
+    scales = {"k_scale": k, "v_scale": v, "q_scale": -1.0, "prob_scale": -1.0}
+    made = {name: torch.tensor(value) for name, value in scales.items()}
+    made |= {f"_{name}": torch.tensor(1.0) for name in scales}
+    made |= {"_k_scale_cpu": torch.tensor(1.0), "_v_scale_cpu": torch.tensor(1.0)}
+    return SimpleNamespace(**made, kv_cache_dtype="fp8", calculate_kv_scales=False)
+
+
+@by_release
+def test_compressed_tensors_sets_the_scales_of_flashinfer(release: Release) -> None:
+    name = "CompressedTensorsKVCacheMethod.process_weights_after_loading"
+    if not release.has_own_parameters:
+        with pytest.raises(KeyError):
+            take(release.version, COMPRESSED, name)
+        return
+    layer = _make_layer(0.5, 0.25)
+    layer._k_scale_float = 1.0
+    zero_points = ("k_zero_point", "v_zero_point", "q_zero_point")
+    vars(layer).update({each: torch.tensor(0.0) for each in zero_points})
+    layer.register_buffer = lambda name, value: setattr(layer, name, value)
+
+    take(release.version, COMPRESSED, name)(None, layer)
+
+    assert layer._k_scale.item() == 0.5
+    assert (layer._k_scale_float == 1.0) is release.lacks_float_scales
+
+
+@by_release
+def test_classes_are_those_of_the_registry(release: Release) -> None:
+    text = fetch_sources(release.version)["model_executor/models/registry.py"]
+    native = _list_native(text)
+
+    for name in _FIRST.keys() | _LAST.keys():
+        first, last = _FIRST.get(name, (0, 0)), _LAST.get(name, (9, 9))
+        assert (name in native) == (first <= release.minor <= last), name
+
+
+def _list_native(text: str) -> set[str]:
+    """List the classes in the dicts of `registry.py` but those of transformers and of the past."""
+    found: set[str] = set()
+    for node in ast.parse(text).body:
+        target = ast.unparse(node).partition("=")[0]
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if "_MODELS" not in target or not isinstance(value, ast.Dict):
+            continue
+        if "TRANSFORMERS" in target or "PREVIOUS" in target:
+            continue
+        pairs = zip(value.keys, value.values, strict=True)
+        found |= {key.value for key, _ in pairs if isinstance(key, ast.Constant)}  # type: ignore[misc]
+    return found
