@@ -255,3 +255,110 @@ def test_from_which_release_scales_are_loaded(tmp_path: Path, names: str, method
         for minor in RELEASES_OF_0_X
     }
     assert found == {minor: both(status) for minor, status in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "outcomes"),
+    [
+        ("gpt2", "GPT2LMHeadModel", {10: "refused", 25: "used"}),
+        ("gpt_oss", "GptOssForCausalLM", {10: "refused", 17: "used"}),
+        ("qwen3_next", "Qwen3NextForCausalLM", {10: "refused", 14: "used"}),
+        ("nemotron_h", "NemotronHForCausalLM", {10: "dropped", 14: "used"}),
+        ("minimax_m2", "MiniMaxM2ForCausalLM", {10: "refused", 11: "used"}),
+        ("gemma4_text", "Gemma4ForCausalLM", {10: "refused", 19: "used"}),
+        ("smollm3", "SmolLM3ForCausalLM", {10: "refused", 25: "dropped", 30: "used"}),
+        ("olmo2", "Olmo2ForCausalLM", {10: "refused", 25: "used", 26: "dropped", 30: "used"}),
+        ("mpt", "MptForCausalLM", {10: "refused", 25: "used", 29: "refused"}),
+    ],
+)
+def test_from_which_release_a_model_has_a_place_for_scales(
+    tmp_path: Path, model_type: str, architecture: str, outcomes: Mapping[int, str]
+) -> None:
+    """Read in `registry.py` and in the classes of the releases."""
+    folder = save_folder(tmp_path / "f", PAIR, quantization=PER_TENSOR, model_type=model_type)
+    geometry = plain_geometry(model_type=model_type, architecture=architecture)
+
+    for minor in range(10, 33):
+        found = statuses(ask(f"vllm==0.{minor}", folder, geometry))
+        first = max(each for each in outcomes if each <= minor)
+        assert found == both(outcomes[first]), minor
+
+
+def test_a_class_that_a_release_lacks_is_named(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "f", PAIR, quantization=PER_TENSOR, model_type="gemma4_text")
+    geometry = plain_geometry(model_type="gemma4_text", architecture="Gemma4ForCausalLM")
+
+    verdict = ask("vllm==0.18", folder, geometry).layers[0].k
+
+    assert verdict.why == "vLLM 0.18 has no class for Gemma4ForCausalLM"
+    assert verdict.fix == "use vLLM 0.19 or later"
+
+
+@pytest.mark.parametrize(("engine", "value"), [("vllm==0.14", 0.10009765625), ("vllm==0.15", 0.1)])
+def test_a_kv_overlays_scales_are_rounded_until_0_14(
+    tmp_path: Path, engine: str, value: float
+) -> None:
+    """0.1 in bfloat16 is 0x3DCD."""
+    folder = save_folder(
+        tmp_path / "f", spell("k_scale", "v_scale", value=0.1), quantization=PER_TENSOR
+    )
+    geometry = plain_geometry(checkpoint_dtype="bfloat16")
+
+    found = ask(engine, folder, geometry).layers[0].k.value
+
+    assert found == pytest.approx(value, rel=1e-7)
+    rounded = find_emulated(engine)[1].kv_rounded_dialects
+    assert ("kv-overlay" in rounded) is (value != 0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "releases"),
+    [
+        ("FlashInfer divides by the scales", range(15, 20)),
+        ("--calculate-kv-scales", range(10, 28)),
+        ("auto does not turn it on", range(10, 15)),
+        ("a q_scale other than 1.0 is an AssertionError", range(15, 22)),
+    ],
+)
+def test_conditions_of_releases_are_noted(tmp_path: Path, words: str, releases: range) -> None:
+    scales = spell("k_scale", "v_scale", "q_scale") if "q_scale" in words else PAIR
+    folder = save_folder(tmp_path / "f", scales, quantization=PER_TENSOR)
+
+    found = [
+        minor
+        for minor in range(10, 33)
+        if any(words in problem for problem in ask(f"vllm==0.{minor}", folder).problems)
+    ]
+
+    assert found == [*releases]
+
+
+def test_fp8_weights_are_judged_by_the_rules_of_0_32(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "f", PAIR, quantization=PER_TENSOR)
+    note = "its FP8 weights are judged by the rules of vLLM 0.32, not of this release"
+    assert note not in ask("vllm==0.31", folder).problems
+    weight = {"model.layers.0.mlp.up_proj.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)}
+    save_file(weight, folder / "model-00001-of-00002.safetensors")
+
+    assert note in ask("vllm==0.31", folder).problems
+    assert note not in ask("vllm==0.32", folder).problems
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_rounded", "sizes"),
+    [
+        ("vllm==0.10", False, (128, 128)),
+        ("vllm==0.11", True, (128, 128)),
+        ("vllm==0.12", True, (64, 128)),
+        ("vllm", True, (64, 128)),
+    ],
+)
+def test_deepgemm_is_the_default_from_0_11(
+    engine: str, is_rounded: bool, sizes: tuple[int, int]
+) -> None:
+    """Read in `envs.py` and `utils/deep_gemm.py`."""
+    numerics = find_emulated(engine)[1]
+
+    assert numerics.group_scales_power_of_two is is_rounded
+    assert numerics.power_of_two_sizes == sizes
+    assert bool(numerics.kv_skip_flag) is (engine == "vllm")

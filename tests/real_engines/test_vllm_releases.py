@@ -116,19 +116,14 @@ class _Reader:
 
 
 def _read_algorithms(version: str) -> list[str]:
-    """Read QUANT_ALGOS; from 0.30 it is made of a table in another file."""
+    """Read QUANT_ALGOS, which from 0.30 on is made of the keys of a table."""
     tree = ast.parse(fetch_sources(version)[f"{QUANTIZATION}modelopt.py"])
-    (node,) = (
-        each.value
-        for each in tree.body
-        if isinstance(each, ast.Assign | ast.AnnAssign)
-        and ast.unparse(each).startswith("QUANT_ALGOS")
-        and each.value is not None
-    )
-    assert isinstance(node, ast.List)
-    if any(isinstance(each, ast.Starred) for each in node.elts):
-        pytest.skip("QUANT_ALGOS is not a literal")
-    found: list[str] = ast.literal_eval(node)
+    space: dict[str, Any] = {}
+    for node in tree.body:
+        text = ast.unparse(node)
+        if text.startswith(("QUANT_ALGOS", "LINEAR_ALGOS")):
+            exec(text, space)  # noqa: S102
+    found: list[str] = space["QUANT_ALGOS"]
     return found
 
 

@@ -11,25 +11,22 @@ from collections.abc import Mapping
 
 from fp8calib.engines.vllm.releases import Release
 
-_NEVER = (0, 25)
+_NOT_BEFORE_0_25 = (
+    "bamba bloom deepseek_v4 falcon flex_olmo gemma gpt2 gpt_bigcode gpt_neox granitemoehybrid "
+    "hrm_text jamba lfm2 lfm2_moe longcat_flash minicpm3 minimax mpt olmo olmo2 olmo3 olmo_hybrid "
+    "olmoe opt persimmon phi qwen2_moe stablelm step3p5 zamba2"
+)
 OWN_MAPPING: Mapping[str, tuple[int, int]] = {
-    **dict.fromkeys(
-        (
-            *("bamba", "bloom", "falcon", "gemma", "gpt2", "gpt_bigcode", "gpt_neox", "jamba"),
-            *("granitemoehybrid", "lfm2", "lfm2_moe", "minicpm3", "mpt", "olmo", "olmo2", "olmo3"),
-            *("olmoe", "opt", "persimmon", "phi", "qwen2_moe", "stablelm", "step3p5", "zamba2"),
-        ),
-        _NEVER,
-    ),
+    **dict.fromkeys(_NOT_BEFORE_0_25.split(), (0, 25)),
     "falcon_h1": (0, 16),
     "gpt_oss": (0, 17),
     "qwen3_next": (0, 14),
 }
 """The first release whose loader of a model type maps the names of scales; (0, 0) for others."""
 _WITHOUT_OUTPUTS = (
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "falcon_h1", "afmoe"),
-    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "minimax_m2", "nemotron_h"),
-    *("qwen3_next", "starcoder2"),
+    *("afmoe", "axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
+    *("falcon_h1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "minimax_m2"),
+    *("nemotron_h", "qwen3_next", "starcoder2"),
 )
 """Model types whose loader maps scales, but not those that Quark names output_scale."""
 _OUTPUTS_SINCE: Mapping[str, tuple[int, int]] = {"granitemoehybrid": (0, 11), "qwen3_moe": (0, 13)}
