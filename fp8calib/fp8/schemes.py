@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -108,6 +108,18 @@ def find_scheme(name: str) -> Scheme:
             f"--scheme {name}: unknown scheme", hint=f"known schemes: {', '.join(SCHEMES)}"
         )
     return SCHEMES[name]
+
+
+def choose_block_scales(scheme: Scheme, rounding: str, power_of_two: bool | None = None) -> Scheme:
+    """Choose whether scales of blocks are powers of two; if None, they are with GPTQ.
+
+    vLLM's DeepGEMM rounds the weights of other scales again, to nearest, which undoes a part of
+    what GPTQ gains; engines that take scales as they are lose almost nothing (docs/quality.md).
+    """
+    if scheme.weights is not Granularity.BLOCK:
+        return scheme
+    chosen = rounding == GPTQ if power_of_two is None else power_of_two
+    return replace(scheme, has_power_of_two_scales=chosen)
 
 
 def find_nearest(weights: Granularity, inputs: InputScaling) -> Scheme:

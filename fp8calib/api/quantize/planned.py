@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +17,14 @@ from fp8calib.checkpoint.checkpoint import Checkpoint
 from fp8calib.checkpoint.resumable_folder import remove_progress_file
 from fp8calib.dialects.fp8.registry import find_written
 from fp8calib.errors import UsageError
-from fp8calib.fp8.schemes import GPTQ, NEAREST, Granularity, find_scheme, list_without_calibration
+from fp8calib.fp8.schemes import (
+    GPTQ,
+    NEAREST,
+    Granularity,
+    choose_block_scales,
+    find_scheme,
+    list_without_calibration,
+)
 from fp8calib.machine.devices import choose_device
 from fp8calib.quantization import quantize as writing
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
@@ -95,24 +102,26 @@ def resolve_plan(
     dialect_name: str,
     *,
     ignore: Sequence[str],
-    power_of_two_scales: bool,
+    power_of_two_scales: bool | None,
     shared_scales: bool,
     is_calibrated: bool,
+    rounding: str = NEAREST,
 ) -> PlanSettings:
     """Resolve the options of a quantization; `is_calibrated`: input scales can be had.
+
+    With `power_of_two_scales` None, `choose_block_scales` decides.
 
     Raises:
         UsageError: a name is unknown, or the options contradict each other.
     """
     scheme = find_scheme(scheme_name)
     dialect = find_written(dialect_name, scheme)
-    if power_of_two_scales:
-        if scheme.weights is not Granularity.BLOCK:
-            raise UsageError(
-                f"--power-of-two-scales: --scheme {scheme.name} has no scales of blocks",
-                hint="leave it out: no engine rounds other scales",
-            )
-        scheme = replace(scheme, has_power_of_two_scales=True)
+    if power_of_two_scales and scheme.weights is not Granularity.BLOCK:
+        raise UsageError(
+            f"--power-of-two-scales: --scheme {scheme.name} has no scales of blocks",
+            hint="leave it out: no engine rounds other scales",
+        )
+    scheme = choose_block_scales(scheme, rounding, power_of_two_scales)
     if scheme.has_static_inputs and not is_calibrated:
         raise UsageError(
             f"--scheme {scheme.name}: its input scales come from calibration",

@@ -51,7 +51,7 @@ def quantize(
     stats: str | Path | CalibrationStats | None = None,
     dialect: str = COMPRESSED_TENSORS.name,
     ignore: Sequence[str] = (),
-    power_of_two_scales: bool = False,
+    power_of_two_scales: bool | None = None,
     shared_scales: bool = True,
     allow_unservable: bool = False,
     dequantize: bool = False,
@@ -84,7 +84,8 @@ def quantize(
         stats: statistics for the scales of inputs, K and V, or their path.
         dialect: the form of the checkpoint (`--format`).
         ignore: patterns of modules that stay unquantized.
-        power_of_two_scales: with `fp8-block`, round weight scales up to powers of two.
+        power_of_two_scales: with `fp8-block`, round weight scales up to powers of two; if None,
+            with `gptq`.
         shared_scales: whether fused weights share a per-tensor scale.
         allow_unservable: write it even if no engine can load it.
         dequantize: accept a model with FP8 weights.
@@ -123,6 +124,7 @@ def quantize(
         power_of_two_scales=power_of_two_scales,
         shared_scales=shared_scales,
         is_calibrated=stats is not None or rounding == GPTQ,
+        rounding=rounding,
     )
     started = time.monotonic()
     out, reports = Path(out), CallbackProgress(progress)

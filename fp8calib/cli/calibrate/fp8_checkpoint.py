@@ -20,7 +20,7 @@ from fp8calib.checkpoint.weight_index import INDEX_NAME, SINGLE_FILE_NAME
 from fp8calib.cli.console import Bar
 from fp8calib.dialects.fp8.compressed_tensors import COMPRESSED_TENSORS
 from fp8calib.errors import ExportError, ModelError
-from fp8calib.fp8.schemes import find_scheme
+from fp8calib.fp8.schemes import choose_block_scales, find_scheme
 from fp8calib.quantization.calibrated_scales import find_scales, list_unmeasured
 from fp8calib.quantization.plan import PlanSettings, make_plan
 from fp8calib.quantization.quantize import quantize
@@ -32,8 +32,9 @@ def make_plan_settings(recipe: Recipe) -> PlanSettings | None:
     """Make the options of the recipe's checkpoint; None if it has none."""
     if recipe.quantize is None:
         return None
+    scheme = find_scheme(recipe.quantize.scheme)
     return PlanSettings(
-        scheme=find_scheme(recipe.quantize.scheme),
+        scheme=choose_block_scales(scheme, recipe.quantize.rounding),
         dialect=COMPRESSED_TENSORS,
         ignore=recipe.quantize.ignore,
     )

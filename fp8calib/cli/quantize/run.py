@@ -36,6 +36,7 @@ def run_quantize(settings: QuantizeSettings) -> None:
         power_of_two_scales=settings.power_of_two_scales,
         shared_scales=not settings.no_shared_scales,
         is_calibrated=settings.stats is not None or settings.rounding == GPTQ,
+        rounding=settings.rounding,
     )
     if settings.rounding == GPTQ:
         from fp8calib.cli.quantize.gptq import round_by_gptq  # noqa: PLC0415 -- imports transformers

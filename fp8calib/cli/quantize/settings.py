@@ -111,13 +111,15 @@ class QuantizeSettings:
         ),
     ] = None
     power_of_two_scales: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--power-of-two-scales",
+            "--power-of-two-scales/--no-power-of-two-scales",
             help="With fp8-block: round weight scales up to powers of two, as vLLM's DeepGEMM "
-            "does at load on Hopper and Blackwell. Then it need not quantize the weights again.",
+            "does at load on Hopper and Blackwell. Then it need not quantize the weights again. "
+            f"On with --rounding {GPTQ}, off with {NEAREST}.",
+            show_default=False,
         ),
-    ] = False
+    ] = None
     no_shared_scales: Annotated[
         bool,
         typer.Option(

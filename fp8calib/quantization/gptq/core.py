@@ -100,11 +100,12 @@ class _Rounding:
 
     def __init__(self, columns: torch.Tensor, scales: torch.Tensor, upper: torch.Tensor) -> None:
         self.codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
-        self._as_fp8 = self.codes.view(torch.float8_e4m3fn)
         self._columns = columns
         self._errors = torch.empty_like(columns)
-        self._scales = scales
         self._upper = upper
+        as_fp8 = self.codes.view(torch.float8_e4m3fn)
+        parts = (columns, scales, self._errors, as_fp8)
+        self._rows = list(zip(*(each.unbind() for each in parts), strict=True))
         self._diagonal = upper.diagonal().tolist()
 
     def run(self, start: int, stop: int) -> None:
@@ -120,11 +121,10 @@ class _Rounding:
         self.run(middle, stop)
 
     def _round(self, index: int, stop: int) -> None:
-        column, scale = self._columns[index], self._scales[index]
-        error, code = self._errors[index], self._as_fp8[index]
+        column, scale, error, code = self._rows[index]
         torch.div(column, scale, out=error).clamp_(-_MAX, _MAX)
         code.copy_(error)
-        torch.mul(code.to(column.dtype), scale, out=error)
+        error.copy_(code).mul_(scale)
         torch.sub(column, error, out=error).div_(self._diagonal[index])
         later = self._columns[index + 1 : stop]
         later.addr_(self._upper[index, index + 1 : stop], error, alpha=-1)

@@ -15,7 +15,7 @@ HELD_EVERY = 8
 """Every such sequence is held back: the error of a rounding is measured on it."""
 LENGTH_POWER = 0.25
 """Tokens enter a Hessian with this power of their length: 0 makes them units, 1 leaves them."""
-_BLOCK = 256
+_BLOCK = 192
 """Rows of a Hessian that are added at once, from the diagonal on."""
 _REMEMBERED = 4
 """How many inputs of a batch are remembered: the next linear may read the same tensor."""

@@ -271,7 +271,8 @@ def test_static_scales_are_measured_in_the_same_pass(tmp_path: Path) -> None:
 def test_scales_are_those_of_rounding_to_nearest_or_larger(scheme: str, tmp_path: Path) -> None:
     """Wide enough for several blocks, with a narrower one at the edge. Only rows choose a scale."""
     zoo.save("llama", tmp_path / "model", hidden_size=160, intermediate_size=272)
-    succeed(*command(tmp_path / "model", tmp_path, scheme))
+    plain = ["--no-power-of-two-scales"] if scheme == "fp8-block" else []
+    succeed(*command(tmp_path / "model", tmp_path, scheme), *plain)
     stats = tmp_path / "stats"
     made = ("quantize", tmp_path / "model", "--scheme", scheme, "--out", tmp_path / "nearest")
     made += ("--allow-unservable",)
@@ -548,19 +549,23 @@ def test_padding_has_no_part_in_a_hessian(tmp_path: Path) -> None:
         assert (item["tokens"], item["held_tokens"]) == (sum(lengths) - held, held)
 
 
-def test_scales_of_powers_of_two_are_rounded_by(tmp_path: Path) -> None:
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_scales_of_blocks_are_powers_of_two_unless_it_is_asked_not(
+    power_of_two: bool, tmp_path: Path
+) -> None:
     """What DeepGEMM makes of them at load is then what is stored."""
     zoo.save("llama", tmp_path / "model", hidden_size=128, intermediate_size=256)
-    made = (*command(tmp_path / "model", tmp_path, "fp8-block"), "--power-of-two-scales")
-    succeed(*made)
-    nearest = ("quantize", tmp_path / "model", "--scheme", "fp8-block", "--allow-unservable")
-    succeed(*nearest, "--power-of-two-scales", "--out", tmp_path / "nearest")
+    made = command(tmp_path / "model", tmp_path, "fp8-block")
+    succeed(*made, *([] if power_of_two else ["--no-power-of-two-scales"]))
+    nearest = ["quantize", tmp_path / "model", "--scheme", "fp8-block", "--allow-unservable"]
+    nearest += ["--power-of-two-scales"] if power_of_two else []
+    succeed(*nearest, "--out", tmp_path / "nearest")
     ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "nearest"))
     scales = [name for name in ours if name.endswith("weight_scale")]
     assert scales
     for name in scales:
         assert torch.equal(ours[name], theirs[name])
-        assert torch.equal(ours[name].log2(), ours[name].log2().round())
+        assert torch.equal(ours[name].log2(), ours[name].log2().round()) == power_of_two
     assert any(
         not torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8)) for n in ours
     )
