@@ -29,7 +29,8 @@ from tests.real_engines.exports import read_scales
 from tests.real_engines.vllm_job import ROOT, VllmServer, load_in_vllm
 
 WIDENED = "widened, "
-"""Forms of a model whose sizes are multiples of 128, which vLLM wants of blocks."""
+"""Forms of a model whose sizes are multiples of 128: vLLM wants them of blocks, and transformers of
+inputs in groups."""
 OWN: Mapping[str, Callable[[Path, Path], object]] = {
     "fp8-dynamic": lambda base, out: quantize(base, out, "fp8-dynamic"),
     "w8a16": lambda base, out: quantize(base, out, "w8a16"),
@@ -42,7 +43,10 @@ OWN: Mapping[str, Callable[[Path, Path], object]] = {
     "mxfp4": lambda base, out: save_fp4(out, "mxfp4", base=base),
     "modelopt, nvfp4": lambda base, out: save_fp4(out, "modelopt", base=base),
 }
-FORMS = (*OWN, *(f"{form}, by its tool" for form in PEERS))
+FORMS = (
+    *OWN,
+    *(f"{WIDENED if form == 'fp8-block' else ''}{form}, by its tool" for form in PEERS),
+)
 RUNNING = ("int8", "int4", "int8, by its tool", "w4a16, by its tool", "w4a16-asym, by its tool")
 """Those for which vLLM's CPU build has kernels."""
 NOT_IN_TRANSFORMERS = ("modelopt", "quark", "w4a16-asym")
@@ -80,7 +84,8 @@ def written(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Writt
         if form in OWN:
             OWN[form](base, place / "child")
         else:
-            write_by_tool(form.partition(",")[0], base, data, place / "child")
+            tools_form = form.removeprefix(WIDENED).partition(",")[0]
+            write_by_tool(tools_form, base, data, place / "child")
         graft(measured, place / "child", place / "out")
         return place / "child", place / "out" / "kv-overlay"
 
