@@ -366,7 +366,7 @@ def load_model(
 
 def _check_loading(folder: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     if missing := sorted(filter(is_run(model), info.get("missing_keys") or ())):
-        raise missing_error(folder, missing)
+        raise missing_error(folder, missing, info.get("unexpected_keys") or ())
     for name, found, expected in sorted(info.get("mismatched_keys") or ()):
         raise mismatch_error(folder, name, found, expected)
 

@@ -19,24 +19,28 @@ from fp8calib.model.topology.find import find_text_decoder
 from fp8calib.model.weight_source import WeightSource
 
 
+class UnfilledModelError(ModelError):
+    """The checkpoint and the model's class or config do not fit together."""
+
+
 def check_stored_parameters(model: PreTrainedModel, weights: WeightSource) -> None:
     """Refuse a checkpoint that does not hold the model that its config describes.
 
     Raises:
-        ModelError: the checkpoint lacks a parameter of the text decoder or the lm_head, has another
+        UnfilledModelError: the checkpoint lacks a parameter of the text decoder or the lm_head, has
             shape for a parameter, or has values for a parameter that the config switches off.
     """
     stored = weights.source
     runs = is_run(model)
     if missing := [name for name in find_absent(model, weights) if runs(name)]:
-        raise missing_error(stored.folder, missing)
+        raise missing_error(stored.folder, missing, stored.tensors)
     known = model.state_dict()
     for name, tensor in weights.single_tensors.items():
         found = stored.tensors[tensor].shape
         if name in known and tuple(found) != tuple(known[name].shape):
             raise mismatch_error(stored.folder, name, found, known[name].shape)
     if unused := list(_find_switched_off(model, weights)):
-        raise ModelError(
+        raise UnfilledModelError(
             f"{stored.folder}: the checkpoint holds {cut_list(unused, 3)}, and by its config the "
             "model has no such parameter",
             hint="use the config.json that the weights were saved with",
@@ -77,9 +81,15 @@ def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
     return {name: [n for n in group if n != name] for group in groups.values() for name in group}
 
 
-def missing_error(folder: Path, missing: Sequence[str]) -> ModelError:
-    """Make the error for parameters that a checkpoint lacks."""
-    return ModelError(
+def missing_error(folder: Path, missing: Sequence[str], stored: Iterable[str]) -> ModelError:
+    """Make the error for parameters that a checkpoint lacks; `stored` are the tensors it has."""
+    if single := _find_single_expert(missing, stored):
+        return ModelError(
+            f"{folder}: the checkpoint holds experts one by one ({single}), and transformers reads "
+            f"only stacks of them for this model ({missing[0]})",
+            hint="name the unquantized model that it was made from",
+        )
+    return UnfilledModelError(
         f"{folder}: the checkpoint lacks {cut_list(missing, 3)}; the model would run "
         "with random weights instead",
         hint="download the weights again, or use the config.json that they were saved with",
@@ -90,10 +100,16 @@ def mismatch_error(
     folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
 ) -> ModelError:
     """Make the error for a parameter whose shape in the checkpoint is not that of the config."""
-    return ModelError(
+    return UnfilledModelError(
         f"{folder}: {name} is {list(found)} in the checkpoint and {list(expected)} by its config",
         hint="config.json and weights belong to two models; download both again",
     )
+
+
+def _find_single_expert(missing: Sequence[str], stored: Iterable[str]) -> str:
+    """Find a tensor of the first expert of a stack that is missing; empty if there is none."""
+    stacks = {".".join(name.split(".")[-5:-1]) for name in missing if ".experts." in name}
+    return next((name for name in stored if any(f"{stack}.0." in name for stack in stacks)), "")
 
 
 def find_absent(model: PreTrainedModel, weights: WeightSource) -> list[str]:

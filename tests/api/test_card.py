@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ def test_files_of_scales_have_a_card_too(made: Path, model: Path) -> None:
     assert command == "extract-kv-scales --quantized-model YOUR-NAME/pack --model"
     succeed("card", pack, *_base(), "--model", model, "--force")
     assert "| vllm |" in (pack / "README.md").read_text()
+
+
+def test_a_folder_with_spaces_gets_a_hub_id_and_a_quoted_upload(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "it's ünï (1)"
+    shutil.copytree(made / "pack", folder, ignore=shutil.ignore_patterns("README.md"))
+    upload = succeed("card", folder, *_base(), "--json").json["upload"]
+    assert shlex.split(upload) == ["hf", "upload", "YOUR-NAME/it-s-n-1", str(folder)]
 
 
 def test_what_cannot_be_published_is_refused(made: Path, model: Path, tmp_path: Path) -> None:

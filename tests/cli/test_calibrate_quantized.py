@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from fp8calib.checkpoint.tensor_file import TensorFile
 from fp8calib.stats.calibration_stats import load_stats
 from tests import zoo
+from tests.architectures import families
 from tests.cli.conftest import write_rows
 from tests.cli.program import fail, succeed
 from tests.cli.quantized_children import (
@@ -232,3 +233,15 @@ def test_rotated_weights_are_named(data: Path, tmp_path: Path) -> None:
     change_config(child, lambda c: c["quantization_config"].update(transform_config={"a": 1}))
     text = fail(4, "calibrate", child, "--data", data, *OPTIONS, "--out", tmp_path / "out")
     assert "transform_config rotates the inputs" in text
+
+
+def test_single_experts_that_transformers_reads_only_stacked_are_named(
+    data: Path, tmp_path: Path
+) -> None:
+    families.save("llama4_text", families.FAMILIES["llama4_text"], tmp_path / "base")
+    child = tmp_path / "child"
+    succeed("quantize", tmp_path / "base", "--scheme", "fp8-dynamic", "--out", child)
+    text = fail(4, "calibrate", child, "--data", data, *OPTIONS, "--out", tmp_path / "out")
+    assert "experts one by one" in text
+    assert "reads only stacks of them" in text
+    assert "name the unquantized model" in text

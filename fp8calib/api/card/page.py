@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +74,23 @@ def card(
     base = base_model or _find_base(facts)
     if not _HUB_ID.fullmatch(base):
         raise UsageError(f"--base-model {base}: no Hub id, such as org/name")
-    name = repo or f"YOUR-NAME/{folder.resolve().name}"
+    name = repo or f"YOUR-NAME/{_spell_as_id(folder.resolve().name)}"
     if not _HUB_ID.fullmatch(name):
         raise UsageError(f"--repo {name}: no Hub id, such as org/name")
     report = _check(facts, model)
     text = "\n".join(_describe(facts, base, name, report)) + "\n"
     write_file_atomic(path, text.encode())
     warnings = () if facts.losses else facts.other_reports
-    return Card(path=path, text=text, upload=f"hf upload {name} {folder}", warnings=warnings)
+    return Card(
+        path=path,
+        text=text,
+        upload=f"hf upload {name} {shlex.quote(str(folder))}",
+        warnings=warnings,
+    )
+
+
+def _spell_as_id(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "MODEL"
 
 
 def _find_base(facts: CardFacts) -> str:

@@ -37,6 +37,7 @@ from fp8calib.machine.devices import choose_device
 from fp8calib.model.dtype import choose_dtype
 from fp8calib.model.load import build_skeleton, find_folder, open_source
 from fp8calib.model.prepared import prepare
+from fp8calib.model.stored_parameters import UnfilledModelError
 from fp8calib.quantization.calibrated_scales import check_stats_model, find_scales
 from fp8calib.quantization.gptq.input_map import map_inputs
 from fp8calib.quantization.plan import (
@@ -184,6 +185,7 @@ def _make_job(task: GptqTask, checkpoint: Checkpoint) -> ResumableJob:
 
     Raises:
         UsageError: there is no class that runs the model.
+        UnfilledModelError: the checkpoint does not hold the model that its config describes.
     """
     device = choose_device(task.placement.device)
     dtype, why = choose_dtype(task.placement.dtype, device=device, checkpoint=checkpoint)
@@ -197,6 +199,8 @@ def _make_job(task: GptqTask, checkpoint: Checkpoint) -> ResumableJob:
         )
         prepared = prepare(build_skeleton(source), checkpoint, recipe)
         check_runnable(prepared.model)
+    except UnfilledModelError:
+        raise  # of no use for any rounding
     except ModelError as error:
         raise UsageError(
             f"--rounding {GPTQ} runs the model, which is not possible here: {error.message}",

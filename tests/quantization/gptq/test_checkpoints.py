@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fp8calib.fp8.schemes import SCHEMES
@@ -412,6 +412,17 @@ def test_a_model_without_a_class_is_told_what_needs_none(tmp_path: Path) -> None
     assert "llama-next" in text
     assert "--rounding nearest needs neither text nor a class of the model" in text
     succeed("quantize", tmp_path / "model", "--scheme", "w8a16", "--out", tmp_path / "out")
+
+
+def test_a_damaged_checkpoint_is_not_advised_to_be_rounded_to_nearest(tmp_path: Path) -> None:
+    zoo.save("llama", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    text = fail(4, *command(tmp_path / "model", tmp_path))
+    assert "the checkpoint lacks model.layers.1.mlp.up_proj.weight" in text
+    assert "download the weights again" in text
+    assert "nearest" not in text
 
 
 def test_options_of_the_text_need_gptq(tmp_path: Path) -> None:
