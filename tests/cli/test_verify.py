@@ -418,8 +418,8 @@ def test_scale_one_decides_where_there_are_no_other_scales(
 
 def test_the_answer_is_the_first_line_and_the_last(model: Path, held_out: Path) -> None:
     lines = succeed("verify", model, "--data", held_out, *QUICK).out.splitlines()
-    assert lines[0] == lines[-2] != ""
-    assert lines[-1] == f"next: vllm serve {model} --kv-cache-dtype fp8"
+    assert lines[0] == lines[-1] != ""
+    assert lines[-2] == f"next: vllm serve {model} --kv-cache-dtype fp8"
 
 
 def test_scales_that_fail_for_want_of_a_q_scale_are_not_recommended(

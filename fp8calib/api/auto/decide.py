@@ -43,7 +43,7 @@ def choose_kv(report: VerifyReport, unfit_queries: Mapping[int, float], unused: 
     found = {each.name: each for each in report.candidates}
     scaled = [found[name] for name in _KV if name in found]
     answer = {Remedy.SERVE: "no", Remedy.NONE: "unknown"}.get(report.remedy, "yes")
-    why = report.conclusion
+    why = report.conclusion.removeprefix("this model does not need KV scales: ")
     if answer == "no" and not unused:
         why += " They are written all the same: other text may need them, and they cost nothing."
     needs = Decision(question="does the model need KV scales?", answer=answer, why=why)
@@ -136,7 +136,10 @@ def choose_left_layers(
         candidate = found[str(count)]
         if passes(candidate):
             left = tuple(sorted(ranked[:count]))
-            why = f"alone they cost most; without them {candidate.verdict_why}"
+            why = (
+                "quantized one at a time, they lose most; with them in 16 bits, "
+                f"{candidate.verdict_why}"
+            )
             return left, Decision(
                 question="which layers stay unquantized, so that FP8 inputs pass?",
                 answer=f"{', '.join(map(str, left))}, in {scheme}",

@@ -185,7 +185,7 @@ def _decide(measured: Measured, folder: Path, tell: Callable[[str], None]) -> Au
 
     def note(made: Sequence[Decision]) -> None:
         for decision in made:
-            tell(f"{decision.question} {decision.answer}: {decision.why}")
+            tell(f"{decision.question} {decision.answer}")
         decisions.extend(made)
 
     def finish(**fields: Any) -> AutoReport:

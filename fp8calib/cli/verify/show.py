@@ -94,7 +94,7 @@ def _serve(report: VerifyReport, settings: VerifySettings) -> str:
 def show_verification(report: VerifyReport, settings: VerifySettings) -> None:
     """Print the report as text, its answer first and last; with --json, the answer, on stderr."""
     command = suggest_command(report, settings)
-    answer = "\n".join([report.advice, *([f"next: {command}"] if command else [])])
+    answer = "\n".join([*([f"next: {command}"] if command else []), report.advice])
     if settings.as_json:
         say(answer)
         return
